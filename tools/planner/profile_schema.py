@@ -1,0 +1,246 @@
+"""What ``profile`` measures and the planner reads: plain dataclasses with units in their names.
+
+Writing needs the standard library only (it happens on compute nodes); reading is strict and
+uses pydantic: unknown keys, missing keys, wrong types and negative numbers are errors that name
+the file, the key and the value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from tools.planner.errors import PlannerError, from_validation_error
+
+PROFILE_FORMAT = "megatron_het.profile"
+PROFILE_VERSION = 1
+
+LayerKind = Literal["embedding", "layer", "head"]
+LinkScope = Literal["device", "node", "network"]
+Operation = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
+
+_STRICT: dict[str, Any] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledModel:
+    """The model the figures belong to; a profile of another model or precision is refused.
+
+    Tied or not, dropout and similar switches do not change the figures enough to matter here.
+    """
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    vocab_size: int
+    seq_length: int
+    precision: Literal["fp32", "tf32", "bf16", "fp16"]
+    name: str = ""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTiming:
+    """One measured layer kind at one operating point, on one rank of a TP group.
+
+    Attributes:
+        layer: ``embedding`` (token and position tables), ``layer`` (one transformer layer,
+            measured once for all equal ones) or ``head`` (final norm, output projection, loss).
+        micro_batch_size: Sequences per microbatch, b.
+        tp: Tensor-parallel size; times include the TP collectives inside the node.
+        slice_tokens: Tokens of each sequence in one pass; equals the sequence length unless
+            slices (SlimPipe) were measured.
+        context_tokens: Tokens of the same sequence before this slice that attention also reads
+            (0 without slices).
+        recompute: Megatron's activation recompute granularity.
+        forward_s, backward_s: Seconds of one pass; backward includes recomputation.
+        update_s: Seconds of the optimizer step over this layer's parameters on this rank.
+        parameters: Parameters held by this rank.
+        activation_bytes: Bytes kept from forward to backward.
+        workspace_bytes: Largest temporary allocation beyond that, during forward or backward.
+        output_bytes: Bytes of the output ``[s, b, h]`` sent to the next stage (of the whole
+            TP group, not divided by sequence parallelism).
+    """
+
+    layer: LayerKind
+    micro_batch_size: int
+    tp: int
+    slice_tokens: int
+    forward_s: float
+    backward_s: float
+    update_s: float
+    parameters: int
+    activation_bytes: int
+    output_bytes: int
+    context_tokens: int = 0
+    recompute: Literal["none", "selective", "full"] = "none"
+    workspace_bytes: int = 0
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class LargestBatch:
+    """The largest micro batch that ran without running out of memory (Poplar, Algorithm 1).
+
+    ``layers`` is the number of transformer layers that were held while searching.
+    """
+
+    tp: int
+    layers: int
+    micro_batch_size: int
+    recompute: Literal["none", "selective", "full"] = "none"
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """Everything measured on one node of one kind.
+
+    Attributes:
+        kind: Name of the device kind, as in the cluster file's ``gpu``.
+        memory_bytes: Memory of one device.
+        gpus_per_node: Devices in the node that was measured.
+        reserved_bytes: Device memory used before any model exists (context, communicator buffers).
+        host_to_device_bytes_per_s, device_to_host_bytes_per_s: Offload bandwidth; None where
+            there is no separate host memory (CPU).
+        timings: One entry per layer kind and operating point.
+        largest_batches: Results of the search for the largest micro batch.
+    """
+
+    kind: str
+    memory_bytes: int
+    gpus_per_node: int
+    timings: list[LayerTiming] = field(default_factory=list)
+    largest_batches: list[LargestBatch] = field(default_factory=list)
+    reserved_bytes: int = 0
+    host_to_device_bytes_per_s: float | None = None
+    device_to_host_bytes_per_s: float | None = None
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """One measured connection and operation.
+
+    ``latency_s`` and ``bytes_per_s`` are the fit t(n) = latency_s + n / bytes_per_s, where n is
+    the payload of the operation as the caller sees it (the message for p2p; the whole buffer for
+    collectives).  ``samples`` are the points ``[bytes, seconds]`` the fit was made from.
+
+    Attributes:
+        scope: ``node`` = between devices of one node, ``network`` = between two nodes,
+            ``device`` = inside one device.
+        first_kind, second_kind: Device kinds at both ends (equal for ``node``).
+        operation: Point-to-point or collective.
+        participants: Ranks that took part (2 for p2p).
+    """
+
+    scope: LinkScope
+    first_kind: str
+    second_kind: str
+    operation: Operation
+    participants: int
+    latency_s: float
+    bytes_per_s: float
+    samples: list[tuple[int, float]] = field(default_factory=list)
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A ``profile.json``.
+
+    ``complete`` is False in the file of an interrupted run, from which profiling resumes; the
+    planner refuses it unless told otherwise.
+    """
+
+    model: ProfiledModel
+    devices: list[DeviceProfile] = field(default_factory=list)
+    links: list[LinkProfile] = field(default_factory=list)
+    complete: bool = True
+    notes: str = ""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    def device(self, kind: str) -> DeviceProfile | None:
+        """The profile of a device kind, or None."""
+        return next((d for d in self.devices if d.kind == kind), None)
+
+
+def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """Write a profile; an existing file is replaced only by a complete one."""
+    target = Path(path)
+    body = {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **asdict(profile)}
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    scratch.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    os.replace(scratch, target)
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Read and check a profile.
+
+    Raises:
+        PlannerError: Missing or truncated file, another format or version, an unknown or missing
+            key, a wrong type, a negative or non-finite number.
+    """
+    file = str(path)
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlannerError(file, "(file)", None, "no such file", "Write one with 'het-plan profile'") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlannerError(file, "(file)", None, f"cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise PlannerError(
+            file, f"line {error.lineno}", error.msg, "not JSON; is the file truncated?",
+            "Run 'het-plan profile' again; it goes on where it stopped",
+        ) from error
+    return profile_from_document(document, file)
+
+
+def profile_from_document(document: Any, file: str) -> Profile:
+    """A Profile from parsed JSON; see ``load_profile`` for the errors."""
+    from pydantic import TypeAdapter, ValidationError
+
+    found = document.get("format") if isinstance(document, dict) else type(document).__name__
+    if found != PROFILE_FORMAT:
+        raise PlannerError(file, "format", found, f"not a profile (expected {PROFILE_FORMAT!r})")
+    if document.get("version") != PROFILE_VERSION:
+        raise PlannerError(
+            file, "version", document.get("version"), f"this release reads version {PROFILE_VERSION}",
+            "Run 'het-plan profile' again",
+        )
+    body = {k: v for k, v in document.items() if k not in ("format", "version")}
+    try:
+        profile = TypeAdapter(Profile).validate_python(body)
+    except ValidationError as error:
+        raise from_validation_error(file, error.errors()) from None
+    _check_numbers(asdict(profile), file, "")
+    return profile
+
+
+_MAY_BE_ZERO = ("_bytes", "update_s", "latency_s", "context_tokens", "parameters", "layers")
+
+
+def _check_numbers(value: Any, file: str, key: str) -> None:
+    """Every number is finite and positive (a few kinds may be zero)."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_numbers(item, file, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_numbers(item, file, f"{key}[{i}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        name = key.rsplit(".", 1)[-1].split("[")[0]
+        zero_ok = name.endswith(_MAY_BE_ZERO) and name != "memory_bytes" or name == "samples"
+        if not math.isfinite(value) or value < 0 or (value == 0 and not zero_ok):
+            raise PlannerError(file, key, value, "must be a positive number")
