@@ -1,1 +1,1 @@
-"""Command-line tools around megatron_het."""
+"""Command-line tools that go with megatron_het."""

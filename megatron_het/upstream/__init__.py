@@ -1,0 +1,25 @@
+"""The runtime patches to Megatron; see :mod:`megatron_het.upstream.registry` for how to add one."""
+
+from megatron_het.upstream.registry import (
+    UPSTREAM_VERSION,
+    Patch,
+    PatchError,
+    all_patches,
+    changed_sources,
+    install,
+    installed,
+    source_hash,
+    uninstall,
+)
+
+__all__ = [
+    "UPSTREAM_VERSION",
+    "Patch",
+    "PatchError",
+    "all_patches",
+    "changed_sources",
+    "install",
+    "installed",
+    "source_hash",
+    "uninstall",
+]
