@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: generators, passes, validator, simulator, pictures.  Never imports torch."""

@@ -1,0 +1,158 @@
+"""What the generators share: checks of a shape, and merging a forward and a backward order."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_het.schedule.deps import Dependencies, produces
+from megatron_het.schedule.ir import Kind, Op, Program, Shape
+
+
+def require(schedule: str, condition: bool, message: str) -> None:
+    """Raises a ValueError that names the schedule when a shape does not fit it."""
+    if not condition:
+        raise ValueError(f"schedule {schedule}: {message}")
+
+
+def single_replicas(shape: Shape) -> bool:
+    """Every stage has one replica, so that all devices see the same microbatches."""
+    return all(count == 1 for count in shape.replicas)
+
+
+def forward_program(name: str, shape: Shape, orders: Sequence[Sequence[Op]]) -> Program:
+    """The evaluation program of given forward orders."""
+    return Program(name, shape, tuple(tuple(order) for order in orders), forward_only=True)
+
+
+def alternate(forward: Sequence[Op], backward: Sequence[Op], warmup: int) -> tuple[Op, ...]:
+    """``warmup`` forwards, then pairs of one forward and one backward, then the remaining backwards."""
+    warmup = min(warmup, len(forward))
+    steady = len(forward) - warmup
+    out = list(forward[:warmup])
+    for pair in zip(forward[warmup:], backward[:steady]):
+        out += pair
+    return tuple(out) + tuple(backward[steady:])
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Relative durations by which a greedy order is decided.
+
+    Attributes:
+        forward_s: ``forward_s[device][chunk]``, time of one forward of one slice.
+        backward_s: the same for the backward.
+    """
+
+    forward_s: tuple[tuple[float, ...], ...]
+    backward_s: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def of(cls, shape: Shape, speeds: Sequence[float] | None = None) -> "Speeds":
+        """From layers per chunk and the relative speed of each device (1 by default); backward = 2 forward.
+
+        Raises:
+            ValueError: the number of speeds differs from the number of devices, or one is not positive.
+        """
+        speeds = [1.0] * len(shape.devices) if speeds is None else list(speeds)
+        if len(speeds) != len(shape.devices):
+            raise ValueError(f"speeds: {len(speeds)} values for {len(shape.devices)} devices")
+        if min(speeds) <= 0:
+            raise ValueError(f"speeds: {min(speeds)} is not positive")
+        forward = tuple(
+            tuple(max(n, 0.01) / speed for n in shape.layers[d.stage]) for d, speed in zip(shape.devices, speeds)
+        )
+        return cls(forward, tuple(tuple(2 * t for t in row) for row in forward))
+
+
+def merge(
+    shape: Shape,
+    forward: Sequence[Sequence[Op]],
+    backward: Sequence[Sequence[Op]],
+    limits: Sequence[int],
+    speeds: Speeds,
+) -> tuple[tuple[Op, ...], ...]:
+    """Merges each device's forward and backward order by simulating the iteration.
+
+    Whenever a device is free it runs its next backward or its next forward, whichever can start first, the
+    forward on a tie; a forward only while fewer than ``limits[device]`` forwards wait for their backward.
+    The result runs without deadlock because it has been run.
+
+    Raises:
+        ValueError: the orders and limits cannot run (a limit below what the schedule needs).
+    """
+    deps = Dependencies(shape)
+    merger = _Merger(deps, forward, backward, limits, speeds)
+    while merger.events:
+        merger.step()
+    for d, queue in enumerate(merger.out):
+        if len(queue) < len(forward[d]) + len(backward[d]):
+            raise ValueError(f"device {shape.devices[d]}: the limit of {limits[d]} forwards in flight is too small")
+    return tuple(tuple(queue) for queue in merger.out)
+
+
+class _Merger:
+    """State of :func:`merge`: an event loop over the moments at which a device may start something."""
+
+    def __init__(
+        self,
+        deps: Dependencies,
+        forward: Sequence[Sequence[Op]],
+        backward: Sequence[Sequence[Op]],
+        limits: Sequence[int],
+        speeds: Speeds,
+    ) -> None:
+        self.deps, self.limits, self.speeds = deps, limits, speeds
+        self.queues = list(zip(forward, backward))
+        count = len(self.queues)
+        self.next = [[0, 0] for _ in range(count)]
+        self.free = [0.0] * count
+        self.done: dict[tuple[int, tuple[int, ...]], float] = {}
+        self.wanted: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        self.out: list[list[Op]] = [[] for _ in range(count)]
+        self.events: list[tuple[float, int]] = [(0.0, d) for d in range(count)]
+        heapq.heapify(self.events)
+
+    def ready(self, device: int, which: int) -> float | None:
+        """When the next forward (0) or backward (1) of a device could start, None if that is not known yet."""
+        i = self.next[device]
+        if i[which] == len(self.queues[device][which]):
+            return None
+        if which == 0 and self.queues[device][1] and i[0] - i[1] >= self.limits[device]:
+            return None
+        at = self.free[device]
+        for need in self.deps.requires(device, self.queues[device][which][i[which]]):
+            end = self.done.get(need)
+            if end is None:
+                self.wanted.setdefault(need, []).append(device)
+                return None
+            at = max(at, end)
+        return at
+
+    def step(self) -> None:
+        now, device = heapq.heappop(self.events)
+        if now < self.free[device]:
+            return
+        times = [self.ready(device, which) for which in (0, 1)]
+        known = [(t, which) for which, t in enumerate(times) if t is not None]
+        if not known:
+            return
+        at, which = min(known)
+        if at > now:
+            heapq.heappush(self.events, (at, device))
+            return
+        op = self.queues[device][which][self.next[device][which]]
+        self.next[device][which] += 1
+        self.out[device].append(op)
+        table = self.speeds.backward_s if which else self.speeds.forward_s
+        end = now + table[device][op.chunk]
+        self.free[device] = end
+        key = (device, produces(op))
+        self.done[key] = end
+        heapq.heappush(self.events, (end, device))
+        for other in self.wanted.pop(key, ()):
+            heapq.heappush(self.events, (max(end, self.free[other]), other))
+
+
+def compute_ops(kind: Kind, microbatches: Sequence[int], slices: Sequence[int], chunk: int) -> list[Op]:
+    """One operation per microbatch and slice of a chunk, in the order given."""
+    return [Op(kind, m, s, chunk) for m in microbatches for s in slices]

@@ -1,0 +1,218 @@
+"""A program as a graph of integers: which operation waits for which.
+
+Operations are numbered device after device, in program order.  The graph is built once per program and
+shared by the passes, the validator and the simulator.
+"""
+
+from collections.abc import Sequence
+
+from megatron_het.schedule.deps import OVERRIDES, Dependencies, Need, explain, produces
+from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, Kind, Op, Program
+
+
+class ScheduleError(ValueError):
+    """A program that cannot run; the message names device, position and operation."""
+
+
+def describe(program: Program, device: int, position: int) -> str:
+    """One operation with its neighbours, for error messages."""
+    ops = program.ops[device]
+    around = [
+        f"[{op}]" if i == position else str(op)
+        for i, op in enumerate(ops[max(0, position - 2) : position + 3], max(0, position - 2))
+    ]
+    left, right = "... " if position > 2 else "", " ..." if position + 3 < len(ops) else ""
+    return f"device {program.devices[device]}, position {position}: {left}{' '.join(around)}{right}"
+
+
+class Graph:
+    """Flattened operations and what each waits for, apart from the order of its own device.
+
+    Attributes:
+        program: the program.
+        ops: all operations, device after device.
+        first: ``first[d]`` is the number of the first operation of device ``d``; one extra entry at the end.
+        device: ``device[i]`` is the device of operation ``i``.
+        waits: ``waits[i]`` are the operations whose results ``i`` needs (for a receive: its send).
+        other_end: ``other_end[i]`` is the operation at the other end of a transfer, -1 for others.
+        missing: (operation, need) for needs that nothing in the program produces or delivers.
+    """
+
+    __slots__ = ("program", "ops", "first", "device", "waits", "other_end", "missing", "deps", "index")
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.deps = Dependencies(program.shape, program.vocabulary, program.exchange_units)
+        self.ops: list[Op] = []
+        self.first = [0]
+        self.device: list[int] = []
+        for d, ops in enumerate(program.ops):
+            self.ops += ops
+            self.first.append(len(self.ops))
+            self.device += [d] * len(ops)
+        self.index: list[dict[tuple[int, ...], int]] = []
+        self.missing: list[tuple[int, Need | None]] = []
+        self.other_end = [-1] * len(self.ops)
+        deliveries = self._index()
+        self.waits = self._edges(deliveries)
+
+    def where(self, node: int) -> tuple[int, int]:
+        """(device, position) of an operation."""
+        device = self.device[node]
+        return device, node - self.first[device]
+
+    def _index(self) -> list[dict[tuple[int, ...], int]] | None:
+        """Finds producers; pairs transfers.  Returns who delivers what to each device, None without transfers."""
+        deliveries: list[dict[tuple[int, ...], int]] = []
+        sends: dict[tuple[int, Op], int] = {}
+        receives: list[int] = []
+        for d in range(len(self.program.ops)):
+            made: dict[tuple[int, ...], int] = {}
+            delivered: dict[tuple[int, ...], int] = {}
+            for i in range(self.first[d], self.first[d + 1]):
+                op = self.ops[i]
+                kind = op[0]
+                if kind in SENDS:
+                    if (d, op) in sends:
+                        raise ScheduleError(f"{describe(self.program, *self.where(i))}: sent twice")
+                    sends[d, op] = i
+                elif kind in RECEIVES:
+                    receives.append(i)
+                    if kind == Kind.RECV_FORWARD or kind == Kind.RECV_BACKWARD:
+                        delivered[kind, op[1], op[2], op[3]] = i
+                        continue
+                key = produces(op)
+                if key is not None:
+                    if key in made and kind not in OVERRIDES and kind not in _REPEATED:
+                        raise ScheduleError(f"{describe(self.program, *self.where(i))}: this operation is there twice")
+                    made[key] = i
+            self.index.append(made)
+            deliveries.append(delivered)
+        self._pair(sends, receives)
+        return deliveries if sends or receives else None
+
+    def _pair(self, sends: dict[tuple[int, Op], int], receives: list[int]) -> None:
+        for i in receives:
+            partner = self.ops[i].partner(self.device[i])
+            j = sends.pop(partner, -1)
+            if j < 0:
+                self.missing.append((i, None))
+                continue
+            self.other_end[i], self.other_end[j] = j, i
+        self.missing += [(j, None) for j in sends.values()]
+
+    def _edges(self, deliveries: list[dict[tuple[int, ...], int]] | None) -> list[Sequence[int]]:
+        requires, index, device_of, other = self.deps.requires, self.index, self.device, self.other_end
+        waits: list[Sequence[int]] = []
+        for i, op in enumerate(self.ops):
+            kind = op[0]
+            d = device_of[i]
+            if kind in RECEIVES:
+                waits.append((other[i],) if other[i] >= 0 else ())
+                continue
+            found = []
+            for need in requires(d, op):
+                source, key = need
+                j = None
+                if source != d and deliveries is not None and key[0] < 2:
+                    receive = Kind.RECV_FORWARD if key[0] == 0 else Kind.RECV_BACKWARD
+                    if kind in COMPUTE or kind == Kind.ATTEND_GIVE or kind == Kind.ATTEND_GIVE_BACKWARD:
+                        j = deliveries[d].get((receive, op[1], op[2], op[3]))
+                    elif kind == Kind.VOCAB_FORWARD:
+                        j = index[source].get(key)
+                else:
+                    j = index[source].get(key)
+                if j is None:
+                    self.missing.append((i, need))
+                else:
+                    found.append(j)
+            if kind == Kind.ATTEND_HELP or kind == Kind.ATTEND_HELP_BACKWARD:
+                value = 9 if kind == Kind.ATTEND_HELP else 10
+                j = index[d].get((value, op[1], op[2], op[3], op[4]))
+                if j is not None:
+                    found.append(j)
+            waits.append(found)
+        return waits
+
+    def unmet(self, node: int, need: Need | None) -> str:
+        """A missing need in words."""
+        op, (device, position) = self.ops[node], self.where(node)
+        place = describe(self.program, device, position)
+        if need is None:
+            peer = self.program.devices[op.peer] if 0 <= op.peer < len(self.program.devices) else op.peer
+            expected = op.partner(device)[1]
+            return f"{place}: its other end {expected} is missing on device {peer}"
+        what = explain(need, op, self.program.shape, device)
+        if need[0] != device and need[1] in self.index[need[0]]:
+            return f"{place}: {what} is never received"
+        return f"{place}: {what} is never produced"
+
+    def check_complete(self) -> None:
+        """Raises ScheduleError when something that an operation needs is not in the program at all."""
+        if self.missing:
+            more = f" (and {len(self.missing) - 1} more)" if len(self.missing) > 1 else ""
+            raise ScheduleError(self.unmet(*self.missing[0]) + more)
+
+
+_REPEATED = frozenset({Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD})
+"""Kinds that may come several times for one value (a query given to several peers)."""
+
+
+def replay(graph: Graph, duration: Sequence[float]) -> tuple[list[float], list[float], list[int]]:
+    """Earliest start and end of every operation when each device runs its list in order.
+
+    The third list holds all operations in an order in which they can run (not sorted by time).
+
+    Args:
+        graph: the program.
+        duration: seconds (or any unit) of every operation.
+
+    Raises:
+        ScheduleError: some operations wait for each other; the message names one per device.
+    """
+    count = len(graph.ops)
+    start, end = [0.0] * count, [-1.0] * count
+    position, limits, waits = graph.first[:-1], graph.first[1:], graph.waits
+    free = [0.0] * len(position)
+    waiting: dict[int, list[int]] = {}
+    order: list[int] = []
+    ready = list(range(len(position)))[::-1]
+    while ready:
+        d = ready.pop()
+        i, limit, now = position[d], limits[d], free[d]
+        while i < limit:
+            begin = now
+            for j in waits[i]:
+                other = end[j]
+                if other < 0:
+                    waiting.setdefault(j, []).append(d)
+                    break
+                if other > begin:
+                    begin = other
+            else:
+                start[i] = begin
+                end[i] = now = begin + duration[i]
+                order.append(i)
+                if i in waiting:
+                    ready += waiting.pop(i)
+                i += 1
+                continue
+            break
+        position[d], free[d] = i, now
+    stuck = [d for d, i in enumerate(position) if i < limits[d]]
+    if stuck:
+        raise ScheduleError(_stuck_message(graph, stuck, position, end))
+    return start, end, order
+
+
+def _stuck_message(graph: Graph, stuck: list[int], position: list[int], end: list[float]) -> str:
+    lines = ["these operations wait for each other:"]
+    for d in stuck[:8]:
+        node = position[d]
+        blocked_by = next(j for j in graph.waits[node] if end[j] < 0)
+        other, where = graph.where(blocked_by)
+        lines.append(
+            f"  {describe(graph.program, d, node - graph.first[d])} waits for {graph.ops[blocked_by]}, "
+            f"device {graph.program.devices[other]}, position {where}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,5 @@
+"""Passes Program -> Program that add operations and keep the compute order."""
+
+from megatron_het.schedule.passes.transfers import add_transfers
+
+__all__ = ["add_transfers"]

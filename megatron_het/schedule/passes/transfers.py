@@ -1,0 +1,143 @@
+"""Adds sends and receives so that no transport can deadlock.
+
+All transfers of a program get one global order: that in which they happen when the program is replayed
+with plain durations.  The sender's send is placed right after the operation that makes the data, and the
+peer's receive at the same point of the global order, before whatever the peer completes later.  Every
+device's list, compute included, is then a projection of one total order in which both ends of a transfer
+are neighbours, so the first transfer that is not finished can always finish: with blocking calls, with one
+queue per rank, with any other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_het.schedule.generators.listing import Speeds
+from megatron_het.schedule.graph import Graph, replay
+from megatron_het.schedule.ir import COMPUTE, PARTNER, TRANSFERS, Kind, Op, Program
+
+
+def plain_durations(program: Program, graph: Graph, speeds: Sequence[float] | None = None) -> list[float]:
+    """Durations by layers and device speed: backward 2, backward of inputs or weights 1, everything else 0."""
+    costs = Speeds.of(program.shape, speeds)
+    scale = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+    return [
+        scale[op[0]] * costs.forward_s[d][op[3]] if op[0] in scale else 0.0 for op, d in zip(graph.ops, graph.device)
+    ]
+
+
+def add_transfers(program: Program, *, speeds: Sequence[float] | None = None, order: str = "global") -> Program:
+    """The program with SEND_* and RECV_* operations, and KV_RECV for every KV_SEND.
+
+    Where producer and consumer are the same device (a pipeline of one stage, the turn of a V) there is no
+    transfer.
+
+    Args:
+        program: without transfers.
+        speeds: relative speed of each device, which shapes the global order.
+        order: ``"global"``, see above; ``"late"`` posts every receive right before its use, as many
+            implementations do: not safe on every transport, kept for comparison.
+
+    Raises:
+        ScheduleError: the compute order itself cannot run.
+        ValueError: the program has transfers already, or an unknown ``order``.
+    """
+    allowed = {Kind.KV_SEND, Kind.KV_SEND_BACKWARD}
+    if any(op[0] in TRANSFERS and op[0] not in allowed for ops in program.ops for op in ops):
+        raise ValueError(f"program {program.name} already has transfers")
+    if order not in ("global", "late"):
+        raise ValueError(f"order = {order!r}: must be global or late")
+    graph = Graph(program)
+    graph.check_complete()
+    _, end, runnable = replay(graph, plain_durations(program, graph, speeds))
+    runnable.sort(key=end.__getitem__)  # stable: what ends together stays in a runnable order
+    place = _place_global if order == "global" else _place_late
+    return place(program, graph, runnable)
+
+
+def _message(graph: Graph, node: int) -> tuple[Op, int, Op] | None:
+    """(send, peer, receive) for the operation's result, None when it stays on the device."""
+    op, device = graph.ops[node], graph.device[node]
+    kind = op[0]
+    if kind == Kind.KV_SEND or kind == Kind.KV_SEND_BACKWARD:
+        peer, receive = op.partner(device)
+        return op, peer, receive
+    if kind in _MADE_BY:
+        send_kind = _MADE_BY[kind]
+        if kind != Kind.ATTEND_MERGE and kind != Kind.ATTEND_MERGE_BACKWARD:
+            key = (kind != Kind.FORWARD, op[1], op[2], op[3])
+            if graph.index[device][key] != node:
+                return None  # an ATTEND_MERGE completes this one
+        target = graph.deps.target(device, op)
+        if target is None or target[0] == device:
+            return None
+        peer, chunk = target
+        _, microbatch, piece, own, _, _, _, _ = op
+        return (
+            Op(send_kind, microbatch, piece, own, peer, chunk),
+            peer,
+            Op(PARTNER[send_kind], microbatch, piece, chunk, device, own),
+        )
+    return None
+
+
+_MADE_BY = {
+    Kind.FORWARD: Kind.SEND_FORWARD,
+    Kind.ATTEND_MERGE: Kind.SEND_FORWARD,
+    Kind.BACKWARD: Kind.SEND_BACKWARD,
+    Kind.BACKWARD_INPUT: Kind.SEND_BACKWARD,
+    Kind.ATTEND_MERGE_BACKWARD: Kind.SEND_BACKWARD,
+}
+
+
+def _place_global(program: Program, graph: Graph, order: Sequence[int]) -> Program:
+    out: list[list[Op]] = [[] for _ in program.ops]
+    for node in order:
+        op, device = graph.ops[node], graph.device[node]
+        message = _message(graph, node)
+        if op[0] not in TRANSFERS:
+            out[device].append(op)
+        if message is not None:
+            send, peer, receive = message
+            out[device].append(send)
+            out[peer].append(receive)
+    return replace(program, ops=tuple(map(tuple, out)))
+
+
+def _place_late(program: Program, graph: Graph, order: Sequence[int]) -> Program:
+    wanted: list[dict[tuple[int, ...], list[Op]]] = [{} for _ in program.ops]
+    sends: dict[int, Op] = {}
+    for node in order:
+        message = _message(graph, node)
+        if message is not None:
+            sends[node], peer, receive = message
+            wanted[peer].setdefault(_first_user(receive), []).append(receive)
+    out: list[list[Op]] = [[] for _ in program.ops]
+    for node, (op, device) in enumerate(zip(graph.ops, graph.device)):
+        out[device] += wanted[device].pop(_use(op), ())
+        if op[0] not in TRANSFERS:
+            out[device].append(op)
+        if node in sends:
+            out[device].append(sends[node])
+    return replace(program, ops=tuple(map(tuple, out)))
+
+
+_USES = {
+    Kind.FORWARD: Kind.RECV_FORWARD,
+    Kind.ATTEND_GIVE: Kind.RECV_FORWARD,
+    Kind.BACKWARD: Kind.RECV_BACKWARD,
+    Kind.BACKWARD_INPUT: Kind.RECV_BACKWARD,
+    Kind.ATTEND_GIVE_BACKWARD: Kind.RECV_BACKWARD,
+    Kind.ATTEND_HELP: Kind.KV_RECV,
+    Kind.ATTEND_HELP_BACKWARD: Kind.KV_RECV_BACKWARD,
+}
+
+
+def _first_user(receive: Op) -> tuple[int, ...]:
+    peer = receive.peer if receive.kind in (Kind.KV_RECV, Kind.KV_RECV_BACKWARD) else -1
+    return receive.kind, receive.microbatch, receive.slice, receive.chunk, peer
+
+
+def _use(op: Op) -> tuple[int, ...]:
+    kind = _USES.get(op.kind, -1)
+    peer = op.peer if kind in (Kind.KV_RECV, Kind.KV_RECV_BACKWARD) else -1
+    return kind, op.microbatch, op.slice, op.chunk, peer
