@@ -1,0 +1,112 @@
+"""What differs between CUDA and CPU, in one place.
+
+:func:`activate` is called before ``megatron.training`` is imported.  On a machine with a usable
+CUDA device it changes nothing at all.  Without one it installs the CPU device support of
+:mod:`megatron_het.platform.cpu`, with which Megatron trains over gloo.
+
+Everything else in the project asks the :class:`Platform` instead of testing for CUDA itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron_het.platform.flags import Flag, platform_flags, unmet
+
+__all__ = ["Flag", "Platform", "activate", "is_active"]
+
+_ACTIVE: list[Platform] = []
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The kind of device this process computes on.
+
+    Attributes:
+        kind: ``"cuda"`` or ``"cpu"``.
+    """
+
+    kind: Literal["cuda", "cpu"]
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the process computes on a CUDA device."""
+        return self.kind == "cuda"
+
+    @property
+    def device(self) -> torch.device:
+        """The current device of this process."""
+        if self.is_cuda:
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    @property
+    def default_backend(self) -> Literal["nccl", "gloo"]:
+        """The ``torch.distributed`` backend that moves this device's tensors."""
+        return "nccl" if self.is_cuda else "gloo"
+
+    @property
+    def device_name(self) -> str:
+        """The model name of the device, for reports."""
+        if self.is_cuda:
+            return torch.cuda.get_device_name(self.device)
+        return "CPU"
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all queued work."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def flags(self) -> tuple[Flag, ...]:
+        """Megatron flags that this machine asks for, each with its reason."""
+        return platform_flags(self.is_cuda)
+
+    def default_flags(self) -> tuple[str, ...]:
+        """The same flags as words of a command line; empty with CUDA, TE and Apex in place."""
+        return tuple(word for flag in self.flags() for word in flag.words)
+
+    def unmet_flags(self, args: object) -> tuple[Flag, ...]:
+        """Flags without which Megatron fails here and that a parsed namespace lacks.
+
+        Args:
+            args: What Megatron's ``parse_args`` returned.
+        """
+        return unmet(self.flags(), args)
+
+    def environment(self) -> Mapping[str, str]:
+        """Environment variables for rank processes on one machine, where they are not set yet."""
+        if self.is_cuda:
+            return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@functools.cache
+def _cuda_is_usable() -> bool:
+    return torch.cuda.is_available() and torch.cuda.device_count() > 0
+
+
+def activate() -> Platform:
+    """Make this process ready to import ``megatron.training``; further calls do nothing.
+
+    Returns:
+        The platform of this process.
+    """
+    if not _ACTIVE:
+        if _cuda_is_usable():
+            _ACTIVE.append(Platform("cuda"))
+        else:
+            from megatron_het.platform import cpu
+
+            cpu.install()
+            _ACTIVE.append(Platform("cpu"))
+    return _ACTIVE[0]
+
+
+def is_active() -> bool:
+    """Whether :func:`activate` has been called in this process."""
+    return bool(_ACTIVE)

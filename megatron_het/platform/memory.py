@@ -1,0 +1,225 @@
+"""A meter of live tensor bytes, the same on CUDA and on CPU.
+
+On CUDA it reads torch's caching allocator.  On CPU, where no allocator can be asked, it watches
+the storages behind the tensors that operators return: views share a storage, in-place operators
+bring none, and a storage that autograd keeps for the backward pass stays counted until it goes.
+Watching costs some microseconds per operator, so time and memory are measured in different runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_het.platform import Platform
+
+
+@dataclass
+class Region:
+    """Live bytes over one visit of a region.
+
+    Attributes:
+        name: The region's name.
+        start_bytes: Live on entry.
+        peak_bytes: The most that were live at once; final when the region has been left.
+        end_bytes: Live on exit.
+    """
+
+    name: str
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int = 0
+
+    @property
+    def growth_bytes(self) -> int:
+        """How far the peak rose above what was live on entry."""
+        return self.peak_bytes - self.start_bytes
+
+
+class MemoryMeter(ABC):
+    """Live and peak tensor bytes, by named region.  Regions nest; use as a context manager.
+
+    Attributes:
+        peak_bytes: The highest peak of each region over all its visits, by name.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes: dict[str, int] = {}
+        self._open: list[Region] = []
+
+    def __enter__(self) -> MemoryMeter:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    @abstractmethod
+    def live_bytes(self) -> int:
+        """Bytes of the tensors that live now."""
+
+    @abstractmethod
+    def _take_peak(self) -> int:
+        """The peak since the last call, which starts the next peak at what lives now."""
+
+    def close(self) -> None:
+        """Stop measuring."""
+
+    @contextlib.contextmanager
+    def region(self, name: str) -> Iterator[Region]:
+        """Measure what runs inside.
+
+        Args:
+            name: Under what the peak is kept in :attr:`peak_bytes`.
+
+        Yields:
+            The visit, complete after the ``with`` block.
+        """
+        self._spread_peak()
+        live = self.live_bytes()
+        visit = Region(name, start_bytes=live, peak_bytes=live)
+        self._open.append(visit)
+        try:
+            yield visit
+        finally:
+            self._spread_peak()
+            self._open.remove(visit)
+            visit.end_bytes = self.live_bytes()
+            self.peak_bytes[name] = max(visit.peak_bytes, self.peak_bytes.get(name, 0))
+
+    def _spread_peak(self) -> None:
+        """Give the peak since the last boundary to all open regions."""
+        peak = self._take_peak()
+        for visit in self._open:
+            visit.peak_bytes = max(visit.peak_bytes, peak)
+
+
+class CudaMemoryMeter(MemoryMeter):
+    """Bytes that torch's caching allocator has given to tensors, of any origin."""
+
+    def live_bytes(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def _take_peak(self) -> int:
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+
+# Operators that wrap memory allocated outside of the dispatcher, as torch.tensor() does.
+_WRAPPING = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default}
+
+
+class CpuMemoryMeter(MemoryMeter):
+    """Bytes of the storages that operators have allocated since the meter was made.
+
+    Storages that existed before, and memory that comes from elsewhere (``from_numpy``, shared
+    memory), are not counted unless given to :meth:`add`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages = _Storages()
+        self._mode: TorchDispatchMode | None = _Watch(self._storages)
+        self._mode.__enter__()
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of tensors that existed before, such as parameters.
+
+        Args:
+            tensors: Any tensors; a storage counts once however many of them share it.
+        """
+        for tensor in tensors:
+            self._storages.adopt(tensor)
+
+    def live_bytes(self) -> int:
+        return self._storages.live_bytes
+
+    def _take_peak(self) -> int:
+        peak, self._storages.peak_bytes = self._storages.peak_bytes, self._storages.live_bytes
+        return peak
+
+    def close(self) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+
+
+class _Storages:
+    """The storages that have been seen, until they die."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._counted_bytes: dict[int, int | None] = {}
+
+    def see(self, tensor: torch.Tensor, *, new: bool) -> None:
+        """Take note of a tensor that an operator was given or has returned.
+
+        Args:
+            tensor: The tensor; one without storage on the CPU is ignored.
+            new: Whether an unknown storage was allocated just now.  If not, it stays foreign:
+                known, but never counted.
+        """
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._counted_bytes:
+            self._counted_bytes[key] = None
+            weakref.finalize(storage, self._forget, key).atexit = False
+            if new:
+                self._count(key, storage.nbytes())
+        elif self._counted_bytes[key] is not None:
+            # Looked at again, because resizing a storage changes what it holds.
+            self._count(key, storage.nbytes())
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage whether it is foreign or not."""
+        self.see(tensor, new=True)
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._counted_bytes:
+            self._count(storage._cdata, storage.nbytes())
+
+    def _count(self, key: int, size_bytes: int) -> None:
+        self.live_bytes += size_bytes - (self._counted_bytes[key] or 0)
+        self._counted_bytes[key] = size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._counted_bytes.pop(key) or 0
+
+
+class _Watch(TorchDispatchMode):
+    """Shows every operator's inputs and outputs to the storages."""
+
+    def __init__(self, storages: _Storages) -> None:
+        super().__init__()
+        self._storages = storages
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Inputs first: what an in-place operator or a view returns is not new.
+        if func not in _WRAPPING:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self._storages.see(leaf, new=False)
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._storages.see(leaf, new=True)
+        return result
+
+
+def memory_meter(platform: Platform) -> MemoryMeter:
+    """The meter for a platform, measuring from now on until it is closed."""
+    return CudaMemoryMeter() if platform.is_cuda else CpuMemoryMeter()
