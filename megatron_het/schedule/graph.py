@@ -6,7 +6,7 @@ shared by the passes, the validator and the simulator.
 
 from collections.abc import Sequence
 
-from megatron_het.schedule.deps import OVERRIDES, Dependencies, Need, explain, produces
+from megatron_het.schedule.deps import OVERRIDES, Dependencies, Need, Value, explain, produces
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, Kind, Op, Program
 
 
@@ -102,37 +102,42 @@ class Graph:
         self.missing += [(j, None) for j in sends.values()]
 
     def _edges(self, deliveries: list[dict[tuple[int, ...], int]] | None) -> list[Sequence[int]]:
-        requires, index, device_of, other = self.deps.requires, self.index, self.device, self.other_end
         waits: list[Sequence[int]] = []
-        for i, op in enumerate(self.ops):
-            kind = op[0]
-            d = device_of[i]
-            if kind in RECEIVES:
-                waits.append((other[i],) if other[i] >= 0 else ())
-                continue
-            found = []
-            for need in requires(d, op):
-                source, key = need
-                j = None
-                if source != d and deliveries is not None and key[0] < 2:
-                    receive = Kind.RECV_FORWARD if key[0] == 0 else Kind.RECV_BACKWARD
-                    if kind in COMPUTE or kind == Kind.ATTEND_GIVE or kind == Kind.ATTEND_GIVE_BACKWARD:
-                        j = deliveries[d].get((receive, op[1], op[2], op[3]))
-                    elif kind == Kind.VOCAB_FORWARD:
-                        j = index[source].get(key)
-                else:
-                    j = index[source].get(key)
-                if j is None:
-                    self.missing.append((i, need))
-                else:
-                    found.append(j)
-            if kind == Kind.ATTEND_HELP or kind == Kind.ATTEND_HELP_BACKWARD:
-                value = 9 if kind == Kind.ATTEND_HELP else 10
-                j = index[d].get((value, op[1], op[2], op[3], op[4]))
-                if j is not None:
-                    found.append(j)
-            waits.append(found)
+        for d in range(len(self.program.ops)):
+            state = _Scan()
+            for i in range(self.first[d], self.first[d + 1]):
+                op = self.ops[i]
+                kind = op[0]
+                if kind in RECEIVES:
+                    waits.append((self.other_end[i],) if self.other_end[i] >= 0 else ())
+                    continue
+                found = self._found(d, i, op, deliveries)
+                if kind in COMPUTE:
+                    state.compute(i, op, found)
+                elif kind in _STATEFUL:
+                    state.bookkeeping(i, op, found)
+                waits.append(found)
         return waits
+
+    def _found(self, d: int, i: int, op: Op, deliveries: list[dict[tuple[int, ...], int]] | None) -> list[int]:
+        """Operations that make or deliver what an operation requires."""
+        found = []
+        for need in self.deps.requires(d, op):
+            source, key = need
+            if source != d and key[0] < 2 and deliveries is not None and op[0] != Kind.VOCAB_FORWARD:
+                j = deliveries[d].get((Kind.RECV_BACKWARD if key[0] else Kind.RECV_FORWARD, op[1], op[2], op[3]))
+            else:
+                j = self.index[source].get(key)
+            if j is None:
+                self.missing.append((i, need))
+            else:
+                found.append(j)
+        if op[0] == Kind.ATTEND_HELP or op[0] == Kind.ATTEND_HELP_BACKWARD:
+            value = Value.KV if op[0] == Kind.ATTEND_HELP else Value.KV_BACKWARD
+            j = self.index[d].get((value, op[1], op[2], op[3], op[4]))
+            if j is not None:
+                found.append(j)
+        return found
 
     def unmet(self, node: int, need: Need | None) -> str:
         """A missing need in words."""
@@ -153,6 +158,69 @@ class Graph:
             more = f" (and {len(self.missing) - 1} more)" if len(self.missing) > 1 else ""
             raise ScheduleError(self.unmet(*self.missing[0]) + more)
 
+
+class _Scan:
+    """Waits that follow from the order within one device: side streams and parameters.
+
+    Operations of side streams (gathers, copies from and to the host, reductions) are issued when the
+    compute operation before them in the list is done; compute waits for the parameters and activations
+    brought for it.
+    """
+
+    __slots__ = ("last", "gathers", "prefetched", "fetched", "backward", "reduced", "stepped")
+
+    def __init__(self) -> None:
+        self.last = -1
+        self.gathers: dict[int, list[int]] = {}
+        self.prefetched: dict[int, int] = {}
+        self.fetched: dict[tuple[int, int, int], int] = {}
+        self.backward: dict[int, int] = {}
+        self.reduced: dict[int, list[int]] = {}
+        self.stepped: dict[int, int] = {}
+
+    def compute(self, i: int, op: Op, found: list[int]) -> None:
+        """FORWARD and BACKWARD: wait for the chunk's gathers and the activations fetched."""
+        self.last = i
+        if self.gathers and op[3] in self.gathers:
+            found += self.gathers.pop(op[3])
+        if op[0]:
+            self.backward[op[3]] = i
+            if self.fetched:
+                j = self.fetched.pop((op[1], op[2], op[3]), None)
+                if j is not None:
+                    found.append(j)
+
+    def bookkeeping(self, i: int, op: Op, found: list[int]) -> None:
+        """Everything that lives on a side stream or concerns parameters."""
+        chunk = op.chunk
+        if op.kind != Kind.OPTIMIZER_STEP and self.last >= 0:
+            found.append(self.last)
+        match op.kind:
+            case Kind.PARAM_PREFETCH:
+                self.prefetched[chunk] = i
+                found += [self.stepped[chunk]] if chunk in self.stepped else []
+            case Kind.PARAM_GATHER:
+                found += [self.prefetched[chunk]] if chunk in self.prefetched else []
+                found += [self.stepped[chunk]] if chunk in self.stepped else []
+                self.gathers.setdefault(chunk, []).append(i)
+            case Kind.GRAD_REDUCE:
+                found += [self.backward[chunk]] if chunk in self.backward else []
+                self.reduced.setdefault(chunk, []).append(i)
+            case Kind.OPTIMIZER_STEP:
+                found += self.reduced.pop(chunk, [])
+                self.stepped[chunk] = i
+            case Kind.PARAM_OFFLOAD:
+                found += [self.stepped[chunk]] if chunk in self.stepped else []
+            case Kind.ACT_FETCH:
+                self.fetched[op[1], op[2], op[3]] = i
+
+
+_STATEFUL = frozenset(
+    {
+        Kind.PARAM_PREFETCH, Kind.PARAM_GATHER, Kind.PARAM_RELEASE, Kind.PARAM_OFFLOAD, Kind.GRAD_REDUCE,
+        Kind.OPTIMIZER_STEP, Kind.ACT_FETCH,
+    }
+)  # fmt: skip
 
 _REPEATED = frozenset({Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD})
 """Kinds that may come several times for one value (a query given to several peers)."""

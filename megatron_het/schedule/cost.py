@@ -1,0 +1,227 @@
+"""What operations cost: durations, message sizes, links and memory.  One model for simulator and planner.
+
+Times are per device and chunk and for one whole microbatch; a slice takes its share.  The share of
+causal attention grows with the slice: slice ``i`` of ``n`` attends to ``i + diagonal`` slices of keys
+and values.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_het.schedule.ir import Shape
+
+PerChunk = tuple[tuple[float, ...], ...]
+"""``[device][chunk]``"""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two devices.
+
+    Attributes:
+        latency_s: added to every message; does not occupy the link.
+        bytes_per_s: bandwidth.
+        shared: names of resources that only one message at a time uses (a network card, a switch port).
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+    shared: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or not self.bytes_per_s > 0:
+            raise ValueError(f"link with latency_s = {self.latency_s}, bytes_per_s = {self.bytes_per_s}")
+
+
+def free_link(source: int, target: int) -> Link:
+    """A link that costs nothing."""
+    return _FREE
+
+
+_FREE = Link()
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes, per device and chunk where not said otherwise; activations are those of one microbatch.
+
+    Attributes:
+        parameter_bytes: full (materialised) parameters.
+        gradient_bytes: full gradients.
+        activation_bytes: kept from forward to backward, without keys, values and logits.
+        kv_bytes: keys and values kept from forward to backward.
+        parameter_shard_bytes, gradient_shard_bytes, optimizer_bytes: what stays on the device besides; with
+            PARAM_PREFETCH and PARAM_OFFLOAD operations the parameter shard is on the device only in between.
+        logits_bytes: per device, for one microbatch: what VOCAB_FORWARD keeps, or the last chunk's FORWARD.
+        boundary_bytes: per device and chunk: what is left of activation_bytes when activations are
+            offloaded; ``activation_bytes`` minus this leaves with ACT_OFFLOAD and returns with ACT_FETCH.
+        other_bytes: per device: context, libraries, fragmentation.
+    """
+
+    parameter_bytes: PerChunk = ()
+    gradient_bytes: PerChunk = ()
+    activation_bytes: PerChunk = ()
+    kv_bytes: PerChunk = ()
+    parameter_shard_bytes: PerChunk = ()
+    gradient_shard_bytes: PerChunk = ()
+    optimizer_bytes: PerChunk = ()
+    boundary_bytes: PerChunk = ()
+    logits_bytes: tuple[float, ...] = ()
+    other_bytes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Everything the simulator needs besides the program.  Only the first two are required.
+
+    Attributes:
+        forward_s: ``[device][chunk]`` forward of one microbatch, without causal attention when
+            ``attention_forward_s`` is given.  Embedding and output layer belong to the first and last chunk
+            (:meth:`of` adds them), unless the program has VOCAB_* operations.
+        backward_s: the same for the backward.
+        attention_forward_s: ``[device][chunk]`` causal attention of one microbatch.
+        attention_backward_s: the same for the backward.
+        weight_share: share of ``backward_s`` that computes weight gradients; attention has none.
+        vocab_forward_s: per device, its part of VOCAB_FORWARD of one microbatch.
+        vocab_backward_s: the same for VOCAB_BACKWARD.
+        diagonal: cost of a slice's attention to itself, in slices; 1 as in the papers, 0.5 with a kernel
+            that skips masked blocks.
+        message_bytes: activations between two chunks, of one microbatch; the gradient is as large.
+        kv_message_bytes: ``[device][chunk]`` keys and values of all layers, of one microbatch.
+        query_message_bytes: ``[device][chunk]`` query plus output, of one microbatch.
+        link: ``link(source device, target device)``.
+        gather_s, reduce_s: ``[device][chunk]`` collectives for the whole chunk.
+        prefetch_s, offload_s: ``[device][chunk]`` parameter shards from and to the host.
+        act_offload_s, act_fetch_s: ``[device][chunk]`` activations of one microbatch to and from the host.
+        step_s: ``[device][chunk]`` optimizer step.
+        tail_s: per device, what follows the last operation (gradient reduction, step) when the program has
+            no operations for it.
+        operation_s: fixed time of every compute operation (launch, framework).
+        host_blocks: the process posts transfers only when the compute before them in its list is done
+            (CPU executor); else it is far ahead (CUDA streams).
+        memory: bytes, for the memory curves.
+    """
+
+    forward_s: PerChunk
+    backward_s: PerChunk
+    attention_forward_s: PerChunk = ()
+    attention_backward_s: PerChunk = ()
+    weight_share: float = 0.5
+    vocab_forward_s: tuple[float, ...] = ()
+    vocab_backward_s: tuple[float, ...] = ()
+    diagonal: float = 1.0
+    message_bytes: float = 0.0
+    kv_message_bytes: PerChunk = ()
+    query_message_bytes: PerChunk = ()
+    link: Callable[[int, int], Link] = free_link
+    gather_s: PerChunk = ()
+    reduce_s: PerChunk = ()
+    prefetch_s: PerChunk = ()
+    offload_s: PerChunk = ()
+    act_offload_s: PerChunk = ()
+    act_fetch_s: PerChunk = ()
+    step_s: PerChunk = ()
+    tail_s: tuple[float, ...] = ()
+    operation_s: float = 0.0
+    host_blocks: bool = False
+    memory: Memory = field(default_factory=Memory)
+
+    def check(self, shape: Shape) -> None:
+        """Raises ValueError when a table does not fit the shape, naming it."""
+        chunks = [len(shape.layers[d.stage]) for d in shape.devices]
+        for owner, names in ((self, _PER_CHUNK), (self.memory, _MEMORY_PER_CHUNK)):
+            for name in names:
+                table = getattr(owner, name)
+                if not table and name not in ("forward_s", "backward_s"):
+                    continue
+                if [len(row) for row in table] != chunks:
+                    raise ValueError(f"{name}: rows of {[len(r) for r in table]} for devices with chunks {chunks}")
+                if any(value < 0 or value != value for row in table for value in row):
+                    raise ValueError(f"{name}: {table} has a negative entry")
+        for owner, names in ((self, _PER_DEVICE), (self.memory, _MEMORY_PER_DEVICE)):
+            for name in names:
+                row = getattr(owner, name)
+                if row and len(row) != len(chunks):
+                    raise ValueError(f"{name}: {len(row)} values for {len(chunks)} devices")
+
+    @classmethod
+    def of(
+        cls,
+        shape: Shape,
+        *,
+        layer_forward_s: Sequence[float],
+        layer_backward_s: Sequence[float],
+        attention_forward_s: Sequence[float] = (),
+        attention_backward_s: Sequence[float] = (),
+        embedding_forward_s: float = 0.0,
+        embedding_backward_s: float = 0.0,
+        head_forward_s: float = 0.0,
+        head_backward_s: float = 0.0,
+        head_speeds: Sequence[float] = (),
+        **others: object,
+    ) -> "Costs":
+        """From the time of one layer on each device.
+
+        Args:
+            shape: gives the layers per device and chunk.
+            layer_forward_s: per device, one transformer layer and microbatch (without attention when that is
+                given apart).
+            layer_backward_s: the same for the backward.
+            attention_forward_s: per device, causal attention of one layer.
+            attention_backward_s: the same for the backward.
+            embedding_forward_s, embedding_backward_s: added to the first chunk of the model.
+            head_forward_s, head_backward_s: added to the last chunk of the model.
+            head_speeds: per device, divides embedding and head times (1 by default).
+            **others: further attributes of :class:`Costs`.
+        """
+        speeds = list(head_speeds) or [1.0] * len(shape.devices)
+
+        def table(per_layer: Sequence[float], first: float = 0.0, last: float = 0.0) -> PerChunk:
+            rows = []
+            for d, device in enumerate(shape.devices):
+                row = [per_layer[d] * n for n in shape.layers[device.stage]]
+                for place, extra in ((shape.path[0], first), (shape.path[-1], last)):
+                    if place[0] == device.stage:
+                        row[place[1]] += extra / speeds[d]
+                rows.append(tuple(row))
+            return tuple(rows)
+
+        return cls(
+            forward_s=table(layer_forward_s, embedding_forward_s, head_forward_s),
+            backward_s=table(layer_backward_s, embedding_backward_s, head_backward_s),
+            attention_forward_s=table(attention_forward_s) if attention_forward_s else (),
+            attention_backward_s=table(attention_backward_s) if attention_backward_s else (),
+            **others,  # type: ignore[arg-type]
+        )
+
+    @classmethod
+    def uniform(cls, shape: Shape, *, forward_s: float = 1.0, backward_s: float = 2.0, **others: object) -> "Costs":
+        """Every chunk of every device costs the same."""
+        rows = [len(shape.layers[d.stage]) for d in shape.devices]
+        return cls(
+            forward_s=tuple((forward_s,) * n for n in rows),
+            backward_s=tuple((backward_s,) * n for n in rows),
+            **others,  # type: ignore[arg-type]
+        )
+
+    def shares(self, slices: int) -> list[float]:
+        """Share of causal attention that each slice computes."""
+        total = slices * (slices - 1) / 2 + slices * self.diagonal
+        return [(i + self.diagonal) / total for i in range(slices)]
+
+    def unit_share(self, slices: int, units: int) -> float:
+        """Share of causal attention that one exchange unit (one slice's query over 1/units slice) is."""
+        return 1.0 / (units * (slices * (slices - 1) / 2 + slices * self.diagonal))
+
+
+_PER_CHUNK = (
+    "forward_s", "backward_s", "attention_forward_s", "attention_backward_s", "kv_message_bytes",
+    "query_message_bytes", "gather_s", "reduce_s", "prefetch_s", "offload_s", "act_offload_s", "act_fetch_s", "step_s",
+)  # fmt: skip
+_PER_DEVICE = ("vocab_forward_s", "vocab_backward_s", "tail_s")
+_MEMORY_PER_CHUNK = (
+    "parameter_bytes", "gradient_bytes", "activation_bytes", "kv_bytes", "parameter_shard_bytes",
+    "gradient_shard_bytes", "optimizer_bytes", "boundary_bytes",
+)  # fmt: skip
+_MEMORY_PER_DEVICE = ("logits_bytes", "other_bytes")
