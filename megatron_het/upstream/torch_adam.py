@@ -4,8 +4,9 @@ With neither Apex nor Transformer Engine installed, upstream's ``DistributedOpti
 ``torch.optim.Adam``, which keeps a ``step`` tensor per parameter.  Upstream (0.19.2)
 
 * asserts in ``state_dict()`` before the first step, so that a resume cannot build its template,
-* copies into leaf parameters outside ``no_grad`` and asks the checkpoint for a ``step`` tensor
-  that the reshardable formats do not hold,
+* copies into leaf parameters outside ``no_grad``, and takes ``step`` from a payload that either
+  does not hold it (``fully_reshardable``) or holds the zero of the template, not the saved value
+  (``dp_reshardable``),
 * puts one and the same ``step`` tensor into the state of all parameters on load; Adam advances it
   once per parameter and iteration, so a resumed run trains on with wrong bias corrections.
 """
@@ -57,10 +58,10 @@ def _build(original: type) -> type:
         def _set_main_param_and_optimizer_states(
             self, model_param: torch.Tensor, tensors: dict[str, Any]
         ) -> None:
-            # "step" comes with the parameter groups; None makes upstream skip it.
+            # "step" has come with the parameter groups; None makes upstream leave it alone.
             with torch.no_grad():
                 super()._set_main_param_and_optimizer_states(
-                    model_param, {"step": None, **tensors}
+                    model_param, {**tensors, "step": None}
                 )
 
     TorchAdamDistributedOptimizer.__qualname__ = original.__qualname__
