@@ -1,0 +1,89 @@
+"""What a plan changes in Megatron's ``torch_dist`` state dict.
+
+- Layers are keyed one by one (``non_homogeneous_layers``), because a stacked key needs one local
+  shape for all layers and stages may have different TP.  The flag is stored in the checkpoint, so
+  that any reader, stock Megatron included, uses the same keys.
+- Of several TP classes of a stage the primary one writes; of tied embeddings the first stage does.
+- Random-number states are kept per world rank under an own key, and only loaded again under the
+  same topology.  To stock Megatron the checkpoint says that it has none: its own key is a grid of
+  (pipeline, tensor) ranks, which a plan does not have.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_het.checkpoint.random_state import RANDOM_STATE_KEY, random_state_object
+from megatron_het.plan import topology_hash
+from megatron_het.topology import PlanGroups
+
+
+class StateDictHook:
+    """Builds the replacement of ``megatron.training.checkpointing.generate_state_dict``.
+
+    Args:
+        groups: This rank's groups.
+        tied_embeddings: Whether input and output embeddings share their weights.
+    """
+
+    def __init__(self, groups: PlanGroups, tied_embeddings: bool) -> None:
+        placement = groups.placement
+        where = placement.locate(groups.rank)
+        replica = placement.replica(where.stage, where.replica)
+        last = placement.num_stages - 1
+        self._groups = groups
+        self._writes = replica.tp == placement.class_sizes(where.stage)[0]
+        self._is_tied_copy = tied_embeddings and last > 0 and where.stage == last
+        self._topology = topology_hash(placement.plan)
+
+    def wrap(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """The function that Megatron calls instead of ``original``."""
+
+        @functools.wraps(original)
+        def generate_state_dict(
+            args: Any,
+            model: Any,
+            optimizer: Any,
+            opt_param_scheduler: Any,
+            rng_state: Any,
+            **keywords: Any,
+        ) -> dict[str, Any]:
+            options = keywords.get("optim_sd_kwargs") or {}
+            loading = options.get("is_loading", False)
+            metadata = options.get("metadata")
+            if metadata is not None and not loading:
+                metadata["non_homogeneous_layers"] = True
+            state = original(args, model, optimizer, opt_param_scheduler, None, **keywords)
+            return state if loading else self._for_saving(state, args)
+
+        return generate_state_dict
+
+    def _for_saving(self, state: dict[str, Any], args: Any) -> dict[str, Any]:
+        saved_args = copy.copy(args)
+        saved_args.no_save_rng = True
+        saved_args.het_topology = self._topology
+        kept: dict[str, Any] = {
+            key: self._strip(value) if key.startswith(("model", "optimizer")) else value
+            for key, value in state.items()
+        }
+        kept["args"] = saved_args
+        if not args.no_save_rng:
+            kept[RANDOM_STATE_KEY] = random_state_object()
+        return kept
+
+    def _strip(self, part: Any) -> Any:
+        """Drop sharded entries that another rank writes; unsharded ones stay."""
+        if not isinstance(part, dict) or (self._writes and not self._is_tied_copy):
+            return part
+        from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+        from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
+
+        def is_dropped(value: Any) -> bool:
+            if not isinstance(value, ShardedBase | ShardedTensorFactory):
+                return False
+            return not self._writes or "word_embeddings" in value.key
+
+        return extract_matching_values(part, is_dropped)[1]

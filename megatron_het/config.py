@@ -1,0 +1,256 @@
+"""The configuration of a run, and all checks of options that cannot go together.
+
+Every refusal names the option, its value and the reason, and happens before any process group
+exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_het.plan import Placement, Plan, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class HetConfig:
+    """The ``--het-*`` flags.  Without a plan the extension is off."""
+
+    plan: Plan | None = None
+    plan_path: str = ""
+    transport: str = "auto"
+    report_dir: Path | None = None
+    trace_dir: Path | None = None
+    trace_iteration: int = 3
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is a plan to run."""
+        return self.plan is not None
+
+
+def _truthy(value: Any) -> bool:
+    return bool(value)
+
+
+def _more_than_one(value: Any) -> bool:
+    return value is not None and value != 1
+
+
+# (attribute of Megatron's arguments, when it is refused, why)
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("num_experts", _truthy, "mixture of experts is not supported with a plan yet"),
+    ("expert_model_parallel_size", _more_than_one, "expert parallelism is not supported with a plan yet"),
+    ("context_parallel_size", _more_than_one, "context parallelism is not supported with a plan yet"),
+    ("use_torch_fsdp2", _truthy, "FSDP replaces the process groups that a plan sets up"),
+    ("use_megatron_fsdp", _truthy, "FSDP replaces the process groups that a plan sets up"),
+    ("fp8", _truthy, "fp8 scaling statistics are reduced over groups that a plan does not have"),
+    ("fp4", _truthy, "fp4 scaling statistics are reduced over groups that a plan does not have"),
+    ("rampup_batch_size", _truthy, "a plan routes a fixed number of microbatches"),
+    ("mtp_num_layers", _truthy, "multi-token prediction is not supported with a plan"),
+    ("hybrid_layer_pattern", _truthy, "hybrid models are not supported with a plan"),
+    ("num_distributed_optimizer_instances", _more_than_one, "a plan has one optimizer instance per TP class"),
+    ("data_parallel_random_init", _truthy, "replicas must start from the same weights"),
+    ("full_validation", _truthy, "evaluation must have the plan's number of microbatches"),
+    ("multiple_validation_sets", _truthy, "evaluation must have the plan's number of microbatches"),
+    ("sft", _truthy, "packed sequences are not supported with a plan"),
+    ("perform_rl_step", _truthy, "reinforcement learning is not supported with a plan"),
+    ("phase_transition_iterations", _truthy, "samples are routed by one global order"),
+    ("yaml_cfg", _truthy, "give the options as flags"),
+    ("inprocess_restart", _truthy, "in-process restart rebuilds groups that a plan owns"),
+    ("use_tp_pp_dp_mapping", _truthy, "the plan says which rank goes where"),
+    ("decoder_first_pipeline_num_layers", _truthy, "the plan says which layers go where"),
+    ("decoder_last_pipeline_num_layers", _truthy, "the plan says which layers go where"),
+    ("num_layers_per_virtual_pipeline_stage", _truthy, "the plan says which layers go where"),
+    ("num_virtual_stages_per_pipeline_rank", _truthy, "the plan says which layers go where"),
+    ("pipeline_model_parallel_layout", _truthy, "the plan says which layers go where"),
+    ("account_for_embedding_in_pipeline_split", _truthy, "the plan says which layers go where"),
+    ("account_for_loss_in_pipeline_split", _truthy, "the plan says which layers go where"),
+    ("gtp_weight_remat_size", _more_than_one, "weight rematerialisation groups are not supported with a plan"),
+    ("optimizer_cuda_graph", _truthy, "CUDA graphs capture groups that a plan rebuilds"),
+    ("moe_expert_rank_capacity_factor", _truthy, "mixture of experts is not supported with a plan yet"),
+)
+
+
+def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
+    """Compare a plan with Megatron's parsed (not yet validated) arguments.
+
+    Raises:
+        PlanError: The first thing that does not fit.
+    """
+    if world_size != plan.world_size:
+        raise PlanError(
+            "WORLD_SIZE", world_size, f"the plan has {plan.world_size} ranks",
+            "Start as many processes as the plan has ranks, or make a plan for this world size",
+        )
+    for name, is_refused, reason in _REFUSED:
+        value = getattr(args, name, None)
+        if is_refused(value):
+            raise PlanError(_flag(name), value, f"cannot be used with --het-plan: {reason}")
+    if getattr(args, "cuda_graph_impl", "none") != "none":
+        raise PlanError("--cuda-graph-impl", args.cuda_graph_impl, "cannot be used with --het-plan")
+    if args.dataloader_type == "external":
+        raise PlanError("--dataloader-type", "external", "a plan routes samples itself; use single or cyclic")
+    if not args.calculate_per_token_loss:
+        raise PlanError(
+            "--calculate-per-token-loss", False, "required with --het-plan",
+            "Gradients are summed and divided once by the global token count, so that any routing "
+            "of microbatches gives the same training; add the flag",
+        )
+    _check_model(plan, args)
+    _check_batch(plan, args)
+    _check_parallelism(plan, args)
+    _check_mixed(plan, args)
+    _check_checkpoint(args)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_model(plan: Plan, args: Any) -> None:
+    heads = args.num_attention_heads
+    found = {
+        "num_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "num_attention_heads": heads,
+        "num_query_groups": args.num_query_groups if args.group_query_attention else heads,
+        "seq_length": args.seq_length,
+        "tied_embeddings": not args.untie_embeddings_and_output_weights,
+    }
+    if plan.model.ffn_hidden_size is not None and args.ffn_hidden_size is not None:
+        found["ffn_hidden_size"] = args.ffn_hidden_size
+    for name, value in found.items():
+        expected = getattr(plan.model, name)
+        if value != expected:
+            raise PlanError(
+                f"model.{name}", expected, f"the plan is for another model; the arguments say {value!r}",
+                "Make a plan for this model, or correct the arguments",
+            )
+
+
+def _check_batch(plan: Plan, args: Any) -> None:
+    for name in ("micro_batch_size", "global_batch_size"):
+        value, expected = getattr(args, name), getattr(plan.training, name)
+        if value is not None and value != expected:
+            raise PlanError(_flag(name), value, f"the plan was made for {expected}")
+    for name in ("eval_micro_batch_size", "eval_global_batch_size"):
+        value = getattr(args, name, None)
+        expected = getattr(plan.training, name.removeprefix("eval_"))
+        if value is not None and value != expected:
+            raise PlanError(_flag(name), value, f"evaluation uses the plan's routing, hence its {expected}")
+
+
+def _check_parallelism(plan: Plan, args: Any) -> None:
+    sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
+    for name, fits in (
+        ("tensor_model_parallel_size", sizes),
+        ("pipeline_model_parallel_size", [len(plan.stages)]),
+    ):
+        value = getattr(args, name)
+        if value not in (1, *fits):
+            raise PlanError(_flag(name), value, f"the plan says {fits}", "Leave the flag out")
+    wanted = {
+        "sequence_parallel": plan.training.sequence_parallel,
+        "use_distributed_optimizer": plan.training.distributed_optimizer,
+        "bf16": plan.training.precision == "bf16",
+        "fp16": plan.training.precision == "fp16",
+    }
+    for name, value in wanted.items():
+        if getattr(args, name) and not value:
+            raise PlanError(_flag(name), True, "the plan was made without it", "Make the plan again with it")
+    granularity = args.recompute_granularity or ("selective" if args.recompute_activations else None)
+    if granularity is not None and granularity != plan.training.recompute:
+        raise PlanError(
+            "--recompute-granularity", granularity, f"the plan was made for {plan.training.recompute!r}"
+        )
+
+
+def _check_mixed(plan: Plan, args: Any) -> None:
+    placement = Placement(plan)
+    mixed = [s for s in range(placement.num_stages) if placement.is_mixed(s)]
+    tied = plan.model.tied_embeddings and placement.num_stages > 1
+    if args.overlap_grad_reduce and (mixed or tied):
+        what = f"stage {mixed[0]} has replicas of different TP" if mixed else "tied embeddings span two stages"
+        raise PlanError(
+            "--overlap-grad-reduce", True, f"{what}: gradients must be summed across TP classes "
+            "before Megatron reduces them inside a class", "Leave the flag out",
+        )
+    if mixed and getattr(args, "qk_layernorm", False):
+        raise PlanError("--qk-layernorm", True, f"stage {mixed[0]} has replicas of different TP")
+    chunks = {len(s.layers) for s in plan.stages}
+    if len(chunks) > 1:
+        raise PlanError("stages[*].layers", sorted(chunks), "all stages need the same number of chunks")
+
+
+def _check_checkpoint(args: Any) -> None:
+    if not (args.save or args.load):
+        return
+    if args.ckpt_format != "torch_dist":
+        raise PlanError(
+            "--ckpt-format", args.ckpt_format, "only torch_dist can be saved and loaded across plans"
+        )
+    keeps_optimizer = not (args.no_save_optim and args.no_load_optim)
+    if args.use_distributed_optimizer and keeps_optimizer and not args.dist_ckpt_optim_fully_reshardable:
+        raise PlanError(
+            "--dist-ckpt-optim-fully-reshardable", False,
+            "required with the distributed optimizer and a plan: other formats depend on the layout",
+            "Add the flag",
+        )
+
+
+def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
+    """Write what the plan says into Megatron's arguments, before they are validated.
+
+    Args:
+        plan: The checked plan.
+        placement: Its lookup tables.
+        args: Megatron's parsed arguments; changed in place.
+        rank: This world rank.
+
+    Returns:
+        The world size to show to Megatron's validation: one replica of every stage at this rank's
+        TP size, so that the data-parallel size, by which microbatches are counted, becomes 1.
+    """
+    where = placement.locate(rank)
+    tp = placement.replica(where.stage, where.replica).tp
+    args.tensor_model_parallel_size = tp
+    args.pipeline_model_parallel_size = placement.num_stages
+    if placement.num_stages > 1:
+        args.pipeline_model_parallel_layout = pipeline_layout(plan)
+    args.micro_batch_size = plan.training.micro_batch_size
+    args.global_batch_size = plan.training.global_batch_size
+    args.sequence_parallel = plan.training.sequence_parallel
+    args.use_distributed_optimizer = plan.training.distributed_optimizer
+    args.bf16 = plan.training.precision == "bf16"
+    args.fp16 = plan.training.precision == "fp16"
+    _apply_recompute(plan, args)
+    if args.padded_vocab_size is None:
+        # Padding depends on TP; one multiple for all gives one vocabulary for all.
+        sizes = [r.tp for s in plan.stages for r in s.replicas]
+        args.make_vocab_size_divisible_by *= math.lcm(*sizes) // tp
+    if any(placement.is_mixed(s) for s in range(placement.num_stages)) or plan.model.tied_embeddings:
+        # Several local shapes per key: true under a plan, and an error to the integrity check.
+        args.ckpt_load_validate_sharding_integrity = False
+    return tp * placement.num_stages
+
+
+def _apply_recompute(plan: Plan, args: Any) -> None:
+    if plan.training.recompute == "none" or args.recompute_granularity or args.recompute_activations:
+        return
+    args.recompute_granularity = plan.training.recompute
+    if plan.training.recompute == "full":
+        args.recompute_method = args.recompute_method or "uniform"
+        args.recompute_num_layers = args.recompute_num_layers or 1
+
+
+def pipeline_layout(plan: Plan) -> str:
+    """The plan's layers as Megatron's ``--pipeline-model-parallel-layout`` string, e.g. ``Ettt|tL``."""
+    chunks = len(plan.stages[0].layers)
+    parts = ["t" * stage.layers[c] for c in range(chunks) for stage in plan.stages]
+    parts[0] = "E" + parts[0]
+    parts[-1] += "L"
+    return "|".join(parts)

@@ -1,0 +1,105 @@
+"""Switching the extension on in a process that is about to run ``megatron.training``.
+
+``install()`` is called once, before ``megatron.training`` is imported.  It takes the ``--het-*``
+flags off the command line, activates the platform, and, if there is a plan, rebinds the few
+functions of ``megatron.training`` that have no public hook (see ``upstream/plan_hooks.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_het.arguments import het_help, split_arguments
+from megatron_het.config import HetConfig, apply_plan, check_arguments
+from megatron_het.plan import Placement, PlanError
+
+
+def install(argv: list[str] | None = None) -> HetConfig:
+    """Read and remove the ``--het-*`` flags and prepare this process for Megatron.
+
+    Args:
+        argv: The command line with the program's name first; default ``sys.argv``.  Changed in
+            place: Megatron's parser sees what is left.
+
+    Raises:
+        SystemExit: A bad flag or a bad plan.  Rank 0 prints the one error message.
+    """
+    argv = sys.argv if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        sys.stdout.write(het_help() + "\nMegatron's own flags:\n\n")
+    try:
+        config, rest = split_arguments(argv[1:])
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if config.plan is not None and world_size != config.plan.world_size:
+            raise PlanError(
+                "WORLD_SIZE", world_size, f"the plan {config.plan_path} has {config.plan.world_size} ranks",
+                "Start as many processes as the plan has ranks, or make a plan for this world size",
+            )
+    except PlanError as error:
+        _exit_with(error)
+    argv[1:] = rest
+
+    from megatron_het import platform, upstream
+
+    device = platform.activate()
+    upstream.install("stock")
+    if config.plan is not None:
+        _install_plan(config, device)
+    return config
+
+
+def _exit_with(error: PlanError) -> None:
+    """One message on one rank, and a failure everywhere."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        sys.stderr.write(f"megatron_het: {error}\n")
+        sys.stderr.flush()
+    raise SystemExit(2)
+
+
+def _install_plan(config: HetConfig, device: Any) -> None:
+    from megatron_het import upstream
+    from megatron_het.checkpoint.loading import LoadHook
+    from megatron_het.runtime.session import HetSession
+    from megatron_het.runtime.training import PretrainHook
+
+    assert config.plan is not None
+    session = HetSession(config, device)
+    pretrain = PretrainHook(session)
+    upstream.install(
+        "plan",
+        builders={
+            "plan_arguments": _validate_args_hook(config),
+            "plan_schedule": pretrain.wrap_schedule_getter,
+            "plan_pretrain": pretrain.wrap,
+            "plan_save": pretrain.wrap_generate_state_dict,
+            "plan_load": LoadHook(config.plan).wrap,
+        },
+    )
+
+
+def _validate_args_hook(config: HetConfig) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Builds the replacement of ``megatron.training.arguments.validate_args``."""
+    plan = config.plan
+    assert plan is not None
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
+            try:
+                check_arguments(plan, args, args.world_size)
+            except PlanError as error:
+                _exit_with(error)
+            world_size = args.world_size
+            args.world_size = apply_plan(plan, Placement(plan), args, args.rank)
+            result = original(args, defaults or {})
+            args.world_size = world_size
+            args.het_plan = config.plan_path
+            return result
+
+        return validate_args
+
+    return wrap

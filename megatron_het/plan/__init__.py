@@ -1,0 +1,43 @@
+"""Plans: what runs where, as plain data.
+
+A plan names the stages of the pipeline, the replicas of each stage, the ranks of
+each replica (its tensor-parallel group), the layers of each stage and the
+microbatches of each replica.  Planner, schedule generators, runtime, tests and
+people read the same file.  This package needs the standard library only.
+"""
+
+from megatron_het.plan.errors import PlanError
+from megatron_het.plan.io import load_plan, plan_hash, save_plan, topology_hash
+from megatron_het.plan.placement import Location, Placement
+from megatron_het.plan.schema import (
+    PLAN_FORMAT,
+    PLAN_VERSION,
+    ModelShape,
+    Plan,
+    Prediction,
+    RankPrediction,
+    Replica,
+    ScheduleSpec,
+    Stage,
+    TrainingShape,
+)
+
+__all__ = [
+    "PLAN_FORMAT",
+    "PLAN_VERSION",
+    "Location",
+    "ModelShape",
+    "Placement",
+    "Plan",
+    "PlanError",
+    "Prediction",
+    "RankPrediction",
+    "Replica",
+    "ScheduleSpec",
+    "Stage",
+    "TrainingShape",
+    "load_plan",
+    "plan_hash",
+    "save_plan",
+    "topology_hash",
+]

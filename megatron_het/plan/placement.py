@@ -1,0 +1,87 @@
+"""Rank -> (stage, replica, tensor-parallel rank), and the rank lists that groups are built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_het.plan.schema import Plan, Replica
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a world rank sits in the plan."""
+
+    stage: int
+    replica: int
+    tp_rank: int
+
+
+class Placement:
+    """Lookup tables of a plan.  Everything here is a pure function of the plan.
+
+    A *TP class* is the set of replicas of one stage that have the same TP size: Megatron's own
+    data parallelism and distributed optimizer run inside a class.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._where: dict[int, Location] = {}
+        for s, stage in enumerate(plan.stages):
+            for q, replica in enumerate(stage.replicas):
+                for t, rank in enumerate(replica.ranks):
+                    self._where[rank] = Location(s, q, t)
+        self.route: tuple[tuple[int, ...], ...] = tuple(
+            _route_of_stage(stage.replicas, plan.num_microbatches) for stage in plan.stages
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self._where)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return len(self.plan.stages)
+
+    def locate(self, rank: int) -> Location:
+        """Where ``rank`` sits; KeyError for a rank outside of the plan."""
+        return self._where[rank]
+
+    def replica(self, stage: int, replica: int) -> Replica:
+        """The replica's part of the plan."""
+        return self.plan.stages[stage].replicas[replica]
+
+    def stage_ranks(self, stage: int) -> list[int]:
+        """All ranks of a stage, ascending."""
+        return sorted(k for r in self.plan.stages[stage].replicas for k in r.ranks)
+
+    def class_sizes(self, stage: int) -> list[int]:
+        """The TP sizes found in a stage, with the class of its first replica first.
+
+        The first class is the *primary* one: it counts in norms and writes checkpoints.
+        """
+        replicas = self.plan.stages[stage].replicas
+        first = replicas[0].tp
+        return [first, *sorted({r.tp for r in replicas} - {first})]
+
+    def is_mixed(self, stage: int) -> bool:
+        """Whether replicas of the stage have different TP sizes."""
+        return len(self.class_sizes(stage)) > 1
+
+    def class_ranks(self, stage: int, tp: int, tp_rank: int) -> list[int]:
+        """Ranks at position ``tp_rank`` of all replicas of one TP class, in replica order."""
+        return [r.ranks[tp_rank] for r in self.plan.stages[stage].replicas if r.tp == tp]
+
+    def max_tp(self) -> int:
+        """The largest TP size of the plan."""
+        return max(r.tp for s in self.plan.stages for r in s.replicas)
+
+
+def _route_of_stage(replicas: tuple[Replica, ...], num_microbatches: int) -> tuple[int, ...]:
+    """route[microbatch] -> replica."""
+    route = [-1] * num_microbatches
+    for q, replica in enumerate(replicas):
+        for m in replica.microbatches:
+            route[m] = q
+    return tuple(route)

@@ -1,0 +1,235 @@
+"""The plan's schema, version 1: frozen dataclasses and their reading from JSON values.
+
+Reading is strict: an unknown key, a missing key or a value of the wrong type is an
+error that names the field.  Relations between fields are checked in ``validate.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_het.plan.errors import PlanError
+
+PLAN_FORMAT = "megatron_het.plan"
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The model a plan was made for.  A run with another model is refused.
+
+    ``ffn_hidden_size`` and ``vocab_size`` may be None when the planner did not need them;
+    they are compared with the run's arguments only when given.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    seq_length: int
+    ffn_hidden_size: int | None = None
+    vocab_size: int | None = None
+    tied_embeddings: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingShape:
+    """Batch and numerics.  ``global_batch_size`` is in sequences and never changes between plans."""
+
+    micro_batch_size: int
+    global_batch_size: int
+    precision: str = "fp32"
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    distributed_optimizer: bool = False
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per iteration over all replicas."""
+        return self.global_batch_size // self.micro_batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSpec:
+    """A schedule by name, with the generator's parameters (numbers, strings, booleans)."""
+
+    name: str = "1f1b"
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One copy of a stage: a tensor-parallel group on one kind of device inside one node.
+
+    Attributes:
+        ranks: World ranks in tensor-parallel order; TP size = ``len(ranks)``.
+        microbatches: Ids (0 .. M-1) of the microbatches this replica processes, ascending.
+        device: Name of the device kind, for people and reports.
+        speed: Speed relative to the other replicas (1.0 = as fast as the fastest).  Orders
+            the schedule; never changes a result.
+    """
+
+    ranks: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    device: str = ""
+    speed: float = 1.0
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel size of this replica."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage: ``layers[c]`` transformer layers in its c-th chunk (ministage)."""
+
+    layers: tuple[int, ...]
+    replicas: tuple[Replica, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPrediction:
+    """What the planner expects of one rank."""
+
+    rank: int
+    compute_s: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All categories together."""
+        return (
+            self.parameter_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+            + self.activation_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the planner expects of a run; printed beside the measured figures."""
+
+    iteration_s: float
+    bubble_fraction: float
+    per_rank: tuple[RankPrediction, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Stages x replicas x ranks, and how microbatches flow through them."""
+
+    model: ModelShape
+    training: TrainingShape
+    stages: tuple[Stage, ...]
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    predicted: Prediction | None = None
+    notes: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks over all stages."""
+        return sum(r.tp for s in self.stages for r in s.replicas)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per iteration."""
+        return self.training.num_microbatches
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values, with format and version first."""
+        body = _plain(self)
+        if body["predicted"] is None:
+            del body["predicted"]
+        return {"format": PLAN_FORMAT, "version": PLAN_VERSION, **body}
+
+    @staticmethod
+    def from_json(document: Any) -> Plan:
+        """Read a plan from parsed JSON.
+
+        Raises:
+            PlanError: Not a plan, an unknown version, an unknown or missing key, a wrong type.
+        """
+        if not isinstance(document, dict) or document.get("format") != PLAN_FORMAT:
+            found = document.get("format") if isinstance(document, dict) else type(document).__name__
+            raise PlanError(
+                "format", found, f"this file is not a plan (expected {PLAN_FORMAT!r})",
+                "Write one with 'python -m tools.planner' or by hand after docs/plan.md",
+            )
+        version = document.get("version")
+        if version != PLAN_VERSION or isinstance(version, bool):
+            raise PlanError(
+                "version", version, f"unknown plan version; this release reads version {PLAN_VERSION}",
+                "Make the plan again with this release's planner",
+            )
+        body = {k: v for k, v in document.items() if k not in ("format", "version")}
+        return typing.cast(Plan, _read(Plan, body, ""))
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and tuples to dicts and lists, in field order."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """Convert a JSON value to ``kind``, naming ``where`` on any mismatch."""
+    origin = typing.get_origin(kind)
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(kind, value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise PlanError(where, value, "expected a list")
+        item = typing.get_args(kind)[0]
+        return tuple(_read(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+    if origin in (types.UnionType, typing.Union):
+        options = [o for o in typing.get_args(kind) if o is not type(None)]
+        return None if value is None else _read(options[0], value, where)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise PlanError(where, value, "expected an object of names and values")
+        return dict(value)
+    return _read_scalar(kind, value, where)
+
+
+def _read_scalar(kind: type, value: Any, where: str) -> Any:
+    """One JSON scalar; booleans are not numbers here, and integers may stand for floats."""
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    raise PlanError(where, value, f"expected {kind.__name__}, found {type(value).__name__}")
+
+
+def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
+    """An object with exactly the fields of ``kind``."""
+    if not isinstance(value, dict):
+        raise PlanError(where or "plan", value, f"expected an object ({kind.__name__})")
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    prefix = f"{where}." if where else ""
+    for key in value:
+        if key not in known:
+            raise PlanError(
+                f"{prefix}{key}", value[key], "unknown key", f"Known keys here: {', '.join(known)}"
+            )
+    hints = typing.get_type_hints(kind)
+    arguments: dict[str, Any] = {}
+    for name, spec in known.items():
+        if name in value:
+            arguments[name] = _read(hints[name], value[name], f"{prefix}{name}")
+        elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+            raise PlanError(f"{prefix}{name}", None, "missing", f"Every {kind.__name__} needs it")
+    return kind(**arguments)

@@ -1,0 +1,31 @@
+"""Run a training script of Megatron with the ``--het-*`` flags, without editing it.
+
+``torchrun ... -m megatron_het.run pretrain_gpt.py <its flags> --het-plan plan.json``
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+
+def main() -> None:
+    """Install the hooks, then run the script as if it had been started directly."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.stderr.write("usage: python -m megatron_het.run SCRIPT.py [its flags] [--het-plan FILE ...]\n")
+        raise SystemExit(2)
+    script = sys.argv[1]
+    if not os.path.isfile(script):
+        sys.stderr.write(f"megatron_het.run: no such script: {script}\n")
+        raise SystemExit(2)
+    from megatron_het.hooks import install
+
+    sys.argv = sys.argv[1:]
+    install(sys.argv)
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

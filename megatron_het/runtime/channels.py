@@ -1,0 +1,174 @@
+"""Point-to-point transfers between stages: one process group per directed edge between two ranks.
+
+Why one group per edge: a group is one queue on every transport, so two directions, or two peers,
+never wait for each other.  Groups are created eagerly, in one order, by their members only; NCCL
+communicators are also connected at creation, because lazily connected ones deadlock when two ranks
+first use them in different orders.
+
+Transports:
+
+- ``nccl``: device tensors travel directly.
+- ``gloo``: host tensors travel directly (CPU training).
+- ``staged``: tensors are copied to host memory, travel over gloo, and are copied back.  For
+  several ranks on one GPU and for devices that share no library.
+
+Every wait is bounded by the timeout, and every failure names the operation and the peer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TRANSPORTS = ("auto", "nccl", "gloo", "staged")
+
+
+class TransferError(RuntimeError):
+    """A transfer failed or timed out.  The message names operation, peer and cause."""
+
+
+def choose_transport(requested: str, backend: str, on_cuda: bool) -> str:
+    """Resolve ``auto`` and refuse what cannot work.
+
+    Args:
+        requested: One of ``TRANSPORTS``.
+        backend: The default process group's backend.
+        on_cuda: Whether activations live on a CUDA device.
+    """
+    if requested == "auto":
+        if not on_cuda:
+            return "gloo"
+        return "nccl" if "nccl" in backend else "staged"
+    if requested == "nccl" and not on_cuda:
+        raise ValueError("--het-transport nccl needs CUDA devices; use gloo or staged")
+    if requested == "gloo" and on_cuda:
+        raise ValueError("--het-transport gloo moves host tensors only; use nccl or staged")
+    return requested
+
+
+@dataclass(slots=True)
+class PendingReceive:
+    """A posted receive of one piece."""
+
+    work: dist.Work
+    target: torch.Tensor
+    host: torch.Tensor | None
+    peer: int
+    label: str
+
+
+@dataclass(slots=True)
+class _PendingSend:
+    work: dist.Work
+    tensor: torch.Tensor  # kept alive until the transfer is done
+    peer: int
+    label: str
+
+
+class Channels:
+    """This rank's ends of all edges that a plan's programs use.
+
+    Args:
+        edges: Directed (source, destination) pairs of world ranks; the same sequence on all ranks.
+        transport: ``nccl``, ``gloo`` or ``staged``.
+        timeout_s: Bound on every wait, in seconds.
+    """
+
+    def __init__(
+        self, edges: Iterable[tuple[int, int]], transport: str, timeout_s: float, rank: int
+    ) -> None:
+        self._transport = transport
+        self._timeout = timedelta(seconds=timeout_s)
+        self._rank = rank
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._sends: list[_PendingSend] = []
+        backend = "nccl" if transport == "nccl" else "gloo"
+        for edge in edges:
+            if rank in edge:
+                self._groups[edge] = dist.new_group(
+                    list(edge), timeout=self._timeout, backend=backend, use_local_synchronization=True
+                )
+                if backend == "nccl":
+                    self._connect(edge)
+
+    def _connect(self, edge: tuple[int, int]) -> None:
+        """Move one element, so that the communicator exists before the first iteration."""
+        probe = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
+        if self._rank == edge[0]:
+            dist.send(probe, edge[1], group=self._groups[edge])
+        else:
+            dist.recv(probe, edge[0], group=self._groups[edge])
+
+    def send(self, tensor: torch.Tensor, dst: int, label: str) -> None:
+        """Post a send; the tensor is kept until ``wait_sends`` or its completion is seen."""
+        self._drop_finished_sends()
+        if self._transport == "staged":
+            tensor = tensor.to("cpu", copy=True)
+        elif not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        try:
+            work = dist.isend(tensor, dst, group=self._groups[self._rank, dst])
+        except RuntimeError as error:
+            raise self._failure("send to", dst, label, error) from error
+        if work is None:
+            raise self._failure("send to", dst, label, "this rank is not in the group")
+        self._sends.append(_PendingSend(work, tensor, dst, label))
+
+    def receive(self, target: torch.Tensor, src: int, label: str) -> PendingReceive:
+        """Post a receive into ``target`` (a contiguous view); ``wait_receive`` completes it."""
+        host = None
+        if self._transport == "staged":
+            host = torch.empty_like(target, device="cpu")
+        try:
+            work = dist.irecv(
+                target if host is None else host, src, group=self._groups[src, self._rank]
+            )
+        except RuntimeError as error:
+            raise self._failure("receive from", src, label, error) from error
+        if work is None:
+            raise self._failure("receive from", src, label, "this rank is not in the group")
+        return PendingReceive(work, target, host, src, label)
+
+    def wait_receive(self, pending: PendingReceive) -> None:
+        """Block until the data is there (on NCCL: until the current stream is ordered after it)."""
+        self._wait(pending.work, "receive from", pending.peer, pending.label)
+        if pending.host is not None:
+            pending.target.copy_(pending.host)
+
+    def wait_sends(self) -> None:
+        """Complete every posted send."""
+        for pending in self._sends:
+            self._wait(pending.work, "send to", pending.peer, pending.label)
+        self._sends.clear()
+
+    def close(self) -> None:
+        """Destroy the groups.  Pending operations must have completed."""
+        self._sends.clear()
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop(next(iter(self._groups))))
+
+    def _drop_finished_sends(self) -> None:
+        if self._sends and self._sends[0].work.is_completed():
+            self._sends = [s for s in self._sends if not s.work.is_completed()]
+
+    def _wait(self, work: dist.Work, verb: str, peer: int, label: str) -> None:
+        try:
+            if self._transport == "nccl":
+                work.wait()  # the watchdog enforces the group's timeout
+            else:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._failure(verb, peer, label, error) from error
+
+    def _failure(self, verb: str, peer: int, label: str, cause: object) -> TransferError:
+        now = time.strftime("%H:%M:%S")
+        return TransferError(
+            f"[{now}] rank {self._rank}: {label}: {verb} rank {peer} failed "
+            f"(timeout {self._timeout.total_seconds():.0f} s): {cause}. "
+            f"Rank {peer} has probably stopped; look at its log first."
+        )

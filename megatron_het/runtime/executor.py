@@ -1,0 +1,223 @@
+"""The executor: a loop over this rank's operations with one handler per kind.
+
+It holds no schedule logic.  What runs, in which order, and who talks to whom is in the Program;
+the executor turns each operation into calls of Megatron's own ``forward_step`` and
+``backward_step`` and of the channels.  A receive is posted where the Program says and waited for
+when the operation that needs it runs; sends are waited for at the end of the iteration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from megatron_het.runtime.channels import Channels, PendingReceive
+from megatron_het.runtime.lowering import RankOp, RankProgram
+from megatron_het.runtime.timeline import Timeline
+from megatron_het.schedule.ir import Kind
+
+Key = tuple[int, int, int]
+"""(microbatch, slice, chunk) of a compute operation on this device."""
+
+
+class ExecutorError(RuntimeError):
+    """The program and the call do not fit, or the program left work undone."""
+
+
+@dataclass(slots=True)
+class Call:
+    """The arguments of one call of the forward-backward function, as Megatron passes them."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterators: list[Any]
+    models: list[torch.nn.Module]
+    config: Any
+    num_microbatches: int
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    forward_only: bool
+    collect_non_loss_data: bool
+
+
+@dataclass(slots=True)
+class Iteration:
+    """Everything that lives for one iteration."""
+
+    inputs: dict[Key, torch.Tensor | None] = field(default_factory=dict)
+    outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    to_send: dict[tuple[Kind, Key], torch.Tensor] = field(default_factory=dict)
+    receives: dict[tuple[Kind, Key], tuple[torch.Tensor, list[PendingReceive]]] = field(
+        default_factory=dict
+    )
+    reports: list[Any] = field(default_factory=list)
+    num_tokens: torch.Tensor | None = None
+    forwarded: set[int] = field(default_factory=set)
+    no_sync: dict[int, contextlib.ExitStack] = field(default_factory=dict)
+    backwards_left: dict[int, int] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs rank programs.
+
+    Args:
+        programs: Rank program by ``forward_only``.
+        channels: This rank's transfers.
+        is_last: Whether this rank's stage is the last of the pipeline.
+        num_chunks: Model chunks on this rank.
+        timeline: Records when every operation ran.
+    """
+
+    def __init__(
+        self,
+        programs: Mapping[bool, RankProgram],
+        channels: Channels,
+        *,
+        is_last: bool,
+        num_chunks: int,
+        timeline: Timeline,
+    ) -> None:
+        self._programs = programs
+        self._channels = channels
+        self._is_last = is_last
+        self._num_chunks = num_chunks
+        self._timeline = timeline
+        self._handlers: dict[Kind, Callable[[RankOp, Call, Iteration], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_FORWARD: self._send,
+            Kind.SEND_BACKWARD: self._send,
+            Kind.RECV_FORWARD: self._receive,
+            Kind.RECV_BACKWARD: self._receive,
+        }
+
+    def run(self, call: Call) -> Iteration:
+        """Run one iteration and return what it left (reports of the last stage, token count)."""
+        program = self._programs[call.forward_only]
+        if call.num_microbatches != program.num_microbatches:
+            raise ExecutorError(
+                f"the program has {program.num_microbatches} microbatches, "
+                f"Megatron asks for {call.num_microbatches}; "
+                "batch sizes must stay as the plan says, for evaluation too"
+            )
+        state = Iteration(num_tokens=torch.zeros([], dtype=torch.int, device=call.device))
+        self._hold_gradient_sync(program, call, state)
+        for op in program.ops:
+            with record_function(op.label), self._timeline.measure(op):
+                self._handlers[op.kind](op, call, state)
+        self._channels.wait_sends()
+        self._check_nothing_left(state)
+        return state
+
+    # -- compute -----------------------------------------------------------------------------
+
+    def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
+        from megatron.core.pipeline_parallel import schedules
+
+        key, model = op.key, call.models[op.chunk]
+        is_last = self._is_last and op.chunk == self._num_chunks - 1
+        source = self._arrived(Kind.RECV_FORWARD, key, state)
+        if source is not None and not call.forward_only:
+            source.requires_grad_()
+        output, num_tokens = schedules.forward_step(
+            call.forward_step_func,
+            call.data_iterators[op.chunk],
+            model,
+            call.num_microbatches,
+            source,
+            state.reports,
+            call.config,
+            1,  # context-parallel size
+            call.collect_non_loss_data,
+            is_first_microbatch=op.chunk not in state.forwarded,
+            current_microbatch=op.microbatch,
+            is_last_stage=is_last,
+            **({"vp_stage": op.chunk} if self._num_chunks > 1 else {}),
+        )
+        state.forwarded.add(op.chunk)
+        state.num_tokens += num_tokens
+        if not is_last:
+            # The transfer needs the values, autograd only the node: Megatron's backward expects
+            # the output to be deallocated, so the values are kept by a detached alias.
+            self._keep_for_send(Kind.SEND_FORWARD, key, output.detach(), call, state)
+            if not call.forward_only:
+                schedules.deallocate_output_tensor(output, call.config.deallocate_pipeline_outputs)
+        if not call.forward_only:
+            state.inputs[key], state.outputs[key] = source, output
+
+    def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:
+        from megatron.core.pipeline_parallel import schedules
+
+        key = op.key
+        gradient = self._arrived(Kind.RECV_BACKWARD, key, state)
+        state.backwards_left[op.chunk] -= 1
+        if state.backwards_left[op.chunk] == 0:
+            state.no_sync.pop(op.chunk).close()  # the last backward starts the reduction
+        result = schedules.backward_step(
+            state.inputs.pop(key), state.outputs.pop(key), gradient, call.config
+        )
+        if result is not None:
+            self._keep_for_send(Kind.SEND_BACKWARD, key, result, call, state)
+
+    def _hold_gradient_sync(self, program: RankProgram, call: Call, state: Iteration) -> None:
+        """Suppress DDP's reduction until the last backward of each chunk."""
+        for chunk in range(self._num_chunks):
+            state.backwards_left[chunk] = program.backwards[chunk]
+            stack = contextlib.ExitStack()
+            no_sync = call.config.no_sync_func
+            if isinstance(no_sync, list):
+                no_sync = no_sync[chunk]
+            if no_sync is not None and not call.forward_only:
+                stack.enter_context(no_sync())
+            state.no_sync[chunk] = stack
+
+    def _keep_for_send(
+        self, kind: Kind, key: Key, tensor: torch.Tensor, call: Call, state: Iteration
+    ) -> None:
+        """Keep a result for its sends; a replicated result may have none on this rank."""
+        if (kind, key) in self._programs[call.forward_only].sends:
+            state.to_send[kind, key] = tensor
+
+    # -- transfers ---------------------------------------------------------------------------
+
+    def _send(self, op: RankOp, call: Call, state: Iteration) -> None:
+        tensor = state.to_send[op.kind, op.key]
+        self._channels.send(tensor[op.lo : op.hi], op.peer, op.label)
+        if op.is_final_piece:
+            del state.to_send[op.kind, op.key]
+
+    def _receive(self, op: RankOp, call: Call, state: Iteration) -> None:
+        slot = (op.kind, op.key)
+        if slot not in state.receives:
+            buffer = torch.empty(call.shape, dtype=call.dtype, device=call.device)
+            state.receives[slot] = (buffer, [])
+        buffer, pending = state.receives[slot]
+        pending.append(self._channels.receive(buffer[op.lo : op.hi], op.peer, op.label))
+
+    def _arrived(self, kind: Kind, key: Key, state: Iteration) -> torch.Tensor | None:
+        """The received tensor of a compute operation, or None when it has none."""
+        slot = state.receives.pop((kind, key), None)
+        if slot is None:
+            return None
+        buffer, pending = slot
+        with self._timeline.waiting():
+            for receive in pending:
+                self._channels.wait_receive(receive)
+        return buffer
+
+    def _check_nothing_left(self, state: Iteration) -> None:
+        left = [*state.inputs, *(k for _, k in state.to_send), *(k for _, k in state.receives)]
+        if left:
+            raise ExecutorError(f"the program ended with unused tensors of {sorted(set(left))}")
+
+
+def iterators_per_chunk(data_iterator: Any, num_chunks: int) -> list[Iterator[Any] | None]:
+    """Megatron passes a list of iterators with several model chunks and a bare one otherwise."""
+    if isinstance(data_iterator, list):
+        return data_iterator
+    return [data_iterator] * num_chunks

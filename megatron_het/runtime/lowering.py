@@ -1,0 +1,135 @@
+"""From a Program over devices to what one rank does: transfers become pieces between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_het.plan import Placement
+from megatron_het.runtime.boundary import Piece, Side, pieces
+from megatron_het.schedule.ir import MNEMONICS, RECEIVES, SENDS, Kind, Op, Program
+
+
+@dataclass(frozen=True, slots=True)
+class RankOp:
+    """One operation of one rank.
+
+    ``lo`` and ``hi`` are rows of the *local* tensor ``[s, b, h]``; ``peer`` is a world rank.
+    ``is_final_piece`` marks the last piece of a transfer, after which the tensor may go.
+    """
+
+    kind: Kind
+    microbatch: int
+    slice: int
+    chunk: int
+    label: str
+    peer: int = -1
+    lo: int = 0
+    hi: int = 0
+    is_final_piece: bool = True
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """(microbatch, slice, chunk) of the compute operation it is or belongs to."""
+        return self.microbatch, self.slice, self.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """The operations of one rank in order.
+
+    ``backwards[c]`` counts the backward operations of chunk c, and ``sends`` holds (kind, key) of
+    the results that this rank sends.
+    """
+
+    ops: tuple[RankOp, ...]
+    num_microbatches: int
+    backwards: tuple[int, ...]
+    sends: frozenset[tuple[Kind, tuple[int, int, int]]]
+
+
+class BoundaryMap:
+    """The pieces of every transfer between two devices of a plan.
+
+    Args:
+        placement: The plan's lookup tables.
+        seq_length: Length of the sequence that travels, in tokens.
+        sequence_parallel: Whether replicas with TP > 1 split the sequence.
+    """
+
+    def __init__(self, placement: Placement, seq_length: int, sequence_parallel: bool) -> None:
+        self._seq_length = seq_length
+        self._sides = [
+            Side(r.ranks, sequence_parallel) for s in placement.plan.stages for r in s.replicas
+        ]
+        self._cache: dict[tuple[int, int], list[Piece]] = {}
+
+    def pieces(self, sender: int, receiver: int) -> list[Piece]:
+        """Pieces of a transfer between two devices (indices of the Program)."""
+        if (sender, receiver) not in self._cache:
+            found = pieces(self._sides[sender], self._sides[receiver], self._seq_length)
+            self._cache[sender, receiver] = found
+        return self._cache[sender, receiver]
+
+    def offset(self, device: int, tp_rank: int) -> int:
+        """First token of the interval that a rank holds."""
+        return self._sides[device].interval(tp_rank, self._seq_length)[0]
+
+    def local_length(self, device: int, tp_rank: int) -> int:
+        """Tokens that a rank holds of an activation."""
+        lo, hi = self._sides[device].interval(tp_rank, self._seq_length)
+        return hi - lo
+
+
+def lower(program: Program, boundaries: BoundaryMap, device: int, tp_rank: int, rank: int) -> RankProgram:
+    """The program of one rank.  Keeps the device's order, so it stays a projection of the global one."""
+    offset = boundaries.offset(device, tp_rank)
+    ops: list[RankOp] = []
+    backwards = [0] * len(program.shape.layers[program.devices[device].stage])
+    for op in program.ops[device]:
+        if op.kind in SENDS or op.kind in RECEIVES:
+            ops.extend(_transfer(op, boundaries, device, rank, offset))
+        else:
+            if op.kind == Kind.BACKWARD:
+                backwards[op.chunk] += 1
+            ops.append(RankOp(op.kind, op.microbatch, op.slice, op.chunk, _label(op)))
+    sends = frozenset((op.kind, op.key) for op in ops if op.kind in SENDS)
+    return RankProgram(tuple(ops), program.shape.microbatches, tuple(backwards), sends)
+
+
+def _transfer(op: Op, boundaries: BoundaryMap, device: int, rank: int, offset: int) -> list[RankOp]:
+    sending = op.kind in SENDS
+    sender, receiver = (device, op.peer) if sending else (op.peer, device)
+    mine = [p for p in boundaries.pieces(sender, receiver) if rank == (p.src if sending else p.dst)]
+    return [
+        RankOp(
+            op.kind,
+            op.microbatch,
+            op.slice,
+            op.chunk,
+            _label(op),
+            piece.dst if sending else piece.src,
+            piece.lo - offset,
+            piece.hi - offset,
+            i == len(mine) - 1,
+        )
+        for i, piece in enumerate(mine)
+    ]
+
+
+def _label(op: Op) -> str:
+    text = f"{MNEMONICS[op.kind]} microbatch {op.microbatch}"
+    if op.chunk:
+        text += f" chunk {op.chunk}"
+    return text + (f" slice {op.slice}" if op.slice else "")
+
+
+def edges(programs: Sequence[Program], boundaries: BoundaryMap) -> list[tuple[int, int]]:
+    """Directed rank pairs that the programs use, in an order that is the same on every rank."""
+    found: set[tuple[int, int]] = set()
+    for program in programs:
+        for device, ops in enumerate(program.ops):
+            for op in ops:
+                if op.kind in SENDS:
+                    found.update((p.src, p.dst) for p in boundaries.pieces(device, op.peer))
+    return sorted(found)

@@ -1,0 +1,241 @@
+"""A training session under a plan: everything that depends on the plan, built once and torn down again.
+
+``open`` creates groups, stage-local state, channels and executor from the plan; ``close`` undoes it
+in the opposite order.  There is no other owner of these objects, so that a session can be replaced
+by one for another plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_het.config import HetConfig
+from megatron_het.plan import Placement, plan_hash
+from megatron_het.platform import Platform
+from megatron_het.runtime.channels import Channels, choose_transport
+from megatron_het.runtime.executor import Call, Executor, iterators_per_chunk
+from megatron_het.runtime.gradients import GradientFinalizer, mark_duplicates
+from megatron_het.runtime.lowering import BoundaryMap, edges, lower
+from megatron_het.runtime.report import RunReport
+from megatron_het.runtime.timeline import Timeline
+from megatron_het.schedule.generators import generate
+from megatron_het.schedule.ir import Program, Shape
+from megatron_het.schedule.passes import add_transfers
+from megatron_het.topology import PlanGroups, build_groups, install_stage_state, remove_stage_state
+
+
+def schedule_shape(placement: Placement) -> Shape:
+    """What a schedule is a function of, taken from the plan."""
+    plan = placement.plan
+    return Shape(
+        layers=tuple(s.layers for s in plan.stages),
+        route=placement.route,
+        replicas=tuple(len(s.replicas) for s in plan.stages),
+    )
+
+
+def build_programs(placement: Placement) -> dict[bool, Program]:
+    """The plan's training program (False) and evaluation program (True), with transfers."""
+    spec, shape = placement.plan.schedule, schedule_shape(placement)
+    speeds = [r.speed for s in placement.plan.stages for r in s.replicas]
+    programs = {}
+    for forward_only in (False, True):
+        program = generate(
+            spec.name, shape, forward_only=forward_only, speeds=speeds, **spec.parameters
+        )
+        programs[forward_only] = add_transfers(program, speeds=speeds)
+    return programs
+
+
+class HetSession:
+    """Runs Megatron under a plan.
+
+    Args:
+        config: The ``--het-*`` configuration; must be active.
+        platform: What this process computes on.
+    """
+
+    def __init__(self, config: HetConfig, platform: Platform) -> None:
+        assert config.plan is not None
+        self.config = config
+        self.plan = config.plan
+        self.placement = Placement(config.plan)
+        self._platform = platform
+        self._groups: PlanGroups | None = None
+        self._channels: Channels | None = None
+        self._executor: Executor | None = None
+        self._finalizer: GradientFinalizer | None = None
+        self._timeline = Timeline(
+            platform.is_cuda, device_events=bool(config.report_dir or config.trace_dir)
+        )
+        self._models: list[torch.nn.Module] = []
+        self.report: RunReport | None = None
+
+    @property
+    def groups(self) -> PlanGroups:
+        """This rank's groups; the session must be open."""
+        assert self._groups is not None, "the session is not open"
+        return self._groups
+
+    # -- life --------------------------------------------------------------------------------
+
+    def open(self, args: Any) -> None:
+        """Create everything that depends on the plan.  Collective; ``torch.distributed`` is up."""
+        timeout_s = args.distributed_timeout_minutes * 60
+        tied = self.plan.model.tied_embeddings
+        self._groups = build_groups(
+            self.placement,
+            tied_embeddings=tied,
+            timeout_s=timeout_s,
+            use_gloo_groups=args.use_gloo_process_groups,
+        )
+        install_stage_state(self._groups)
+        rank = dist.get_rank()
+        where = self.placement.locate(rank)
+        programs = build_programs(self.placement)
+        boundaries = BoundaryMap(
+            self.placement,
+            args.decoder_seq_length or args.seq_length,
+            self.plan.training.sequence_parallel,
+        )
+        transport = choose_transport(
+            self.config.transport, dist.get_backend(), self._platform.is_cuda
+        )
+        self._channels = Channels(
+            edges(list(programs.values()), boundaries), transport, timeout_s, rank
+        )
+        device = programs[False].shape.device(where.stage, where.replica)
+        self._local_seq_length = boundaries.local_length(device, where.tp_rank)
+        self._num_chunks = len(self.plan.stages[where.stage].layers)
+        self._is_last = where.stage == self.placement.num_stages - 1
+        self._executor = Executor(
+            {
+                forward_only: lower(program, boundaries, device, where.tp_rank, rank)
+                for forward_only, program in programs.items()
+            },
+            self._channels,
+            is_last=self._is_last,
+            num_chunks=self._num_chunks,
+            timeline=self._timeline,
+        )
+        self._finalizer = GradientFinalizer(self._groups, tied)
+        self.report = RunReport(
+            self.config, self.placement, rank, plan_hash(self.plan), transport, self._platform
+        )
+
+    def finish_report(self) -> None:
+        """Write the report, if one was asked for; the session must still be open."""
+        if self.report is None:
+            return
+        if self._models:
+            from megatron.core.utils import get_model_config
+
+            # The optimizer is known here only by the method that Megatron puts into the config.
+            scale = getattr(get_model_config(self._models[0]), "grad_scale_func", None)
+            self.report.add_state_memory(self._models, getattr(scale, "__self__", None))
+        self.report.write()
+
+    def close(self) -> None:
+        """Destroy channels and groups and forget the stage-local state."""
+        if self._channels is not None:
+            self._channels.close()
+        if self._groups is not None:
+            remove_stage_state()
+            self._groups.close()
+        self._channels = self._groups = self._executor = self._finalizer = None
+        self._models = []
+
+    # -- what Megatron gets --------------------------------------------------------------------
+
+    def prepare_model_config(self, model_config: Any) -> None:
+        """Hang this session into Megatron's model configuration (public hooks).
+
+        Args:
+            model_config: ``GPTModelConfig`` with its transformer configuration.
+        """
+        assert self._finalizer is not None
+        model_config.transformer.finalize_model_grads_func = self._finalizer
+        model_config.pre_wrap_hooks.append(self._prepare_model)
+
+    def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        assert self._finalizer is not None
+        self._finalizer.copy_initial_weights(model)
+        mark_duplicates(model, self.groups, self.plan.training.distributed_optimizer)
+        return model
+
+    def forward_backward(
+        self,
+        *,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        force_all_reduce: bool = False,
+        **_unused: Any,
+    ) -> list[Any]:
+        """One iteration; the signature is that of Megatron's forward-backward functions."""
+        from megatron.core.utils import get_model_config
+
+        assert self._executor is not None and self.report is not None
+        models = model if isinstance(model, list) else [model]
+        config = get_model_config(models[0])
+        self._models = models
+        call = Call(
+            forward_step_func,
+            iterators_per_chunk(data_iterator, self._num_chunks),
+            models,
+            config,
+            num_microbatches,
+            (self._local_seq_length, micro_batch_size, config.hidden_size),
+            config.pipeline_dtype or config.params_dtype,
+            self._platform.device,
+            forward_only,
+            collect_non_loss_data,
+        )
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        self._timeline.start()
+        with self.report.measure(forward_only, self._timeline) as measured:
+            state = self._executor.run(call)
+            measured.schedule_ended()
+            if not forward_only:
+                config.finalize_model_grads_func(
+                    models,
+                    state.num_tokens if config.calculate_per_token_loss else None,
+                    force_all_reduce=force_all_reduce,
+                )
+            reports = state.reports
+            if self._is_last and not collect_non_loss_data:
+                reports = self._reduce_reports(reports)
+                measured.add_losses(reports)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return reports
+
+    def _reduce_reports(self, reports: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """One entry for the whole last stage when its replicas have unequal work or TP.
+
+        Megatron sums entries over the data-parallel group, which here is one TP class only.
+        """
+        where = self.placement.locate(self.groups.rank)
+        if len(self.plan.stages[where.stage].replicas) == 1:
+            return reports
+        summed = {}
+        for name in reports[0]:
+            total = torch.stack([entry[name].view(-1) for entry in reports]).sum(dim=0)
+            if total.numel() == 1:  # a mean per microbatch instead of (sum, tokens)
+                total /= self.plan.num_microbatches
+            if where.tp_rank > 0:
+                total.zero_()
+            dist.all_reduce(total, group=self.groups["stage"])
+            summed[name] = total
+        return [summed]
+

@@ -1,0 +1,42 @@
+"""Chrome trace of a measured iteration, in the format of the schedule simulator's traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_het.runtime.timeline import Record
+
+
+def trace_events(records: Iterable[Record], rank: int, title: str) -> list[dict[str, Any]]:
+    """Complete events with integer ids: process = rank, thread 0 = operations, 1 = waiting."""
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": title}},
+        {"name": "thread_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": "operations"}},
+        {"name": "thread_name", "ph": "M", "pid": rank, "tid": 1, "args": {"name": "waiting"}},
+    ]
+    for record in records:
+        begin = record.start_s + record.wait_s
+        events.append(_event(record.op.label, rank, 0, begin, record.stop_s))
+        if record.wait_s > 0:
+            events.append(_event(f"wait for {record.op.label}", rank, 1, record.start_s, begin))
+    return events
+
+
+def _event(name: str, pid: int, tid: int, start_s: float, stop_s: float) -> dict[str, Any]:
+    return {
+        "name": name, "ph": "X", "pid": pid, "tid": tid,
+        "ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6,
+    }  # fmt: skip
+
+
+def write_trace(directory: Path, records: Iterable[Record], head: Mapping[str, Any]) -> Path:
+    """Write ``trace-rank-<rank>.json``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rank = int(head["rank"])
+    title = f"rank {rank}: stage {head['stage']} replica {head['replica']} tp {head['tp_rank']}"
+    path = directory / f"trace-rank-{rank}.json"
+    path.write_text(json.dumps({"traceEvents": trace_events(records, rank, title)}), encoding="utf-8")
+    return path

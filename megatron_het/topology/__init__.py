@@ -1,0 +1,20 @@
+"""Process groups of a plan, and the stage-local view of Megatron's ``parallel_state``.
+
+Groups are created here, owned here and destroyed here (``PlanGroups.close``).  Nothing else in
+the package reads the global ``parallel_state``.
+"""
+
+from megatron_het.topology.axis import Axis
+from megatron_het.topology.groups import GroupSpec, PlanGroups, build_groups, group_specs
+from megatron_het.topology.stage_state import KNOWN_STATE, install_stage_state, remove_stage_state
+
+__all__ = [
+    "KNOWN_STATE",
+    "Axis",
+    "GroupSpec",
+    "PlanGroups",
+    "build_groups",
+    "group_specs",
+    "install_stage_state",
+    "remove_stage_state",
+]

@@ -1,0 +1,170 @@
+"""A stage-local ``megatron.core.parallel_state``.
+
+Large parts of Megatron (samplers, layer layout, DDP, optimizer, checkpoints, random seeds) read
+the module's globals, so on every rank they are set to what is true *for its own stage*:
+
+- tensor axis: the replica; data axis: the replicas of the same TP class; pipeline axis: an Axis.
+- "model parallel" and "optimizer instance" groups are the WORLD, so that gradient norm, inf checks
+  and success flags are global without further code.
+- the data-parallel *size* seen by the microbatch calculator is 1: microbatches are routed by the
+  plan, every rank counts all of them.
+- axes of size one (context, experts, weight rematerialisation) get a group of one rank.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from megatron_het.plan import Placement
+from megatron_het.topology.axis import Axis
+from megatron_het.topology.groups import PlanGroups
+
+_CLASS_GROUPS = (
+    "_DATA_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP_WITH_CP",
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+    "_EXPERT_DATA_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+)
+_CLASS_GLOO_GROUPS = (
+    "_DATA_PARALLEL_GROUP_GLOO",
+    "_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    "_EXPERT_DATA_PARALLEL_GROUP_GLOO",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
+)
+_REPLICA_GROUPS = (
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
+)
+_WORLD_GROUPS = (
+    "_MODEL_PARALLEL_GROUP",
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
+)
+_STAGE_GROUPS = ("_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
+_SELF_GROUPS = (
+    "_CONTEXT_PARALLEL_GROUP",
+    "_GTP_WEIGHT_REMAT_GROUP",
+    "_EXPERT_GTP_WEIGHT_REMAT_GROUP",
+    "_EXPERT_MODEL_PARALLEL_GROUP",
+)
+# Left as they are after import (None or empty), each because its axis is not used.
+_UNSET = (
+    "_EMBEDDING_GROUP",
+    "_EMBEDDING_GLOBAL_RANKS",
+    "_POSITION_EMBEDDING_GROUP",
+    "_POSITION_EMBEDDING_GLOBAL_RANKS",
+    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+    "_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_EXPERT_MODEL_PARALLEL_RANK",
+    "_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE",
+    "_MPU_EXPERT_TENSOR_PARALLEL_RANK",
+    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+    "_MPU_DATA_PARALLEL_RANK",
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
+    "_HYBRID_DP_CP_GROUPS",
+)
+_RANKS_AND_SIZES = (
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
+    "_MODEL_PARALLEL_GLOBAL_RANKS",
+    "_DATA_PARALLEL_GLOBAL_RANKS",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS",
+    "_GTP_WEIGHT_REMAT_GLOBAL_RANKS",
+    "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS",
+    "_EXPERT_MODEL_PARALLEL_RANKS",
+    "_PIPELINE_MODEL_PARALLEL_GROUP",
+    "_PIPELINE_GLOBAL_RANKS",
+    "_MPU_PIPELINE_MODEL_PARALLEL_RANK",
+    "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_DATA_PARALLEL_WORLD_SIZE",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+)
+# Every global of the module that this file has an opinion on.  A test compares it with the module
+# itself, so that a new global in a new release of Megatron is noticed.
+KNOWN_STATE = frozenset(
+    (
+        *_CLASS_GROUPS, *_CLASS_GLOO_GROUPS, *_REPLICA_GROUPS, *_WORLD_GROUPS, *_STAGE_GROUPS,
+        *_SELF_GROUPS, *_UNSET, *_RANKS_AND_SIZES, "_GLOBAL_MEMORY_BUFFER",
+    )
+)  # fmt: skip
+
+
+def stage_state(groups: PlanGroups) -> dict[str, Any]:
+    """Name -> value of every global that is set for this rank."""
+    placement: Placement = groups.placement
+    where = placement.locate(groups.rank)
+    replica = placement.replica(where.stage, where.replica)
+    class_ranks = placement.class_ranks(where.stage, replica.tp, where.tp_rank)
+    me, world = [groups.rank], list(range(placement.world_size))
+    chunks = len(placement.plan.stages[where.stage].layers)
+    state: dict[str, Any] = {
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(replica.ranks),
+        "_MODEL_PARALLEL_GLOBAL_RANKS": world,
+        "_DATA_PARALLEL_GLOBAL_RANKS": class_ranks,
+        "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": class_ranks,
+        "_CONTEXT_PARALLEL_GLOBAL_RANKS": me,
+        "_GTP_WEIGHT_REMAT_GLOBAL_RANKS": me,
+        "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": me,
+        "_EXPERT_MODEL_PARALLEL_RANKS": me,
+        "_PIPELINE_MODEL_PARALLEL_GROUP": Axis(where.stage, placement.num_stages),
+        "_PIPELINE_GLOBAL_RANKS": [
+            placement.replica(s, 0).ranks[0] for s in range(placement.num_stages)
+        ],
+        "_MPU_PIPELINE_MODEL_PARALLEL_RANK": where.stage,
+        "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": placement.num_stages,
+        "_MPU_DATA_PARALLEL_WORLD_SIZE": 1,
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": 0 if chunks > 1 else None,
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": chunks if chunks > 1 else None,
+    }
+    for names, group in (
+        (_CLASS_GROUPS, groups["class"]),
+        (_CLASS_GLOO_GROUPS, groups.class_gloo),
+        (_REPLICA_GROUPS, groups["tp"]),
+        (_WORLD_GROUPS, groups.world),
+        (_STAGE_GROUPS, groups["stage"]),
+        (_SELF_GROUPS, groups["self"]),
+    ):
+        state.update(dict.fromkeys(names, group))
+    return state
+
+
+def install_stage_state(groups: PlanGroups, module: ModuleType | None = None) -> None:
+    """Set the module's globals for this rank.
+
+    Args:
+        groups: This rank's groups.
+        module: ``megatron.core.parallel_state`` (a stand-in in tests).
+    """
+    module = module or _parallel_state()
+    for name, value in stage_state(groups).items():
+        if not hasattr(module, name):
+            raise RuntimeError(f"{module.__name__} has no {name}: another release of Megatron?")
+        setattr(module, name, value)
+    if getattr(module, "_GLOBAL_MEMORY_BUFFER", None) is None:
+        module._set_global_memory_buffer()
+
+
+def remove_stage_state(module: ModuleType | None = None) -> None:
+    """Set every global that ``install_stage_state`` sets back to None."""
+    module = module or _parallel_state()
+    for name in KNOWN_STATE - set(_UNSET):
+        setattr(module, name, None)
+
+
+def _parallel_state() -> ModuleType:
+    from megatron.core import parallel_state
+
+    return parallel_state
