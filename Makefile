@@ -1,0 +1,39 @@
+# The two commands of this project: `make demo` and `make test`.  Both make their own environment
+# in .venv/ first and reuse it afterwards.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+# Changes when what is installed has to change; written last, so that an interrupted
+# installation is taken up again by the next run.
+STAMP := $(VENV)/.installed
+INSTALL_INPUTS := requirements/constraints.txt setup.py pyproject.toml scripts/make_venv.sh \
+	scripts/find_python.sh
+# Rank processes on one machine talk over the loopback interface and share its cores.
+RUN_ENVIRONMENT := OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=$(shell uname | grep -q Darwin && echo lo0 || echo lo)
+PYTEST_ARGS ?=
+
+.PHONY: help venv demo test clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+venv: $(STAMP) ## Make or update the environment in .venv/
+
+$(STAMP): $(INSTALL_INPUTS)
+	@scripts/make_venv.sh $(VENV)
+	@touch $@
+
+demo: $(STAMP) ## Profile, plan and train on this machine as a small mixed cluster
+	$(RUN_ENVIRONMENT) $(PYTHON) -m examples.llama.demo
+
+test: $(STAMP) ## Run all tests (PYTEST_ARGS adds arguments)
+	$(RUN_ENVIRONMENT) $(PYTHON) -m pytest tests/unit tests/functional $(PYTEST_ARGS)
+
+clean: ## Remove the environment, caches and build outputs; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

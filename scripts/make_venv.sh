@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Makes or updates the virtual environment given as the only argument.
+#
+# A complete environment only gets what has changed.  One whose installation was interrupted may
+# hold half a package that pip takes for a whole one, so it is made anew, as is one whose Python
+# does not run any more; pip's cache then spares the downloads.
+set -euo pipefail
+
+venv="${1:?usage: make_venv.sh DIRECTORY}"
+cd "$(dirname "$0")/.."
+unfinished="${venv}/.installing"
+
+if [[ -e "${unfinished}" ]] || ! "${venv}/bin/python" -m pip --version >/dev/null 2>&1; then
+    python="$(scripts/find_python.sh)"
+    echo "Making ${venv} with ${python}"
+    rm -rf "${venv}"
+    "${python}" -m venv "${venv}"
+fi
+
+install() {
+    "${venv}/bin/python" -m pip install --disable-pip-version-check --no-input --quiet \
+        --constraint requirements/constraints.txt "$@"
+}
+
+touch "${unfinished}"
+echo "Installing the pinned dependencies into ${venv} (5 GB, some minutes the first time)"
+install setuptools
+install --no-build-isolation --editable '.[planner,test]'
+rm "${unfinished}"

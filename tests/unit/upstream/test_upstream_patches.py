@@ -1,0 +1,179 @@
+"""The patches of the project against the installed Megatron."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_het import platform, upstream
+
+platform.activate()
+
+
+@pytest.fixture
+def clean():
+    """Takes out again what a test installs."""
+    before = set(upstream.installed())
+    yield
+    names = [name for name in upstream.installed() if name not in before]
+    if names:
+        upstream.uninstall(*names)
+
+
+@pytest.mark.parametrize("name", sorted(upstream.all_patches()))
+def test_upstream_is_what_the_patch_was_written_for(name):
+    patch = upstream.all_patches()[name]
+    assert upstream.changed_sources(patch) == {}, (
+        f"upstream moved under patch {name}; read the change, then see "
+        "`python -m megatron_het.upstream` for the new hashes"
+    )
+
+
+def test_installed_release_is_the_one_the_patches_name():
+    from megatron.core.package_info import __version__
+
+    assert __version__ == upstream.UPSTREAM_VERSION
+    assert {patch.version for patch in upstream.all_patches().values()} == {__version__}
+
+
+def test_few_patches():
+    assert len(upstream.all_patches()) < 10
+
+
+def test_listing_patches_imports_neither_torch_nor_megatron():
+    code = (
+        "import sys; from megatron_het import upstream; upstream.all_patches(); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'megatron.core')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def _norm_config(**changes):
+    values = dict(
+        layernorm_zero_centered_gamma=False,
+        persist_layer_norm=False,
+        sequence_parallel=True,
+        memory_efficient_layer_norm=False,
+        normalization="RMSNorm",
+    )
+    return SimpleNamespace(**(values | changes))
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_norm_weights_are_marked_for_sequence_parallel(clean, kind):
+    from megatron.core.models.backends import WrappedTorchNorm
+
+    config = _norm_config(normalization=kind)
+    upstream.uninstall("torch_norm")
+    with pytest.raises(AssertionError, match="sequence parallel"):
+        WrappedTorchNorm(config=config, hidden_size=8, eps=1e-5)
+    upstream.install("torch_norm")
+    norm = WrappedTorchNorm(config=config, hidden_size=8, eps=1e-3)
+    assert type(norm).__name__ == kind and norm.eps == 1e-3
+    assert all(parameter.sequence_parallel for parameter in norm.parameters())
+    assert config.sequence_parallel is True
+
+
+def test_norms_without_sequence_parallel_are_unmarked_and_other_checks_stay(clean):
+    from megatron.core.models.backends import WrappedTorchNorm
+
+    upstream.install("torch_norm")
+    norm = WrappedTorchNorm(_norm_config(sequence_parallel=False), 8)
+    assert not any(hasattr(parameter, "sequence_parallel") for parameter in norm.parameters())
+    with pytest.raises(AssertionError, match="persist_layer_norm"):
+        WrappedTorchNorm(_norm_config(persist_layer_norm=True), 8)
+
+
+def test_dataset_helpers_are_not_compiled_again(clean, monkeypatch):
+    from megatron.core.datasets import utils
+
+    def make(*args, **kwargs):
+        raise AssertionError("make was run")
+
+    if not upstream.all_patches()["dataset_helpers"].applies():
+        pytest.skip("helpers_cpp is not compiled here")
+    upstream.install("dataset_helpers")
+    monkeypatch.setattr(subprocess, "run", make)
+    utils.compile_helpers()
+
+
+class TestTorchAdam:
+    """The repaired optimizer class on a stand-in for what the base class does with Adam."""
+
+    @pytest.fixture
+    def optimizer(self, clean):
+        import megatron.core.optimizer as upstream_optimizer
+
+        if not upstream.all_patches()["torch_adam"].applies():
+            pytest.skip("Apex or Transformer Engine is installed: torch's Adam is not used")
+        upstream.install("torch_adam")
+        repaired = upstream_optimizer.DistributedOptimizer
+        parameters = [torch.nn.Parameter(torch.ones(n)) for n in (2, 3)]
+        instance = repaired.__new__(repaired)
+        instance.is_stub_optimizer = False
+        instance.optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        instance.grad_scaler = None
+        instance.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+        instance.config = SimpleNamespace(
+            optimizer="adam", fp16=False, use_precision_aware_optimizer_no_fp8_or_ds_fp8=False
+        )
+        instance.model_param_group_index_map = {
+            parameter: (0, order) for order, parameter in enumerate(parameters)
+        }
+        return instance
+
+    def test_is_still_a_distributed_optimizer(self, optimizer):
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        assert isinstance(optimizer, DistributedOptimizer)
+        assert type(optimizer) is not DistributedOptimizer
+
+    def test_state_dict_before_the_first_step(self, optimizer):
+        saved = optimizer.state_dict()
+        assert [group["step"] for group in saved["optimizer"]["param_groups"]] == [0.0]
+
+    def test_allocated_state_does_not_change_training(self, optimizer):
+        twins = [
+            torch.nn.Parameter(p.detach().clone())
+            for p in optimizer.optimizer.param_groups[0]["params"]
+        ]
+        reference = torch.optim.AdamW(twins, lr=0.1)
+        optimizer.state_dict()
+        for _ in range(3):
+            for p, twin in zip(optimizer.optimizer.param_groups[0]["params"], twins):
+                p.grad = torch.full_like(p, 0.5)
+                twin.grad = torch.full_like(twin, 0.5)
+            optimizer.optimizer.step()
+            reference.step()
+        for p, twin in zip(optimizer.optimizer.param_groups[0]["params"], twins):
+            assert torch.equal(p, twin)
+
+    def test_every_parameter_gets_a_step_of_its_own_on_load(self, optimizer):
+        saved = optimizer.state_dict()
+        for group in saved["optimizer"]["param_groups"]:
+            group["step"] = 7.0
+        optimizer.load_state_dict(saved)
+        steps = [state["step"] for state in optimizer.optimizer.state.values()]
+        assert [float(step) for step in steps] == [7.0, 7.0]
+        for parameter in optimizer.optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.optimizer.step()
+        steps = [state["step"] for state in optimizer.optimizer.state.values()]
+        assert [float(step) for step in steps] == [8.0, 8.0]
+
+    @pytest.mark.parametrize("step", [None, torch.tensor(0.0)], ids=["without", "stale"])
+    def test_payload_sets_parameters_and_moments_but_not_the_step(self, optimizer, step):
+        optimizer.state_dict()
+        (parameter, _) = optimizer.optimizer.param_groups[0]["params"]
+        state = optimizer.optimizer.state[parameter]
+        state["step"].fill_(5.0)
+        payload = {"param": torch.full((2,), 3.0), "exp_avg": torch.full((2,), 4.0)}
+        payload |= {"exp_avg_sq": torch.full((2,), 6.0)} | ({} if step is None else {"step": step})
+        optimizer._set_main_param_and_optimizer_states(parameter, payload)
+        assert parameter.tolist() == [3.0, 3.0]
+        assert (state["exp_avg"].tolist(), state["exp_avg_sq"].tolist()) == ([4.0] * 2, [6.0] * 2)
+        assert float(state["step"]) == 5.0
