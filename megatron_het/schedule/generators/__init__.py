@@ -6,12 +6,24 @@ added by the passes.
 
 from collections.abc import Callable
 
+from megatron_het.schedule.generators.interleaved import interleaved
+from megatron_het.schedule.generators.ministage import ministage
 from megatron_het.schedule.generators.one_f_one_b import gpipe, one_f_one_b
+from megatron_het.schedule.generators.slimpipe import seq1f1b, slimpipe, terapipe
+from megatron_het.schedule.generators.zero_bubble import v_half, zb_h1, zb_v
 from megatron_het.schedule.ir import Program, Shape
 
 GENERATORS: dict[str, Callable[..., Program]] = {
     "1f1b": one_f_one_b,
     "gpipe": gpipe,
+    "interleaved": interleaved,
+    "ministage": ministage,
+    "seq1f1b": seq1f1b,
+    "slimpipe": slimpipe,
+    "terapipe": terapipe,
+    "v-half": v_half,
+    "zb-h1": zb_h1,
+    "zb-v": zb_v,
 }
 
 

@@ -81,17 +81,68 @@ def merge(
         ValueError: the orders and limits cannot run (a limit below what the schedule needs).
     """
     deps = Dependencies(shape)
-    merger = _Merger(deps, forward, backward, limits, speeds)
-    while merger.events:
-        merger.step()
-    for d, queue in enumerate(merger.out):
+    ops = _Merger(deps, forward, backward, limits, speeds).run()
+    for d, queue in enumerate(ops):
         if len(queue) < len(forward[d]) + len(backward[d]):
             raise ValueError(f"device {shape.devices[d]}: the limit of {limits[d]} forwards in flight is too small")
-    return tuple(tuple(queue) for queue in merger.out)
+    return ops
 
 
-class _Merger:
-    """State of :func:`merge`: an event loop over the moments at which a device may start something."""
+class Loop:
+    """An event loop over the moments at which a device may start something; base of the greedy orders.
+
+    Subclasses say in :meth:`choose` what a free device runs next.
+    """
+
+    def __init__(self, deps: Dependencies, speeds: Speeds) -> None:
+        count = len(deps.shape.devices)
+        self.deps, self.speeds = deps, speeds
+        self.free = [0.0] * count
+        self.done: dict[tuple[int, tuple[int, ...]], float] = {}
+        self.wanted: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        self.out: list[list[Op]] = [[] for _ in range(count)]
+        self.events: list[tuple[float, int]] = [(0.0, d) for d in range(count)]
+
+    def choose(self, device: int, now: float) -> tuple[Op, float] | float | None:
+        """(operation, duration) to start now, or the time at which to ask again, or None to be woken."""
+        raise NotImplementedError
+
+    def ready_at(self, device: int, op: Op) -> float | None:
+        """When an operation could start on a device; None, and a wake-up call, if that is not known yet."""
+        at = self.free[device]
+        for need in self.deps.requires(device, op):
+            end = self.done.get(need)
+            if end is None:
+                self.wanted.setdefault(need, []).append(device)
+                return None
+            at = max(at, end)
+        return at
+
+    def run(self) -> tuple[tuple[Op, ...], ...]:
+        """Runs until nothing can start any more; the operations of each device in order."""
+        while self.events:
+            now, device = heapq.heappop(self.events)
+            if now < self.free[device]:
+                continue
+            choice = self.choose(device, now)
+            if choice is None:
+                continue
+            if isinstance(choice, float):
+                heapq.heappush(self.events, (choice, device))
+                continue
+            op, seconds = choice
+            self.out[device].append(op)
+            self.free[device] = end = now + seconds
+            key = (device, produces(op))
+            self.done[key] = end
+            heapq.heappush(self.events, (end, device))
+            for other in self.wanted.pop(key, ()):
+                heapq.heappush(self.events, (max(end, self.free[other]), other))
+        return tuple(tuple(queue) for queue in self.out)
+
+
+class _Merger(Loop):
+    """See :func:`merge`."""
 
     def __init__(
         self,
@@ -101,56 +152,28 @@ class _Merger:
         limits: Sequence[int],
         speeds: Speeds,
     ) -> None:
-        self.deps, self.limits, self.speeds = deps, limits, speeds
-        self.queues = list(zip(forward, backward))
-        count = len(self.queues)
-        self.next = [[0, 0] for _ in range(count)]
-        self.free = [0.0] * count
-        self.done: dict[tuple[int, tuple[int, ...]], float] = {}
-        self.wanted: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        self.out: list[list[Op]] = [[] for _ in range(count)]
-        self.events: list[tuple[float, int]] = [(0.0, d) for d in range(count)]
-        heapq.heapify(self.events)
+        super().__init__(deps, speeds)
+        self.queues, self.limits = list(zip(forward, backward)), limits
+        self.next = [[0, 0] for _ in self.queues]
 
-    def ready(self, device: int, which: int) -> float | None:
-        """When the next forward (0) or backward (1) of a device could start, None if that is not known yet."""
-        i = self.next[device]
-        if i[which] == len(self.queues[device][which]):
+    def choose(self, device: int, now: float) -> tuple[Op, float] | float | None:
+        at, position = self.next[device], self.queues[device]
+        best: tuple[float, int] | None = None
+        for which in (0, 1):
+            if at[which] == len(position[which]):
+                continue
+            if which == 0 and position[1] and at[0] - at[1] >= self.limits[device]:
+                continue
+            time = self.ready_at(device, position[which][at[which]])
+            if time is not None and (best is None or time < best[0]):
+                best = time, which
+        if best is None:
             return None
-        if which == 0 and self.queues[device][1] and i[0] - i[1] >= self.limits[device]:
-            return None
-        at = self.free[device]
-        for need in self.deps.requires(device, self.queues[device][which][i[which]]):
-            end = self.done.get(need)
-            if end is None:
-                self.wanted.setdefault(need, []).append(device)
-                return None
-            at = max(at, end)
-        return at
-
-    def step(self) -> None:
-        now, device = heapq.heappop(self.events)
-        if now < self.free[device]:
-            return
-        times = [self.ready(device, which) for which in (0, 1)]
-        known = [(t, which) for which, t in enumerate(times) if t is not None]
-        if not known:
-            return
-        at, which = min(known)
-        if at > now:
-            heapq.heappush(self.events, (at, device))
-            return
-        op = self.queues[device][which][self.next[device][which]]
-        self.next[device][which] += 1
-        self.out[device].append(op)
-        table = self.speeds.backward_s if which else self.speeds.forward_s
-        end = now + table[device][op.chunk]
-        self.free[device] = end
-        key = (device, produces(op))
-        self.done[key] = end
-        heapq.heappush(self.events, (end, device))
-        for other in self.wanted.pop(key, ()):
-            heapq.heappush(self.events, (max(end, self.free[other]), other))
+        if best[0] > now:
+            return best[0]
+        op = position[best[1]][at[best[1]]]
+        at[best[1]] += 1
+        return op, (self.speeds.backward_s if best[1] else self.speeds.forward_s)[device][op.chunk]
 
 
 def compute_ops(kind: Kind, microbatches: Sequence[int], slices: Sequence[int], chunk: int) -> list[Op]:

@@ -1,0 +1,124 @@
+"""Schedules over slices of the sequence: SlimPipe, and for comparison TeraPipe and Seq1F1B."""
+
+import math
+from collections.abc import Sequence
+
+from megatron_het.schedule.generators.listing import (
+    Speeds,
+    alternate,
+    compute_ops,
+    forward_program,
+    merge,
+    require,
+    single_replicas,
+)
+from megatron_het.schedule.ir import Kind, Op, Program, Shape
+
+
+def slice_orders(shape: Shape, device: int) -> tuple[list[Op], list[Op]]:
+    """Forward and backward order of a device, before they are merged.
+
+    Forward: per microbatch, per group of ``stages`` slices, per chunk, the slices of the group.  Backward:
+    the exact reverse inside each microbatch, microbatches in order (SlimPipe, section 4.1.2: the last slice
+    goes first, so that its keys and values are released at once).  SlimPipe does not say how chunks and
+    slices interleave; groups of ``stages`` slices have the same memory and bubble as groups of all slices
+    and far fewer slots in which the attention loads differ much.
+    """
+    chunks = range(len(shape.layers[shape.devices[device].stage]))
+    groups = [range(s, min(s + shape.stages, shape.slices)) for s in range(0, shape.slices, shape.stages)]
+    forward: list[Op] = []
+    backward: list[Op] = []
+    for microbatch in shape.microbatches_of(device):
+        own = [op for g in groups for c in chunks for op in compute_ops(Kind.FORWARD, (microbatch,), g, c)]
+        forward += own
+        backward += [op._replace(kind=Kind.BACKWARD) for op in reversed(own)]
+    return forward, backward
+
+
+def _check_chunks(name: str, shape: Shape) -> int:
+    chunks = len(shape.layers[0])
+    require(name, shape.placement == "loop", f"placement = {shape.placement}: must be loop")
+    require(name, all(len(c) == chunks for c in shape.layers), f"layers = {shape.layers}: unequal chunk counts")
+    require(
+        name,
+        chunks == 1 or shape.slices % shape.stages == 0,
+        f"slices = {shape.slices}: with {chunks} chunks per stage a multiple of the {shape.stages} stages is needed",
+    )
+    return chunks
+
+
+def _sliced(
+    name: str, shape: Shape, warmup: Sequence[int], forward_only: bool, speeds: Sequence[float] | None
+) -> Program:
+    """Merges the slice orders; ``warmup`` per stage, for one replica per stage."""
+    orders = _all_orders(shape)
+    if forward_only:
+        return forward_program(name, shape, [forward for forward, _ in orders])
+    costs = Speeds.of(shape, speeds)
+    if single_replicas(shape):
+        return Program(name, shape, tuple(alternate(f, b, w) for (f, b), w in zip(orders, warmup)))
+    chunks, limits = len(shape.layers[0]), []
+    for d, (stage, _) in enumerate(shape.devices):
+        share = len(shape.microbatches_of(d)) / shape.microbatches
+        ahead = math.ceil(share * sum(shape.replicas[stage + 1 :]) - 1e-9)
+        per_step = (warmup[stage] + 1 - shape.slices * chunks) // max(shape.stages - 1 - stage, 1)
+        limits.append(shape.slices * chunks + max(per_step, 1) * ahead)
+    forward, backward = zip(*orders)
+    return Program(name, shape, merge(shape, forward, backward, limits, costs))
+
+
+def _all_orders(shape: Shape) -> list[tuple[list[Op], list[Op]]]:
+    if single_replicas(shape):  # the same for every stage: build it once
+        return [slice_orders(shape, 0)] * shape.stages
+    return [slice_orders(shape, d) for d in range(len(shape.devices))]
+
+
+def slimpipe(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None) -> Program:
+    """SlimPipe: 1F1B over uniform slices, plain or interleaved (section 4.1).
+
+    Stage ``s`` runs ``slices * chunks + 2 * (stages - 1 - s)`` forwards before its first backward.  The
+    depth is deliberate: it aligns forwards with forwards and backwards with backwards across devices, and
+    hides the latency of transfers.
+
+    Args:
+        shape: the same number of chunks on every stage; with several chunks ``slices`` must be a multiple
+            of the number of stages.
+        forward_only: forwards only.
+        speeds: relative speed of each device, used with several replicas.
+
+    Raises:
+        ValueError: the shape does not fit.
+    """
+    chunks = _check_chunks("slimpipe", shape)
+    last = shape.stages - 1
+    warmup = [shape.slices * chunks - 1 + 2 * (last - s) for s in range(shape.stages)]
+    return _sliced("slimpipe", shape, warmup, forward_only, speeds)
+
+
+def seq1f1b(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None) -> Program:
+    """Seq1F1B: as SlimPipe with the shallowest warm-up, ``slices - 1 + stages - 1 - s`` forwards.
+
+    Its published interleaved form orders slices wrongly when there are more slices than stages, so only one
+    chunk per stage is accepted.
+
+    Raises:
+        ValueError: the shape does not fit.
+    """
+    chunks = _check_chunks("seq1f1b", shape)
+    require("seq1f1b", chunks == 1, "one chunk per stage only")
+    warmup = [shape.slices - 1 + shape.stages - 1 - s for s in range(shape.stages)]
+    return _sliced("seq1f1b", shape, warmup, forward_only, speeds)
+
+
+def terapipe(shape: Shape, *, forward_only: bool = False) -> Program:
+    """TeraPipe: all forwards over slices, then all backwards, exactly reversed.
+
+    Raises:
+        ValueError: the shape does not fit.
+    """
+    _check_chunks("terapipe", shape)
+    orders = _all_orders(shape)
+    if forward_only:
+        return forward_program("terapipe", shape, [forward for forward, _ in orders])
+    ops = tuple(tuple(f + [op._replace(kind=Kind.BACKWARD) for op in reversed(f)]) for f, _ in orders)
+    return Program("terapipe", shape, ops)

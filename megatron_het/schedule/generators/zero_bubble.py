@@ -1,0 +1,168 @@
+"""Zero-bubble schedules, for comparison: ZB-H1, ZB-V and V-Half.
+
+The backward is split: gradients of inputs go on to the previous stage, gradients of weights fill idle time.
+The V schedules place chunk 0 down the stages and chunk 1 back up, and repeat one *building block* per
+microbatch: moving one stage on delays each pass by a fixed number of slots.  The sum of the delays of a
+chunk's forward and backward decides how long activations live, hence the memory: 6 slots, the length of
+the block, for ZB-V (the memory of 1F1B), 3 for V-Half (half of it).
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+
+from megatron_het.schedule.deps import Dependencies
+from megatron_het.schedule.generators.listing import (
+    Loop,
+    Speeds,
+    alternate,
+    compute_ops,
+    forward_program,
+    require,
+    single_replicas,
+)
+from megatron_het.schedule.ir import Kind, Op, Program, Shape
+
+BLOCK = 6
+"""Slots of a building block: forward, input and weight gradient of two chunks."""
+
+
+class _Filler(Loop):
+    """Runs forwards and input gradients in the given order, weight gradients when idle or short of memory."""
+
+    def __init__(self, deps: Dependencies, orders: Sequence[Sequence[Op]], limits: Sequence[int], speeds: Speeds):
+        super().__init__(deps, speeds)
+        self.orders, self.limits = orders, limits
+        self.next = [0] * len(orders)
+        self.pending: list[deque[Op]] = [deque() for _ in orders]
+        self.held = [0] * len(orders)
+
+    def choose(self, device: int, now: float) -> tuple[Op, float] | float | None:
+        order, i, pending = self.orders[device], self.next[device], self.pending[device]
+        time = None
+        if i < len(order):
+            op = order[i]
+            full = op.kind == Kind.FORWARD and self.held[device] >= self.limits[device] and bool(pending)
+            time = None if full else self.ready_at(device, op)
+            if time is not None and time <= now:
+                self.next[device] += 1
+                if op.kind == Kind.FORWARD:
+                    self.held[device] += 1
+                else:
+                    pending.append(op._replace(kind=Kind.BACKWARD_WEIGHT))
+                return op, self.speeds.forward_s[device][op.chunk]
+        if pending:
+            self.held[device] -= 1
+            op = pending.popleft()
+            return op, self.speeds.forward_s[device][op.chunk]
+        return time
+
+
+def _fill(name: str, shape: Shape, orders: Sequence[Sequence[Op]], limits: Sequence[int]) -> Program:
+    filler = _Filler(Dependencies(shape), orders, limits, Speeds.of(shape))
+    return Program(name, shape, filler.run())
+
+
+def _check(name: str, shape: Shape, chunks: int, placement: str) -> None:
+    require(name, shape.slices == 1, f"slices = {shape.slices}: sequences are not cut into slices here")
+    require(name, single_replicas(shape), f"replicas = {shape.replicas}: one replica per stage only")
+    require(name, all(len(c) == chunks for c in shape.layers), f"every stage has exactly {chunks} chunk(s)")
+    require(name, shape.placement == placement, f"placement = {shape.placement}: must be {placement}")
+
+
+def zb_h1(shape: Shape, *, forward_only: bool = False) -> Program:
+    """ZB-H1: 1F1B with the weight gradients delayed into its bubbles, within 1F1B's memory.
+
+    Raises:
+        ValueError: chunks, slices or several replicas per stage.
+    """
+    _check("zb-h1", shape, 1, "loop")
+    microbatches = range(shape.microbatches)
+    forward = compute_ops(Kind.FORWARD, microbatches, (0,), 0)
+    if forward_only:
+        return forward_program("zb-h1", shape, [forward] * shape.stages)
+    backward = compute_ops(Kind.BACKWARD_INPUT, microbatches, (0,), 0)
+    orders = [alternate(forward, backward, shape.stages - 1 - s) for s in range(shape.stages)]
+    return _fill("zb-h1", shape, orders, [shape.stages] * shape.stages)
+
+
+def zb_v(shape: Shape, *, forward_only: bool = False) -> Program:
+    """ZB-V: two chunks per stage in a V.
+
+    When forward and both gradients take equally long, no device idles between its first and last operation.
+
+    Raises:
+        ValueError: the shape is not two chunks per stage, placed "v", without slices and replicas.
+    """
+    return _v_schedule("zb-v", shape, BLOCK, forward_only)
+
+
+def v_half(shape: Shape, *, forward_only: bool = False) -> Program:
+    """V-Half: as ZB-V with half the memory and some bubble.
+
+    Raises:
+        ValueError: the shape is not two chunks per stage, placed "v", without slices and replicas.
+    """
+    return _v_schedule("v-half", shape, BLOCK // 2, forward_only)
+
+
+def _v_schedule(name: str, shape: Shape, lifespan: int, forward_only: bool) -> Program:
+    _check(name, shape, 2, "v")
+    stages = shape.stages
+    offsets = block_offsets(stages, lifespan)
+    kinds = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD_INPUT, 1), (Kind.BACKWARD_INPUT, 0))
+    orders, limits = [], []
+    for stage in range(stages):
+        timed = [
+            (offsets[stage][i] + BLOCK * m, Op(kind, m, 0, chunk))
+            for i, (kind, chunk) in enumerate(kinds)
+            for m in range(shape.microbatches)
+        ]
+        timed.sort(key=lambda entry: entry[0])
+        orders.append([op for _, op in timed if op.kind == Kind.FORWARD or not forward_only])
+        limits.append(_held_at_most(offsets[stage]))
+    if forward_only:
+        return forward_program(name, shape, orders)
+    return _fill(name, shape, orders, limits)
+
+
+def _held_at_most(offsets: Sequence[int]) -> int:
+    """Chunks in flight in the steady state, weight gradients in the first free slots after their inputs'."""
+    taken = {offset % BLOCK for offset in offsets}
+    weight_slots = []
+    for offset in offsets[2:]:
+        slot = next(offset + i for i in range(1, 2 * BLOCK) if (offset + i) % BLOCK not in taken)
+        taken.add(slot % BLOCK)
+        weight_slots.append(slot)
+    spans = [(offsets[0], weight_slots[1]), (offsets[1], weight_slots[0])]
+    horizon = range(max(offsets) + 1, max(offsets) + 1 + BLOCK)
+    return max(sum((t - a) // BLOCK - (t - b - 1) // BLOCK for a, b in spans) for t in horizon)
+
+
+@lru_cache(maxsize=256)
+def block_offsets(stages: int, lifespan: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Slots of F0, F1, I1, I0 of microbatch 0 on every stage, repeated every :data:`BLOCK` slots.
+
+    ``lifespan`` is the delay per stage of a chunk's forward plus that of its backward.  Descending takes
+    one slot per stage where that is possible (it shortens the start of the iteration), and the gaps at the
+    turns of the V are the smallest for which no stage has two passes in one slot.
+    """
+    hops = sorted(itertools.product(range(1, lifespan), repeat=2), key=lambda hop: (hop[0], -hop[1]))
+    turns = sorted(itertools.product(range(1, BLOCK + 1), repeat=3), key=sum)
+    for (f0, f1), gaps in itertools.product(hops, turns):
+        rows = tuple(_row(s, stages, (f0, f1, lifespan - f1, lifespan - f0), gaps) for s in range(stages))
+        if all(len({slot % BLOCK for slot in row}) == 4 for row in rows):
+            return rows
+    raise ValueError(f"there is no V schedule for {stages} stages and a lifespan of {lifespan} slots")
+
+
+def _row(
+    stage: int, stages: int, delays: tuple[int, int, int, int], gaps: tuple[int, ...]
+) -> tuple[int, int, int, int]:
+    f0, f1, i1, i0 = delays
+    last = stages - 1
+    forward_1 = last * f0 + gaps[0]
+    backward_1 = forward_1 + last * f1 + gaps[1]
+    backward_0 = backward_1 + last * i1 + gaps[2]
+    return stage * f0, forward_1 + (last - stage) * f1, backward_1 + stage * i1, backward_0 + (last - stage) * i0
