@@ -1,0 +1,93 @@
+"""The catalog of GPUs: datasheet figures for planning without a profile.  Sources are in ``data/gpus.json``."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tools.planner.errors import PlannerError, from_validation_error
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+
+
+class Gpu(BaseModel):
+    """One kind of GPU (or CPU device).  Missing precisions are not supported by the hardware.
+
+    Attributes:
+        flops: Peak dense FLOP/s by precision (tensor cores where there are any, without sparsity).
+        memory_bytes, memory_bytes_per_s: Size and bandwidth of device memory.
+        intra_node_bytes_per_s: Bandwidth of one GPU to its node, one direction (NVLink or PCIe).
+        host_bytes_per_s: PCIe or C2C bandwidth to host memory, one direction.
+        flash_attention_2: Whether FlashAttention-2 runs on it (compute capability >= 8.0).
+        efficiency: Share of peak that large transformer matrix products reach in training.
+        reserved_bytes: Memory taken by context and libraries before any model exists.
+        power_w: Board power, for energy.
+        usd_per_hour: A public list price of one GPU hour, when known; prices are user input.
+        source: Where the figures come from.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    flops: dict[Precision, float]
+    memory_bytes: int = Field(gt=0)
+    memory_bytes_per_s: float = Field(gt=0)
+    intra_node_bytes_per_s: float = Field(gt=0)
+    host_bytes_per_s: float = Field(default=12e9, gt=0)
+    flash_attention_2: bool = False
+    efficiency: float = Field(default=0.5, gt=0, le=1)
+    reserved_bytes: int = Field(default=1_500_000_000, ge=0)
+    launch_s: float = Field(default=20e-6, ge=0)
+    power_w: float | None = Field(default=None, gt=0)
+    usd_per_hour: float | None = Field(default=None, ge=0)
+    source: str
+
+    def supports(self, precision: str) -> bool:
+        """Whether the hardware computes in this precision at full speed."""
+        return self.flops.get(precision, 0) > 0  # type: ignore[call-overload]
+
+
+@cache
+def catalog() -> dict[str, Gpu]:
+    """All known GPUs by name."""
+    document = json.loads(resources.files("tools.planner").joinpath("data/gpus.json").read_text("utf-8"))
+    return {name: parse_gpu(body, "gpus.json", name) for name, body in document["gpus"].items()}
+
+
+def parse_gpu(body: Any, file: str, key: str) -> Gpu:
+    """A Gpu from parsed YAML or JSON.
+
+    Raises:
+        PlannerError: naming file, key and value.
+    """
+    try:
+        gpu = Gpu.model_validate(body)
+    except ValidationError as error:
+        problem = from_validation_error(file, error.errors())
+        raise PlannerError(file, f"gpus.{key}.{problem.key}", problem.value, problem.problem) from None
+    for precision, value in gpu.flops.items():
+        if not value > 0:
+            raise PlannerError(file, f"gpus.{key}.flops.{precision}", value, "must be positive",
+                               "Leave out a precision that the hardware lacks")
+    return gpu
+
+
+def find_gpu(name: str, own: dict[str, Gpu], file: str, key: str) -> Gpu:
+    """A GPU of the cluster file or of the catalog.
+
+    Raises:
+        PlannerError: unknown, with the nearest known names.
+    """
+    if name in own:
+        return own[name]
+    known = catalog()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, [*own, *known], n=3, cutoff=0.4)
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    raise PlannerError(file, key, name, "unknown GPU", f"{hint}Known: {', '.join(sorted({*own, *known}))}; "
+                       "describe others under 'gpus:' in the cluster file")

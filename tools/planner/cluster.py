@@ -1,0 +1,180 @@
+"""The cluster file: which nodes there are, where, how they are connected and what they cost."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from tools.planner.catalog import Gpu, find_gpu, parse_gpu
+from tools.planner.errors import PlannerError, from_validation_error
+from tools.planner.files import read_yaml
+
+_STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+class SlurmSettings(BaseModel):
+    """What Slurm needs to find nodes of this kind."""
+
+    model_config = _STRICT
+
+    partition: str | None = None
+    constraint: str | None = None
+    account: str | None = None
+    gres: str | None = None
+
+
+class NodeGroup(BaseModel):
+    """Equal nodes.
+
+    Attributes:
+        gpu: Kind of GPU, from the catalog or from ``gpus:`` of the file.
+        count: Nodes of this kind (the quota).
+        gpus_per_node: GPUs in each.
+        zone, region: Where they are; region defaults to the zone without its last ``-part``.
+        network_bytes_per_s: Network bandwidth of a whole node, one direction.
+        network_latency_s: Latency between two nodes of the same zone.
+        collective_bytes_per_s: What one rank's collectives reach over the network, when known to be less
+            than its share of the network (software limits); None = its share.
+        intra_node_bytes_per_s: Overrides the catalog's figure.
+        usd_per_gpu_hour: Price; overrides the catalog's.
+        max_gpus: Quota in GPUs, when less than ``count * gpus_per_node``.
+        hosts: Host names, for generated scripts.
+    """
+
+    model_config = _STRICT
+
+    gpu: str
+    count: int = Field(ge=1)
+    gpus_per_node: int = Field(ge=1)
+    zone: str = "local"
+    region: str | None = None
+    network_bytes_per_s: float = Field(default=12.5e9, gt=0, allow_inf_nan=False)
+    network_latency_s: float = Field(default=20e-6, ge=0, allow_inf_nan=False)
+    collective_bytes_per_s: float | None = Field(default=None, gt=0)
+    intra_node_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    usd_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    max_gpus: int | None = Field(default=None, ge=0)
+    hosts: tuple[str, ...] = ()
+    slurm: SlurmSettings = SlurmSettings()
+
+    @property
+    def quota(self) -> int:
+        """GPUs that may be used."""
+        total = self.count * self.gpus_per_node
+        return total if self.max_gpus is None else min(total, self.max_gpus)
+
+    @property
+    def where(self) -> str:
+        """The region."""
+        if self.region is not None:
+            return self.region
+        return self.zone.rsplit("-", 1)[0] if "-" in self.zone else self.zone
+
+
+class ZoneLink(BaseModel):
+    """The connection between two zones or two regions (both directions)."""
+
+    model_config = _STRICT
+
+    between: tuple[str, str]
+    bytes_per_s: float = Field(gt=0, allow_inf_nan=False)
+    latency_s: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
+    usd_per_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+
+class Cluster(BaseModel):
+    """A cluster file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    name: str = "cluster"
+    nodes: tuple[NodeGroup, ...] = Field(min_length=1)
+    links: tuple[ZoneLink, ...] = ()
+    gpus: dict[str, Gpu] = {}
+
+    @field_validator("nodes")
+    @classmethod
+    def _hosts_match(cls, nodes: tuple[NodeGroup, ...]) -> tuple[NodeGroup, ...]:
+        for node in nodes:
+            if node.hosts and len(node.hosts) != node.count:
+                raise ValueError(f"{len(node.hosts)} hosts for count = {node.count} nodes of {node.gpu}")
+        return nodes
+
+    @model_validator(mode="after")
+    def _regions(self) -> Cluster:
+        seen: dict[str, str] = {}
+        for node in self.nodes:
+            if seen.setdefault(node.zone, node.where) != node.where:
+                raise ValueError(f"zone {node.zone} is in two regions: {seen[node.zone]} and {node.where}")
+        return self
+
+    def gpu(self, name: str) -> Gpu:
+        """The figures of a GPU kind."""
+        return find_gpu(name, self.gpus, self.name, "gpu")
+
+    @property
+    def total_gpus(self) -> int:
+        """All GPUs within the quotas."""
+        return sum(n.quota for n in self.nodes)
+
+    def link(self, first: NodeGroup, second: NodeGroup) -> tuple[float, float, float]:
+        """(bytes_per_s of a node, latency_s, usd_per_gb) between nodes of two groups."""
+        rate = min(first.network_bytes_per_s, second.network_bytes_per_s)
+        latency = max(first.network_latency_s, second.network_latency_s)
+        if first.zone == second.zone:
+            return rate, latency, 0.0
+        for names in ((first.zone, second.zone), (first.where, second.where)):
+            for link in self.links:
+                if set(link.between) == set(names) and (names[0] != names[1] or link.between[0] == names[0]):
+                    return min(rate, link.bytes_per_s), link.latency_s, link.usd_per_gb
+        return rate, max(latency, 1e-3 if first.where != second.where else latency), 0.0
+
+
+def load_cluster(path: str | os.PathLike[str]) -> Cluster:
+    """Read a cluster file (YAML or JSON).
+
+    Raises:
+        PlannerError: naming file, key and value.
+    """
+    return cluster_from_document(read_yaml(path), str(path))
+
+
+def cluster_from_document(document: Any, file: str) -> Cluster:
+    """A Cluster from parsed YAML; see ``load_cluster``."""
+    if not isinstance(document, dict):
+        raise PlannerError(file, "(document)", type(document).__name__, "expected a mapping with 'nodes:'")
+    own_bodies = document.get("gpus") or {}
+    if not isinstance(own_bodies, dict):
+        raise PlannerError(file, "gpus", own_bodies, "expected a mapping of names to figures")
+    own = {name: parse_gpu(body, file, name) for name, body in own_bodies.items()}
+    try:
+        cluster = Cluster.model_validate({**document, "gpus": own})
+    except ValidationError as error:
+        raise from_validation_error(file, error.errors()) from None
+    for i, node in enumerate(cluster.nodes):
+        find_gpu(node.gpu, own, file, f"nodes[{i}].gpu")
+    _check_links(cluster, file)
+    return cluster
+
+
+def _check_links(cluster: Cluster, file: str) -> None:
+    """Links name places that exist, and every pair of regions has one (else nodes cannot reach each other)."""
+    places = {n.zone for n in cluster.nodes} | {n.where for n in cluster.nodes}
+    for i, link in enumerate(cluster.links):
+        for end in link.between:
+            if end not in places:
+                raise PlannerError(file, f"links[{i}].between", end, "no node is in this zone or region",
+                                   f"Known: {', '.join(sorted(places))}")
+    for i, first in enumerate(cluster.nodes):
+        for second in cluster.nodes[i + 1 :]:
+            if first.where != second.where and not any(
+                set(link.between) in ({first.zone, second.zone}, {first.where, second.where})
+                for link in cluster.links
+            ):
+                raise PlannerError(
+                    file, "links", [list(link.between) for link in cluster.links],
+                    f"nothing says how {first.where} reaches {second.where}",
+                    f"Add '- between: [{first.where}, {second.where}]' with bytes_per_s, latency_s and usd_per_gb",
+                )
