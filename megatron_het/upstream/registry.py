@@ -246,13 +246,14 @@ def install(*selection: str, builders: Mapping[str, Builder] | None = None) -> t
 
 def _rebind(patch: Patch, build: Builder) -> None:
     owner, attribute = _resolve(patch.target)
-    namespace = vars(owner)
-    raw = namespace.get(attribute, getattr(owner, attribute))
+    own_attribute = attribute in vars(owner)
+    # Not getattr alone: it would lose that a method is static.
+    raw = vars(owner)[attribute] if own_attribute else getattr(owner, attribute)
     replacement = build(getattr(owner, attribute))
     if isinstance(raw, staticmethod):
         replacement = staticmethod(replacement)
     setattr(owner, attribute, replacement)
-    _INSTALLED[patch.name] = _Installed(patch, owner, attribute, raw, attribute in namespace)
+    _INSTALLED[patch.name] = _Installed(patch, owner, attribute, raw, own_attribute)
 
 
 def uninstall(*selection: str) -> tuple[str, ...]:
