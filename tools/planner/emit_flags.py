@@ -1,0 +1,178 @@
+"""A plan as Megatron's own command-line flags, and as a stock layout when it needs no extension."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_het.config import pipeline_layout
+from megatron_het.plan import Plan, plan_hash
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What a plan does not say about the model.
+
+    Attributes:
+        normalization: ``RMSNorm`` or ``LayerNorm``.
+        swiglu: Gated MLP.
+        biases: Linear layers with biases.
+        learned_positions: Rows of a learned position table; 0 = rotary embeddings.
+        vocab_size: For the tokenizer flags; 0 = leave them out.
+    """
+
+    normalization: str = "RMSNorm"
+    swiglu: bool = True
+    biases: bool = False
+    learned_positions: int = 0
+    vocab_size: int = 0
+
+
+def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
+    """Flags of the model's shape."""
+    model = plan.model
+    words = [
+        "--num-layers", str(model.num_layers),
+        "--hidden-size", str(model.hidden_size),
+        "--num-attention-heads", str(model.num_attention_heads),
+        "--seq-length", str(model.seq_length),
+        "--max-position-embeddings", str(options.learned_positions or model.seq_length),
+        "--normalization", options.normalization,
+        "--attention-dropout", "0",
+        "--hidden-dropout", "0",
+    ]
+    if model.ffn_hidden_size is not None:
+        words += ["--ffn-hidden-size", str(model.ffn_hidden_size)]
+    if model.num_query_groups != model.num_attention_heads:
+        words += ["--group-query-attention", "--num-query-groups", str(model.num_query_groups)]
+    words += ["--position-embedding-type", "learned_absolute" if options.learned_positions else "rope"]
+    if options.swiglu:
+        words.append("--swiglu")
+    if not options.biases:
+        words.append("--disable-bias-linear")
+    if not model.tied_embeddings:
+        words.append("--untie-embeddings-and-output-weights")
+    return words
+
+
+def plan_arguments(plan: Plan) -> list[str]:
+    """Flags of batch, precision, recompute and optimizer that the plan fixes."""
+    training = plan.training
+    words = [
+        "--micro-batch-size", str(training.micro_batch_size),
+        "--global-batch-size", str(training.global_batch_size),
+        # Any routing of microbatches gives the same training only with this.
+        "--calculate-per-token-loss",
+    ]
+    if training.precision in ("bf16", "fp16"):
+        words.append(f"--{training.precision}")
+    if training.sequence_parallel:
+        words.append("--sequence-parallel")
+    if training.recompute == "full":
+        words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    elif training.recompute == "selective":
+        words += ["--recompute-granularity", "selective"]
+    if training.distributed_optimizer:
+        words += ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+    return words
+
+
+def extension_reasons(plan: Plan) -> list[str]:
+    """Why stock Megatron cannot run the plan; empty when it can."""
+    reasons = []
+    if plan.schedule.name not in ("1f1b", "interleaved"):
+        reasons.append(f"schedule {plan.schedule.name}")
+    sizes = {r.tp for s in plan.stages for r in s.replicas}
+    if len(sizes) > 1:
+        reasons.append(f"tensor-parallel sizes {sorted(sizes)} differ")
+    counts = {len(s.replicas) for s in plan.stages}
+    if len(counts) > 1:
+        reasons.append(f"stages have {sorted(counts)} replicas")
+    shares = {len(r.microbatches) for s in plan.stages for r in s.replicas}
+    if len(shares) > 1:
+        reasons.append(f"replicas get {sorted(shares)} microbatches")
+    if len({len(s.layers) for s in plan.stages}) > 1:
+        reasons.append("stages have different numbers of chunks")
+    if not reasons and list(_stock_ranks(plan)) != [k for s in plan.stages for r in s.replicas for k in r.ranks]:
+        reasons.append("ranks are not numbered in Megatron's order (TP, then replicas, then stages)")
+    return reasons
+
+
+def _stock_ranks(plan: Plan) -> Sequence[int]:
+    """Ranks in the order tp, dp, pp, which is 0, 1, 2, ... stage by stage."""
+    return range(plan.world_size)
+
+
+def stock_arguments(plan: Plan) -> list[str]:
+    """Flags with which stock Megatron runs the plan.
+
+    Raises:
+        ValueError: The plan needs the extension; the message says why.
+    """
+    reasons = extension_reasons(plan)
+    if reasons:
+        raise ValueError("stock Megatron cannot run this plan: " + "; ".join(reasons))
+    stages = len(plan.stages)
+    words = [
+        "--tensor-model-parallel-size", str(plan.stages[0].replicas[0].tp),
+        "--pipeline-model-parallel-size", str(stages),
+    ]
+    if stages > 1:
+        # With one stage Megatron ignores a layout without saying so, hence none is given then.
+        words += ["--pipeline-model-parallel-layout", layout_string(plan)]
+    return words
+
+
+def layout_string(plan: Plan) -> str:
+    """The layers in Megatron's notation, repetitions shortened: ``Et*3|t*5L``."""
+    parts = []
+    for part in pipeline_layout(plan).split("|"):
+        count = part.count("t")
+        layers = "t" * count if count < 3 else f"t*{count}"
+        parts.append(("E" if "E" in part else "") + layers + ("L" if "L" in part else ""))
+    return "|".join(parts)
+
+
+def lines_of(words: Sequence[str]) -> list[str]:
+    """Words as shell-quoted lines, a flag and its values on one line."""
+    lines: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not lines:
+            lines.append([])
+        lines[-1].append(word if word.startswith('"$') else shlex.quote(word))
+    return [" ".join(line) for line in lines]
+
+
+def bash_array(name: str, words: Sequence[str]) -> str:
+    """A bash array with one flag per line."""
+    if not words:
+        return f"{name}=()\n"
+    return f"{name}=(\n" + "".join(f"    {line}\n" for line in lines_of(words)) + ")\n"
+
+
+def args_sh(plan: Plan, plan_file: str, groups: Mapping[str, Sequence[str]], header: Sequence[str] = ()) -> str:
+    """A file to ``source``: one bash array per group and ``MEGATRON_ARGS`` with all of them.
+
+    Args:
+        plan: The plan.
+        plan_file: Path of plan.json as ranks see it.
+        groups: Flags by name, e.g. ``{"MODEL": [...], "TRAINING": [...]}``.
+        header: Comment lines.
+    """
+    arrays = {f"{name}_ARGS": list(words) for name, words in groups.items()}
+    arrays["PLAN_ARGS"] = plan_arguments(plan)
+    reasons = extension_reasons(plan)
+    text = "# shellcheck shell=bash disable=SC2034\n"
+    text += f"# Megatron arguments of plan {plan_hash(plan)}.  Use: source args.sh; ... \"${{MEGATRON_ARGS[@]}}\"\n"
+    text += "".join(f"# {line}\n" for line in header)
+    text += f"HET_PLAN=${{HET_PLAN:-{shlex.quote(plan_file)}}}\n\n"
+    text += "\n".join(bash_array(name, words) for name, words in arrays.items())
+    text += '\nHET_ARGS=(--het-plan "$HET_PLAN")\n'
+    if reasons:
+        text += "# Stock Megatron cannot run this plan: " + "; ".join(reasons) + ".\n"
+    else:
+        text += "# This plan needs no extension: with STOCK_ARGS instead of HET_ARGS stock Megatron runs it.\n"
+        text += bash_array("STOCK_ARGS", stock_arguments(plan))
+    everything = " ".join(f'"${{{name}[@]}}"' for name in [*arrays, "HET_ARGS"])
+    return text + f"MEGATRON_ARGS=({everything})\n"
