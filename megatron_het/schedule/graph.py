@@ -4,10 +4,24 @@ Operations are numbered device after device, in program order.  The graph is bui
 shared by the passes, the validator and the simulator.
 """
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from megatron_het.schedule.deps import OVERRIDES, Dependencies, Need, Value, explain, produces
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, Kind, Op, Program
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pauses cyclic garbage collection: it would walk millions of fresh tuples and find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class ScheduleError(ValueError):
@@ -40,6 +54,7 @@ class Graph:
 
     __slots__ = ("program", "ops", "first", "device", "waits", "other_end", "missing", "deps", "index")
 
+    @collection_paused()
     def __init__(self, program: Program) -> None:
         self.program = program
         self.deps = Dependencies(program.shape, program.vocabulary, program.exchange_units)
@@ -72,20 +87,27 @@ class Graph:
             for i in range(self.first[d], self.first[d + 1]):
                 op = self.ops[i]
                 kind = op[0]
+                if kind < 3:
+                    key = (kind > 0, op[1], op[2], op[3])
+                    if key in made:
+                        raise ScheduleError(f"{describe(self.program, *self.where(i))}: this operation is there twice")
+                    made[key] = i
+                    continue
                 if kind in SENDS:
                     if (d, op) in sends:
                         raise ScheduleError(f"{describe(self.program, *self.where(i))}: sent twice")
                     sends[d, op] = i
+                    continue
                 elif kind in RECEIVES:
                     receives.append(i)
-                    if kind == Kind.RECV_FORWARD or kind == Kind.RECV_BACKWARD:
+                    if kind < 8:
                         delivered[kind, op[1], op[2], op[3]] = i
                         continue
-                key = produces(op)
-                if key is not None:
-                    if key in made and kind not in OVERRIDES and kind not in _REPEATED:
+                made_key = produces(op)
+                if made_key is not None:
+                    if made_key in made and kind not in OVERRIDES and kind not in _REPEATED:
                         raise ScheduleError(f"{describe(self.program, *self.where(i))}: this operation is there twice")
-                    made[key] = i
+                    made[made_key] = i
             self.index.append(made)
             deliveries.append(delivered)
         self._pair(sends, receives)
@@ -111,8 +133,13 @@ class Graph:
                 if kind in RECEIVES:
                     waits.append((self.other_end[i],) if self.other_end[i] >= 0 else ())
                     continue
+                if kind == 4 or kind == 6:  # SEND_FORWARD, SEND_BACKWARD
+                    j = self.index[d].get((kind == 6, op[1], op[2], op[3]))
+                    if j is not None:
+                        waits.append((j,))
+                        continue
                 found = self._found(d, i, op, deliveries)
-                if kind in COMPUTE:
+                if kind < 4:
                     state.compute(i, op, found)
                 elif kind in _STATEFUL:
                     state.bookkeeping(i, op, found)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_het.schedule.cost import PerChunk
 from megatron_het.schedule.durations import layer_share, message_bytes
+from megatron_het.schedule.graph import collection_paused
 from megatron_het.schedule.ir import RECEIVES, Kind
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class MemoryUse:
         return max(held for _, held in self.curve(category))
 
 
+@collection_paused()
 def memory_use(result: "Result") -> tuple[MemoryUse, ...]:
     """Memory of every device."""
     kinds = {op[0] for op in result.graph.ops}

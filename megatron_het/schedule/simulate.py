@@ -12,7 +12,7 @@ from functools import cached_property
 
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.durations import durations, message_bytes
-from megatron_het.schedule.graph import Graph, ScheduleError, describe
+from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, Kind, Op, Program
 from megatron_het.schedule.memory import MemoryUse, memory_use
 from megatron_het.schedule.result import Bubble, Event, attribute_bubble
@@ -92,6 +92,7 @@ class Result:
         return path[::-1]
 
 
+@collection_paused()
 def simulate(program: Program, costs: Costs, graph: Graph | None = None) -> Result:
     """Simulates one iteration.
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_het.schedule.generators.listing import Speeds
-from megatron_het.schedule.graph import Graph, replay
+from megatron_het.schedule.graph import Graph, collection_paused, replay
 from megatron_het.schedule.ir import COMPUTE, PARTNER, TRANSFERS, Kind, Op, Program
 
 
@@ -25,6 +25,7 @@ def plain_durations(program: Program, graph: Graph, speeds: Sequence[float] | No
     ]
 
 
+@collection_paused()
 def add_transfers(program: Program, *, speeds: Sequence[float] | None = None, order: str = "global") -> Program:
     """The program with SEND_* and RECV_* operations, and KV_RECV for every KV_SEND.
 
