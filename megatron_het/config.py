@@ -228,12 +228,12 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     args.bf16 = plan.training.precision == "bf16"
     args.fp16 = plan.training.precision == "fp16"
     _apply_recompute(plan, args)
+    sizes = {r.tp for s in plan.stages for r in s.replicas}
     if args.padded_vocab_size is None:
         # Padding depends on TP; one multiple for all gives one vocabulary for all.
-        sizes = [r.tp for s in plan.stages for r in s.replicas]
         args.make_vocab_size_divisible_by *= math.lcm(*sizes) // tp
-    if any(placement.is_mixed(s) for s in range(placement.num_stages)) or plan.model.tied_embeddings:
-        # Several local shapes per key: true under a plan, and an error to the integrity check.
+    if len(sizes) > 1 or plan.model.tied_embeddings:
+        # Several local shapes or copies per key: right under a plan, an error to this check.
         args.ckpt_load_validate_sharding_integrity = False
     return tp * placement.num_stages
 

@@ -70,8 +70,8 @@ class Placement:
         return len(self.class_sizes(stage)) > 1
 
     def class_ranks(self, stage: int, tp: int, tp_rank: int) -> list[int]:
-        """Ranks at position ``tp_rank`` of all replicas of one TP class, in replica order."""
-        return [r.ranks[tp_rank] for r in self.plan.stages[stage].replicas if r.tp == tp]
+        """Ranks at position ``tp_rank`` of all replicas of one TP class, ascending."""
+        return sorted(r.ranks[tp_rank] for r in self.plan.stages[stage].replicas if r.tp == tp)
 
     def max_tp(self) -> int:
         """The largest TP size of the plan."""

@@ -64,6 +64,8 @@ def _check_ranks(plan: Plan) -> None:
                         "Every rank belongs to exactly one replica",
                     )
                 seen[rank] = where
+            if list(replica.ranks) != sorted(replica.ranks):
+                raise PlanError(where, list(replica.ranks), "must be ascending (TP order is rank order)")
             if replica.speed <= 0:
                 raise PlanError(f"stages[{s}].replicas[{q}].speed", replica.speed, "must be positive")
     missing = sorted(set(range(len(seen))) - set(seen))

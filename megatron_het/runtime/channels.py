@@ -1,7 +1,7 @@
 """Point-to-point transfers between stages: one process group per directed edge between two ranks.
 
 Why one group per edge: a group is one queue on every transport, so two directions, or two peers,
-never wait for each other.  Groups are created eagerly, in one order, by their members only; NCCL
+never wait for each other.  Groups are created eagerly, in one order on all ranks; NCCL
 communicators are also connected at creation, because lazily connected ones deadlock when two ranks
 first use them in different orders.
 
@@ -89,10 +89,9 @@ class Channels:
         self._sends: list[_PendingSend] = []
         backend = "nccl" if transport == "nccl" else "gloo"
         for edge in edges:
+            group = dist.new_group(list(edge), timeout=self._timeout, backend=backend)
             if rank in edge:
-                self._groups[edge] = dist.new_group(
-                    list(edge), timeout=self._timeout, backend=backend, use_local_synchronization=True
-                )
+                self._groups[edge] = group
                 if backend == "nccl":
                     self._connect(edge)
 

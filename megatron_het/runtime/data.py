@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_het.topology import as_only_reader
 
 class RoutedBatchSampler(torch.utils.data.Sampler[list[int]]):
     """Keeps the k-th batch of every ``num_microbatches`` when k is one of ``microbatches``.
@@ -99,7 +100,8 @@ def _iterator(
         raise NotImplementedError("several validation sets do not work with --het-plan")
     shown, args.dataloader_type = args.dataloader_type, loader_type
     try:
-        loader = build_pretraining_data_loader(dataset, consumed)
+        with as_only_reader():
+            loader = build_pretraining_data_loader(dataset, consumed)
     finally:
         args.dataloader_type = shown
     if loader is None:

@@ -6,13 +6,19 @@ the package reads the global ``parallel_state``.
 
 from megatron_het.topology.axis import Axis
 from megatron_het.topology.groups import GroupSpec, PlanGroups, build_groups, group_specs
-from megatron_het.topology.stage_state import KNOWN_STATE, install_stage_state, remove_stage_state
+from megatron_het.topology.stage_state import (
+    KNOWN_STATE,
+    as_only_reader,
+    install_stage_state,
+    remove_stage_state,
+)
 
 __all__ = [
     "KNOWN_STATE",
     "Axis",
     "GroupSpec",
     "PlanGroups",
+    "as_only_reader",
     "build_groups",
     "group_specs",
     "install_stage_state",

@@ -12,7 +12,7 @@ from megatron_het.plan import Placement
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One group: its role and its world ranks in group order.
+    """One group: its role and its world ranks, ascending.
 
     Roles: ``self`` (one rank), ``tp`` (a replica), ``class`` (equal TP rank over the replicas of
     one TP class of a stage: Megatron's data-parallel group), ``stage`` (all ranks of a stage),
@@ -86,8 +86,8 @@ def build_groups(
 ) -> PlanGroups:
     """Create all groups of a plan.  Collective over the world; ``torch.distributed`` must be up.
 
-    Only the members of a group take part in its creation, so the cost per rank does not grow with
-    the world; every rank walks the same list, so no two ranks wait for each other crosswise.
+    Every rank walks the same list, so that no two ranks wait for each other crosswise.  For a group
+    that a rank is not in, it only counts up the group's name.
 
     Args:
         placement: The plan's lookup tables.
@@ -99,13 +99,14 @@ def build_groups(
     rank, backend = dist.get_rank(), dist.get_backend()
     groups = PlanGroups(placement, rank, backend, dist.group.WORLD)
     for spec in group_specs(placement, tied_embeddings):
+        group = _new_group(groups, spec.ranks, backend, timeout_s)
+        twin = group
+        if spec.role == "class" and use_gloo_groups and backend != "gloo":
+            twin = _new_group(groups, spec.ranks, "gloo", timeout_s)
         if rank in spec.ranks:
-            groups.by_role[spec.role] = _new_group(groups, spec.ranks, backend, timeout_s)
+            groups.by_role[spec.role] = group
             if spec.role == "class":
-                twin = use_gloo_groups and backend != "gloo"
-                groups.class_gloo = (
-                    _new_group(groups, spec.ranks, "gloo", timeout_s) if twin else groups["class"]
-                )
+                groups.class_gloo = twin
     return groups
 
 
@@ -116,7 +117,7 @@ def _new_group(
         list(ranks),
         timeout=timedelta(seconds=timeout_s),
         backend=backend,
-        use_local_synchronization=True,
     )
-    groups._owned.append(group)
+    if groups.rank in ranks:
+        groups._owned.append(group)
     return group

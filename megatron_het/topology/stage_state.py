@@ -13,6 +13,8 @@ the module's globals, so on every rank they are set to what is true *for its own
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -162,6 +164,22 @@ def remove_stage_state(module: ModuleType | None = None) -> None:
     module = module or _parallel_state()
     for name in KNOWN_STATE - set(_UNSET):
         setattr(module, name, None)
+
+
+@contextlib.contextmanager
+def as_only_reader(module: ModuleType | None = None) -> Iterator[None]:
+    """Show data-parallel rank 0 while a data loader is built.
+
+    With the data-parallel size 1 that a plan shows, the loader yields every microbatch on every
+    replica; which of them a replica uses is the routing's business.
+    """
+    module = module or _parallel_state()
+    before = module._MPU_DATA_PARALLEL_RANK
+    module._MPU_DATA_PARALLEL_RANK = 0
+    try:
+        yield
+    finally:
+        module._MPU_DATA_PARALLEL_RANK = before
 
 
 def _parallel_state() -> ModuleType:
