@@ -48,7 +48,13 @@ class Gpu(BaseModel):
 
     def supports(self, precision: str) -> bool:
         """Whether the hardware computes in this precision at full speed."""
-        return self.flops.get(precision, 0) > 0  # type: ignore[call-overload]
+        return self.peak(precision) > 0
+
+    def peak(self, precision: str) -> float:
+        """Peak FLOP/s, 0 without support.  ``tf32`` means: where the hardware has it, else fp32."""
+        if precision == "tf32":
+            return self.flops.get("tf32") or self.flops.get("fp32", 0.0)
+        return self.flops.get(precision, 0.0)  # type: ignore[call-overload]
 
 
 @cache

@@ -34,6 +34,7 @@ class NodeGroup(BaseModel):
         gpus_per_node: GPUs in each.
         zone, region: Where they are; region defaults to the zone without its last ``-part``.
         network_bytes_per_s: Network bandwidth of a whole node, one direction.
+        stream_bytes_per_s: What one GPU alone reaches over the network, when less than the node.
         network_latency_s: Latency between two nodes of the same zone.
         collective_bytes_per_s: What one rank's collectives reach over the network, when known to be less
             than its share of the network (software limits); None = its share.
@@ -51,6 +52,7 @@ class NodeGroup(BaseModel):
     zone: str = "local"
     region: str | None = None
     network_bytes_per_s: float = Field(default=12.5e9, gt=0, allow_inf_nan=False)
+    stream_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     network_latency_s: float = Field(default=20e-6, ge=0, allow_inf_nan=False)
     collective_bytes_per_s: float | None = Field(default=None, gt=0)
     intra_node_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)

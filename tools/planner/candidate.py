@@ -1,0 +1,73 @@
+"""What the search varies: a plan without rank numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+class Group(NamedTuple):
+    """Equal replicas of one stage: ``count`` TP groups of size ``tp`` from one pool (entry of ``cluster.nodes``)."""
+
+    pool: int
+    tp: int
+    count: int
+
+
+class Stage(NamedTuple):
+    """Transformer layers and replicas of one pipeline stage."""
+
+    layers: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A point of the search space.
+
+    Attributes:
+        stages: In pipeline order.
+        micro_batch_size: Sequences per microbatch.
+        recompute: none, selective or full.
+        schedule: 1f1b, interleaved, ministage or slimpipe.
+        chunks: Model chunks (ministages) per stage.
+        slices: Slices per sequence.
+        zero_stage: 0 plain data parallelism, 1 distributed optimizer, 2 and 3 sharded gradients and parameters.
+        offload: Parameters and boundary activations live in host memory when unused (ministage).
+        even: Every replica of a stage gets the same number of microbatches.
+    """
+
+    stages: tuple[Stage, ...]
+    micro_batch_size: int
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    chunks: int = 1
+    slices: int = 1
+    zero_stage: int = 0
+    offload: bool = False
+    even: bool = False
+
+    def with_(self, **changes: object) -> Candidate:
+        """A changed copy."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def gpus(self) -> dict[int, int]:
+        """GPUs used per pool."""
+        used: dict[int, int] = {}
+        for stage in self.stages:
+            for group in stage.groups:
+                used[group.pool] = used.get(group.pool, 0) + group.tp * group.count
+        return used
+
+    @property
+    def world_size(self) -> int:
+        """GPUs used."""
+        return sum(self.gpus().values())
+
+
+def normalised(stages: list[tuple[int, dict[tuple[int, int], int]]]) -> tuple[Stage, ...]:
+    """Stages from ``(layers, {(pool, tp): count})``, groups in a fixed order, empty groups dropped."""
+    return tuple(
+        Stage(layers, tuple(Group(pool, tp, n) for (pool, tp), n in sorted(groups.items()) if n > 0))
+        for layers, groups in stages
+    )

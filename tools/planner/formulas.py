@@ -1,0 +1,350 @@
+"""The closed forms behind ``Estimator.estimate``: time and memory of each family of schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tools.planner.candidate import Candidate, Group
+
+if TYPE_CHECKING:
+    from tools.planner.estimate import Estimate, Estimator, Unit
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """One stage of a candidate at its operating point.
+
+    ``forward_s`` and ``backward_s`` are means over the microbatches; ``busy_s`` is the compute of
+    the slowest replica over the iteration.
+    """
+
+    units: list[Unit]
+    replica_f: list[float]
+    replica_b: list[float]
+    microbatches: list[int]
+    busy_s: float
+    forward_s: float
+    backward_s: float
+    in_flight: list[int]
+
+
+def evaluate(estimator: Estimator, candidate: Candidate) -> Estimate | None:
+    """See ``Estimator.estimate``."""
+    from tools.planner.estimate import Estimate
+
+    model = estimator.model
+    if model.global_batch_size % candidate.micro_batch_size:
+        return None
+    total = model.global_batch_size // candidate.micro_batch_size
+    transfers = estimator.transfer_times(candidate)
+    stages = _stages(estimator, candidate, total, transfers)
+    if stages is None:
+        return None
+    pipe_s, busy_s, bottleneck, gather_s, ends = _pipeline(estimator, candidate, stages, transfers, total)
+    tail_s, sync_s, update_s = _tails(estimator, candidate, stages, ends)
+    iteration_s = max(pipe_s, tail_s)
+    memory = tuple(_memory(estimator, candidate, stages, total))
+    gpu_usd = iteration_s * sum(estimator.price[p] * n for p, n in candidate.gpus().items())
+    egress_bytes, egress_usd = _egress(estimator, candidate, stages)
+    exposed = max(0.0, iteration_s - pipe_s)
+    return Estimate(
+        iteration_s=iteration_s, busy_s=busy_s, fill_s=pipe_s - busy_s - gather_s,
+        sync_s=min(sync_s, exposed), update_s=max(0.0, exposed - sync_s), gather_s=gather_s, bottleneck=bottleneck,
+        microbatches=tuple(tuple(s.microbatches) for s in stages), memory=memory,
+        usd_per_iteration=gpu_usd + egress_usd, gpu_usd_per_iteration=gpu_usd, egress_bytes=egress_bytes,
+        stage_busy_s=tuple(s.busy_s for s in stages),
+    )
+
+
+def _stages(estimator: Estimator, candidate: Candidate, total: int, transfers: list[float]) -> list[StageTimes] | None:
+    from tools.planner.estimate import allocate
+
+    out: list[StageTimes] = []
+    last = len(candidate.stages) - 1
+    fixed = estimator.runtime.operation_s * candidate.chunks * candidate.slices
+    for s, (layers, groups) in enumerate(candidate.stages):
+        if layers < 1 or not groups:
+            return None
+        units: list[Unit] = []
+        forward: list[float] = []
+        backward: list[float] = []
+        for g in groups:
+            u = estimator.unit(g.pool, g.tp, candidate.micro_batch_size, candidate.recompute)
+            if u is None:
+                return None
+            f, b = layers * u.layer_f + fixed, layers * u.layer_b + fixed
+            if s == 0:
+                f, b = f + u.embedding_f, b + u.embedding_b
+            if s == last:
+                f, b = f + u.head_f, b + u.head_b
+            units.append(u)
+            forward.append(f)
+            backward.append(b)
+        counts = [g.count for g in groups]
+        both = [f + b for f, b in zip(forward, backward)]
+        if estimator.runtime.blocking_transfers:
+            waits = 2 * (transfers[s] if s < last else 0.0) + 2 * (transfers[s - 1] if s else 0.0)
+            both = [t + waits for t in both]
+        if candidate.even:
+            if total % sum(counts):
+                return None
+            shares = [total // sum(counts)] * len(groups)
+            busy = max(k * t for k, t in zip(shares, both))
+        else:
+            if total < sum(counts):
+                return None
+            found = allocate(both, counts, total)
+            if found is None:
+                return None
+            busy, shares = found
+        weight = [n * k for n, k in zip(counts, shares)]
+        whole = sum(weight)
+        out.append(StageTimes(units, forward, backward, shares, busy,
+                              sum(w * f for w, f in zip(weight, forward)) / whole,
+                              sum(w * b for w, b in zip(weight, backward)) / whole, []))
+    later = 0
+    for s in range(last, -1, -1):
+        out[s].in_flight = [estimator.max_in_flight(later, k, total) for k in out[s].microbatches]
+        later += sum(g.count for g in candidate.stages[s].groups)
+    return out
+
+
+def _pipeline(
+    estimator: Estimator, candidate: Candidate, stages: list[StageTimes], transfers: list[float], total: int
+) -> tuple[float, float, int, float, list[float]]:
+    """(end of the pipeline, compute of the deciding stage, which, exposed gathers, end of each stage)."""
+    if candidate.schedule == "ministage":
+        pipe_s, busy_s, bottleneck, gather_s = _ministage(estimator, candidate, stages, transfers, total)
+    else:
+        pipe_s, busy_s, bottleneck = _one_f_one_b(estimator, candidate, stages, transfers)
+        gather_s = 0.0
+    ends, before = [], 0.0
+    for s, stage in enumerate(stages):
+        ends.append(pipe_s - before)
+        step = (stage.backward_s / (candidate.chunks * candidate.slices)) + (transfers[s] if s < len(transfers) else 0.0)
+        before += step
+    return pipe_s, busy_s, bottleneck, gather_s, ends
+
+
+def _one_f_one_b(
+    estimator: Estimator, candidate: Candidate, stages: list[StageTimes], transfers: list[float]
+) -> tuple[float, float, int]:
+    """1F1B and its relatives: for each stage, what must come before, between and after its own compute.
+
+    A stage starts after one forward of every earlier stage and ends one backward of each before the
+    end.  Its first backward needs a round trip through the later stages, of which its warm-up
+    forwards hide a part; the same holds at the end; and with ``k`` microbatches in flight, k of them
+    take at least one round trip.  Chunks and slices cut the pieces that fill the pipeline.
+    """
+    cut = candidate.chunks * candidate.slices
+    blocking = estimator.runtime.blocking_transfers
+    round_trip = [0.0] * len(stages)
+    for s in range(len(stages) - 2, -1, -1):
+        nxt = stages[s + 1]
+        round_trip[s] = round_trip[s + 1] + (nxt.forward_s + nxt.backward_s) / cut + 2 * transfers[s]
+    before, worst, busy, which = 0.0, 0.0, 0.0, 0
+    for s, stage in enumerate(stages):
+        rt = round_trip[s]
+        mine = stage.busy_s
+        stall = 0.0
+        if blocking:
+            stall = rt
+        else:
+            for i, held in enumerate(stage.in_flight):
+                f, b, k = stage.replica_f[i] / cut, stage.replica_b[i] / cut, stage.microbatches[i]
+                ahead = (held - 1) * cut if cut > 1 else held - 1
+                own = (f + b) * cut * k
+                idle = max(0.0, rt - ahead * f) + max(0.0, rt - ahead * b)
+                if cut == 1:
+                    idle = max(idle, k * (f + b + rt) / held - own)
+                else:
+                    idle = rt
+                idle = max(idle, _link_time(s, transfers) * k * candidate.chunks - own)
+                stall = max(stall, own + idle - mine)
+        end = before + mine + stall
+        if end > worst:
+            worst, busy, which = end, mine, s
+        step = (stage.forward_s + stage.backward_s) / cut
+        before += step + 2 * (transfers[s] if s < len(transfers) else 0.0)
+    return worst, busy, which
+
+
+def _link_time(s: int, transfers: list[float]) -> float:
+    """The longest transfer at a stage (each direction of each boundary carries one per microbatch)."""
+    return max(transfers[s - 1] if s else 0.0, transfers[s] if s < len(transfers) else 0.0)
+
+
+def _ministage(
+    estimator: Estimator, candidate: Candidate, stages: list[StageTimes], transfers: list[float], total: int
+) -> tuple[float, float, int, float]:
+    """Zorse: all microbatches of a ministage, then the next; backward reversed (schedules.md's bubble).
+
+    Gathers of the next ministage overlap with the current one; what does not fit is exposed, and so is
+    the first gather of the iteration.
+    """
+    count, chunks = len(stages), candidate.chunks
+    which = max(range(count), key=lambda s: stages[s].busy_s)
+    busy = stages[which].busy_s
+    replicas = max(1, sum(g.count for g in candidate.stages[which].groups))
+    rounds = max(1.0, total / replicas)
+    if rounds >= count:
+        bubble = (count - 1) / (chunks * rounds)
+    else:
+        bubble = ((count - 1) + (chunks - 1) * (count - rounds)) / (chunks * rounds)
+    exposed = 0.0
+    for s, stage in enumerate(stages):
+        gather = estimator.network.sync_s(
+            candidate.stages[s].groups, _rank_bytes(estimator, candidate, stages, s, estimator.model.element_bytes), 0.5
+        )
+        host = 0.0
+        if candidate.offload:
+            host = max(
+                _rank_parameters(candidate, stages[s].units[i], s) * estimator.model.element_bytes
+                / estimator.cluster.gpu(estimator.cluster.nodes[g.pool].gpu).host_bytes_per_s / max(1, g.count)
+                for i, g in enumerate(candidate.stages[s].groups)
+            )
+        each = max(gather, host) / chunks
+        forward = stage.forward_s * (stage.busy_s / (stage.forward_s + stage.backward_s)) / chunks
+        backward = stage.busy_s / chunks - forward
+        hidden = (chunks - 1) * (max(0.0, each - forward) + max(0.0, each - backward))
+        exposed = max(exposed, hidden + 2 * each / max(1, candidate.stages[s].layers // chunks))
+    wraps = 2 * chunks * sum(transfers) / max(1.0, min(rounds, count))
+    return busy * (1 + bubble) + exposed + wraps, busy, which, exposed
+
+
+def _rank_parameters(candidate: Candidate, unit: Unit, s: int) -> float:
+    count = float(candidate.stages[s].layers * unit.layer_parameters)
+    if s == 0:
+        count += unit.embedding_parameters
+    if s == len(candidate.stages) - 1:
+        count += unit.head_parameters
+    return count
+
+
+def _rank_bytes(
+    estimator: Estimator, candidate: Candidate, stages: list[StageTimes], s: int, per_parameter: float
+) -> dict[Group, float]:
+    groups = candidate.stages[s].groups
+    return {g: _rank_parameters(candidate, stages[s].units[i], s) * per_parameter for i, g in enumerate(groups)}
+
+
+def _tails(
+    estimator: Estimator, candidate: Candidate, stages: list[StageTimes], ends: list[float]
+) -> tuple[float, float, float]:
+    """(end of the iteration, longest gradient reduction, longest update)."""
+    end = longest_sync = longest_update = 0.0
+    element = estimator.model.element_bytes
+    for s, stage in enumerate(stages):
+        groups = candidate.stages[s].groups
+        sync = estimator.network.sync_s(groups, _rank_bytes(estimator, candidate, stages, s, 4.0))
+        if candidate.zero_stage >= 1:
+            sync = sync / 2 + estimator.network.sync_s(
+                groups, _rank_bytes(estimator, candidate, stages, s, float(element)), 0.5
+            )
+        if candidate.zero_stage >= 2 and candidate.schedule != "ministage":
+            steps = max(stage.microbatches)
+            factor = 0.5 * steps if candidate.zero_stage == 2 else 1.5 * steps
+            sync = factor * estimator.network.sync_s(
+                groups, _rank_bytes(estimator, candidate, stages, s, float(element))
+            )
+        update = 0.0
+        for i, g in enumerate(groups):
+            count = _rank_parameters(candidate, stage.units[i], s)
+            if candidate.zero_stage >= 1:
+                count /= g.count
+            update = max(update, estimator.costs.update_s(estimator.cluster.nodes[g.pool].gpu, count))
+        if candidate.schedule == "ministage":
+            sync, update = sync / candidate.chunks, update / candidate.chunks
+        end = max(end, ends[s] + sync + update)
+        longest_sync, longest_update = max(longest_sync, sync), max(longest_update, update)
+    return end, longest_sync, longest_update
+
+
+def _in_flight(candidate: Candidate, stages: list[StageTimes], s: int, i: int) -> float:
+    """Microbatches (whole-stage equivalents) whose activations a replica holds at its peak."""
+    held, count, v = stages[s].in_flight[i], len(stages), candidate.chunks
+    mine = stages[s].microbatches[i]
+    if candidate.schedule == "interleaved":
+        return min(float(mine), (2 * (count - 1 - s) + (v - 1) * count + 1) / v)
+    if candidate.schedule == "slimpipe":
+        n = candidate.slices
+        return min(float(mine), (n * v + 2 * (count - 1 - s)) / (n * v))
+    if candidate.schedule == "ministage":
+        return float(mine)
+    return float(held)
+
+
+def _memory(estimator: Estimator, candidate: Candidate, stages: list[StageTimes], total: int):  # noqa: ANN202
+    """GroupMemory of every group."""
+    from tools.planner.estimate import GroupMemory
+
+    model, runtime = estimator.model, estimator.runtime
+    element, last = model.element_bytes, len(stages) - 1
+    boundary = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size
+    for s, stage in enumerate(stages):
+        layers, groups = candidate.stages[s]
+        same_tp: dict[int, int] = {}
+        for g in groups:
+            same_tp[g.tp] = same_tp.get(g.tp, 0) + g.count
+        for i, g in enumerate(groups):
+            u = stage.units[i]
+            count = _rank_parameters(candidate, u, s)
+            shards = same_tp[g.tp]
+            parameters, gradients = count * element, count * 4.0
+            optimizer = count * estimator.optimizer_per_parameter / (shards if candidate.zero_stage >= 1 else 1)
+            gradients += count * 4.0 * runtime.extra_parameter_copies
+            if candidate.zero_stage >= 2:
+                gradients /= shards
+            if candidate.zero_stage >= 3:
+                parameters = parameters / shards + 2 * u.layer_parameters * element
+            held = _in_flight(candidate, stages, s, i)
+            kept = layers * u.layer_bytes + (u.embedding_bytes if s == 0 else 0.0)
+            activations = held * kept
+            if candidate.schedule == "ministage":
+                window = min(1.0, 2.0 / candidate.chunks)
+                parameters = count * element * window + (0.0 if candidate.offload else count * element / shards)
+                gradients = count * 4.0 / candidate.chunks + count * 4.0 / shards
+                if candidate.offload:
+                    optimizer = optimizer * window
+                    activations = 2 * kept
+            if s == last:
+                activations += u.head_bytes / candidate.slices
+            if last > 0:
+                activations += 2 * boundary
+            workspace = max(u.workspace_bytes, u.head_workspace_bytes if s == last else 0.0) / candidate.slices
+            yield GroupMemory(s, g, parameters, gradients, optimizer, activations, workspace, u.reserved_bytes,
+                              u.capacity_bytes)
+
+
+def _egress(estimator: Estimator, candidate: Candidate, stages: list[StageTimes]) -> tuple[float, float]:
+    """(bytes per iteration over links with a price, their price)."""
+    size = estimator.boundary_bytes_per_sequence * estimator.model.global_batch_size
+    moved = usd = 0.0
+    for s in range(len(stages)):
+        groups = candidate.stages[s].groups
+        if s + 1 < len(stages):
+            nxt = candidate.stages[s + 1].groups
+            shares = _pool_shares(stages[s], groups)
+            for pool, share in shares.items():
+                for other, weight in _pool_shares(stages[s + 1], nxt).items():
+                    rate = estimator.network.usd_per_byte(pool, other) if pool != other else 0.0
+                    if rate:
+                        moved += 2 * size * share * weight * candidate.chunks
+                        usd += 2 * size * share * weight * candidate.chunks * rate
+        pools = sorted({g.pool for g in groups})
+        for first, second in zip(pools, pools[1:]):
+            rate = estimator.network.usd_per_byte(first, second)
+            if rate:
+                volume = 4 * 4.0 * _rank_parameters(candidate, stages[s].units[0], s) * groups[0].tp
+                moved += volume
+                usd += volume * rate
+    return moved, usd
+
+
+def _pool_shares(stage: StageTimes, groups: tuple[Group, ...]) -> dict[int, float]:
+    whole = sum(g.count * k for g, k in zip(groups, stage.microbatches))
+    out: dict[int, float] = {}
+    for g, k in zip(groups, stage.microbatches):
+        out[g.pool] = out.get(g.pool, 0.0) + g.count * k / whole
+    return out

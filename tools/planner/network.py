@@ -1,0 +1,77 @@
+"""Seconds for moving activations between stages and for summing gradients inside a stage."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import inf
+
+from tools.planner.candidate import Group
+from tools.planner.cluster import Cluster
+from tools.planner.runtime import Runtime
+
+
+class Network:
+    """Rates of a cluster, looked up by pool (index into ``cluster.nodes``)."""
+
+    def __init__(self, cluster: Cluster, runtime: Runtime) -> None:
+        self.cluster, self.runtime = cluster, runtime
+        self.intra = [n.intra_node_bytes_per_s or cluster.gpu(n.gpu).intra_node_bytes_per_s for n in cluster.nodes]
+        self.region = [n.where for n in cluster.nodes]
+        self.pair = cache(self._pair)
+        self.transfer_s = cache(self._transfer_s)
+
+    def _pair(self, first: int, second: int) -> tuple[float, float, float]:
+        return self.cluster.link(self.cluster.nodes[first], self.cluster.nodes[second])
+
+    def rate(self, first: int, second: int, streams: int) -> float:
+        """Bytes per second between two nodes for so many GPU pairs at once."""
+        node, _, _ = self.pair(first, second)
+        single = min(self.cluster.nodes[p].stream_bytes_per_s or inf for p in (first, second))
+        return min(node, streams * single)
+
+    def _transfer_s(self, first: int, first_tp: int, second: int, second_tp: int, size: float, local: bool) -> float:
+        """One boundary tensor of ``size`` bytes from a replica to a replica of the next stage."""
+        runtime = self.runtime
+        if local:
+            return runtime.transfer_latency_s + size / self.intra[second]
+        _, latency, _ = self.pair(first, second)
+        copies = 1 if runtime.split_transfers else second_tp
+        rate = self.rate(first, second, min(first_tp, second_tp))
+        seconds = runtime.transfer_latency_s + latency + copies * size / rate
+        if runtime.split_transfers and second_tp > 1:
+            seconds += size * (second_tp - 1) / second_tp / self.intra[second]
+        return seconds
+
+    def sync_s(self, groups: tuple[Group, ...], rank_bytes: dict[Group, float], share: float = 1.0) -> float:
+        """All-reduce of gradients over the replicas of a stage.
+
+        One ring per TP rank goes through all nodes of the stage, so a node's network carries
+        ``2 (d - 1) / d`` of the stage's gradients in each direction, shared by its rings.
+
+        Args:
+            groups: The replicas.
+            rank_bytes: Gradient bytes of one rank of each group.
+            share: 0.5 for a reduce-scatter or an all-gather alone.
+        """
+        replicas = sum(g.count for g in groups)
+        if replicas == 1:
+            return 0.0
+        factor = share * 2.0 * (replicas - 1) / replicas
+        pools = sorted({g.pool for g in groups})
+        worst = 0.0
+        single_node = len(pools) == 1 and sum(g.count * g.tp for g in groups) <= self.cluster.nodes[pools[0]].gpus_per_node
+        for group in groups:
+            size = rank_bytes[group]
+            if single_node:
+                worst = max(worst, factor * size / self.intra[group.pool] + 30e-6)
+                continue
+            latency = max(self.pair(group.pool, other)[1] for other in pools)
+            rate = min(self.rate(group.pool, other, group.tp) for other in pools) / group.tp
+            cap = min(self.cluster.nodes[group.pool].collective_bytes_per_s or inf, self.runtime.collective_bytes_per_s)
+            seconds = factor * size * (1.0 / rate + 1.0 / cap) + 2 * (replicas - 1) * min(latency, 1e-3) / max(1, replicas // 8)
+            worst = max(worst, seconds)
+        return worst
+
+    def usd_per_byte(self, first: int, second: int) -> float:
+        """Egress price between two pools."""
+        return self.pair(first, second)[2] / 1e9

@@ -1,0 +1,46 @@
+"""What the training software does with hardware and memory: the constants that are not the model's or the GPU's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Physical terms of a training system, each with a meaning of its own.
+
+    Attributes:
+        name: For reports.
+        blocking_transfers: Compute waits while activations move (send and receive on the compute
+            stream); else transfers overlap with compute, as in this project's executor.
+        split_transfers: A boundary tensor crosses the network once, split over the TP ranks, and is
+            put together by an all-gather inside the receiving node; else every receiving TP rank
+            gets all of it.
+        transfer_latency_s: Fixed cost of one transfer: launch, rendezvous, synchronisation.
+        operation_s: Fixed host time of one forward or backward of a stage (framework, Python).
+        profile_overhead_s: Host time that timing one layer added to each measured pass.  It is
+            visible in a profile only where the host was the bottleneck, so it is taken off down to
+            what the device's best rate allows, and no further.
+        collective_bytes_per_s: What one rank's all-reduce over the network reaches besides the wire
+            (copies into buckets, reduction, staging); the two rates add up in series.
+        gradient_bytes_per_parameter: In full precision training and in mixed precision.
+        extra_parameter_copies: Parameter-sized fp32 buffers beside parameters, gradients and Adam's
+            two moments (flattened all-reduce buckets, temporaries of the optimizer).
+        attention_copies: Attention matrices (all heads of one layer, one microbatch) alive at the
+            peak besides those kept for the backward; nothing with a fused attention kernel.
+        reserved_bytes: Context, communicators and libraries of one rank; None = the catalog's figure.
+    """
+
+    name: str = "megatron_het"
+    blocking_transfers: bool = False
+    split_transfers: bool = False
+    transfer_latency_s: float = 50e-6
+    operation_s: float = 0.0
+    profile_overhead_s: float = 0.0
+    collective_bytes_per_s: float = float("inf")
+    extra_parameter_copies: float = 0.0
+    attention_copies: float = 2.0
+    reserved_bytes: float | None = None
+
+
+MEGATRON_HET = Runtime()
