@@ -80,9 +80,8 @@ class Platform:
 
     def environment(self) -> Mapping[str, str]:
         """Environment variables for rank processes on one machine, where they are not set yet."""
-        if self.is_cuda:
-            return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        common = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+        return common if self.is_cuda else common | {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -81,6 +82,8 @@ class _Properties:
 
 def _device_identity() -> None:
     """One device, number 0: with a count of 0 Megatron skips device and random set-up."""
+    # Megatron insists on it under tensor parallelism, for the order of CUDA kernels.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     cuda = torch.cuda
     cuda.current_device = lambda: 0
     cuda.device_count = lambda: 1
