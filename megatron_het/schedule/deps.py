@@ -156,6 +156,8 @@ class Dependencies:
                 return [(d, (Value.LOGITS, microbatch, piece, 0)) for d in self.team(microbatch)]
             case Kind.KV_SEND | Kind.KV_SEND_BACKWARD:
                 newest = -(-op.stop // max(self.units, 1)) - 1
+                if newest >= piece and kind == Kind.KV_SEND:  # its own keys: made in this very pass
+                    return self.requires(device, op._replace(kind=Kind.ATTEND_GIVE))
                 return [(device, (Value.OUTPUT, microbatch, newest, chunk))]
             case Kind.ATTEND_HELP:
                 return [(op.peer, (Value.QUERY, microbatch, piece, op.peer_chunk))]

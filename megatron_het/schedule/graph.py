@@ -52,11 +52,22 @@ class Graph:
         missing: (operation, need) for needs that nothing in the program produces or delivers.
     """
 
-    __slots__ = ("program", "ops", "first", "device", "waits", "other_end", "missing", "deps", "index")
+    __slots__ = ("program", "ops", "first", "device", "waits", "other_end", "missing", "deps", "index", "_open")
 
     @collection_paused()
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, open_sends: bool = False) -> None:
+        """Builds the graph.
+
+        Args:
+            program: any program.
+            open_sends: the program is one whose receives are still to be added: sends have no other end,
+                and values pass between devices without one.
+
+        Raises:
+            ScheduleError: an operation is there twice.
+        """
         self.program = program
+        self._open = open_sends
         self.deps = Dependencies(program.shape, program.vocabulary, program.exchange_units)
         self.ops: list[Op] = []
         self.first = [0]
@@ -111,7 +122,7 @@ class Graph:
             self.index.append(made)
             deliveries.append(delivered)
         self._pair(sends, receives)
-        return deliveries if sends or receives else None
+        return deliveries if receives or (sends and not self._open) else None
 
     def _pair(self, sends: dict[tuple[int, Op], int], receives: list[int]) -> None:
         for i in receives:
@@ -121,7 +132,8 @@ class Graph:
                 self.missing.append((i, None))
                 continue
             self.other_end[i], self.other_end[j] = j, i
-        self.missing += [(j, None) for j in sends.values()]
+        if not self._open:
+            self.missing += [(j, None) for j in sends.values()]
 
     def _edges(self, deliveries: list[dict[tuple[int, ...], int]] | None) -> list[Sequence[int]]:
         waits: list[Sequence[int]] = []
@@ -249,8 +261,8 @@ _STATEFUL = frozenset(
     }
 )  # fmt: skip
 
-_REPEATED = frozenset({Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD})
-"""Kinds that may come several times for one value (a query given to several peers)."""
+_REPEATED = frozenset({Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD, Kind.KV_RECV, Kind.KV_RECV_BACKWARD})
+"""Kinds that may come several times for one value (a query for several peers, keys in several ranges)."""
 
 
 def replay(graph: Graph, duration: Sequence[float]) -> tuple[list[float], list[float], list[int]]:

@@ -47,7 +47,7 @@ def add_transfers(program: Program, *, speeds: Sequence[float] | None = None, or
         raise ValueError(f"program {program.name} already has transfers")
     if order not in ("global", "late"):
         raise ValueError(f"order = {order!r}: must be global or late")
-    graph = Graph(program)
+    graph = Graph(program, open_sends=True)
     graph.check_complete()
     _, end, runnable = replay(graph, plain_durations(program, graph, speeds))
     runnable.sort(key=end.__getitem__)  # stable: what ends together stays in a runnable order
@@ -64,10 +64,8 @@ def _message(graph: Graph, node: int) -> tuple[Op, int, Op] | None:
         return op, peer, receive
     if kind in _MADE_BY:
         send_kind = _MADE_BY[kind]
-        if kind != Kind.ATTEND_MERGE and kind != Kind.ATTEND_MERGE_BACKWARD:
-            key = (kind != Kind.FORWARD, op[1], op[2], op[3])
-            if graph.index[device][key] != node:
-                return None  # an ATTEND_MERGE completes this one
+        if graph.index[device][send_kind == Kind.SEND_BACKWARD, op[1], op[2], op[3]] != node:
+            return None  # a later ATTEND_MERGE completes this one
         target = graph.deps.target(device, op)
         if target is None or target[0] == device:
             return None

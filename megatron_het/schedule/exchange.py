@@ -1,0 +1,262 @@
+"""SlimPipe's attention context exchange (section 4.2) as data: who attends for whom, to which keys and values.
+
+Devices run their forwards in aligned *slots*: in forward slot ``k`` stage ``s`` runs its ``(k - s)``-th
+forward, in backward slot ``k`` its ``(k - (stages - 1 - s))``-th backward.  The attention of slice ``i``
+costs ``i + 1`` slices of keys and values, so the loads of a slot differ; a device with more gives its query
+and some keys and values to one with less, in units of ``1/units`` of a slice.
+
+The paper pairs devices one to one and moves whole slices.  Here several devices may give to one, because
+pairs cannot keep the promised difference of one slice where two microbatches meet, and units may be smaller
+than a slice, because whole slices leave about 1/(slices + 1) of bubble for an even number of devices.
+Given away are always the earliest keys and values: they need no mask and can be sent ahead of time
+("early key-value exchange", section 5).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_het.schedule.generators.listing import require, single_replicas
+from megatron_het.schedule.ir import Kind, Op, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Attention of one slice that another device computes.
+
+    Attributes:
+        owner, helper: device that gives and device that attends.
+        microbatch, slice, chunk: the owner's pass.
+        start, stop: exchange units of the owner's keys and values, counted from the start of the sequence.
+        sent: ranges of units whose keys and values travel for it; the rest is kept at the helper from before.
+    """
+
+    owner: int
+    helper: int
+    microbatch: int
+    slice: int
+    chunk: int
+    start: int
+    stop: int
+    sent: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One aligned slot.
+
+    Attributes:
+        index: number among the forward or backward slots.
+        backward: which of the two.
+        passes: the pass that each device runs, by device; idle devices are absent.
+        loads: units of attention per device before the exchange.
+        moves: the exchange.
+        after: units per device after it.
+    """
+
+    index: int
+    backward: bool
+    passes: dict[int, Op]
+    loads: tuple[int, ...]
+    moves: tuple[Move, ...]
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """All slots in the order in which they run.
+
+    Attributes:
+        units: units per slice.
+        slots: forward and backward slots, in one global order.
+    """
+
+    units: int
+    slots: tuple[Slot, ...]
+
+    def volume(self, backward: bool = False) -> dict[int, float]:
+        """Slices of query, output, key and value that cross each device's links, in both directions."""
+        total: dict[int, float] = {}
+        for slot in self.slots:
+            if slot.backward != backward:
+                continue
+            for move in slot.moves:
+                sent = sum(stop - start for start, stop in move.sent) / self.units
+                for device in (move.owner, move.helper):
+                    total[device] = total.get(device, 0.0) + 2 + 2 * sent
+        return total
+
+    def lines(self) -> Iterator[str]:
+        """The plan as a table: slot, loads, moves, loads after (in slices)."""
+        fraction = lambda n: f"{n / self.units:g}"  # noqa: E731
+        for slot in self.slots:
+            moves = ", ".join(f"{m.owner}>{m.helper}:{fraction(m.stop - m.start)}" for m in slot.moves)
+            name = f"{'B' if slot.backward else 'F'}{slot.index}"
+            yield (
+                f"{name:>6} | {' '.join(map(fraction, slot.loads))} | {moves or '-'} | "
+                f"{' '.join(map(fraction, slot.after))}"
+            )
+
+    def to_json(self) -> list[dict[str, object]]:
+        """The plan as plain data."""
+        return [
+            {
+                "slot": slot.index,
+                "backward": slot.backward,
+                "loads": [load / self.units for load in slot.loads],
+                "moves": [
+                    {
+                        "owner": m.owner, "helper": m.helper, "microbatch": m.microbatch, "slice": m.slice,
+                        "chunk": m.chunk, "start": m.start, "stop": m.stop, "sent": [list(r) for r in m.sent],
+                    }
+                    for m in slot.moves
+                ],
+                "after": [load / self.units for load in slot.after],
+            }
+            for slot in self.slots
+        ]  # fmt: skip
+
+
+def targets(loads: Mapping[int, int], floors: Mapping[int, int]) -> dict[int, int]:
+    """Loads as equal as the floors allow, differing by at most one unit where no floor binds.
+
+    Args:
+        loads: units per device.
+        floors: what a device cannot give away.
+    """
+    fixed: dict[int, int] = {}
+    while True:
+        free = sorted((d for d in loads if d not in fixed), key=lambda d: (-loads[d], d))
+        if not free:
+            return fixed
+        low, extra = divmod(sum(loads.values()) - sum(fixed.values()), len(free))
+        wanted = {d: low + (1 if i < extra else 0) for i, d in enumerate(free)}
+        bound = {d: floors[d] for d in free if wanted[d] < floors[d]}
+        if not bound:
+            return fixed | wanted
+        fixed |= bound
+
+
+def rebalance(loads: Mapping[int, int], floors: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """(giver, taker, units): the heaviest gives to the lightest, many to one, until the targets are met."""
+    wanted = targets(loads, floors)
+    order = sorted(loads, key=lambda d: (-loads[d], d))
+    give = [[d, loads[d] - wanted[d]] for d in order if loads[d] > wanted[d]]
+    take = [[d, wanted[d] - loads[d]] for d in reversed(order) if loads[d] < wanted[d]]
+    moves = []
+    while give and take:
+        amount = min(give[0][1], take[0][1])
+        moves.append((give[0][0], take[0][0], amount))
+        for queue in (give, take):
+            queue[0][1] -= amount
+            if queue[0][1] == 0:
+                queue.pop(0)
+    return moves
+
+
+def aligned_slots(program: Program) -> list[tuple[int, bool, dict[int, Op]]]:
+    """(index, backward, pass per device) of every slot, in the one order that all devices' lists agree with.
+
+    Raises:
+        ValueError: the lists do not agree with any order of slots.
+    """
+    lists = [program.compute(d) for d in range(len(program.ops))]
+    passes: tuple[list[dict[int, Op]], list[dict[int, Op]]] = ([], [])
+    for d, ops in enumerate(lists):
+        for backward in (False, True):
+            shift = len(lists) - 1 - d if backward else d
+            for i, op in enumerate(op for op in ops if (op.kind != Kind.FORWARD) == backward):
+                slots = passes[backward]
+                slots.extend({} for _ in range(shift + i + 1 - len(slots)))
+                slots[shift + i][d] = op
+    at, position = [0, 0], [0] * len(lists)
+    out: list[tuple[int, bool, dict[int, Op]]] = []
+    while at[0] < len(passes[0]) or at[1] < len(passes[1]):
+        for backward in (False, True):
+            if at[backward] == len(passes[backward]):
+                continue
+            slot = passes[backward][at[backward]]
+            if all(position[d] < len(lists[d]) and lists[d][position[d]] == op for d, op in slot.items()):
+                out.append((at[backward], backward, slot))
+                at[backward] += 1
+                for d in slot:
+                    position[d] += 1
+                break
+        else:
+            raise ValueError(f"program {program.name}: its passes are not aligned in slots, so there is no exchange")
+    return out
+
+
+def plan_exchange(
+    program: Program, *, units: int = 2, helping: bool = False, keep: bool = False, diagonal: bool = False
+) -> ExchangePlan:
+    """Plans the exchange of a SlimPipe (or TeraPipe) compute order.
+
+    Args:
+        program: one replica per stage, forwards and joint backwards.
+        units: exchange units per slice.
+        helping: devices without a pass of their own in a slot attend for others.
+        keep: keys and values stay at the helper until their microbatch's backward is done; later passes
+            send only what is new.  Costs memory there, saves most of the traffic.
+        diagonal: a slice's own keys and values may be given away too (the helper then needs a mask).
+
+    Raises:
+        ValueError: several replicas per stage, units below 1, or passes that are not aligned.
+    """
+    require("exchange", single_replicas(program.shape), f"replicas = {program.shape.replicas}: one per stage only")
+    require("exchange", units >= 1, f"units = {units}: must be at least 1")
+    devices = range(len(program.ops))
+    kept: dict[tuple[int, int, int, int], set[int]] = {}
+    slots = []
+    for index, backward, passes in aligned_slots(program):
+        loads = {d: (passes[d].slice + 1) * units if d in passes else 0 for d in devices if d in passes or helping}
+        floors = {d: 0 if diagonal or d not in passes else units for d in loads}
+        moves: list[Move] = []
+        given: dict[int, int] = {}
+        after = dict(loads)
+        for owner, helper, amount in rebalance(loads, floors):
+            op, start = passes[owner], given.get(owner, 0)
+            given[owner] = start + amount
+            after[owner] -= amount
+            after[helper] += amount
+            have = kept.setdefault((owner, helper, op.microbatch, op.chunk), set()) if keep else set()
+            sent = _ranges(u for u in range(start, start + amount) if u not in have)
+            have.update(range(start, start + amount))
+            moves.append(Move(owner, helper, op.microbatch, op.slice, op.chunk, start, start + amount, sent))
+        slots.append(
+            Slot(
+                index, backward, passes, tuple(loads.get(d, 0) for d in devices), tuple(moves),
+                tuple(after.get(d, 0) for d in devices),
+            )
+        )  # fmt: skip
+    return ExchangePlan(units, tuple(slots))
+
+
+def _ranges(numbers: Iterator[int]) -> tuple[tuple[int, int], ...]:
+    out: list[list[int]] = []
+    for n in numbers:
+        if out and out[-1][1] == n:
+            out[-1][1] = n + 1
+        else:
+            out.append([n, n + 1])
+    return tuple((a, b) for a, b in out)
+
+
+def paper_volume(stages: int, slices: int) -> int:
+    """Equation (2) without its last factor: slices per microbatch and device, of size L M_h / (p n)."""
+    p, n = stages, slices
+    return 2 * n + 2 * (n - p + 1) * ((p - 1) // 2) + 2 * (p - 1) * ((n - 1) // 2)
+
+
+def lockstep_bubble(plan: ExchangePlan, slices: int, microbatches: int) -> float:
+    """Bubble when attention is everything and every slot lasts as long as its heaviest device.
+
+    The backward mirrors the forward, so forward slots are enough.
+    """
+    total = sum(max(slot.after) for slot in plan.slots if not slot.backward)
+    ideal = microbatches * slices * (slices + 1) // 2 * plan.units
+    return (total - ideal) / ideal
+
+
+def balance(slots: Sequence[Slot]) -> int:
+    """The largest difference between two working devices of a slot after the exchange, in units."""
+    return max(max(s.after[d] for d in s.passes) - min(s.after[d] for d in s.passes) for s in slots)
