@@ -153,6 +153,19 @@ def rebalance(loads: Mapping[int, int], floors: Mapping[int, int]) -> list[tuple
     return moves
 
 
+def pair_up(loads: Mapping[int, int], floors: Mapping[int, int], units: int) -> list[tuple[int, int, int]]:
+    """(giver, taker, units) in the paper's way: the heaviest gives half the difference to the lightest, in whole
+    slices, the second heaviest to the second lightest, and so on."""
+    order = sorted(loads, key=lambda d: (-loads[d], d))
+    half = len(order) // 2
+    moves = []
+    for giver, taker in zip(order[:half], reversed(order[len(order) - half :])):
+        amount = min((loads[giver] - loads[taker]) // (2 * units) * units, loads[giver] - floors[giver])
+        if amount > 0:
+            moves.append((giver, taker, amount))
+    return moves
+
+
 def aligned_slots(program: Program) -> list[tuple[int, bool, dict[int, Op]]]:
     """(index, backward, pass per device) of every slot, in the one order that all devices' lists agree with.
 
@@ -187,7 +200,13 @@ def aligned_slots(program: Program) -> list[tuple[int, bool, dict[int, Op]]]:
 
 
 def plan_exchange(
-    program: Program, *, units: int = 2, helping: bool = False, keep: bool = False, diagonal: bool = False
+    program: Program,
+    *,
+    units: int = 2,
+    helping: bool = False,
+    keep: bool = False,
+    diagonal: bool = False,
+    pairs: bool = False,
 ) -> ExchangePlan:
     """Plans the exchange of a SlimPipe (or TeraPipe) compute order.
 
@@ -197,6 +216,7 @@ def plan_exchange(
         helping: devices without a pass of their own in a slot attend for others.
         keep: keys and values stay at the helper until their microbatch's backward is done; later passes
             send only what is new.  Costs memory there, saves most of the traffic.
+        pairs: one-to-one and in whole slices, as in the paper, for comparison.
         diagonal: a slice's own keys and values may be given away too (the helper then needs a mask).
 
     Raises:
@@ -213,7 +233,7 @@ def plan_exchange(
         moves: list[Move] = []
         given: dict[int, int] = {}
         after = dict(loads)
-        for owner, helper, amount in rebalance(loads, floors):
+        for owner, helper, amount in pair_up(loads, floors, units) if pairs else rebalance(loads, floors):
             op, start = passes[owner], given.get(owner, 0)
             given[owner] = start + amount
             after[owner] -= amount

@@ -203,22 +203,29 @@ class _Scan:
 
     Operations of side streams (gathers, copies from and to the host, reductions) are issued when the
     compute operation before them in the list is done; compute waits for the parameters and activations
-    brought for it.
+    brought for it.  A gather with its first user right behind it is on demand: it begins when the user's
+    other data is there (nothing is overlapped), except at the start of the iteration.
     """
 
-    __slots__ = ("last", "gathers", "prefetched", "fetched", "backward", "reduced", "stepped")
+    __slots__ = ("last", "gathers", "prefetched", "fetched", "offloaded", "backward", "reduced", "stepped", "demanded")
 
     def __init__(self) -> None:
         self.last = -1
         self.gathers: dict[int, list[int]] = {}
         self.prefetched: dict[int, int] = {}
         self.fetched: dict[tuple[int, int, int], int] = {}
+        self.offloaded: dict[tuple[int, int, int], int] = {}
         self.backward: dict[int, int] = {}
         self.reduced: dict[int, list[int]] = {}
         self.stepped: dict[int, int] = {}
+        self.demanded: list[tuple[int, list[int]]] = []
 
     def compute(self, i: int, op: Op, found: list[int]) -> None:
         """FORWARD and BACKWARD: wait for the chunk's gathers and the activations fetched."""
+        if self.demanded:
+            for chunk, gather in self.demanded:
+                gather += [j for j in found if chunk == op[3]]
+            self.demanded = []
         self.last = i
         if self.gathers and op[3] in self.gathers:
             found += self.gathers.pop(op[3])
@@ -232,7 +239,7 @@ class _Scan:
     def bookkeeping(self, i: int, op: Op, found: list[int]) -> None:
         """Everything that lives on a side stream or concerns parameters."""
         chunk = op.chunk
-        if op.kind != Kind.OPTIMIZER_STEP and self.last >= 0:
+        if op.kind not in (Kind.OPTIMIZER_STEP, Kind.ACT_OFFLOAD) and self.last >= 0:
             found.append(self.last)
         match op.kind:
             case Kind.PARAM_PREFETCH:
@@ -242,6 +249,8 @@ class _Scan:
                 found += [self.prefetched[chunk]] if chunk in self.prefetched else []
                 found += [self.stepped[chunk]] if chunk in self.stepped else []
                 self.gathers.setdefault(chunk, []).append(i)
+                if self.last >= 0:
+                    self.demanded.append((chunk, found))
             case Kind.GRAD_REDUCE:
                 found += [self.backward[chunk]] if chunk in self.backward else []
                 self.reduced.setdefault(chunk, []).append(i)
@@ -250,14 +259,17 @@ class _Scan:
                 self.stepped[chunk] = i
             case Kind.PARAM_OFFLOAD:
                 found += [self.stepped[chunk]] if chunk in self.stepped else []
+            case Kind.ACT_OFFLOAD:
+                self.offloaded[op[1], op[2], op[3]] = i
             case Kind.ACT_FETCH:
+                found += [self.offloaded.pop((op[1], op[2], op[3]))] if (op[1], op[2], op[3]) in self.offloaded else []
                 self.fetched[op[1], op[2], op[3]] = i
 
 
 _STATEFUL = frozenset(
     {
         Kind.PARAM_PREFETCH, Kind.PARAM_GATHER, Kind.PARAM_RELEASE, Kind.PARAM_OFFLOAD, Kind.GRAD_REDUCE,
-        Kind.OPTIMIZER_STEP, Kind.ACT_FETCH,
+        Kind.OPTIMIZER_STEP, Kind.ACT_OFFLOAD, Kind.ACT_FETCH,
     }
 )  # fmt: skip
 

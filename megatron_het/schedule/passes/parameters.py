@@ -1,0 +1,154 @@
+"""Adds what happens to parameters, gradients and the optimizer (Zorse, sections 4.1.1 and 4.1.2)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
+
+STEPS = ("end", "ministage", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A run of compute operations of one chunk; ``first`` and ``last`` are positions in the device's list."""
+
+    chunk: int
+    first: int
+    last: int
+
+
+def add_parameters(
+    program: Program,
+    *,
+    prefetch: int = 1,
+    per_layer: bool = False,
+    offload: bool = False,
+    keep_at_turn: bool = True,
+    step: str = "end",
+) -> Program:
+    """The program with gathers before use, releases after use, reductions and optimizer steps.
+
+    A *visit* is a run of operations of one chunk.  Its parameters are gathered ``prefetch`` visits ahead
+    and released when it ends, so ``prefetch + 1`` chunks are materialised at most.  With the ministage
+    schedule a chunk is visited once forward and once backward, whatever the number of microbatches.
+
+    Args:
+        program: any; schedules that alternate between chunks gather at every change.
+        prefetch: how many visits ahead parameters are gathered; 0 gathers right before use.
+        per_layer: one PARAM_GATHER and one GRAD_REDUCE per layer, so that compute can start with the first.
+        offload: parameter shards live on the host: PARAM_PREFETCH before the gather, PARAM_OFFLOAD after use.
+        keep_at_turn: when the first backward visit is of the chunk that was forwarded last, keep it.
+        step: ``"ministage"``: OPTIMIZER_STEP one visit after the chunk's reduction, overlapping the next
+            backward (the paper; breaks gradient clipping by the global norm and skipped steps);
+            ``"end"``: all steps after all reductions (exact); ``"none"``: no OPTIMIZER_STEP.
+
+    Raises:
+        ValueError: parameter operations are there already, or an option is out of range.
+    """
+    if prefetch < 0 or step not in STEPS:
+        raise ValueError(f"prefetch = {prefetch}, step = {step!r}: prefetch >= 0, step one of {', '.join(STEPS)}")
+    if any(Kind.PARAM_PREFETCH <= op[0] <= Kind.OPTIMIZER_STEP for ops in program.ops for op in ops):
+        raise ValueError(f"program {program.name} has parameter operations already")
+    window = _Window(program, prefetch, per_layer, offload, step)
+    ops = tuple(window.device(d, _visits(program, row, keep_at_turn)) for d, row in enumerate(program.ops))
+    return replace(program, ops=ops)
+
+
+def _visits(program: Program, ops: Sequence[Op], keep_at_turn: bool) -> list[_Visit]:
+    visits: list[_Visit] = []
+    backward = False
+    for i, op in enumerate(ops):
+        if op[0] not in COMPUTE:
+            continue
+        turn = op[0] != Kind.FORWARD and not backward
+        backward = backward or op[0] != Kind.FORWARD
+        if visits and visits[-1].chunk == op[3] and (keep_at_turn or not turn):
+            visits[-1] = _Visit(op[3], visits[-1].first, i)
+        else:
+            visits.append(_Visit(op[3], i, i))
+    return visits
+
+
+class _Window:
+    """Places the operations of one device after the other."""
+
+    def __init__(self, program: Program, prefetch: int, per_layer: bool, offload: bool, step: str) -> None:
+        self.program, self.prefetch = program, prefetch
+        self.per_layer, self.offload, self.step = per_layer, offload, step
+
+    def _layers(self, device: int, chunk: int) -> list[tuple[int, int]]:
+        layers = self.program.shape.layers[self.program.devices[device].stage][chunk]
+        return [(i, i + 1) for i in range(layers)] if self.per_layer and layers else [(-1, -1)]
+
+    def _open(self, device: int, chunk: int, fetch: bool) -> Iterator[Op]:
+        if self.offload and fetch:
+            yield Op(Kind.PARAM_PREFETCH, chunk=chunk)
+        for start, stop in self._layers(device, chunk):
+            yield Op(Kind.PARAM_GATHER, chunk=chunk, start=start, stop=stop)
+
+    def _reduce(self, device: int, chunk: int) -> Iterator[Op]:
+        for start, stop in reversed(self._layers(device, chunk)):
+            yield Op(Kind.GRAD_REDUCE, chunk=chunk, start=start, stop=stop)
+
+    def device(self, device: int, visits: Sequence[_Visit]) -> tuple[Op, ...]:
+        """The device's list."""
+        ops = self.program.ops[device]
+        last_visit = {visit.chunk: i for i, visit in enumerate(visits)}
+        before: dict[int, list[Op]] = {}
+        after: dict[int, list[Op]] = {}
+        opened: set[int] = set()
+        resident: set[int] = set()
+
+        def open_up_to(index: int, place: list[Op]) -> None:
+            for j in range(index + 1):
+                if j < len(visits) and j not in opened:
+                    chunk = visits[j].chunk
+                    if any(visits[k].chunk == chunk for k in range(j) if k in opened and k not in closed):
+                        return  # it is still open for an earlier visit: no further ahead than that
+                    opened.add(j)
+                    place += self._open(device, chunk, chunk not in resident)
+                    resident.add(chunk)
+
+        closed: set[int] = set()
+        steps: list[Op] = []
+        for i, visit in enumerate(visits):
+            open_up_to(i + self.prefetch, before.setdefault(visit.first, []))
+            place = after.setdefault(visit.last, [])
+            if steps:  # of the visit before: its reduction overlapped this one
+                place += steps
+                steps = []
+            place.append(Op(Kind.PARAM_RELEASE, chunk=visit.chunk))
+            closed.add(i)
+            final = last_visit[visit.chunk] == i and not self.program.forward_only
+            stepping = final and self.step == "ministage"
+            if final:
+                place += self._reduce(device, visit.chunk)
+            if stepping:
+                steps.append(Op(Kind.OPTIMIZER_STEP, chunk=visit.chunk))
+            ahead = {visits[j].chunk for j in opened if j > i}
+            if self.offload and visit.chunk not in ahead:
+                (steps if stepping else place).append(Op(Kind.PARAM_OFFLOAD, chunk=visit.chunk))
+                resident.discard(visit.chunk)
+        tail = steps
+        if self.step == "end" and not self.program.forward_only:
+            tail = [*steps, *self._steps_at_end(sorted(last_visit))]
+        return self._join(ops, before, after, tail)
+
+    def _steps_at_end(self, chunks: Sequence[int]) -> Iterator[Op]:
+        for chunk in chunks:
+            if self.offload:
+                yield Op(Kind.PARAM_PREFETCH, chunk=chunk)
+            yield Op(Kind.OPTIMIZER_STEP, chunk=chunk)
+            if self.offload:
+                yield Op(Kind.PARAM_OFFLOAD, chunk=chunk)
+
+    @staticmethod
+    def _join(
+        ops: Sequence[Op], before: dict[int, list[Op]], after: dict[int, list[Op]], tail: Sequence[Op]
+    ) -> tuple[Op, ...]:
+        out: list[Op] = []
+        for i, op in enumerate(ops):
+            out += before.get(i, ())
+            out.append(op)
+            out += after.get(i, ())
+        return tuple(out) + tuple(tail)
