@@ -234,31 +234,41 @@ def _tails(
 ) -> tuple[float, float, float]:
     """(end of the iteration, longest gradient reduction, longest update)."""
     end = longest_sync = longest_update = 0.0
-    element = estimator.model.element_bytes
     for s, stage in enumerate(stages):
-        groups = candidate.stages[s].groups
-        sync = estimator.network.sync_s(groups, _rank_bytes(estimator, candidate, stages, s, 4.0))
-        if candidate.zero_stage >= 1:
-            sync = sync / 2 + estimator.network.sync_s(
-                groups, _rank_bytes(estimator, candidate, stages, s, float(element)), 0.5
-            )
-        if candidate.zero_stage >= 2 and candidate.schedule != "ministage":
-            steps = max(stage.microbatches)
-            factor = 0.5 * steps if candidate.zero_stage == 2 else 1.5 * steps
-            sync = factor * estimator.network.sync_s(
-                groups, _rank_bytes(estimator, candidate, stages, s, float(element))
-            )
-        update = 0.0
-        for i, g in enumerate(groups):
-            count = _rank_parameters(candidate, stage.units[i], s)
-            if candidate.zero_stage >= 1:
-                count /= g.count
-            update = max(update, estimator.costs.update_s(estimator.cluster.nodes[g.pool].gpu, count))
-        if candidate.schedule == "ministage":
-            sync, update = sync / candidate.chunks, update / candidate.chunks
+        sync, update = _tail(estimator, candidate, stage.units, max(stage.microbatches), s)
         end = max(end, ends[s] + sync + update)
         longest_sync, longest_update = max(longest_sync, sync), max(longest_update, update)
     return end, longest_sync, longest_update
+
+
+def stage_tails(estimator: Estimator, candidate: Candidate) -> list[float]:
+    """Per stage, gradient reduction plus update after its last backward."""
+    out = []
+    total = estimator.model.global_batch_size // candidate.micro_batch_size
+    for s, stage in enumerate(candidate.stages):
+        units = [estimator.unit(g.pool, g.tp, candidate.micro_batch_size, candidate.recompute) for g in stage.groups]
+        out.append(sum(_tail(estimator, candidate, units, -(-total // sum(g.count for g in stage.groups)), s)))
+    return out
+
+
+def _tail(estimator: Estimator, candidate: Candidate, units: list[Unit], steps: int, s: int) -> tuple[float, float]:
+    """(gradient reduction, update) of one stage.  ``steps`` matters to ZeRO-2 and 3 only."""
+    groups, network = candidate.stages[s].groups, estimator.network
+    element = float(estimator.model.element_bytes)
+    counts = [_rank_parameters(candidate, u, s) for u in units]
+    sync = network.sync_s(groups, {g: n * 4.0 for g, n in zip(groups, counts)})
+    if candidate.zero_stage >= 1 and sync:
+        small = {g: n * element for g, n in zip(groups, counts)}
+        sync = sync / 2 + network.sync_s(groups, small, 0.5)
+        if candidate.zero_stage >= 2 and candidate.schedule != "ministage":
+            sync = (0.5 if candidate.zero_stage == 2 else 1.5) * steps * network.sync_s(groups, small)
+    update = 0.0
+    for g, n in zip(groups, counts):
+        mine = n / g.count if candidate.zero_stage >= 1 else n
+        update = max(update, estimator.costs.update_s(estimator.cluster.nodes[g.pool].gpu, mine))
+    if candidate.schedule == "ministage":
+        return sync / candidate.chunks, update / candidate.chunks
+    return sync, update
 
 
 def _in_flight(candidate: Candidate, stages: list[StageTimes], s: int, i: int) -> float:
@@ -308,7 +318,9 @@ def _memory(estimator: Estimator, candidate: Candidate, stages: list[StageTimes]
                 if candidate.offload:
                     optimizer = optimizer * window
                     activations = 2 * kept
-            if s == last:
+            if s == last and candidate.schedule == "ministage":
+                activations += u.head_bytes if candidate.recompute == "full" else held * u.head_bytes
+            elif s == last:
                 activations += u.head_bytes / candidate.slices
             if last > 0:
                 activations += 2 * boundary

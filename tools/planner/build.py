@@ -1,0 +1,213 @@
+"""From a candidate to a Plan (rank numbers, routes, predictions) and to the nodes the ranks sit on; and back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_het.plan import (
+    ModelShape,
+    Plan,
+    PlanError,
+    Prediction,
+    RankPrediction,
+    Replica,
+    ScheduleSpec,
+    TrainingShape,
+)
+from megatron_het.plan import Stage as PlanStage
+from megatron_het.plan.validate import check_plan
+from tools.planner.candidate import Candidate, Group, Stage, normalised
+from tools.planner.cluster import Cluster
+from tools.planner.errors import PlannerError
+from tools.planner.estimate import Estimate, Estimator
+from tools.planner.model import Model
+
+
+class Seat(NamedTuple):
+    """Where a rank sits: entry of ``cluster.nodes``, node within the entry, GPU within the node."""
+
+    pool: int
+    node: int
+    gpu: int
+
+
+def seats(cluster: Cluster, stages: tuple[Stage, ...]) -> list[list[list[Seat]]] | None:
+    """Seats of every replica, ``[stage][replica][tp rank]``; None when TP groups do not fit into nodes.
+
+    Nodes are filled in order, so that neighbouring stages share nodes and ranks of a node stay together
+    where that is possible; large TP groups are seated first when small ones would leave gaps.
+    """
+    wanted = [(s, i, g.pool, g.tp) for s, stage in enumerate(stages) for i, g in enumerate(_single(stage.groups))]
+    for order in (wanted, sorted(wanted, key=lambda w: -w[3])):
+        found = _fill(cluster, order)
+        if found is not None:
+            return [[found[s, i] for i in range(sum(g.count for g in stage.groups))] for s, stage in enumerate(stages)]
+    return None
+
+
+def _single(groups: tuple[Group, ...]) -> list[Group]:
+    return [Group(g.pool, g.tp, 1) for g in groups for _ in range(g.count)]
+
+
+def _fill(cluster: Cluster, wanted: list[tuple[int, int, int, int]]) -> dict[tuple[int, int], list[Seat]] | None:
+    open_nodes: dict[int, list[list[int]]] = {}
+    left = {p: n.quota for p, n in enumerate(cluster.nodes)}
+    out: dict[tuple[int, int], list[Seat]] = {}
+    for s, i, pool, tp in wanted:
+        node = cluster.nodes[pool]
+        nodes = open_nodes.setdefault(pool, [])
+        if left[pool] < tp:
+            return None
+        place = next((k for k, (used,) in enumerate(nodes) if used + tp <= node.gpus_per_node), None)
+        if place is None:
+            if len(nodes) == node.count:
+                return None
+            place = len(nodes)
+            nodes.append([0])
+        first = nodes[place][0]
+        nodes[place][0] += tp
+        left[pool] -= tp
+        out[s, i] = [Seat(pool, place, first + t) for t in range(tp)]
+    return out
+
+
+def model_shape(model: Model) -> ModelShape:
+    """The model as plans describe it."""
+    return ModelShape(
+        num_layers=model.num_layers, hidden_size=model.hidden_size, num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.groups, seq_length=model.seq_length, ffn_hidden_size=model.ffn_hidden_size,
+        vocab_size=model.vocab_size, tied_embeddings=model.tied_embeddings,
+    )
+
+
+def _counts(estimate: Estimate, stage: int, groups: tuple[Group, ...], total: int) -> list[int]:
+    """Microbatches of every single replica; the surplus over ``total`` is taken from the busiest kinds."""
+    largest = [k for k, g in zip(estimate.microbatches[stage], groups) for _ in range(g.count)]
+    surplus = sum(largest) - total
+    while surplus > 0:
+        for i in range(len(largest) - 1, -1, -1):
+            if surplus and largest[i] == max(largest) or (surplus and largest[i] > 1):
+                largest[i] -= 1
+                surplus -= 1
+    return largest
+
+
+def _route(counts: list[int], total: int) -> list[list[int]]:
+    """Microbatch ids per replica: each id goes to the replica that is least far through its share."""
+    out: list[list[int]] = [[] for _ in counts]
+    for m in range(total):
+        q = min((i for i in range(len(counts)) if len(out[i]) < counts[i]),
+                key=lambda i: ((len(out[i]) + 0.5) / counts[i], i))
+        out[q].append(m)
+    return out
+
+
+def chunk_layers(layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk of a stage, as even as possible."""
+    return tuple(layers // chunks + (1 if c < layers % chunks else 0) for c in range(chunks))
+
+
+def build_plan(estimator: Estimator, candidate: Candidate, estimate: Estimate, notes: str = "") -> Plan:
+    """The plan of a candidate.
+
+    Raises:
+        PlannerError: TP groups that do not fit into nodes, or a plan that contradicts itself.
+    """
+    cluster, model = estimator.cluster, estimator.model
+    seated = seats(cluster, candidate.stages)
+    if seated is None:
+        raise PlannerError("cluster", "nodes", candidate.stages, "these TP groups do not fit into the nodes")
+    total = model.global_batch_size // candidate.micro_batch_size
+    stages, rank, per_rank = [], 0, []
+    for s, (layers, groups) in enumerate(candidate.stages):
+        counts = _counts(estimate, s, groups, total)
+        routes = _route(counts, total)
+        times = [_unit_time(estimator, candidate, s, g) for g in groups for _ in range(g.count)]
+        memory = [m for m in estimate.memory if m.stage == s]
+        by_replica = [m for m, g in zip(memory, groups) for _ in range(g.count)]
+        replicas = []
+        for q, g in enumerate(_single(groups)):
+            ranks = tuple(range(rank, rank + g.tp))
+            rank += g.tp
+            replicas.append(Replica(ranks, tuple(routes[q]), cluster.nodes[g.pool].gpu, round(min(times) / times[q], 4)))
+            m = by_replica[q]
+            per_rank += [RankPrediction(r, counts[q] * times[q], int(m.parameter_bytes), int(m.gradient_bytes),
+                                        int(m.optimizer_bytes), int(m.activation_bytes)) for r in ranks]
+        stages.append(PlanStage(chunk_layers(layers, candidate.chunks), tuple(replicas)))
+    parameters: dict[str, object] = {}
+    if candidate.slices > 1:
+        parameters["slices"] = candidate.slices
+    if candidate.zero_stage >= 2:
+        parameters["zero_stage"] = candidate.zero_stage
+    if candidate.offload:
+        parameters["offload"] = True
+    plan = Plan(
+        model=model_shape(model),
+        training=TrainingShape(
+            micro_batch_size=candidate.micro_batch_size, global_batch_size=model.global_batch_size,
+            precision="fp32" if model.precision == "tf32" else model.precision,
+            sequence_parallel=model.sequence_parallel, recompute=candidate.recompute,
+            distributed_optimizer=candidate.zero_stage >= 1,
+        ),
+        stages=tuple(stages),
+        schedule=ScheduleSpec(candidate.schedule, parameters),
+        predicted=Prediction(estimate.iteration_s, _bubble(estimate), tuple(per_rank)),
+        notes=notes,
+    )
+    try:
+        check_plan(plan)
+    except PlanError as error:
+        raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
+    return plan
+
+
+def _bubble(estimate: Estimate) -> float:
+    return estimate.fill_s / estimate.busy_s if estimate.busy_s else 0.0
+
+
+def _unit_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> float:
+    u = estimator.unit(g.pool, g.tp, candidate.micro_batch_size, candidate.recompute)
+    assert u is not None
+    layers = candidate.stages[s].layers
+    seconds = layers * (u.layer_f + u.layer_b)
+    if s == 0:
+        seconds += u.embedding_f + u.embedding_b
+    if s == len(candidate.stages) - 1:
+        seconds += u.head_f + u.head_b
+    return seconds
+
+
+def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple[Candidate, dict[int, list[int]]]:
+    """A plan as a candidate on a cluster, and the microbatch counts it prescribes per stage.
+
+    Pools are matched by device name, in order of the cluster file, within the quotas.
+
+    Raises:
+        PlannerError: a device kind that the cluster lacks, or more of them than there are.
+    """
+    left = {p: n.quota for p, n in enumerate(cluster.nodes)}
+    stages: list[tuple[int, dict[tuple[int, int], int]]] = []
+    counts: dict[int, list[int]] = {}
+    for s, stage in enumerate(plan.stages):
+        groups: dict[tuple[int, int], int] = {}
+        for q, replica in enumerate(stage.replicas):
+            pools = [p for p, n in enumerate(cluster.nodes) if n.gpu == replica.device]
+            where = f"stages[{s}].replicas[{q}].device"
+            if not pools:
+                raise PlannerError(file, where, replica.device, "the cluster has no such GPU",
+                                   f"It has {', '.join(sorted({n.gpu for n in cluster.nodes}))}")
+            pool = next((p for p in pools if left[p] >= replica.tp), None)
+            if pool is None:
+                raise PlannerError(file, where, replica.device, "the plan uses more of them than the cluster has",
+                                   f"The cluster has {sum(cluster.nodes[p].quota for p in pools)}")
+            left[pool] -= replica.tp
+            groups[pool, replica.tp] = groups.get((pool, replica.tp), 0) + 1
+            counts.setdefault(s, []).append(len(replica.microbatches))
+        stages.append((sum(stage.layers), groups))
+    training, parameters = plan.training, plan.schedule.parameters
+    zero = int(parameters.get("zero_stage", 1 if training.distributed_optimizer else 0))
+    return Candidate(
+        normalised(stages), training.micro_batch_size, training.recompute, plan.schedule.name,
+        max(len(s.layers) for s in plan.stages), int(parameters.get("slices", 1)), zero,
+        bool(parameters.get("offload", False)),
+    ), counts

@@ -1,0 +1,133 @@
+"""Whole iterations through the schedule simulator: the final word on a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_het.plan import Plan
+from megatron_het.schedule.cost import Costs, Link, Memory
+from megatron_het.schedule.generators import generate
+from megatron_het.schedule.ir import Program, Shape
+from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.simulate import Result, simulate
+from tools.planner.build import seats
+from tools.planner.candidate import Candidate, Group
+from tools.planner.errors import PlannerError
+from tools.planner.estimate import Estimate, Estimator, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One simulated iteration.
+
+    Attributes:
+        iteration_s: Makespan with gradient reduction and update.
+        result: The simulator's own result (timeline, bubble by cause, memory over time).
+        peak_bytes: Per device (replica), simulated peak of activations plus everything static.
+    """
+
+    iteration_s: float
+    result: Result
+    peak_bytes: tuple[float, ...]
+
+
+def shape_of(plan: Plan, candidate: Candidate) -> Shape:
+    """The schedule's shape of a plan."""
+    total = plan.num_microbatches
+    routes = []
+    for stage in plan.stages:
+        row = [0] * total
+        for q, replica in enumerate(stage.replicas):
+            for m in replica.microbatches:
+                row[m] = q
+        routes.append(tuple(row))
+    return Shape(
+        layers=tuple(s.layers for s in plan.stages), route=tuple(routes),
+        replicas=tuple(len(s.replicas) for s in plan.stages), slices=candidate.slices,
+    )
+
+
+def program_of(plan: Plan, candidate: Candidate) -> Program:
+    """The operations of one iteration, transfers included.
+
+    Raises:
+        PlannerError: the schedule cannot run this shape.
+    """
+    shape = shape_of(plan, candidate)
+    parameters = {}
+    speeds = [r.speed for s in plan.stages for r in s.replicas]
+    if candidate.schedule in ("1f1b", "interleaved"):
+        parameters["speeds"] = speeds
+    try:
+        return add_transfers(generate(candidate.schedule, shape, **parameters), speeds=speeds)
+    except ValueError as error:
+        raise PlannerError("plan", "schedule.name", candidate.schedule, str(error)) from None
+
+
+def costs_of(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, program: Program) -> Costs:
+    """The simulator's costs, from the same per-layer figures as the closed form."""
+    seated = seats(estimator.cluster, candidate.stages)
+    assert seated is not None
+    size = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size
+    devices: list[tuple[int, Group, Unit]] = []
+    for s, stage in enumerate(candidate.stages):
+        for g in stage.groups:
+            unit = estimator.unit(g.pool, g.tp, candidate.micro_batch_size, candidate.recompute)
+            assert unit is not None
+            devices += [(s, Group(g.pool, g.tp, 1), unit)] * g.count
+    flat = [replica for stage in seated for replica in stage]
+    tails = _tails(estimator, candidate, estimate)
+    last = len(candidate.stages) - 1
+
+    def link(source: int, target: int) -> Link:
+        (_, a, _), (_, b, _) = devices[source], devices[target]
+        local = flat[source][0][:2] == flat[target][0][:2]
+        seconds = estimator.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local)
+        fixed = min(seconds, estimator.runtime.transfer_latency_s)
+        return Link(fixed, size / max(seconds - fixed, 1e-12))
+
+    forward, backward, kept, static = [], [], [], []
+    chunks = candidate.chunks
+    for s, _, u in devices:
+        layers = plan.stages[s].layers
+        f, b, a = ([n * x for n in layers] for x in (u.layer_f, u.layer_b, u.layer_bytes))
+        if s == 0:
+            f[0] += u.embedding_f
+            b[0] += u.embedding_b
+            a[0] += u.embedding_bytes
+        if s == last:
+            f[-1] += u.head_f
+            b[-1] += u.head_b
+        forward.append(tuple(f))
+        backward.append(tuple(b))
+        kept.append(tuple(a))
+    by_group = {(m.stage, m.group.pool, m.group.tp): m for m in estimate.memory}
+    logits = tuple(u.head_bytes if s == last else 0.0 for s, _, u in devices)
+    for s, g, _ in devices:
+        m = by_group[s, g.pool, g.tp]
+        static.append(m.total_bytes - m.activation_bytes)
+    return Costs(
+        forward_s=tuple(forward), backward_s=tuple(backward), message_bytes=size, link=link,
+        operation_s=estimator.runtime.operation_s, tail_s=tuple(tails[s] for s, _, _ in devices),
+        memory=Memory(activation_bytes=tuple(kept), logits_bytes=logits, other_bytes=tuple(static)),
+    )
+
+
+def _tails(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> list[float]:
+    """Per stage, gradient reduction and update after the last backward."""
+    from tools.planner.formulas import stage_tails
+
+    return stage_tails(estimator, candidate)
+
+
+def simulate_candidate(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan) -> Simulation:
+    """One iteration of a plan, event by event.
+
+    Raises:
+        PlannerError: the schedule cannot run this shape.
+    """
+    program = program_of(plan, candidate)
+    costs = costs_of(estimator, candidate, estimate, plan, program)
+    result = simulate(program, costs)
+    peaks = tuple(use.peak_bytes for use in result.memory)
+    return Simulation(result.makespan_s + estimate.gather_s, result, peaks)
