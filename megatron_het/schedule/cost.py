@@ -205,14 +205,9 @@ class Costs:
             **others,  # type: ignore[arg-type]
         )
 
-    def shares(self, slices: int) -> list[float]:
-        """Share of causal attention that each slice computes."""
-        total = slices * (slices - 1) / 2 + slices * self.diagonal
-        return [(i + self.diagonal) / total for i in range(slices)]
-
-    def unit_share(self, slices: int, units: int) -> float:
-        """Share of causal attention that one exchange unit (one slice's query over 1/units slice) is."""
-        return 1.0 / (units * (slices * (slices - 1) / 2 + slices * self.diagonal))
+    def attention_total(self, slices: int) -> float:
+        """Slices of keys and values that a whole sequence's queries attend to."""
+        return slices * (slices - 1) / 2 + slices * self.diagonal
 
 
 _PER_CHUNK = (

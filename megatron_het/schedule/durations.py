@@ -14,17 +14,17 @@ class _Compute:
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs, self.slices = program, costs, program.shape.slices
-        self.shares = costs.shares(self.slices)
-        self.unit = costs.unit_share(self.slices, program.exchange_units) if program.exchange_units else 0.0
+        self.total = costs.attention_total(self.slices)
+        self.units = max(program.exchange_units, 1)
 
     def of(self, device: int, op: Op) -> float:
         """The operation itself, with all of its attention."""
         costs, kind, chunk = self.costs, op.kind, op.chunk
-        share = self.shares[op.slice]
+        weight = op.slice + costs.diagonal
         if kind == Kind.FORWARD:
-            attention = _at(costs.attention_forward_s, device, chunk) * share
+            attention = _at(costs.attention_forward_s, device, chunk) * weight / self.total
             return costs.forward_s[device][chunk] / self.slices + attention + costs.operation_s
-        attention = _at(costs.attention_backward_s, device, chunk) * share
+        attention = _at(costs.attention_backward_s, device, chunk) * weight / self.total
         linear = costs.backward_s[device][chunk] / self.slices
         if kind == Kind.BACKWARD_WEIGHT:
             return linear * costs.weight_share + costs.operation_s
@@ -32,25 +32,29 @@ class _Compute:
             return linear * (1 - costs.weight_share) + attention + costs.operation_s
         return linear + attention + costs.operation_s
 
-    def attention(self, device: int, op: Op, backward: bool) -> float:
-        """Attention over the units ``[start, stop)`` for a query of ``op.chunk`` of device ``owner``, here."""
+    def given(self, device: int, op: Op, backward: bool) -> float:
+        """Attention over the units ``[start, stop)`` that this device does not have to do itself."""
         costs = self.costs
         table = costs.attention_backward_s if backward else costs.attention_forward_s
-        if not table:
+        return (op.stop - op.start) * table[device][op.chunk] / (self.units * self.total) if table else 0.0
+
+    def helped(self, device: int, op: Op, backward: bool) -> float:
+        """Time a helper spends: its own speed for attention, times the layers of the owner's chunk."""
+        shape, costs = self.program.shape, self.costs
+        table = costs.attention_backward_s if backward else costs.attention_forward_s
+        own_layers = sum(shape.layers[shape.devices[device].stage])
+        if not table or not own_layers:
             return 0.0
-        return (op.stop - op.start) * self.unit * table[device][op.chunk]
+        owner_layers = shape.layers[shape.devices[op.peer].stage][op.peer_chunk]
+        whole = sum(table[device]) * owner_layers / own_layers
+        return (op.stop - op.start) * whole / (self.units * self.total)
 
-
-def _helped(compute: _Compute, device: int, op: Op, backward: bool) -> float:
-    """Time a helper spends: its own speed for attention, times the layers of the owner's chunk."""
-    shape, costs = compute.program.shape, compute.costs
-    table = costs.attention_backward_s if backward else costs.attention_forward_s
-    if not table:
-        return 0.0
-    owner = shape.layers[shape.devices[op.peer].stage][op.peer_chunk]
-    own_layers = sum(shape.layers[shape.devices[device].stage])
-    per_layer = sum(table[device]) / own_layers if own_layers else 0.0
-    return (op.stop - op.start) * compute.unit * per_layer * owner
+    def merged(self, device: int, op: Op) -> float:
+        """Query out and partial output back, as far as they are not hidden: both, at full length."""
+        costs = self.costs
+        link = costs.link(device, op.peer)
+        size = _at(costs.query_message_bytes, device, op.chunk) / self.slices
+        return 2 * link.latency_s + size / link.bytes_per_s
 
 
 def durations(graph: Graph, costs: Costs) -> list[float]:
@@ -74,10 +78,12 @@ def durations(graph: Graph, costs: Costs) -> list[float]:
             elif kind < 10 or kind > 25:
                 out.append(0.0)
             elif kind == Kind.ATTEND_GIVE or kind == Kind.ATTEND_GIVE_BACKWARD:
-                given += compute.attention(d, op, kind == Kind.ATTEND_GIVE_BACKWARD)
+                given += compute.given(d, op, kind == Kind.ATTEND_GIVE_BACKWARD)
                 out.append(0.0)
             elif kind == Kind.ATTEND_HELP or kind == Kind.ATTEND_HELP_BACKWARD:
-                out.append(_helped(compute, d, op, kind == Kind.ATTEND_HELP_BACKWARD))
+                out.append(compute.helped(d, op, kind == Kind.ATTEND_HELP_BACKWARD))
+            elif kind == Kind.ATTEND_MERGE or kind == Kind.ATTEND_MERGE_BACKWARD:
+                out.append(compute.merged(d, op))
             else:
                 out.append(_other(program, costs, d, op))
     return out

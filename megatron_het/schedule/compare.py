@@ -1,0 +1,189 @@
+"""All schedules side by side, on one model and one number of devices."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from megatron_het.schedule.cost import Costs, Memory
+from megatron_het.schedule.generators import generate
+from megatron_het.schedule.ir import Kind, Program, Shape
+from megatron_het.schedule.passes import add_exchange, add_transfers, add_vocabulary
+from megatron_het.schedule.simulate import Result, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is compared.
+
+    Attributes:
+        stages, microbatches: of the pipeline.
+        slices, chunks: for the schedules that have them.
+        attention_share: share of causal attention in the forward time of the transformer layers.
+        output_share: share of the output layer in the forward time of the whole model.
+        layers_per_chunk: transformer layers, for the volume of the attention exchange.
+
+    Raises:
+        ValueError: a share outside 0 to 1, or a count below 1.
+    """
+
+    stages: int
+    microbatches: int
+    slices: int
+    chunks: int = 1
+    attention_share: float = 0.0
+    output_share: float = 0.0
+    layers_per_chunk: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "microbatches", "slices", "chunks", "layers_per_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if not 0 <= self.attention_share <= 1:
+            raise ValueError(f"attention_share = {self.attention_share}: must be between 0 and 1")
+        if not 0 <= self.output_share < 1:
+            raise ValueError(f"output_share = {self.output_share}: must be at least 0 and below 1")
+
+    def shape(self, slices: int, chunks: int, placement: str = "loop") -> Shape:
+        """A homogeneous pipeline."""
+        return Shape.uniform(
+            self.stages,
+            self.microbatches,
+            slices=slices,
+            chunks=chunks,
+            layers_per_chunk=self.layers_per_chunk,
+            placement=placement,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One schedule.
+
+    Attributes:
+        schedule: its name; SlimPipe's variants are ``slimpipe`` (exchange in half slices, vocabulary split),
+            ``slimpipe-helping`` (idle devices help) and ``slimpipe-plain`` (no exchange, vocabulary split).
+        bubble_fraction: (makespan - ideal) / ideal.
+        activation_fraction: peak activations of the worst device, over one microbatch's in the whole model.
+        communication_volume: in and out of the busiest device, per microbatch, in hidden states of one
+            microbatch.
+        makespan: in forward times of one microbatch through the whole model.
+        reason: why the schedule cannot run here; the numbers are 0 then.
+    """
+
+    schedule: str
+    bubble_fraction: float = 0.0
+    activation_fraction: float = 0.0
+    communication_volume: float = 0.0
+    makespan: float = 0.0
+    reason: str = ""
+
+
+def compare(setting: Setting) -> list[Row]:
+    """All schedules, in order of appearance in the literature."""
+    return [_row(setting, name, make) for name, make in _candidates(setting)]
+
+
+def _candidates(s: Setting) -> Iterator[tuple[str, Callable[[], Program]]]:
+    def plain(name: str, slices: int = 1, chunks: int = 1, placement: str = "loop") -> Callable[[], Program]:
+        return lambda: generate(name, s.shape(slices, chunks, placement))
+
+    def slim(**exchange: object) -> Callable[[], Program]:
+        def make() -> Program:
+            program = generate("slimpipe", s.shape(s.slices, s.chunks))
+            program = add_exchange(program, **exchange) if exchange else program
+            return add_vocabulary(program) if s.output_share else program
+
+        return make
+
+    yield "gpipe", plain("gpipe")
+    yield "1f1b", plain("1f1b")
+    yield "interleaved", plain("interleaved", chunks=s.chunks)
+    yield "terapipe", plain("terapipe", slices=s.slices)
+    yield "seq1f1b", plain("seq1f1b", slices=s.slices)
+    yield "zb-h1", plain("zb-h1")
+    yield "zb-v", plain("zb-v", chunks=2, placement="v")
+    yield "v-half", plain("v-half", chunks=2, placement="v")
+    yield "ministage", plain("ministage", chunks=s.chunks)
+    yield "slimpipe-plain", slim()
+    yield "slimpipe", slim(units=2)
+    yield "slimpipe-helping", slim(units=2, helping=True)
+
+
+def _row(setting: Setting, name: str, make: Callable[[], Program]) -> Row:
+    try:
+        program = add_transfers(make())
+    except ValueError as error:
+        return Row(name, reason=str(error))
+    costs, unit = setting_costs(setting, program)
+    result = simulate(program, costs)
+    return Row(
+        name,
+        result.bubble_fraction,
+        max(use.peak_of("activations") for use in result.memory),
+        communication_volume(result),
+        result.makespan_s / unit,
+    )
+
+
+def setting_costs(setting: Setting, program: Program) -> tuple[Costs, float]:
+    """The cost model of a setting, and the length of one microbatch's forward through the model in it.
+
+    Times are scaled so that they are whole numbers when attention is everything; sums and the bubble are
+    then exact.
+    """
+    shape, slices = program.shape, program.shape.slices
+    chunks = len(shape.path)
+    unit = float(chunks * slices * (slices + 1) * max(program.exchange_units, 1))
+    layers = unit / chunks * (1 - setting.output_share)
+    head = unit * setting.output_share
+    attention, linear = layers * setting.attention_share, layers * (1 - setting.attention_share)
+    rows = [len(shape.layers[d.stage]) for d in shape.devices]
+    table = lambda value: tuple((value,) * n for n in rows)  # noqa: E731
+    costs = Costs(
+        forward_s=table(linear),
+        backward_s=table(2 * linear),
+        attention_forward_s=table(attention),
+        attention_backward_s=table(2 * attention),
+        memory=Memory(activation_bytes=table(1.0 / chunks)),
+    )
+    if program.vocabulary:
+        part = head / shape.stages
+        return replace(costs, vocab_forward_s=(part,) * len(rows), vocab_backward_s=(2 * part,) * len(rows)), unit
+    last_stage, last_chunk = shape.path[-1]
+    add = lambda rows, extra: tuple(  # noqa: E731
+        tuple(t + extra * (d.stage == last_stage and c == last_chunk) for c, t in enumerate(row))
+        for d, row in zip(shape.devices, rows)
+    )
+    return replace(costs, forward_s=add(costs.forward_s, head), backward_s=add(costs.backward_s, 2 * head)), unit
+
+
+def communication_volume(result: Result) -> float:
+    """Activations, gradients and exchanged context through the busiest device, per microbatch.
+
+    A pass over one slice given away moves, per layer, query and output (2) and 2 tensors per slice of keys
+    and values in the forward (SlimPipe, section 4.2.3), and twice that in the backward (query, output,
+    its gradient and the query's; keys, values and their gradients).
+    """
+    program = result.program
+    shape = program.shape
+    total = [0.0] * len(program.ops)
+    for d, ops in enumerate(program.ops):
+        for op in ops:
+            kind = op[0]
+            if Kind.SEND_FORWARD <= kind <= Kind.RECV_BACKWARD:
+                total[d] += 1.0
+            elif kind in _EXCHANGED:
+                owner = op.peer if kind in _HELPER_SIDE else d
+                layers = shape.layers[shape.devices[owner].stage][op.peer_chunk]
+                tensors = 2.0 if kind in _QUERIES else 2.0 * (op.stop - op.start) / program.exchange_units
+                total[d] += layers * tensors * (2 if kind in _BACKWARD else 1)
+    return max(total) / shape.slices / shape.microbatches
+
+
+_QUERIES = frozenset(
+    {Kind.ATTEND_GIVE, Kind.ATTEND_HELP, Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD}
+)
+_BACKWARD = frozenset(
+    {Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD, Kind.KV_SEND_BACKWARD, Kind.KV_RECV_BACKWARD}
+)
+_HELPER_SIDE = frozenset({Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD, Kind.KV_RECV, Kind.KV_RECV_BACKWARD})
+_EXCHANGED = _QUERIES | _BACKWARD | _HELPER_SIDE | {Kind.KV_SEND}
