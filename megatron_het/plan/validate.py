@@ -129,10 +129,11 @@ def _check_microbatches(stage: Stage, s: int, num_microbatches: int) -> None:
             if m in owner:
                 raise PlanError(where, m, f"microbatch {m} already belongs to replica {owner[m]}")
             owner[m] = q
-    missing = sorted(set(range(num_microbatches)) - set(owner))
-    if missing:
+    if len(owner) != num_microbatches:  # counted, not listed: a wrong batch size may be huge
+        missing = next(m for m in range(num_microbatches) if m not in owner)
         raise PlanError(
-            f"stages[{s}].replicas[*].microbatches", missing, "these microbatches belong to no replica"
+            f"stages[{s}].replicas[*].microbatches", sorted(owner),
+            f"microbatch {missing} belongs to no replica (there are {num_microbatches})",
         )
 
 

@@ -1,0 +1,69 @@
+"""The git patch for a Megatron-LM checkout: it applies, and the patched script trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.functional.launch import REPOSITORY, launch
+
+_CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
+_SCRIPTS = ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py")
+_PATCH = REPOSITORY / "patches" / "megatron-lm-core_v0.19.0.patch"
+
+pytestmark = pytest.mark.skipif(
+    not _CHECKOUT, reason="MEGATRON_LM_PATH does not name a Megatron-LM checkout (tag core_v0.19.0)"
+)
+
+_FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3
+--normalization RMSNorm --swiglu --position-embedding-type rope
+--untie-embeddings-and-output-weights --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+--eval-iters 1 --eval-interval 100 --log-interval 1 --calculate-per-token-loss
+--attention-dropout 0 --hidden-dropout 0""".split()
+
+
+def _plan(path: Path) -> Path:
+    path.write_text(
+        json.dumps(
+            {
+                "format": "megatron_het.plan",
+                "version": 1,
+                "model": {
+                    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
+                    "num_query_groups": 4, "seq_length": 16,
+                },
+                "training": {"micro_batch_size": 1, "global_batch_size": 2},
+                "stages": [
+                    {"layers": [1], "replicas": [{"ranks": [0], "microbatches": [0, 1]}]},
+                    {"layers": [1], "replicas": [{"ranks": [1], "microbatches": [0, 1]}]},
+                ],
+            }
+        )
+    )  # fmt: skip
+    return path
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "run"])
+def test_the_checkouts_script_trains_under_a_plan(tmp_path: Path, patched: bool) -> None:
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    for name in _SCRIPTS:
+        shutil.copy(Path(_CHECKOUT) / name, scripts)
+    command = ["-m", "megatron_het.run", str(scripts / _SCRIPTS[0])]
+    if patched:
+        subprocess.run(["git", "init", "-q"], cwd=scripts, check=True)
+        subprocess.run(["git", "apply", str(_PATCH)], cwd=scripts, check=True)
+        command = command[2:]
+    from megatron_het.platform import activate
+
+    plan = _plan(tmp_path / "plan.json")
+    arguments = [*_FLAGS, *activate().default_flags(), "--het-plan", str(plan)]
+    done = launch(2, [*command, *arguments], tmp_path / "logs", timeout_s=180)
+    assert "iteration        2/       2" in done.log(1)
+    assert "het: plan" in done.log(0)

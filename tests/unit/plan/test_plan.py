@@ -1,0 +1,196 @@
+"""Plans: strict reading, checks, placement, files."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_het.plan import Location, Placement, Plan, PlanError, load_plan, plan_hash, save_plan, topology_hash
+from megatron_het.plan.validate import check_plan
+
+
+def document() -> dict[str, Any]:
+    """A valid plan: stage 0 of TP 2, stage 1 of a TP 2 and a TP 1 replica."""
+    return {
+        "format": "megatron_het.plan",
+        "version": 1,
+        "model": {
+            "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
+            "seq_length": 32,
+        },
+        "training": {"micro_batch_size": 2, "global_batch_size": 8, "sequence_parallel": True},
+        "stages": [
+            {"layers": [1], "replicas": [{"ranks": [0, 1], "microbatches": [0, 1, 2, 3]}]},
+            {
+                "layers": [3],
+                "replicas": [
+                    {"ranks": [2, 3], "microbatches": [0, 1, 3]},
+                    {"ranks": [4], "microbatches": [2], "device": "old", "speed": 0.5},
+                ],
+            },
+        ],
+    }  # fmt: skip
+
+
+def read(body: dict[str, Any]) -> Plan:
+    plan = Plan.from_json(body)
+    check_plan(plan)
+    return plan
+
+
+def test_round_trip_keeps_everything(tmp_path: Path) -> None:
+    plan = read(document())
+    save_plan(plan, tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert again == plan
+    assert again.stages[1].replicas[1].speed == 0.5
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_placement() -> None:
+    placement = Placement(read(document()))
+    assert placement.world_size == 5
+    assert placement.locate(3) == Location(1, 0, 1)
+    assert placement.route == ((0, 0, 0, 0), (0, 0, 1, 0))
+    assert placement.class_sizes(1) == [2, 1]
+    assert placement.is_mixed(1) and not placement.is_mixed(0)
+    assert placement.class_ranks(1, 2, 1) == [3]
+    assert placement.max_tp() == 2
+
+
+# (path to the value, new value or a function of the whole document, words the error must name)
+BAD: list[tuple[str, Any, list[str]]] = [
+    ("format", "other", ["format", "other"]),
+    ("version", 99, ["version", "99"]),
+    ("version", True, ["version", "True"]),
+    ("model.num_layers", 5, ["stages[*].layers", "num_layers is 5"]),
+    ("model.num_layers", "4", ["model.num_layers", "expected int"]),
+    ("model.num_layers", True, ["model.num_layers", "expected int"]),
+    ("model.seq_length", 0, ["model.seq_length", "at least 1"]),
+    ("model.num_query_groups", 3, ["model.num_query_groups", "3"]),
+    ("model.num_attention_heads", None, ["model.num_attention_heads"]),
+    ("training.global_batch_size", 7, ["training.global_batch_size", "multiple of"]),
+    ("training.precision", "fp64", ["training.precision", "fp64"]),
+    ("training.recompute", "some", ["training.recompute", "some"]),
+    ("stages", [], ["stages"]),
+    ("stages.0.replicas", [], ["stages[0].replicas", "at least one replica"]),
+    ("stages.0.layers", [0], ["stages[0].layers"]),
+    ("stages.0.layers", [-1], ["stages[0].layers"]),
+    ("stages.0.replicas.0.ranks", [1, 0], ["stages[0].replicas[0].ranks", "ascending"]),
+    ("stages.0.replicas.0.ranks", [0, 2], ["rank 2 is already used"]),
+    ("stages.1.replicas.1.ranks", [7], ["rank 4 is missing"]),
+    ("stages.1.replicas.1.ranks", [], ["stages[1].replicas[1].ranks", "at least one rank"]),
+    ("stages.1.replicas.1.microbatches", [], ["stages[1].replicas[1].microbatches", "without microbatches"]),
+    ("stages.1.replicas.1.microbatches", [3], ["microbatch 3 already belongs"]),
+    ("stages.1.replicas.1.microbatches", [9], ["9", "0 to 3"]),
+    ("stages.1.replicas.0.microbatches", [0, 3, 1], ["ascending"]),
+    ("stages.1.replicas.0.microbatches", [0, 1], ["microbatch 3", "no replica"]),
+    ("stages.1.replicas.1.speed", 0.0, ["speed", "positive"]),
+    ("stages.1.replicas.1.color", "red", ["stages[1].replicas[1].color", "unknown key"]),
+    ("model.num_attention_heads", 3, ["model.num_query_groups"]),
+    ("model.seq_length", 33, ["sequence parallel", "33"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value", "words"), BAD, ids=[f"{p}={v}" for p, v, _ in BAD])
+def test_bad_plans_name_field_and_value(path: str, value: Any, words: list[str]) -> None:
+    body = document()
+    _put(body, path, value)
+    with pytest.raises(PlanError) as error:
+        read(body)
+    for word in words:
+        assert word in str(error.value)
+
+
+def _put(body: Any, path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for part in parents:
+        body = body[int(part)] if part.isdigit() else body[part]
+    if value is None:
+        del body[last]
+    else:
+        body[int(last) if last.isdigit() else last] = value
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_query_groups", 1), ("hidden_size", 63), ("num_attention_heads", 2)])
+def test_heads_groups_and_sizes_must_be_divisible_by_tp(name: str, value: int) -> None:
+    body = document()
+    body["model"][name] = value
+    if name == "num_attention_heads":
+        body["model"][name] = 3
+        body["model"]["num_query_groups"] = 3
+    with pytest.raises(PlanError, match="TP size 2 does not divide"):
+        read(body)
+
+
+def test_rank_0_reads_data_and_the_last_rank_logs() -> None:
+    body = document()
+    body["stages"][0]["replicas"][0]["ranks"] = [1, 2]
+    body["stages"][1]["replicas"][0]["ranks"] = [0, 3]
+    with pytest.raises(PlanError, match="rank 0 must be the first rank"):
+        read(body)
+    body = document()
+    body["stages"].reverse()
+    ranks = [[0, 1], [2], [3, 4]]
+    body["stages"][0]["replicas"][0]["ranks"], body["stages"][0]["replicas"][1]["ranks"] = ranks[:2]
+    body["stages"][1]["replicas"][0]["ranks"] = ranks[2]
+    assert read(body).world_size == 5
+
+
+def test_truncated_file_is_one_clear_error_with_position(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    text = json.dumps(document(), indent=2)
+    path.write_text(text[: len(text) // 2])
+    with pytest.raises(PlanError, match=r"plan\.json:\d+:\d+.*truncated"):
+        load_plan(path)
+    with pytest.raises(PlanError, match="no such file"):
+        load_plan(tmp_path / "absent.json")
+
+
+def test_a_bad_plan_does_not_overwrite_a_good_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = read(document())
+    save_plan(plan, path)
+    before = path.read_bytes()
+    bad = dataclasses.replace(plan, stages=plan.stages[:1])
+    with pytest.raises(PlanError):
+        save_plan(bad, path)
+    assert path.read_bytes() == before
+
+
+def test_hashes_see_what_runs_and_nothing_else() -> None:
+    plan = read(document())
+    assert plan_hash(dataclasses.replace(plan, notes="x")) == plan_hash(plan)
+    body = document()
+    body["stages"][1]["replicas"][0]["microbatches"] = [0, 2, 3]
+    body["stages"][1]["replicas"][1]["microbatches"] = [1]
+    rerouted = read(body)
+    assert plan_hash(rerouted) != plan_hash(plan)
+    assert topology_hash(rerouted) == topology_hash(plan)
+    body["stages"][0]["layers"], body["stages"][1]["layers"] = [2], [2]
+    assert topology_hash(read(body)) != topology_hash(plan)
+
+
+def test_damaged_documents_never_raise_anything_but_a_plan_error() -> None:
+    """Whatever is put anywhere in a plan, the answer is a plan or a PlanError."""
+    chance = random.Random(0)
+    values: list[Any] = [None, -1, 0, 3, 10**9, 1.5, "x", [], {}, [0], [[0]], True]
+    for _ in range(2000):
+        body = copy.deepcopy(document())
+        node: Any = body
+        while isinstance(node, dict | list) and node:
+            key = chance.choice(list(node) if isinstance(node, dict) else range(len(node)))
+            if not isinstance(node[key], dict | list) or chance.random() < 0.3:
+                node[key] = chance.choice(values)
+                break
+            node = node[key]
+        try:
+            read(body)
+        except PlanError:
+            pass
