@@ -205,6 +205,7 @@ class _Engine:
         self.waiting: dict[int, list[int]] = {}
         self.ready = list(range(len(self.queues)))[::-1]
         self.heap: list[tuple[float, int, int, int]] = []
+        self.offered: set[int] = set()
         self.resources: dict[str, float] = {}
         self.arrived: dict[tuple[object, ...], list[tuple[float, int, int, int]]] = {}
         while True:
@@ -237,8 +238,9 @@ class _Engine:
                     begin, why = other, j
             else:
                 if special and (i in self.link or i in self.team_of):
+                    self.position[q], self.free[q], self.newest[q] = at, now, last
                     self._meet(q, i, begin, why)
-                    break
+                    return
                 start[i], cause[i] = begin, why
                 end[i] = begin + duration[i]
                 now = begin + occupied[i] if i in occupied else end[i]
@@ -253,9 +255,9 @@ class _Engine:
     def _meet(self, q: int, i: int, begin: float, why: int) -> None:
         """The head of a queue could start but for shared links or the other members of a collective."""
         if i in self.link:
-            entry = (begin, i, q, why)
-            if entry not in self.heap:
-                heapq.heappush(self.heap, entry)
+            if i not in self.offered:
+                self.offered.add(i)
+                heapq.heappush(self.heap, (begin, i, q, why))
             return
         key = self.team_of[i]
         members = self.arrived.setdefault(key, [])

@@ -144,17 +144,26 @@ def _held_at_most(offsets: Sequence[int]) -> int:
 def block_offsets(stages: int, lifespan: int) -> tuple[tuple[int, int, int, int], ...]:
     """Slots of F0, F1, I1, I0 of microbatch 0 on every stage, repeated every :data:`BLOCK` slots.
 
-    ``lifespan`` is the delay per stage of a chunk's forward plus that of its backward.  Descending takes
-    one slot per stage where that is possible (it shortens the start of the iteration), and the gaps at the
-    turns of the V are the smallest for which no stage has two passes in one slot.
+    ``lifespan`` is the delay per stage of a chunk's forward plus that of its backward.  Of all delays and
+    gaps at the turns of the V for which no stage has two passes in one slot, those with the least memory
+    are taken, then those that turn soonest, then those that descend fastest.
     """
-    hops = sorted(itertools.product(range(1, lifespan), repeat=2), key=lambda hop: (hop[0], -hop[1]))
-    turns = sorted(itertools.product(range(1, BLOCK + 1), repeat=3), key=sum)
-    for (f0, f1), gaps in itertools.product(hops, turns):
-        rows = tuple(_row(s, stages, (f0, f1, lifespan - f1, lifespan - f0), gaps) for s in range(stages))
-        if all(len({slot % BLOCK for slot in row}) == 4 for row in rows):
-            return rows
-    raise ValueError(f"there is no V schedule for {stages} stages and a lifespan of {lifespan} slots")
+    best: tuple[tuple[int, ...], tuple[tuple[int, int, int, int], ...]] | None = None
+    for f0, f1 in itertools.product(range(1, lifespan), repeat=2):
+        for gaps in itertools.product(range(1, BLOCK + 1), repeat=3):
+            rows = []
+            for stage in range(stages):
+                row = _row(stage, stages, (f0, f1, lifespan - f1, lifespan - f0), gaps)
+                if len({slot % BLOCK for slot in row}) < 4:
+                    break
+                rows.append(row)
+            else:
+                score = (max(map(_held_at_most, rows)), sum(gaps), f0, -f1)
+                if best is None or score < best[0]:
+                    best = score, tuple(rows)
+    if best is None:
+        raise ValueError(f"there is no V schedule for {stages} stages and a lifespan of {lifespan} slots")
+    return best[1]
 
 
 def _row(
