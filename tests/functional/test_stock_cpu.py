@@ -157,4 +157,5 @@ def test_resumes_bit_for_bit_from_the_default_optimizer_format(
 )
 def test_resumes_in_another_layout_of_two_ranks(run: Run, saved: Saved, layout: str):
     flags = [*saved.load_flags, *FULLY_RESHARDABLE, *layout.split()]
-    assert_resumed(run(2, "layout", flags), saved.whole, tolerance=1e-5)
+    # What is logged has seven digits.
+    assert_resumed(run(2, "layout", flags), saved.whole, tolerance=1e-6)

@@ -1,0 +1,65 @@
+"""The launcher of the functional tests: no rank outlives it, and failures are shown."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.functional.launch import LaunchError, launch
+
+_HANG = "import time; time.sleep(600)"
+
+
+def _python(code: str) -> list[str]:
+    return ["-c", f"import os, sys; rank = int(os.environ['RANK'])\n{code}"]
+
+
+def _gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+def test_ranks_see_their_environment_and_leave_their_logs(tmp_path):
+    names = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR GLOO_SOCKET_IFNAME OMP_NUM_THREADS EXTRA"
+    code = f"print(*(os.environ[name] for name in '{names}'.split()))"
+    done = launch(2, _python(code), tmp_path, environment={"EXTRA": "more"})
+    assert done.returncodes == (0, 0)
+    assert [done.log(rank).strip() for rank in range(2)] == [
+        f"{rank} {rank} 2 127.0.0.1 lo 1 more" for rank in range(2)
+    ]
+
+
+def test_failing_rank_ends_the_others_and_shows_its_log(tmp_path):
+    code = f"if rank == 1: sys.exit('the reason')\n{_HANG}"
+    with pytest.raises(LaunchError, match=r"(?s)rank 1 failed first.*the reason"):
+        launch(3, _python(code), tmp_path, timeout_s=60, grace_s=0.2)
+
+
+def test_exit_codes_without_check(tmp_path):
+    code = f"if rank == 0: sys.exit(3)\n{_HANG}"
+    done = launch(2, _python(code), tmp_path, timeout_s=60, grace_s=0.2, check=False)
+    assert done.returncodes == (3, -9)
+
+
+def test_timeout_kills_all_ranks_and_their_children(tmp_path):
+    code = f"""
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "{_HANG}"])
+print(os.getpid(), child.pid, flush=True)
+{_HANG}
+"""
+    with pytest.raises(LaunchError, match=r"ranks \[0, 1\] still ran after 3 s"):
+        launch(2, _python(code), tmp_path, timeout_s=3)
+    pids = [
+        int(word) for rank in range(2) for word in (tmp_path / f"rank-{rank}.log").read_text().split()
+    ]
+    assert len(pids) == 4
+    deadline_s = time.monotonic() + 10
+    while not all(map(_gone, pids)):
+        assert time.monotonic() < deadline_s, "a process outlived the launch"
+        time.sleep(0.05)
