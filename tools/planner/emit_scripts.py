@@ -1,0 +1,288 @@
+"""Launch scripts: one Slurm file (heterogeneous or plain), and one torchrun script per node.
+
+All of them set ranks explicitly, turn the flight recorder on, write logs under the run's folder and
+resume from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tools.planner.emit_nodes import Component, Node, NodeKind, components, task_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """Settings of the scripts.
+
+    Attributes:
+        run_dir: Folder of the run as the nodes see it: args.sh, logs and checkpoints live there.
+        job_name: Name of the job.
+        time_limit: Slurm's time limit.
+        python: The interpreter.
+        module: The training module.
+        save_interval: Iterations between checkpoints.
+        environment: Further variables for every rank.
+        cpus_per_task: Cores of a rank; 0 = Slurm's default.
+    """
+
+    run_dir: str
+    job_name: str = "megatron-het"
+    time_limit: str = "24:00:00"
+    python: str = "python"
+    module: str = "megatron_het.pretrain_gpt"
+    save_interval: int = 500
+    environment: Mapping[str, str] | None = None
+    cpus_per_task: int = 0
+
+
+# Variables of the process, each unless the user has set it.  CUDA_DEVICE_MAX_CONNECTIONS is not
+# among them: its right value depends on the configuration.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    # The flight recorder: the last collectives of every rank, written when one times out.
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_DUMP_TEMP_FILE": "$RUN_DIR/logs/flight-recorder-rank-",
+    # torch before 2.9 knows the same two under these names.
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "$RUN_DIR/logs/flight-recorder-rank-",
+}
+
+_RESUME = """\
+# Resume from the newest checkpoint.  Without the tracker file Megatron would silently start anew.
+if [[ -e "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]]; then
+    export HET_RESUME=1
+elif compgen -G "$CHECKPOINTS/iter_*" >/dev/null; then
+    echo "error: $CHECKPOINTS holds checkpoints but no latest_checkpointed_iteration.txt:" \\
+        "a save was interrupted. Write the iteration to resume from into that file, or move the folder away." >&2
+    exit 1
+else
+    export HET_RESUME=
+fi
+"""
+
+_TRAIN = """\
+train() {
+    source "$RUN_DIR/args.sh"
+    local checkpoint=(--save "$CHECKPOINTS" --save-interval "$SAVE_INTERVAL" --ckpt-format torch_dist)
+    if [[ -n "$HET_RESUME" ]]; then
+        checkpoint+=(--load "$CHECKPOINTS" --exit-on-missing-checkpoint)
+    fi
+    exec "$PYTHON" -m "$TRAIN_MODULE" "${MEGATRON_ARGS[@]}" "${checkpoint[@]}"
+}
+"""
+
+
+def _settings(options: LaunchOptions) -> str:
+    lines = [
+        f"export RUN_DIR={shlex.quote(options.run_dir)}",
+        'export CHECKPOINTS="${CHECKPOINTS:-$RUN_DIR/checkpoints}"',
+        f'export SAVE_INTERVAL="${{SAVE_INTERVAL:-{options.save_interval}}}"',
+        f'export PYTHON="${{PYTHON:-{options.python}}}" TRAIN_MODULE={shlex.quote(options.module)}',
+    ]
+    for name, value in {**_ENVIRONMENT, **(options.environment or {})}.items():
+        lines.append(f'export {name}="${{{name}:-{value}}}"')
+    lines.append('mkdir -p "$RUN_DIR/logs" "$CHECKPOINTS"')
+    return "\n".join(lines) + "\n"
+
+
+def _table(ranks: Sequence[int]) -> str:
+    return " ".join(map(str, ranks))
+
+
+def _resources(part: Component, kind: NodeKind, options: LaunchOptions) -> list[str]:
+    words = [f"--nodes={len(part.nodes)}", f"--ntasks-per-node={part.per_node}"]
+    if options.cpus_per_task:
+        words.append(f"--cpus-per-task={options.cpus_per_task}")
+    for name in ("partition", "constraint", "account"):
+        value = getattr(kind, name)
+        if value:
+            words.append(f"--{name}={shlex.quote(value)}")
+    if kind.gres:
+        words.append(f"--gres={kind.gres}:{part.per_node}")
+    return words
+
+
+def _head(options: LaunchOptions, comment: str) -> str:
+    return (
+        "#!/bin/bash\n"
+        f"# {comment}\n"
+        f"#SBATCH --job-name={options.job_name}\n"
+        f"#SBATCH --time={options.time_limit}\n"
+        f"#SBATCH --output={options.run_dir}/logs/%x-%j.out\n"
+        "#SBATCH --open-mode=append\n"
+    )
+
+
+def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions) -> str:
+    """A heterogeneous job: one component per kind of node, one task per rank.
+
+    With a single component it is an ordinary job.  The batch script sees component 0 only, so totals
+    come from the plan; inside the tasks SLURM_PROCID counts over all components.
+    """
+    parts = components(nodes)
+    text = _head(options, "Submit with: sbatch train.sbatch")
+    blocks = ["#SBATCH " + " ".join(_resources(p, kinds[p.kind], options)) + "\n" for p in parts]
+    text += "#SBATCH hetjob\n".join(blocks)
+    several = len(parts) > 1
+    groups = ",".join(str(i) for i in range(len(parts)))
+    step = f"--het-group={groups} " if several else ""
+    nodelist = "SLURM_JOB_NODELIST_HET_GROUP_0" if several else "SLURM_JOB_NODELIST"
+    text += "set -euo pipefail\n\n" + _settings(options)
+    text += f"\n# Task n of the step is rank HET_RANKS[n] of the plan.\nexport HET_RANKS={shlex.quote(_table(task_ranks(parts)))}\n"
+    text += f"export WORLD_SIZE={len(task_ranks(parts))}\n"
+    text += _master(f'$(scontrol show hostnames "${nodelist}" | head -n1)')
+    text += "\n" + _RESUME + "\n" + _TRAIN + _AS_TASK
+    text += f"\nrc=0\nsrun {step}--kill-on-bad-exit=1 --distribution=block bash -c as_task || rc=$?\nexit $rc\n"
+    return text
+
+
+_AS_TASK = """\
+as_task() {
+    local ranks=($HET_RANKS)
+    if [[ "$SLURM_NTASKS" != "$WORLD_SIZE" ]]; then
+        echo "error: the step has $SLURM_NTASKS tasks, the plan $WORLD_SIZE ranks" >&2
+        exit 1
+    fi
+    export RANK=${ranks[$SLURM_PROCID]} LOCAL_RANK=$SLURM_LOCALID
+    train
+}
+export -f train as_task
+"""
+
+
+def _master(first: str) -> str:
+    """Address and port of rank 0.  A node's name need not resolve, its address does."""
+    return (
+        f"first={first}\n"
+        "address=$(scontrol show node \"$first\" -o | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)\n"
+        'export MASTER_ADDR="${address:-$first}" MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))\n'
+    )
+
+
+def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
+    """Why no plain job can run this launch; empty when one can."""
+    parts = components(nodes)
+    if len(parts) == 1:
+        return ""
+    if len({p.per_node for p in parts}) > 1 and any(kinds[p.kind].gres for p in parts):
+        return "nodes use different numbers of GPUs, and a plain job asks every node for the same"
+    names = {kinds[p.kind].constraint for p in parts}
+    if len({p.kind for p in parts}) > 1 and (len(names) < len(parts) or "" in names):
+        return "every node kind needs its own 'constraint' (a Slurm feature) to be told apart in one allocation"
+    if len({p.kind for p in parts}) < len(parts):
+        return "nodes of one kind use different numbers of devices"
+    if len({kinds[p.kind].partition for p in parts}) > 1:
+        return "the kinds are in different partitions, and a plain job runs in one"
+    return ""
+
+
+def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions) -> str:
+    """An ordinary job over all nodes; kinds are told apart by their features.
+
+    For clusters whose Slurm does not start heterogeneous jobs.  Ranks are put on their nodes with a
+    host file, one line per task.
+
+    Raises:
+        ValueError: see ``plain_obstacle``.
+    """
+    obstacle = plain_obstacle(nodes, kinds)
+    if obstacle:
+        raise ValueError(obstacle)
+    parts = components(nodes)
+    most = max(p.per_node for p in parts)
+    first = kinds[parts[0].kind]
+    words = [f"--nodes={len(nodes)}", f"--ntasks-per-node={most}"]
+    if options.cpus_per_task:
+        words.append(f"--cpus-per-task={options.cpus_per_task}")
+    for name in ("partition", "account"):
+        if getattr(first, name):
+            words.append(f"--{name}={shlex.quote(getattr(first, name))}")
+    if first.gres:
+        # Types differ between the kinds; the features choose the nodes.
+        gres = first.gres if len(parts) == 1 else first.gres.split(":")[0]
+        words.append(f"--gres={gres}:{most}")
+    if len(parts) > 1:
+        wanted = "&".join(f"{kinds[p.kind].constraint}*{len(p.nodes)}" for p in parts)
+        words.append(f'--constraint="[{wanted}]"')
+    elif first.constraint:
+        words.append(f"--constraint={shlex.quote(first.constraint)}")
+    text = _head(options, "Submit with: sbatch train-plain.sbatch")
+    text += "#SBATCH " + " ".join(words) + "\n"
+    text += "set -euo pipefail\n\n" + _settings(options)
+    text += f"export HET_RANKS={shlex.quote(_table(task_ranks(parts)))} WORLD_SIZE={len(task_ranks(parts))}\n"
+    text += _host_file(parts, kinds)
+    text += _master('$(head -n1 "$SLURM_HOSTFILE")')
+    text += "\n" + _RESUME + "\n" + _TRAIN + _AS_TASK
+    text += (
+        "\nrc=0\nsrun --ntasks=$WORLD_SIZE --kill-on-bad-exit=1 --distribution=arbitrary "
+        "bash -c as_task || rc=$?\nexit $rc\n"
+    )
+    return text
+
+
+def _host_file(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash that writes one host per task: first all nodes of the first kind, and so on."""
+    if len(parts) == 1:
+        features = "feature_of() { echo any; }\n"
+        wanted = [("any", parts[0])]
+    else:
+        features = (
+            "feature_of() {\n"
+            "    local feature all\n"
+            "    all=,$(scontrol show node \"$1\" -o | grep -o 'ActiveFeatures=[^ ]*' | cut -d= -f2),\n"
+            f"    for feature in {' '.join(shlex.quote(kinds[p.kind].constraint) for p in parts)}; do\n"
+            '        [[ "$all" == *",$feature,"* ]] && { echo "$feature"; return; }\n'
+            "    done\n"
+            '    echo "error: node $1 has none of the features of this job" >&2\n'
+            "    return 1\n"
+            "}\n"
+        )
+        wanted = [(kinds[p.kind].constraint, p) for p in parts]
+    text = "\n# One line per task: the host it runs on.\n" + features
+    text += 'export SLURM_HOSTFILE="$RUN_DIR/logs/hosts-$SLURM_JOB_ID"\n: >"$SLURM_HOSTFILE"\n'
+    for feature, part in wanted:
+        text += (
+            'for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do\n'
+            f'    if [[ "$(feature_of "$host")" == {shlex.quote(feature)} ]]; then\n'
+            f'        for ((i = 0; i < {part.per_node}; i++)); do echo "$host" >>"$SLURM_HOSTFILE"; done\n'
+            "    fi\n"
+            "done\n"
+        )
+    return text
+
+
+def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions) -> str:
+    """The script to start on node ``index``; all nodes' scripts are started at about the same time.
+
+    Static rendezvous: with c10d the rank order would be arbitrary, and the plan says who is where.
+    """
+    node = nodes[index]
+    ranks = [r for n in nodes for r in n.ranks]
+    master = nodes[0].host
+    text = "#!/bin/bash\n"
+    text += f"# Node {index} of {len(nodes)} ({node.kind}{', ' + node.host if node.host else ''}): "
+    text += f"ranks {_table(node.ranks)} of the plan.\n"
+    text += "set -euo pipefail\n\n" + _settings(options)
+    if master:
+        text += f"export MASTER_ADDR=\"${{MASTER_ADDR:-{master}}}\"\n"
+    elif len(nodes) > 1:
+        text += 'export MASTER_ADDR="${MASTER_ADDR:?set it to the address of node 0}"\n'
+    else:
+        text += 'export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"\n'
+    text += 'export MASTER_PORT="${MASTER_PORT:-29500}"\n'
+    text += "\n" + _RESUME + "\n" + _TRAIN
+    text += f"# torchrun's rank n is rank HET_RANKS[n] of the plan.\nexport HET_RANKS={shlex.quote(_table(ranks))}\n"
+    text += (
+        "as_rank() {\n    local ranks=($HET_RANKS)\n    export RANK=${ranks[$RANK]}\n    train\n}\n"
+        "export -f train as_rank\n\n"
+        f'exec "$PYTHON" -m torch.distributed.run --nnodes={len(nodes)} --node-rank={index} '
+        f"--nproc-per-node={len(node.ranks)} \\\n"
+        '    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \\\n'
+        '    --log-dir="$RUN_DIR/logs" --no-python bash -c as_rank\n'
+    )
+    return text
