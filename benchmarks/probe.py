@@ -1,0 +1,180 @@
+"""Looks into a training run from inside a rank process: losses, gradients, planned accidents.
+
+Nothing here belongs to the product.  The functions wrap what Megatron calls, stock or under a
+plan, before the training entry runs (``Job.setup``).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+Step = Callable[..., Any]
+
+
+def observe(
+    *,
+    rank: int,
+    out: str | None = None,
+    gradients: bool = False,
+    kill: tuple[int, int, int] | None = None,
+) -> None:
+    """Wrap every call of the forward-backward function of this process.
+
+    Args:
+        rank: This rank.
+        out: Folder for ``losses-<rank>.json`` and ``gradients-<rank>.npz``.
+        gradients: Write the gradients of the first iteration, after reduction and scaling.
+        kill: (rank, iteration, operation): that rank kills itself with SIGKILL before that
+            forward step of that training iteration (both counted from 0).
+    """
+    observer = Observer(rank, Path(out) if out else None, gradients)
+    if kill is not None and kill[0] == rank:
+        _kill_in_forward(*kill[1:], observer)
+    _wrap_stock(observer)
+    _wrap_plan(observer)
+
+
+class Observer:
+    """Sees every call of the forward-backward function."""
+
+    def __init__(self, rank: int, out: Path | None, gradients: bool) -> None:
+        self._rank = rank
+        self._out = out
+        self._gradients = gradients
+        self._kept: dict[str, list[float]] = {"losses": [], "validation": []}
+        self.iteration = -1
+
+    def wrap(self, step: Step) -> Step:
+        """The forward-backward function with this observer around it."""
+
+        @functools.wraps(step)
+        def observed(*positional: Any, **keywords: Any) -> Any:
+            training = not keywords.get("forward_only", False)
+            self.iteration += training
+            first = training and self.iteration == 0 and self._gradients
+            if first:  # else the distributed optimizer leaves a shard of each gradient
+                keywords["force_all_reduce"] = True
+            result = step(*positional, **keywords)
+            if self._out is not None:
+                self._keep_loss(result, "losses" if training else "validation")
+                if first:
+                    write_gradients(keywords["model"], self._out, self._rank)
+            return result
+
+        return observed
+
+    def _keep_loss(self, reports: Any, kind: str) -> None:
+        import torch
+
+        entries = [next(iter(report.values())).view(-1) for report in reports or [] if report]
+        if not entries:
+            return
+        total = torch.stack([entry.double() for entry in entries]).sum(dim=0)
+        self._kept[kind].append((total[0] / total[1]).item())
+        assert self._out is not None
+        path = self._out / f"losses-{self._rank}.json"
+        path.write_text(json.dumps(self._kept), encoding="utf-8")
+
+
+def _wrap_stock(observer: Observer) -> None:
+    """Stock Megatron looks the function up by this name; a plan replaces the name later."""
+    from megatron.training import training
+
+    original = training.get_forward_backward_func
+
+    @functools.wraps(original)
+    def get_forward_backward_func(*positional: Any, **keywords: Any) -> Step:
+        return observer.wrap(original(*positional, **keywords))
+
+    training.get_forward_backward_func = get_forward_backward_func
+
+
+def _wrap_plan(observer: Observer) -> None:
+    from megatron_het.runtime.session import HetSession
+
+    HetSession.forward_backward = observer.wrap(HetSession.forward_backward)
+
+
+def write_gradients(model: Any, out: Path, rank: int) -> None:
+    """Write this rank's main gradients under the names of a model on one process."""
+    arrays, places = {}, {}
+    for name, parameter in _named_parameters(model):
+        split = getattr(parameter, "tensor_model_parallel", False)
+        arrays[name] = parameter.main_grad.detach().float().numpy()
+        places[name] = parameter.partition_dim if split else -1
+    np.savez(out / f"gradients-{rank}.npz", **arrays)
+    (out / f"gradients-{rank}.json").write_text(json.dumps(places), encoding="utf-8")
+
+
+def _named_parameters(model: Any) -> Iterator[tuple[str, Any]]:
+    from megatron.core.utils import unwrap_model
+
+    for chunk in unwrap_model(model if isinstance(model, list) else [model]):
+        for name, parameter in chunk.named_parameters():
+            match = _LAYER.match(name)
+            if match:
+                layer = chunk.decoder.layers[int(match[1])].layer_number - 1
+                name = f"decoder.layers.{layer}.{name[match.end():]}"
+            elif name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"  # the last stage's copy
+            yield name, parameter
+
+
+def _kill_in_forward(iteration: int, operation: int, observer: Observer) -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    original, counts = schedules.forward_step, dict[int, int]()
+
+    @functools.wraps(original)
+    def forward_step(*positional: Any, **keywords: Any) -> Any:
+        count = counts.get(observer.iteration, 0)
+        counts[observer.iteration] = count + 1
+        if (observer.iteration, count) == (iteration, operation):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*positional, **keywords)
+
+    schedules.forward_step = forward_step
+
+
+def run_script(*, path: str | None = None) -> None:
+    """Run the script named by HET_TEST_SCRIPT as ``__main__`` (an entry for stock scripts)."""
+    import runpy
+    import sys
+
+    script = path or os.environ["HET_TEST_SCRIPT"]
+    sys.path.insert(0, os.path.dirname(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+def write_dataset(*, rank: int, prefix: str, vocab_size: int, documents: int, seed: int) -> None:
+    """An IndexedDataset of short documents with structure to learn, each ended by its last token.
+
+    A token follows from the one before it, with noise; documents are 3 to 40 tokens long, so that
+    microbatches differ in how many tokens count (with ``--eod-mask-loss``).
+    """
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    rng = np.random.default_rng(seed)
+    successor = rng.permutation(vocab_size)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for length in rng.integers(3, 40, documents):
+        tokens = [int(rng.integers(vocab_size))]
+        for noise in rng.random(int(length) - 1):
+            tokens.append(int(successor[tokens[-1]] if noise > 0.2 else rng.integers(vocab_size)))
+        builder.add_document(torch.tensor([*tokens, vocab_size]), [len(tokens) + 1])
+    builder.finalize(f"{prefix}.idx")
+
+
+def nothing() -> None:
+    """An entry that does nothing: the job was its setup."""

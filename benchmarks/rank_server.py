@@ -1,0 +1,276 @@
+"""Forks the rank processes of many jobs from one process that has imported Megatron already.
+
+``python -m benchmarks.rank_server`` reads one job per line from standard input and answers with one
+line when the job has ended (both JSON; see :mod:`benchmarks.runner` for the other side).  Importing
+torch and Megatron takes seconds, forking takes milliseconds, so a hundred small distributed runs
+take minutes instead of an hour.  Ranks are independent operating-system processes: nothing that a
+job does to Megatron's global state outlives it.
+
+The server itself starts nothing that a fork would break: no threads, no process group, no autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.01
+# Ports below the range from which the kernel takes the local ends of connections.
+_FIRST_PORT, _PORTS = 20000, 12000
+
+
+@dataclass
+class Rank:
+    """What a freshly forked process has to do."""
+
+    rank: int
+    port: int
+    job: dict[str, Any]
+
+    def run(self) -> None:
+        """Become the rank: own session, log file, environment and command line; then run the entry.
+
+        Returns normally on success; an exception or SystemExit ends the interpreter as it would in
+        a process of its own.
+        """
+        job = self.job
+        os.setsid()
+        self._redirect(Path(job["log_dir"]) / f"rank-{self.rank}.log")
+        os.environ.update(
+            RANK=str(self.rank),
+            LOCAL_RANK=str(self.rank),
+            WORLD_SIZE=str(job["world_size"]),
+            LOCAL_WORLD_SIZE=str(job["world_size"]),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(self.port),
+        )
+        os.environ.update(job["environment"])
+        sys.argv = ["megatron_het.pretrain_gpt", *job["argv"]]
+        if job["setup"] is not None:
+            name, options = job["setup"]
+            _resolve(name)(rank=self.rank, **options)
+        _resolve(job["entry"])()
+
+    @staticmethod
+    def _redirect(log: Path) -> None:
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        os.close(target)
+        os.close(nothing)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+
+def _resolve(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass
+class Running:
+    """A job whose ranks have been forked."""
+
+    job: dict[str, Any]
+    pids: dict[int, int]
+    start_s: float
+    deadline_s: float
+    codes: dict[int, int] = field(default_factory=dict)
+    finish_order: list[int] = field(default_factory=list)
+    timed_out: bool = False
+
+    def collect(self) -> bool:
+        """Note which ranks have ended; whether all have."""
+        for rank, pid in self.pids.items():
+            if rank in self.codes:
+                continue
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                self.codes[rank] = os.waitstatus_to_exitcode(status)
+                self.finish_order.append(rank)
+                if self.codes[rank]:
+                    grace = time.monotonic() + self.job["grace_s"]
+                    self.deadline_s = min(self.deadline_s, grace)
+        return len(self.codes) == len(self.pids)
+
+    def kill(self) -> None:
+        """End all ranks together with whatever processes they started."""
+        for rank, pid in self.pids.items():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            if rank not in self.codes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def answer(self) -> dict[str, Any]:
+        """The line to write when the job has ended."""
+        return {
+            "id": self.job["id"],
+            "returncodes": [self.codes[rank] for rank in sorted(self.codes)],
+            "finish_order": self.finish_order,
+            "timed_out": self.timed_out,
+            "elapsed_s": time.monotonic() - self.start_s,
+        }
+
+
+class Server:
+    """Starts jobs as they arrive and answers as they end; several may run at the same time."""
+
+    def __init__(self) -> None:
+        self._running: list[Running] = []
+        self._next_port = _FIRST_PORT + os.getpid() * 37 % _PORTS
+        self._pending = b""
+        self._open = True
+
+    def serve(self) -> Rank | None:
+        """Loop until standard input ends.
+
+        Returns:
+            In a forked process what it has to do; in the server None, once all jobs have ended.
+        """
+        while self._open or self._running:
+            for line in self._lines():
+                rank = self._start(json.loads(line))
+                if rank is not None:
+                    return rank
+            self._collect()
+        return None
+
+    def _lines(self) -> list[bytes]:
+        if not self._open:
+            time.sleep(_POLL_S)
+            return []
+        if not select.select([0], [], [], _POLL_S)[0]:
+            return []
+        data = os.read(0, 1 << 20)
+        if not data:  # the client has gone
+            self._open = False
+            for running in self._running:
+                running.kill()
+            return []
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        return lines
+
+    def _start(self, job: dict[str, Any]) -> Rank | None:
+        port = self._free_port()
+        pids: dict[int, int] = {}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in range(job["world_size"]):
+            pid = os.fork()
+            if pid == 0:
+                return Rank(rank, port, job)
+            pids[rank] = pid
+        now = time.monotonic()
+        self._running.append(Running(job, pids, now, now + job["timeout_s"]))
+        return None
+
+    def _collect(self) -> None:
+        for running in list(self._running):
+            if running.collect():
+                running.kill()  # helper processes of ranks that have ended
+                self._running.remove(running)
+                sys.stdout.write(json.dumps(running.answer()) + "\n")
+                sys.stdout.flush()
+            elif time.monotonic() > running.deadline_s:
+                running.timed_out = running.timed_out or not any(running.codes.values())
+                running.kill()
+
+    def _free_port(self) -> int:
+        import socket
+
+        for _ in range(_PORTS):
+            port = _FIRST_PORT + (self._next_port - _FIRST_PORT) % _PORTS
+            self._next_port = port + 1
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+                return port
+        raise RuntimeError(f"no free port between {_FIRST_PORT} and {_FIRST_PORT + _PORTS}")
+
+
+def _import_everything() -> None:
+    """What every rank needs, without starting anything."""
+    from megatron_het import platform, upstream
+
+    platform.activate()
+    upstream.install("stock")
+    for name in (
+        "megatron.training",
+        "megatron.training.argument_utils",
+        "megatron.training.inprocess_restart",
+        "megatron.core.datasets.blended_megatron_dataset_builder",
+        "megatron.training.datasets.fim_dataset",
+        "megatron.training.datasets.sft_dataset",
+        "megatron.core.dist_checkpointing.strategies.torch",
+        "megatron_het.pretrain_gpt",
+        "megatron_het.hooks",
+        "megatron_het.runtime.training",
+        "megatron_het.checkpoint.loading",
+        "torch.utils.tensorboard",
+        "benchmarks.probe",
+    ):
+        importlib.import_module(name)
+
+
+def _remember_docstrings() -> None:
+    """Megatron parses the sources of its configuration classes for every parser it makes.
+
+    The result depends on the class alone; it is half of the time that a small run takes.
+    """
+    import argparse
+    import functools
+
+    from megatron.training import argument_utils
+    from megatron.training.arguments import add_megatron_arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    original = factory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    @functools.wraps(original)
+    def get_field_docstrings(self: Any, src_cfg_class: type) -> dict[str, str]:
+        if src_cfg_class not in known:
+            known[src_cfg_class] = original(self, src_cfg_class)
+        return dict(known[src_cfg_class])
+
+    factory._get_field_docstrings = get_field_docstrings
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def main() -> None:
+    """Serve, or, in a forked process, be a rank."""
+    _import_everything()
+    _remember_docstrings()
+    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    if threads > 1:
+        raise SystemExit(f"an import has started {threads - 1} threads; forking is not safe")
+    gc.collect()
+    gc.freeze()
+    sys.stdout.write(json.dumps({"ready": os.getpid()}) + "\n")
+    sys.stdout.flush()
+    rank = Server().serve()
+    if rank is None:
+        return
+    try:
+        rank.run()
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()
