@@ -1,5 +1,5 @@
 # The two commands of this project: `make demo` and `make test`.  Both make their own environment
-# in .venv/ first and reuse it afterwards.
+# in .venv/ first and reuse it afterwards; PYTHON=/path names the Python to make it with.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -7,7 +7,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 VENV := .venv
-PYTHON := $(VENV)/bin/python
+VENV_PYTHON := $(VENV)/bin/python
 # Changes when what is installed has to change; written last, so that an interrupted
 # installation is taken up again by the next run.
 STAMP := $(VENV)/.installed
@@ -29,10 +29,10 @@ $(STAMP): $(INSTALL_INPUTS)
 	@touch $@
 
 demo: $(STAMP) ## Profile, plan and train on this machine as a small mixed cluster
-	$(RUN_ENVIRONMENT) $(PYTHON) -m examples.llama.demo
+	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m examples.llama.demo
 
 test: $(STAMP) ## Run all tests (PYTEST_ARGS adds arguments)
-	$(RUN_ENVIRONMENT) $(PYTHON) -m pytest tests/unit tests/functional $(PYTEST_ARGS)
+	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m pytest tests/unit tests/functional $(PYTEST_ARGS)
 
 clean: ## Remove the environment, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Prints the path of a Python that is new enough and can make virtual environments.
 #
-# Looks at $PYTHON, the usual names on the PATH and the versions that pyenv has installed.  A
-# candidate is believed only after it has run: a pyenv shim exists for every version and refuses to
+# Takes $PYTHON if set; else looks at the usual names on the PATH and at the versions that pyenv has
+# installed.  A candidate is believed only after it has run: a pyenv shim exists for every version and refuses to
 # start when that version is not selected.
 set -euo pipefail
 
@@ -14,18 +14,17 @@ usable() {
     [[ -n "$1" ]] && "$1" -c "${check}" >/dev/null 2>&1
 }
 
-candidates=()
 if [[ -n "${PYTHON:-}" ]]; then
-    candidates+=("${PYTHON}")
+    # Who names one gets that one or an error.
+    candidates=("${PYTHON}")
+else
+    candidates=(python3.12 python3 python3.13 python3.14 python)
+    for root in "${PYENV_ROOT:-}" "${HOME:-}/.pyenv"; do
+        if [[ -n "${root}" && -d "${root}/versions" ]]; then
+            candidates+=("${root}"/versions/3.*/bin/python)
+        fi
+    done
 fi
-candidates+=(python3.12 python3 python3.13 python3.14 python)
-for root in "${PYENV_ROOT:-}" "${HOME:-}/.pyenv"; do
-    if [[ -n "${root}" && -d "${root}/versions" ]]; then
-        for version in "${root}"/versions/3.*/bin/python; do
-            candidates+=("${version}")
-        done
-    fi
-done
 
 refused=()
 for candidate in "${candidates[@]}"; do
@@ -47,6 +46,6 @@ done
         printf 'Looked at: %s\n' "${refused[@]}"
     fi
     echo "Install one (Debian, Ubuntu: apt install python3.12-venv; or: pyenv install 3.12),"
-    echo "or name one: make PYTHON=/path/to/python3.12 <target>"
+    echo "or name another: make PYTHON=/path/to/python3.12 <target>"
 } >&2
 exit 1
