@@ -2,8 +2,8 @@
 # Prints the path of a Python that is new enough and can make virtual environments.
 #
 # Takes $PYTHON if set; else looks at the usual names on the PATH and at the versions that pyenv has
-# installed.  A candidate is believed only after it has run: a pyenv shim exists for every version and refuses to
-# start when that version is not selected.
+# installed.  A candidate is believed only after it has run: a pyenv shim exists for every version
+# and refuses to start when that version is not selected.
 set -euo pipefail
 
 minimum_minor=12
