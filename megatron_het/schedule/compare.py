@@ -1,9 +1,9 @@
 """All schedules side by side, on one model and one number of devices."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from megatron_het.schedule.cost import Costs, Memory
+from megatron_het.schedule.cost import Costs, Memory, PerChunk
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Kind, Program, Shape
 from megatron_het.schedule.passes import add_exchange, add_transfers, add_vocabulary
@@ -130,30 +130,56 @@ def setting_costs(setting: Setting, program: Program) -> tuple[Costs, float]:
     Times are scaled so that they are whole numbers when attention is everything; sums and the bubble are
     then exact.
     """
-    shape, slices = program.shape, program.shape.slices
-    chunks = len(shape.path)
-    unit = float(chunks * slices * (slices + 1) * max(program.exchange_units, 1))
-    layers = unit / chunks * (1 - setting.output_share)
-    head = unit * setting.output_share
-    attention, linear = layers * setting.attention_share, layers * (1 - setting.attention_share)
-    rows = [len(shape.layers[d.stage]) for d in shape.devices]
-    table = lambda value: tuple((value,) * n for n in rows)  # noqa: E731
-    costs = Costs(
-        forward_s=table(linear),
-        backward_s=table(2 * linear),
+    slices = program.shape.slices
+    unit = float(len(program.shape.path) * slices * (slices + 1) * max(program.exchange_units, 1))
+    return model_costs(program, unit, setting.attention_share, setting.output_share), unit
+
+
+def model_costs(
+    program: Program,
+    unit: float,
+    attention_share: float = 0.0,
+    output_share: float = 0.0,
+    speeds: Sequence[float] | None = None,
+) -> Costs:
+    """Costs of a model of equal layers and an output layer.
+
+    Args:
+        program: gives the layers per chunk; with VOCAB_* operations the output layer is split evenly over
+            the stages.
+        unit: forward of one microbatch through the whole model on devices of speed 1; backward takes twice
+            as long.  Activations of one microbatch in the whole model are 1 byte.
+        attention_share: share of causal attention in the layers' forward.
+        output_share: share of the output layer in the model's forward.
+        speeds: relative speed per device.
+    """
+    shape = program.shape
+    speeds = speeds or [1.0] * len(shape.devices)
+    total = sum(sum(chunks) for chunks in shape.layers)
+
+    def table(whole: float, head: float = 0.0, timed: bool = True) -> PerChunk:
+        rows = []
+        for device, speed in zip(shape.devices, speeds):
+            weights = shape.layers[device.stage]
+            row = [whole * w / total if total else whole / len(shape.path) for w in weights]
+            if device.stage == shape.path[-1][0]:
+                row[shape.path[-1][1]] += head
+            rows.append(tuple(value / speed if timed else value for value in row))
+        return tuple(rows)
+
+    layers, head = unit * (1 - output_share), unit * output_share
+    attention, linear = layers * attention_share, layers * (1 - attention_share)
+    own_head = 0.0 if program.vocabulary else head
+    part = tuple(head / shape.stages / speed for speed in speeds) if program.vocabulary else ()
+    return Costs(
+        forward_s=table(linear, own_head),
+        backward_s=table(2 * linear, 2 * own_head),
         attention_forward_s=table(attention),
         attention_backward_s=table(2 * attention),
-        memory=Memory(activation_bytes=table(1.0 / chunks)),
+        vocab_forward_s=part,
+        vocab_backward_s=tuple(2 * t for t in part),
+        memory=Memory(activation_bytes=table(1.0, timed=False)),
     )
-    if program.vocabulary:
-        part = head / shape.stages
-        return replace(costs, vocab_forward_s=(part,) * len(rows), vocab_backward_s=(2 * part,) * len(rows)), unit
-    last_stage, last_chunk = shape.path[-1]
-    add = lambda rows, extra: tuple(  # noqa: E731
-        tuple(t + extra * (d.stage == last_stage and c == last_chunk) for c, t in enumerate(row))
-        for d, row in zip(shape.devices, rows)
-    )
-    return replace(costs, forward_s=add(costs.forward_s, head), backward_s=add(costs.backward_s, 2 * head)), unit
 
 
 def communication_volume(result: Result) -> float:

@@ -201,8 +201,10 @@ def _local_order(graph: Graph) -> Iterator[Problem]:
                 device, position = graph.where(i)
                 needs = graph.deps.requires(device, graph.ops[i])
                 need = next((n for n in needs if graph.index[n[0]].get(n[1]) == j), None)
-                what = explain(need, graph.ops[i], graph.program.shape, device) if need else "what it brings"
-                reason = f"it needs {what}, but {graph.ops[j]} comes later, at position {graph.where(j)[1]}"
+                late = f"{graph.ops[j]} comes later, at position {graph.where(j)[1]}"
+                reason = f"{late}, and it needs what that brings or leaves"
+                if need is not None:
+                    reason = f"it needs {explain(need, graph.ops[i], graph.program.shape, device)}, but {late}"
                 yield _problem(graph.program, "dependency", device, position, reason)
 
 

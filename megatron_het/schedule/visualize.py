@@ -12,6 +12,7 @@ from megatron_het.schedule.simulate import Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+PICTURES = (".svg", ".png", ".pdf")
 _DRAWN = ("compute", "collective", "host_to_device", "device_to_host")
 
 
@@ -48,7 +49,7 @@ def label_of(op: Op, sliced: bool) -> str:
 
 
 def color_of(op: Op, chunks: int, microbatches: int) -> tuple[float, float, float]:
-    """Hue by microbatch; later chunks are lighter, backwards are darker and greyer than forwards."""
+    """Hue by microbatch; later chunks lighter, backwards darker than forwards, weight gradients and help greyish."""
     if op.microbatch < 0:
         return (0.55, 0.55, 0.55)
     hue = (op.microbatch * 0.61803398875) % 1.0 if microbatches > 12 else op.microbatch / max(microbatches, 1)
@@ -60,6 +61,8 @@ def color_of(op: Op, chunks: int, microbatches: int) -> tuple[float, float, floa
         light, saturation = 0.42 + 0.22 * step, 0.25
     elif op.kind in (Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD):
         light, saturation = 0.30, 0.90
+    elif op.kind in (Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD):
+        light, saturation = 0.75, 0.35
     return colorsys.hls_to_rgb(hue, light, saturation)
 
 
@@ -77,8 +80,8 @@ def draw(result: Result, path: str | Path, *, title: str | None = None, width_in
         ImportError: matplotlib is not installed; the message says how to get it.
     """
     path = Path(path)
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise ValueError(f"picture = {path}: the name must end in .svg, .png or .pdf")
+    if path.suffix not in PICTURES:
+        raise ValueError(f"picture = {path}: the name must end in {', '.join(PICTURES)}")
     try:
         import matplotlib
 

@@ -90,7 +90,8 @@ def zb_h1(shape: Shape, *, forward_only: bool = False) -> Program:
 def zb_v(shape: Shape, *, forward_only: bool = False) -> Program:
     """ZB-V: two chunks per stage in a V.
 
-    When forward and both gradients take equally long, no device idles between its first and last operation.
+    When forward and both gradients take equally long, the last device never idles once it has begun, so the
+    bubble is its start alone, ``stages - 1`` passes.
 
     Raises:
         ValueError: the shape is not two chunks per stage, placed "v", without slices and replicas.

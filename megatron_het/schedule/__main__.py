@@ -1,0 +1,7 @@
+"""``python -m megatron_het.schedule``"""
+
+import sys
+
+from megatron_het.schedule.cli import main
+
+sys.exit(main())

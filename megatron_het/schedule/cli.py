@@ -1,0 +1,302 @@
+"""Command line: ``python -m megatron_het.schedule show | check | simulate | compare``."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_het.schedule.compare import Setting, compare, model_costs
+from megatron_het.schedule.cost import Costs, Link
+from megatron_het.schedule.exchange import plan_exchange
+from megatron_het.schedule.generators import GENERATORS, generate
+from megatron_het.schedule.graph import Graph, ScheduleError
+from megatron_het.schedule.ir import Program, Shape
+from megatron_het.schedule.passes import (
+    add_activation_offload,
+    add_exchange,
+    add_parameters,
+    add_transfers,
+    add_vocabulary,
+)
+from megatron_het.schedule.report import (
+    comparison_table,
+    print_table,
+    problems_json,
+    result_json,
+    result_tables,
+    verdict_table,
+)
+from megatron_het.schedule.simulate import Result, simulate
+from megatron_het.schedule.text import dumps, loads
+from megatron_het.schedule.trace import chrome_trace, write_json
+from megatron_het.schedule.transports import TRANSPORTS, deadlocks
+from megatron_het.schedule.validate import validate
+from megatron_het.schedule.visualize import PICTURES, draw, text_picture
+
+_V_SHAPED = ("zb-v", "v-half")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Returns:
+        0; 1 when ``check`` found the program broken; 2 for input that cannot be used.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except BrokenPipeError:
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_het.schedule", description="Look at, check, simulate and compare pipeline schedules."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, text in (
+        ("show", _show, "print a program, its exchange plan, or a picture"),
+        ("check", _check, "say whether a program can run, on which transports, and why not"),
+        ("simulate", _simulate, "time, bubble by cause and memory of a program"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        _add_program(command)
+        _add_costs(command)
+        _add_json(command)
+    show, check, sim = (commands.choices[name] for name in ("show", "check", "simulate"))
+    show.add_argument("--program-text", action="store_true", help="the program as text instead of a timeline")
+    show.add_argument("--exchange-plan", action="store_true", help="the exchange plan instead of a timeline")
+    show.add_argument("--width", type=int, default=120, help="characters of the timeline (default %(default)s)")
+    for command in (show, sim):
+        command.add_argument("--picture", type=Path, help="write timeline and memory to this .svg, .png or .pdf")
+        command.add_argument("--trace", type=Path, help="write a Chrome trace for Perfetto to this file")
+    check.add_argument(
+        "--transport", action="append", choices=TRANSPORTS, help="must not deadlock here (repeatable; default: all)"
+    )
+    both = commands.add_parser("compare", help="all schedules side by side", description="all schedules side by side")
+    both.set_defaults(run=_compare)
+    both.add_argument("--pp", type=int, required=True, help="pipeline stages")
+    both.add_argument("--microbatches", type=int, required=True)
+    both.add_argument("--slices", type=int, required=True, help="slices per sequence, where a schedule has them")
+    both.add_argument("--chunks", type=int, default=1, help="chunks per stage, where a schedule has them")
+    both.add_argument(
+        "--attention-share", type=float, default=0.0, help="causal attention's share of the layers' forward time"
+    )
+    both.add_argument(
+        "--output-share", type=float, default=0.0, help="the output layer's share of the model's forward time"
+    )
+    both.add_argument("--layers-per-chunk", type=int, default=1, help="for the volume of the attention exchange")
+    _add_json(both)
+    return parser
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="OUT", nargs="?", const="-", help="write JSON to OUT (- or nothing: stdout)")
+
+
+def _add_program(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("program")
+    group.add_argument("program", help=f"a file with a program, or one of: {', '.join(sorted(GENERATORS))}")
+    group.add_argument("--pp", type=int, default=4, help="pipeline stages (default %(default)s)")
+    group.add_argument("--microbatches", type=int, default=8, help="default %(default)s")
+    group.add_argument("--slices", type=int, default=1, help="slices per sequence (default %(default)s)")
+    group.add_argument("--chunks", type=int, help="chunks per stage (default 1; 2 for the V schedules)")
+    group.add_argument("--layers", help="layers per chunk, unequal stages as in '3 2 | 2 2 | 1' (sets --pp, --chunks)")
+    group.add_argument("--replicas", help="replicas per stage, as in '1 2 1'")
+    group.add_argument("--route", help="replica of each microbatch, per stage, as in '0 0 0 | 0 1 0' (default: round)")
+    group.add_argument("--forward-only", action="store_true", help="the evaluation program")
+    group.add_argument("--exchange-units", type=int, default=0, help="attention exchange in 1/UNITS slices")
+    group.add_argument("--helping", action="store_true", help="idle devices take part in the exchange")
+    group.add_argument("--keep-kv", action="store_true", help="keys and values stay at the helper")
+    group.add_argument("--vocabulary", action="store_true", help="split the output layer over the devices")
+    group.add_argument("--parameters", action="store_true", help="gather parameters per chunk, reduce gradients")
+    group.add_argument("--prefetch", type=int, default=1, help="chunks gathered ahead (default %(default)s)")
+    group.add_argument("--offload", action="store_true", help="parameters (with --parameters) and activations to host")
+    group.add_argument("--step", choices=("end", "ministage", "none"), default="end", help="optimizer steps")
+    group.add_argument("--transfers", choices=("global", "late", "none"), default="global", help="where receives go")
+
+
+def _add_costs(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("costs (units: forward of one microbatch through one chunk = 1 s)")
+    group.add_argument("--attention-share", type=float, default=0.0, help="of causal attention in the forward")
+    group.add_argument("--output-share", type=float, default=0.0, help="of the output layer in the model's forward")
+    group.add_argument("--speeds", help="relative speed per device, as in '1 1 0.5'")
+    group.add_argument("--latency", type=float, default=0.0, help="of every message, in s")
+    group.add_argument("--transfer", type=float, default=0.0, help="of one microbatch's activations, in s")
+    group.add_argument("--gather", type=float, default=0.0, help="all-gather (and reduction) of one chunk, in s")
+
+
+def _numbers(text: str, name: str) -> tuple[tuple[int, ...], ...]:
+    try:
+        return tuple(tuple(int(n) for n in row.split()) for row in text.split("|"))
+    except ValueError:
+        raise ValueError(f"--{name} {text!r}: integers expected, rows separated by |") from None
+
+
+def _shape(options: argparse.Namespace) -> Shape:
+    placement = "v" if options.program in _V_SHAPED else "loop"
+    chunks = options.chunks or (2 if placement == "v" else 1)
+    layers = _numbers(options.layers, "layers") if options.layers else ((1,) * chunks,) * options.pp
+    stages = len(layers)
+    replicas = _numbers(options.replicas, "replicas")[0] if options.replicas else (1,) * stages
+    if options.route:
+        route = _numbers(options.route, "route")
+    else:
+        if min(replicas, default=1) < 1:
+            raise ValueError(f"--replicas {options.replicas!r}: every stage needs at least one")
+        route = tuple(tuple(m % count for m in range(options.microbatches)) for count in replicas)
+    return Shape(layers, route, replicas, options.slices, placement)
+
+
+def _program(options: argparse.Namespace) -> Program:
+    """The program of the arguments: read from a file as it is, or generated with all passes asked for."""
+    if options.program not in GENERATORS:
+        path = Path(options.program)
+        if not path.exists():
+            raise ValueError(f"{options.program!r} is neither a file nor a schedule ({', '.join(sorted(GENERATORS))})")
+        try:
+            return loads(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not a text file ({error.reason} at byte {error.start})") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    program = generate(options.program, _shape(options), forward_only=options.forward_only)
+    if options.exchange_units:
+        program = add_exchange(
+            program, units=options.exchange_units, helping=options.helping, keep=options.keep_kv
+        )
+    if options.vocabulary:
+        program = add_vocabulary(program)
+    if options.transfers != "none":
+        program = add_transfers(program, order=options.transfers)
+    if options.parameters:
+        program = add_parameters(program, prefetch=options.prefetch, offload=options.offload, step=options.step)
+    return add_activation_offload(program) if options.offload and not options.forward_only else program
+
+
+def _costs(options: argparse.Namespace, program: Program) -> Costs:
+    """Equal layers; a chunk of average size takes 1 s forward."""
+    shape = program.shape
+    for name, most in (("attention_share", 1.0), ("output_share", 0.99)):
+        if not 0 <= getattr(options, name) <= most:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be between 0 and {most:g}")
+    speeds = [float(s) for s in options.speeds.split()] if options.speeds else [1.0] * len(shape.devices)
+    if len(speeds) != len(shape.devices) or min(speeds) <= 0:
+        raise ValueError(f"--speeds {options.speeds!r}: one positive number for each of {len(shape.devices)} devices")
+    costs = model_costs(program, float(len(shape.path)), options.attention_share, options.output_share, speeds)
+    size = 1e-9  # of a message: next to nothing beside the activations, which are 1 in the whole model
+    link = Link(options.latency, size / options.transfer if options.transfer else math.inf)
+    gather = tuple((options.gather,) * len(shape.layers[d.stage]) for d in shape.devices)
+    return replace(costs, link=lambda source, target: link, message_bytes=size, gather_s=gather, reduce_s=gather)
+
+
+def _result(options: argparse.Namespace, program: Program) -> Result:
+    if min(options.latency, options.transfer, options.gather) < 0:
+        raise ValueError("--latency, --transfer and --gather must not be negative")
+    return simulate(program, _costs(options, program))
+
+
+def _write(options: argparse.Namespace, data: object) -> bool:
+    """Writes JSON where it was asked for; True when that was stdout."""
+    if options.json is None:
+        return False
+    if options.json == "-":
+        sys.stdout.write(json.dumps(data, indent=1) + "\n")
+        return True
+    write_json(options.json, data)
+    return False
+
+
+def _check_picture(options: argparse.Namespace) -> None:
+    if options.picture and options.picture.suffix not in PICTURES:
+        raise ValueError(f"--picture {options.picture}: the name must end in {', '.join(PICTURES)}")
+
+
+def _pictures(options: argparse.Namespace, result: Result) -> None:
+    if options.picture:
+        draw(result, options.picture)
+    if options.trace:
+        write_json(options.trace, chrome_trace(result))
+
+
+def _show(options: argparse.Namespace) -> int:
+    _check_picture(options)
+    program = _program(options)
+    if options.exchange_plan:
+        units = options.exchange_units or 2
+        plan = plan_exchange(program, units=units, helping=options.helping, keep=options.keep_kv)
+        if not _write(options, plan.to_json()):
+            sys.stdout.write("  slot | loads | giver>taker:slices | loads after\n" + "\n".join(plan.lines()) + "\n")
+        return 0
+    if options.program_text:
+        sys.stdout.write(dumps(program))
+        return 0
+    result = _result(options, program)
+    if not _write(options, result_json(result)):
+        sys.stdout.write(text_picture(result, width=max(options.width, 10)) + "\n")
+    _pictures(options, result)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    program = _program(options)
+    transports = options.transport or list(TRANSPORTS)
+    problems = validate(program, transports=transports)
+    deadlocked: dict[str, bool] = {}
+    if all(problem.rule == "deadlock" for problem in problems):
+        found = deadlocks(Graph(program))
+        deadlocked = {name: bool(found[name]) for name in TRANSPORTS}
+    if not _write(options, problems_json(program, problems, deadlocked)):
+        print_table(verdict_table(program, problems, deadlocked))
+        for problem in problems:
+            sys.stdout.write(f"{problem}\n")
+    return 1 if problems else 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    _check_picture(options)
+    program = _program(options)
+    problems = validate(program, transports=("edge",))
+    if problems:
+        raise ScheduleError(f"program {program.name} cannot run:\n  " + "\n  ".join(map(str, problems[:5])))
+    result = _result(options, program)
+    if not _write(options, result_json(result)):
+        for table in result_tables(result):
+            print_table(table)
+    _pictures(options, result)
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    rows = compare(
+        Setting(
+            stages=options.pp,
+            microbatches=options.microbatches,
+            slices=options.slices,
+            chunks=options.chunks,
+            attention_share=options.attention_share,
+            output_share=options.output_share,
+            layers_per_chunk=options.layers_per_chunk,
+        )
+    )
+    data = [
+        {
+            "schedule": row.schedule,
+            "bubble_fraction": row.bubble_fraction,
+            "activation_fraction": row.activation_fraction,
+            "communication_volume": row.communication_volume,
+            "makespan": row.makespan,
+        }
+        for row in rows
+        if not row.reason
+    ]
+    if not _write(options, data):
+        print_table(comparison_table(rows))
+    return 0
