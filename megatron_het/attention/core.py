@@ -1,0 +1,176 @@
+"""Slice attention in Megatron's layers: the ``core_attention`` module and where it finds its slice.
+
+Which slice runs travels with the call, as ``packed_seq_params``: Megatron hands it from the model
+to every core attention, and both kinds of activation recomputation keep it in their closures, so
+a recomputed forward, on whichever thread, sees the slice it belongs to.  It says ``sbhd``, which
+attention treats as no packing at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
+from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.slice_attention import slice_attention
+
+
+@dataclass
+class SliceParams(PackedSeqParams):
+    """The slice that a forward pass runs.
+
+    Attributes:
+        microbatch: Global index of the microbatch.
+        index: Index of the slice.
+        tokens: Tokens per slice, over all ranks of the replica.
+    """
+
+    microbatch: int = 0
+    index: int = 0
+    tokens: int = 0
+
+    @classmethod
+    def make(cls, microbatch: int, index: int, tokens: int, seq_length: int) -> SliceParams:
+        """The parameters of one slice of a sequence of ``seq_length`` tokens."""
+        # The lengths decide for how many positions rotary embeddings are made: for the whole
+        # sequence, once; each slice then takes its part.
+        return cls(
+            qkv_format="sbhd",
+            max_seqlen_q=seq_length,
+            max_seqlen_kv=seq_length,
+            microbatch=microbatch,
+            index=index,
+            tokens=tokens,
+        )
+
+
+class SliceCoreAttention(torch.nn.Module):
+    """Stands in for a layer's core attention.  It has no parameters and no state to save.
+
+    Args:
+        slots: Chunks of keys and values that the schedule holds at once.
+        softmax_scale: Factor of the scores, None for ``d ** -0.5``.
+        kernel: Name of the attention kernel, None for the best one.
+    """
+
+    def __init__(self, slots: int, softmax_scale: float | None = None, kernel: str | None = None) -> None:
+        super().__init__()
+        self.cache = KVCache(slots)
+        self._scale = softmax_scale
+        self._kernel_name = kernel
+        self._kernel: Kernel | None = None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_unused: Any,
+    ) -> torch.Tensor:
+        """Attention of the slice that ``packed_seq_params`` names.
+
+        Args:
+            query: ``[s, b, heads, d]``, positions applied.
+            key: ``[s, b, groups, d]``.
+            value: ``[s, b, groups, d]``.
+            attention_mask: Ignored: slices are causal.
+            attn_mask_type: Ignored, likewise.
+            attention_bias: Must be None.
+            packed_seq_params: A :class:`SliceParams`.
+
+        Returns:
+            ``[s, b, heads * d]``.
+        """
+        if not isinstance(packed_seq_params, SliceParams):
+            raise RuntimeError(
+                "slice attention was called without a slice: the model runs outside of the schedule"
+            )
+        if attention_bias is not None:
+            raise RuntimeError("slice attention has no attention bias")
+        if self._kernel is None:
+            self._kernel = choose_kernel(Setting.of(query), self._kernel_name)
+        out = slice_attention(
+            query,
+            key,
+            value,
+            cache=self.cache,
+            kernel=self._kernel,
+            microbatch=packed_seq_params.microbatch,
+            index=packed_seq_params.index,
+            scale=query.shape[-1] ** -0.5 if self._scale is None else self._scale,
+        )
+        return out.view(*out.shape[:2], -1)
+
+
+def replace_core_attention(model: torch.nn.Module, slots: int) -> list[SliceCoreAttention]:
+    """Put slice attention into every self-attention of a model chunk, of local or TE specs.
+
+    Args:
+        model: A GPTModel, not wrapped.
+        slots: Chunks of keys and values per layer.
+
+    Returns:
+        The new modules, in layer order.
+
+    Raises:
+        ValueError: A kind of attention that slices cannot replace.
+    """
+    placed = []
+    for layer in model.decoder.layers:  # type: ignore[union-attr]
+        attention = layer.self_attention
+        if not hasattr(attention, "core_attention") or not hasattr(attention, "linear_qkv"):
+            raise ValueError(f"slices: {type(attention).__name__} has no core attention to replace")
+        attention.core_attention = SliceCoreAttention(slots, attention.config.softmax_scale)
+        placed.append(attention.core_attention)
+    return placed
+
+
+class CurrentSlice:
+    """The slice that runs now on this rank, put into the model's calls by forward hooks.
+
+    The hooks work for any training script: the script calls the model as always.
+    """
+
+    def __init__(self) -> None:
+        self.params: SliceParams | None = None
+
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        """Hook into model chunks (GPTModel, not wrapped)."""
+        for model in models:
+            model.register_forward_pre_hook(self._add_params, with_kwargs=True)
+            model.decoder.register_forward_pre_hook(_cut_positions, with_kwargs=True)  # type: ignore[union-attr]
+
+    def _add_params(
+        self, _model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.params is None:
+            raise RuntimeError("the model runs outside of the schedule, which cuts it into slices")
+        return args, {**kwargs, "packed_seq_params": self.params}
+
+
+def _cut_positions(
+    _decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Rotary embeddings of the slice, out of those of the sequence (first dimension)."""
+    table, params = kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params")
+    if isinstance(table, torch.Tensor) and isinstance(params, SliceParams):
+        first = params.index * params.tokens
+        kwargs = {**kwargs, "rotary_pos_emb": table[first : first + params.tokens]}
+    return args, kwargs
+
+
+def slice_caches(models: Sequence[torch.nn.Module]) -> Iterator[KVCache]:
+    """The key-value caches of model chunks."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, SliceCoreAttention):
+                yield module.cache

@@ -1,0 +1,210 @@
+"""The chunked key-value cache of one layer.
+
+A chunk holds the keys and values of one slice of one microbatch (grouped queries not expanded) and
+lives in a slot of a fixed pool: taken in the slice's forward, given back in its backward.  Slices
+of a microbatch are released last in, first out; several microbatches may hold chunks at once.
+
+The pool is one slab of equal slots.  Every other microbatch grows from the top end, so that a
+microbatch's slots mostly form one contiguous run and its prefix is one view, without concatenating
+anything.  Where they do not, the prefix is several views.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+class CacheError(RuntimeError):
+    """Chunks were used out of order, or the pool is too small: an error of the schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Chunks that lie next to each other.
+
+    Attributes:
+        keys: ``[len(slices) * slice_tokens, b, groups, d]``, a view of the slab.
+        values: The same of the values.
+        slices: Index of the slice in each chunk of the run, in the order of the views.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slices: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What one microbatch holds.  ``slots[i]`` is the slot of slice i."""
+
+    grows_up: bool
+    slots: list[int] = field(default_factory=list)
+    gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+class KVCache:
+    """Keys and values of one layer, by microbatch and slice.
+
+    Args:
+        slots: Chunks in the pool.  The schedule says how many are needed at once.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._free = set(range(slots))
+        self._sequences: dict[int, _Sequence] = {}
+        self._opened = 0
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+        self._slice_tokens = 0
+
+    @property
+    def live_chunks(self) -> int:
+        """Chunks in use."""
+        return self.slots - len(self._free)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the slab, 0 before its first use."""
+        if self._keys is None or self._values is None:
+            return 0
+        return self._keys.nbytes + self._values.nbytes
+
+    def append(self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Copy a slice's keys and values into the pool; once only, so that recomputation is safe.
+
+        Args:
+            microbatch: Global index of the microbatch.
+            index: Index of the slice; the one after the last cached one, or a cached one.
+            key: ``[slice_tokens, b, groups, d]``.
+            value: The same of the values.  Both are copied: they are views of larger tensors.
+
+        Raises:
+            CacheError: A slice was left out, another shape, or no slot is free.
+        """
+        sequence = self._sequences.get(microbatch)
+        if sequence is None:
+            sequence = self._sequences[microbatch] = _Sequence(self._opened % 2 == 0)
+            self._opened += 1
+        if index < len(sequence.slots):
+            return
+        if index > len(sequence.slots):
+            raise CacheError(
+                f"microbatch {microbatch}: slice {index} after {len(sequence.slots)} cached slices"
+            )
+        if not self._free:
+            raise CacheError(
+                f"microbatch {microbatch} slice {index}: all {self.slots} chunks of the key-value pool "
+                "are in use"
+            )
+        keys, values = self._slab(key)
+        slot = min(self._free) if sequence.grows_up else max(self._free)
+        self._free.remove(slot)
+        sequence.slots.append(slot)
+        keys[self._span(slot)].copy_(key)
+        values[self._span(slot)].copy_(value)
+
+    def own(self, microbatch: int, index: int) -> Run:
+        """The chunk of one slice."""
+        return self._run(((self._sequences[microbatch].slots[index], index),))
+
+    def prefix(self, microbatch: int, index: int) -> list[Run]:
+        """The chunks of the slices before one, as few contiguous runs as they form."""
+        found: list[list[tuple[int, int]]] = []
+        for slot, piece in sorted((s, i) for i, s in enumerate(self._sequences[microbatch].slots[:index])):
+            if found and found[-1][-1][0] == slot - 1:
+                found[-1].append((slot, piece))
+            else:
+                found.append([(slot, piece)])
+        return [self._run(tuple(chunks)) for chunks in found]
+
+    def check_last(self, microbatch: int, index: int) -> None:
+        """Raise unless a slice is the last one cached, the only one whose backward may run."""
+        held = len(self._sequences[microbatch].slots) if microbatch in self._sequences else 0
+        if held != index + 1:
+            raise CacheError(
+                f"backward of microbatch {microbatch} slice {index} while {held} slices are cached: "
+                "slices must go backward last first, each once"
+            )
+
+    def add_gradient(
+        self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor
+    ) -> None:
+        """Add a later slice's contribution to the gradients of cached chunks.
+
+        The first contribution is kept as it is, views of it per chunk; later ones are added to it.
+        """
+        gradients = self._sequences[microbatch].gradients
+        chunks = zip(
+            run.slices,
+            grad_keys.split(self._slice_tokens),
+            grad_values.split(self._slice_tokens),
+            strict=True,
+        )
+        for piece, grad_key, grad_value in chunks:
+            if piece in gradients:
+                gradients[piece][0].add_(grad_key)
+                gradients[piece][1].add_(grad_value)
+            else:
+                gradients[piece] = grad_key, grad_value
+
+    def release(
+        self, microbatch: int, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Give the last slice's chunk back.
+
+        Returns:
+            The gradients of its keys and values from all later slices, None for the last slice.
+
+        Raises:
+            CacheError: It is not the last one.
+        """
+        self.check_last(microbatch, index)
+        sequence = self._sequences[microbatch]
+        self._free.add(sequence.slots.pop())
+        gradient = sequence.gradients.pop(index, None)
+        if not sequence.slots:
+            del self._sequences[microbatch]
+        return gradient
+
+    def drop(self, microbatch: int) -> None:
+        """Give all chunks of a microbatch back, without a backward pass (evaluation)."""
+        self._free.update(self._sequences.pop(microbatch).slots)
+
+    def check_empty(self) -> None:
+        """Raise if any chunk is in use."""
+        if self._sequences:
+            held = {m: len(s.slots) for m, s in self._sequences.items()}
+            raise CacheError(f"key-value chunks left at the end of the step (microbatch: slices): {held}")
+
+    def clear(self) -> None:
+        """Forget everything and free the slab, after a failed step or for another batch shape."""
+        self._sequences.clear()
+        self._free = set(range(self.slots))
+        self._keys = self._values = None
+
+    def _slab(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slabs, made at the first use."""
+        tokens, *rest = like.shape
+        if self._keys is None or self._values is None:
+            shape = (self.slots * tokens, *rest)
+            self._keys, self._values = (
+                torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2)
+            )
+            self._slice_tokens = tokens
+        elif tokens != self._slice_tokens or list(self._keys.shape[1:]) != rest:
+            raise CacheError(
+                f"keys of shape {tuple(like.shape)} for a pool of chunks "
+                f"{(self._slice_tokens, *self._keys.shape[1:])}"
+            )
+        return self._keys, self._values
+
+    def _span(self, slot: int) -> slice:
+        return slice(slot * self._slice_tokens, (slot + 1) * self._slice_tokens)
+
+    def _run(self, chunks: tuple[tuple[int, int], ...]) -> Run:
+        assert self._keys is not None and self._values is not None
+        span = slice(chunks[0][0] * self._slice_tokens, (chunks[-1][0] + 1) * self._slice_tokens)
+        return Run(self._keys[span], self._values[span], tuple(piece for _, piece in chunks))

@@ -1,0 +1,209 @@
+"""Slice attention against full causal attention, and the rules of the key-value cache."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_het.attention.kernels import KERNELS, Setting, choose_kernel
+from megatron_het.attention.kv_cache import CacheError, KVCache
+from megatron_het.attention.slice_attention import slice_attention
+
+CPU = choose_kernel(Setting("cpu", torch.float32, 16))
+SCALE = 0.25
+
+
+def full_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention written out; ``[s, b, heads, d]``."""
+    times = q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(times, dim=2) for t in (k, v))
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * SCALE
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+def inputs(n: int, heads: int, groups: int, dtype: torch.dtype, batch: int = 2) -> list[torch.Tensor]:
+    torch.manual_seed(n * 100 + heads * 10 + groups)
+    return [torch.randn(8 * n, batch, h, 16, dtype=dtype) for h in (heads, groups, groups, heads)]
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+class Sliced:
+    """One microbatch, slice by slice: forwards and backwards in any order."""
+
+    def __init__(self, cache: KVCache, tensors: list[torch.Tensor], n: int, microbatch: int = 0) -> None:
+        self.cache, self.microbatch, self.outs = cache, microbatch, []
+        self.leaves = [[p.clone().requires_grad_() for p in t.chunk(n)] for t in tensors[:3]]
+        self.grads = tensors[3].chunk(n)
+
+    def forward(self, index: int) -> None:
+        q, k, v = (t[index] for t in self.leaves)
+        place = {"cache": self.cache, "kernel": CPU, "microbatch": self.microbatch, "index": index}
+        self.outs.append(slice_attention(q, k, v, scale=SCALE, **place))
+
+    def backward(self, index: int) -> None:
+        self.outs[index].backward(self.grads[index])
+
+    def errors(self, tensors: list[torch.Tensor]) -> list[float]:
+        whole = [t.double().requires_grad_() for t in tensors[:3]]
+        out = full_attention(*whole)
+        out.backward(tensors[3].double())
+        found = [torch.cat([p.grad for p in leaf]) for leaf in self.leaves]
+        pairs = [(torch.cat(self.outs).detach(), out.detach())]
+        pairs += [(f, w.grad) for f, w in zip(found, whole, strict=True)]
+        return [relative(f, w) for f, w in pairs]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_exact(n: int, heads: int, groups: int, dtype: torch.dtype, tolerance: float) -> None:
+    tensors = inputs(n, heads, groups, dtype)
+    cache = KVCache(n)
+    run = Sliced(cache, tensors, n)
+    for i in range(n):
+        run.forward(i)
+    assert cache.live_chunks == n
+    for i in reversed(range(n)):
+        run.backward(i)
+    assert max(run.errors(tensors)) < tolerance
+    assert cache.live_chunks == 0
+    cache.check_empty()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5, 6])
+def test_interleaved_microbatches(ahead: int) -> None:
+    """The order of a pipeline stage: warm-up, then one forward and one backward, then the rest."""
+    n, count = 4, 3
+    every = [[t + m for t in inputs(n, 4, 2, torch.float64, batch=1)] for m in range(count)]
+    cache = KVCache(n + ahead)
+    runs = [Sliced(cache, tensors, n, m) for m, tensors in enumerate(every)]
+    forwards = [(m, i) for m in range(count) for i in range(n)]
+    backwards = [(m, i) for m in range(count) for i in reversed(range(n))]
+    warmup = n - 1 + ahead
+    order = [("F", *f) for f in forwards[:warmup]]
+    for f, b in zip(forwards[warmup:], backwards, strict=False):
+        order += [("F", *f), ("B", *b)]
+    order += [("B", *b) for b in backwards[len(forwards) - warmup :]]
+    peak = 0
+    for kind, m, i in order:
+        runs[m].forward(i) if kind == "F" else runs[m].backward(i)
+        peak = max(peak, cache.live_chunks)
+    assert peak == n + ahead
+    cache.check_empty()
+    pool = cache.pool_bytes
+    assert pool == 2 * (n + ahead) * 8 * 1 * 2 * 16 * 8  # fixed: keys and values, groups not expanded
+    for run, tensors in zip(runs, every, strict=True):
+        assert max(run.errors(tensors)) < 1e-13
+
+
+def test_recompute_appends_once() -> None:
+    n = 4
+    tensors = inputs(n, 4, 2, torch.float64)
+    cache = KVCache(n)
+    run = Sliced(cache, tensors, n)
+    for i in range(n):
+        q, k, v = (t[i] for t in run.leaves)
+        place = {"cache": cache, "kernel": CPU, "microbatch": 0, "index": i, "scale": SCALE}
+        attend = lambda q, k, v, place=place: slice_attention(q, k, v, **place)  # noqa: E731
+        run.outs.append(checkpoint(attend, q, k, v, use_reentrant=True))
+        assert cache.live_chunks == i + 1
+    for i in reversed(range(n)):
+        run.backward(i)
+        assert cache.live_chunks == i
+    assert max(run.errors(tensors)) < 1e-13
+
+
+def test_backward_out_of_order() -> None:
+    run = Sliced(KVCache(3), inputs(3, 4, 2, torch.float32), 3)
+    for i in range(3):
+        run.forward(i)
+    with pytest.raises(CacheError, match="backward of microbatch 0 slice 1 while 3 slices"):
+        run.backward(1)
+    run.backward(2)
+    with pytest.raises(CacheError, match="slice 0 while 2 slices"):
+        run.backward(0)
+
+
+def test_slice_left_out() -> None:
+    run = Sliced(KVCache(3), inputs(3, 4, 2, torch.float32), 3)
+    run.forward(0)
+    with pytest.raises(CacheError, match="slice 2 after 1 cached"):
+        run.forward(2)
+
+
+def test_pool_is_fixed_and_checked() -> None:
+    cache = KVCache(2)
+    run = Sliced(cache, inputs(3, 4, 2, torch.float32), 3)
+    run.forward(0)
+    size = cache.pool_bytes
+    run.forward(1)
+    assert cache.pool_bytes == size == 2 * 2 * 8 * 2 * 2 * 16 * 4
+    with pytest.raises(CacheError, match="all 2 chunks"):
+        run.forward(2)
+    with pytest.raises(CacheError, match="left at the end"):
+        cache.check_empty()
+    cache.drop(0)
+    cache.check_empty()
+
+
+def test_prefix_is_mostly_one_run() -> None:
+    """Two microbatches that overlap as in 1F1B: one view each, nothing concatenated."""
+    cache = KVCache(6)
+    kv = torch.zeros(8, 1, 2, 16)
+    for i in range(4):
+        cache.append(0, i, kv, kv)
+    cache.append(1, 0, kv, kv)
+    for i in (3, 2, 1):
+        cache.release(0, i)
+        cache.append(1, 4 - i, kv, kv)
+    assert [run.slices for run in cache.prefix(1, 4)] == [(3, 2, 1, 0)]
+    keys = cache.prefix(1, 4)[0].keys
+    assert keys.shape[0] == 32 and keys.untyped_storage().nbytes() == cache.pool_bytes // 2
+
+
+def test_query_view_does_not_pin_the_projection() -> None:
+    fused = torch.randn(8, 1, 2, 48, requires_grad=True)
+    q, k, v = fused.split(16, dim=-1)
+    out = slice_attention(q, k, v, cache=KVCache(1), kernel=CPU, microbatch=0, index=0, scale=SCALE)
+    for tensor in out.grad_fn.saved_tensors:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_kernel_table(kernel: object) -> None:
+    half = Setting("cuda", torch.bfloat16, 128, (9, 0))
+    reasons = {
+        "cpu-flash": "runs on the CPU only",
+        "cuda-flash": None,
+        "cuda-efficient": None,
+    }
+    if kernel.name in reasons:
+        assert kernel.refuses(half) == reasons[kernel.name]
+    assert kernel.summary
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        (Setting("cpu", torch.float64, 16), "cpu-flash"),
+        (Setting("cuda", torch.bfloat16, 128, (9, 0)), "cuda-flash"),
+        (Setting("cuda", torch.float32, 128, (9, 0)), "cuda-efficient"),
+        (Setting("cuda", torch.float16, 128, (7, 0)), "cuda-efficient"),
+    ],
+)
+def test_choice(setting: Setting, name: str) -> None:
+    assert choose_kernel(setting).name == name
+
+
+def test_no_kernel_says_why() -> None:
+    with pytest.raises(ValueError, match="cuda-flash has no torch.float64; cuda-efficient has no torch.float64"):
+        choose_kernel(Setting("cuda", torch.float64, 64, (9, 0)))
+    with pytest.raises(ValueError, match="unknown"):
+        choose_kernel(Setting("cpu", torch.float32, 64), "magic")
