@@ -49,10 +49,12 @@ def add_transfers(program: Program, *, speeds: Sequence[float] | None = None, or
         raise ValueError(f"order = {order!r}: must be global or late")
     graph = Graph(program, open_sends=True)
     graph.check_complete()
-    _, end, runnable = replay(graph, plain_durations(program, graph, speeds))
+    duration = plain_durations(program, graph, speeds)
+    _, end, runnable = replay(graph, duration)
     runnable.sort(key=end.__getitem__)  # stable: what ends together stays in a runnable order
-    place = _place_global if order == "global" else _place_late
-    return place(program, graph, runnable)
+    if order == "late":
+        return _place_late(program, graph, runnable)
+    return _place_global(program, graph, runnable, duration, end)
 
 
 def _message(graph: Graph, node: int) -> tuple[Op, int, Op] | None:
@@ -88,17 +90,32 @@ _MADE_BY = {
 }
 
 
-def _place_global(program: Program, graph: Graph, order: Sequence[int]) -> Program:
+def _place_global(
+    program: Program, graph: Graph, order: Sequence[int], duration: Sequence[float], end: Sequence[float]
+) -> Program:
+    """Of what ends at one moment, computations come first: their buffers are free for what is received then.
+
+    Operations without duration keep their place among the messages, which they may depend on.
+    """
     out: list[list[Op]] = [[] for _ in program.ops]
-    for node in order:
-        op, device = graph.ops[node], graph.device[node]
-        message = _message(graph, node)
-        if op[0] not in TRANSFERS:
-            out[device].append(op)
-        if message is not None:
-            send, peer, receive = message
-            out[device].append(send)
-            out[peer].append(receive)
+    ops, device_of = graph.ops, graph.device
+    at, count = 0, len(order)
+    while at < count:
+        first, now = at, end[order[at]]
+        while at < count and end[order[at]] == now:
+            node = order[at]
+            if duration[node] > 0:
+                out[device_of[node]].append(ops[node])
+            at += 1
+        for node in order[first:at]:
+            op, device = ops[node], device_of[node]
+            if duration[node] <= 0 and op[0] not in TRANSFERS:
+                out[device].append(op)
+            message = _message(graph, node)
+            if message is not None:
+                send, peer, receive = message
+                out[device].append(send)
+                out[peer].append(receive)
     return replace(program, ops=tuple(map(tuple, out)))
 
 

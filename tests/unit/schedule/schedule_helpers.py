@@ -1,0 +1,42 @@
+"""Shapes, costs and shorthands shared by the schedule tests."""
+
+from dataclasses import replace
+
+from megatron_het.schedule import Costs, Memory, Op, Program, Result, Shape, add_transfers, generate, simulate
+
+
+def unit_memory(shape: Shape) -> Memory:
+    """One microbatch's activations of the whole model are 1 byte, spread evenly over the chunks."""
+    share = 1.0 / len(shape.path)
+    return Memory(activation_bytes=tuple((share,) * len(shape.layers[d.stage]) for d in shape.devices))
+
+
+def run(program: Program, forward_s: float = 1.0, backward_s: float = 2.0, **costs: object) -> Result:
+    """Simulates with equal costs per chunk and unit activations."""
+    shape = program.shape
+    base = Costs.uniform(shape, forward_s=forward_s, backward_s=backward_s, memory=unit_memory(shape))
+    return simulate(program, replace(base, **costs))
+
+
+def full(name: str, shape: Shape, **parameters: object) -> Program:
+    """A schedule with its transfers."""
+    return add_transfers(generate(name, shape, **parameters))
+
+
+def peaks(result: Result) -> list[float]:
+    """Peak memory per device."""
+    return [use.peak_bytes for use in result.memory]
+
+
+def with_device(program: Program, device: int, ops: list[Op]) -> Program:
+    """The program with another list on one device."""
+    rows = list(program.ops)
+    rows[device] = tuple(ops)
+    return replace(program, ops=tuple(rows))
+
+
+def swapped(program: Program, device: int, i: int, j: int) -> Program:
+    """The program with two operations of a device swapped."""
+    ops = list(program.ops[device])
+    ops[i], ops[j] = ops[j], ops[i]
+    return with_device(program, device, ops)

@@ -1,0 +1,265 @@
+"""The numbers of the papers, to the digits printed there or derived from them by hand."""
+
+from dataclasses import replace
+
+import pytest
+from schedule_helpers import full, peaks, run
+
+from megatron_het.schedule import Costs, Link, Shape, add_transfers, formulas, generate, simulate
+from megatron_het.schedule.compare import Setting, compare
+from megatron_het.schedule.exchange import balance, lockstep_bubble, paper_volume, plan_exchange
+from megatron_het.schedule.graph import Graph
+from megatron_het.schedule.passes import add_exchange, add_parameters, add_vocabulary
+from megatron_het.schedule.transports import deadlocks
+
+
+@pytest.mark.parametrize(
+    ("p", "n", "v", "m", "peak", "fraction", "bubble"),
+    [
+        (4, 8, 1, 2, 14, 0.4375, 0.1875),
+        (4, 8, 2, 2, 22, 0.3438, 0.0938),
+        (4, 4, 1, 4, 10, 0.6250, 0.1875),
+        (8, 8, 1, 4, 22, 0.3438, 0.2188),
+        (8, 16, 5, 4, 94, 0.1469, 0.0219),
+    ],
+)
+def test_slimpipe_memory_and_bubble(p: int, n: int, v: int, m: int, peak: int, fraction: float, bubble: float) -> None:
+    """SlimPipe, Table 2; the peak falls by two stage-slices per device."""
+    result = run(full("slimpipe", Shape.uniform(p, m, slices=n, chunks=v)))
+    in_slices = [value * n * v * p for value in peaks(result)]
+    assert in_slices == pytest.approx([peak - 2 * r for r in range(p)])
+    assert max(peaks(result)) == pytest.approx(fraction, abs=5.1e-5)
+    assert result.bubble_fraction == pytest.approx(bubble, abs=5.1e-5)
+    assert (max(peaks(result)), result.bubble_fraction) == pytest.approx(formulas.slimpipe(p, m, n, v))
+
+
+def test_slimpipe_figure_6() -> None:
+    """Both memory and bubble fall towards 1/p and 0 with the number of slices, from those of 1F1B."""
+    p, m = 8, 4
+    rows = [run(full("slimpipe", Shape.uniform(p, m, slices=n))) for n in (8, 16, 32, 64)]
+    memory, bubble = [max(peaks(r)) for r in rows], [r.bubble_fraction for r in rows]
+    assert memory == pytest.approx([(1 + 2 * (p - 1) / n) / p for n in (8, 16, 32, 64)])
+    assert bubble == pytest.approx([(p - 1) / (n * m) for n in (8, 16, 32, 64)])
+    unsliced = run(full("1f1b", Shape.uniform(p, p)))
+    assert max(peaks(unsliced)) == pytest.approx(1.0)
+    assert unsliced.bubble_fraction == pytest.approx(1 - 1 / p)
+
+
+def test_slimpipe_figure_3() -> None:
+    """At 8 stages and 4 microbatches: SlimPipe far below all others, split backwards in between."""
+    rows = {r.schedule: r for r in compare(Setting(8, 4, slices=32, attention_share=0.6))}
+    order = ["slimpipe-helping", "slimpipe", "slimpipe-plain", "zb-v", "1f1b"]
+    assert [rows[a].bubble_fraction < rows[b].bubble_fraction for a, b in zip(order, order[1:])] == [True] * 4
+    assert rows["1f1b"].bubble_fraction == pytest.approx(7 / 4)
+
+
+def test_imbalance_bubble_of_split_backwards_grows_with_attention() -> None:
+    """ZB-V is free of bubbles only when all three passes take equally long (SlimPipe, section 2.2)."""
+    bubbles = []
+    for share in (0.0, 0.5, 1.0):
+        rows = {r.schedule: r for r in compare(Setting(4, 16, slices=4, attention_share=share))}
+        bubbles.append(rows["zb-v"].bubble_fraction)
+    assert bubbles[0] == pytest.approx(3 / 96)  # only the start of the last device
+    assert bubbles[0] < bubbles[1] < bubbles[2] <= formulas.zb_v_bubble_bound(4, 16) + 3 / 96
+
+
+@pytest.mark.parametrize(("stages", "m"), [(4, 4), (4, 8), (4, 16), (4, 2), (3, 3)])
+def test_ministage_bubble(stages: int, m: int) -> None:
+    """Zorse's schedule without gathers, also with fewer microbatches than stages."""
+    got = [
+        run(full("ministage", Shape.uniform(stages, m, chunks=c)), 1 / c, 2 / c).bubble_fraction for c in (1, 2, 4, 8)
+    ]
+    assert got == pytest.approx([formulas.ministage_bubble(stages, c, m) for c in (1, 2, 4, 8)])
+
+
+def test_ministage_bubble_at_8_microbatches() -> None:
+    """4 groups, 8 microbatches: .375 .188 .094 .047 for 1, 2, 4, 8 ministages."""
+    got = [run(full("ministage", Shape.uniform(4, 8, chunks=c)), 1 / c, 2 / c).bubble_fraction for c in (1, 2, 4, 8)]
+    assert got == pytest.approx([0.375, 0.188, 0.094, 0.047], abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "expected"), [(0, [0.883, 0.955, 1.006, 1.062]), (1, [0.883, 0.455, 0.256, 0.187])]
+)
+def test_ministage_gathers(prefetch: int, expected: list[float]) -> None:
+    """A gather of 2.0 per stage, forward 1 and backward 3 per stage, 0.02 per hop: exposed or prefetched."""
+    got = []
+    for c in (1, 2, 4, 8):
+        program = add_parameters(full("ministage", Shape.uniform(4, 4, chunks=c)), prefetch=prefetch, step="none")
+        gather = ((2.0 / c,) * c,) * 4
+        link = Link(latency_s=0.02)
+        got.append(run(program, 1 / c, 3 / c, gather_s=gather, link=lambda a, b: link).bubble_fraction)  # noqa: B023
+    assert got == pytest.approx(expected, abs=6e-4)
+
+
+def test_zorse_table_2() -> None:
+    """At most two ministages materialised; one gather per layer forward and one backward."""
+    layers = 8
+    for ministages in (1, 2, 4, 8):
+        per = layers // ministages
+        shape = Shape.uniform(3, 5, chunks=ministages, layers_per_chunk=per)
+        program = add_parameters(full("ministage", shape), per_layer=True, keep_at_turn=False)
+        sizes = ((float(per),) * ministages,) * 3
+        base = Costs.uniform(shape)
+        result = simulate(program, replace(base, memory=replace(base.memory, parameter_bytes=sizes)))
+        for d in range(3):
+            gathers = sum(op.kind.name == "PARAM_GATHER" for op in program.ops[d])
+            assert gathers == formulas.ministage_gathers(layers)
+            most = result.memory[d].peak_of("parameters")
+            assert most == formulas.ministage_materialized_layers(layers, ministages)
+
+
+def test_exchange_table() -> None:
+    """p = 4, n = 8: loads, transfers and loads after, through the juncture of two microbatches."""
+    plan = plan_exchange(generate("slimpipe", Shape.uniform(4, 2, slices=8)), units=1)
+    slots = {s.index: s for s in plan.slots if not s.backward}
+    moves = {k: ", ".join(f"{m.owner}>{m.helper}:{m.stop - m.start}" for m in slots[k].moves) for k in range(8, 16)}
+    expected = {
+        8: ((1, 8, 7, 6), "1>0:2, 2>0:1, 3>0:1", (5, 6, 6, 5)),
+        9: ((2, 1, 8, 7), "2>1:3, 3>0:2", (4, 4, 5, 5)),
+        10: ((3, 2, 1, 8), "3>2:2, 3>1:1, 3>0:1", (4, 3, 3, 4)),
+    }
+    for k, (loads, text, after) in expected.items():
+        assert (slots[k].loads, moves[k], slots[k].after) == (loads, text, after)
+    for k in range(11, 16):
+        assert slots[k].loads == (k - 7, k - 8, k - 9, k - 10)
+        assert moves[k] == "0>3:1"
+
+
+@pytest.mark.parametrize(("p", "n", "busiest"), [(4, 8, 44), (8, 16, 166)])
+def test_exchange_volume(p: int, n: int, busiest: int) -> None:
+    """The busiest device stays within equation (2), and no slot differs by more than one slice."""
+    plan = plan_exchange(generate("slimpipe", Shape.uniform(p, 3, slices=n)), units=1)
+    middle = replace(plan, slots=tuple(s for s in plan.slots if not s.backward and n <= s.index < 2 * n))
+    assert max(middle.volume().values()) == busiest
+    assert busiest <= paper_volume(p, n)
+    assert balance(middle.slots) == 1
+
+
+def test_paper_volume() -> None:
+    """Equation (2)."""
+    assert (paper_volume(4, 8), paper_volume(8, 16)) == (44, 184)
+
+
+@pytest.mark.parametrize(
+    ("p", "n", "none", "pairs", "whole", "half", "helping"),
+    [
+        (4, 8, None, None, 0.201, 0.094, 0.007),
+        (8, 16, 0.669, 0.234, 0.167, 0.109, 0.006),
+        (8, 32, 0.385, 0.136, 0.085, 0.055, 0.001),
+    ],
+)
+def test_exchange_bubble(
+    p: int, n: int, none: float | None, pairs: float | None, whole: float, half: float, helping: float
+) -> None:
+    """Attention only, aligned slots, 4 microbatches: no exchange, pairs, many to one, half slices, idle help."""
+    program = generate("slimpipe", Shape.uniform(p, 4, slices=n))
+
+    def bubble(**options: object) -> float:
+        return lockstep_bubble(plan_exchange(program, **options), n, 4)  # type: ignore[arg-type]
+
+    if none is not None:
+        plan = plan_exchange(program, units=1)
+        total = sum(max(s.loads) for s in plan.slots if not s.backward)
+        ideal = 4 * n * (n + 1) / 2
+        assert (total - ideal) / ideal == pytest.approx(none, abs=6e-4)
+        assert bubble(units=1, pairs=True) == pytest.approx(pairs, abs=6e-4)
+    assert bubble(units=1) == pytest.approx(whole, abs=5.1e-4)
+    assert bubble(units=2) == pytest.approx(half, abs=5.1e-4)
+    assert bubble(units=2, helping=True, diagonal=True) == pytest.approx(helping, abs=5.1e-4)
+    assert bubble(units=2, helping=True) < (p - 1) / (n * 4)
+
+
+def test_exchange_in_half_slices_reaches_the_papers_bound() -> None:
+    """8 devices, 32 slices, 4 microbatches, attention only; below the bound when idle devices help."""
+    rows = {r.schedule: r.bubble_fraction for r in compare(Setting(8, 4, slices=32, attention_share=1.0))}
+    assert rows["slimpipe"] <= 7 / 128
+    assert rows["slimpipe-helping"] < formulas.slimpipe_attention_bubble(8, 4, 32) < 7 / 128
+    assert rows["slimpipe-plain"] > 0.2
+
+
+@pytest.mark.parametrize(
+    ("n", "v", "output", "last_only", "distributed"), [(16, 1, 0.4, 0.438, 0.104), (16, 5, 2.1, 0.370, 0.021)]
+)
+def test_vocabulary_bubble(n: int, v: int, output: float, last_only: float, distributed: float) -> None:
+    """8 devices, 4 microbatches, output layer of ``output`` forwards of a stage-slice (section 4.3)."""
+    p, shape = 8, Shape.uniform(8, 4, slices=n, chunks=v)
+    program = generate("slimpipe", shape)
+    costs = Costs.uniform(shape, forward_s=n, backward_s=2 * n)
+
+    def plus(table: tuple[tuple[float, ...], ...], extra: float) -> tuple[tuple[float, ...], ...]:
+        return (*table[:-1], (*table[-1][:-1], table[-1][-1] + extra))
+
+    heavy = replace(
+        costs, forward_s=plus(costs.forward_s, n * output), backward_s=plus(costs.backward_s, 2 * n * output)
+    )
+    assert simulate(add_transfers(program), heavy).bubble_fraction == pytest.approx(last_only, abs=6e-4)
+    part = (n * output / p,) * p
+    split = replace(costs, vocab_forward_s=part, vocab_backward_s=tuple(2 * t for t in part))
+    result = simulate(add_transfers(add_vocabulary(program)), split)
+    assert result.bubble_fraction == pytest.approx(distributed, abs=6e-4)
+
+
+def test_deep_warmup_hides_latency() -> None:
+    """A hop of 0.3 forwards, 4 devices, 8 slices: .113 with SlimPipe's warm-up, twice that with Seq1F1B's."""
+    shape = Shape.uniform(4, 4, slices=8)
+    link = Link(latency_s=0.3 / 8)
+    got = [
+        run(full(name, shape), 1.0, 2.0, link=lambda a, b: link).bubble_fraction for name in ("slimpipe", "seq1f1b")
+    ]
+    assert got == pytest.approx([0.1125, 0.225], abs=6e-4)
+
+
+_OK, _DEAD = False, True
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "late"),
+    [
+        ("slimpipe", Shape.uniform(4, 2, slices=8), (_DEAD, _DEAD, _DEAD, _OK)),
+        ("slimpipe", Shape.uniform(4, 2, slices=8, chunks=2), (_DEAD, _DEAD, _DEAD, _OK)),
+        ("1f1b", Shape.uniform(4, 8), (_DEAD, _DEAD, _DEAD, _OK)),
+        ("ministage", Shape.uniform(2, 2, chunks=3), (_DEAD, _DEAD, _DEAD, _OK)),
+        ("ministage", Shape.uniform(2, 4, chunks=3), (_DEAD, _DEAD, _DEAD, _OK)),
+        ("ministage", Shape.uniform(3, 3, chunks=4), (_DEAD, _DEAD, _OK, _OK)),
+        ("ministage", Shape.uniform(4, 5, chunks=4), (_DEAD, _DEAD, _OK, _OK)),
+        ("ministage", Shape.uniform(4, 16), (_OK, _OK, _OK, _OK)),
+    ],
+)
+def test_transports(name: str, shape: Shape, late: tuple[bool, ...]) -> None:
+    """Receives right before use deadlock on most transports; one global order on none."""
+    program = generate(name, shape)
+    found = deadlocks(Graph(add_transfers(program, order="late")))
+    assert tuple(bool(found[t]) for t in ("blocking", "rank", "pair", "edge")) == late
+    assert not any(deadlocks(Graph(add_transfers(program))).values())
+
+
+def test_receives_outstanding_on_the_wrap_around_edge() -> None:
+    """Zorse's price for the global order: m - S + 1 receives at once from the last stage to the first."""
+    stages, m = 4, 16
+    program = full("ministage", Shape.uniform(stages, m, chunks=4))
+    posted = most = 0
+    for op in program.for_device(0, 0):
+        if op.kind.name == "RECV_FORWARD":
+            posted += 1
+        elif op.kind.name == "FORWARD" and op.chunk:
+            posted -= 1
+        most = max(most, posted)
+    assert most == m - stages + 1
+
+
+def test_exchange_pass_in_time() -> None:
+    """The simulated exchange is never slower than slots in lockstep, and exact for half slices."""
+    n, p = 32, 8
+    program = generate("slimpipe", Shape.uniform(p, 4, slices=n))
+    whole = float(n * (n + 1))
+    costs = Costs.uniform(
+        program.shape, forward_s=0.0, backward_s=0.0, attention_forward_s=((whole,),) * p,
+        attention_backward_s=((2 * whole,),) * p,
+    )  # fmt: skip
+    for options in ({"units": 1}, {"units": 2}, {"units": 2, "helping": True}):
+        plan = plan_exchange(program, **options)
+        result = simulate(add_transfers(add_exchange(program, plan)), costs)
+        assert result.bubble_fraction <= lockstep_bubble(plan, n, 4) * 1.2
+        if options == {"units": 2}:
+            assert result.bubble_fraction == 7 / 128
