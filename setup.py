@@ -33,7 +33,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_het*", "tools*"]),
-    include_package_data=True,
+    package_data={"tools.planner": ["data/*"]},
     install_requires=RUNTIME,
     extras_require={"planner": PLANNER, "test": TEST, "gpu": GPU},
     entry_points={"console_scripts": ["het-plan = tools.planner.__main__:main"]},

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import time
 from collections import defaultdict
@@ -178,6 +179,10 @@ def _random_state() -> None:
     def seed(value: int) -> None:
         torch.default_generator.manual_seed(int(value))
 
+    # One generator for both is what is wanted here; upstream would warn at every fork.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: not record.getMessage().startswith("CPU RNG state changed within")
+    )
     torch.cuda._lazy_call = lambda call, **kwargs: call()
     torch.cuda.default_generators = _Generators()
     for module in (torch.cuda, torch.cuda.random):
