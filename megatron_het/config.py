@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_het.config_slices import check_slices
 from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.plan.slices import is_sliced
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_parallelism(plan, args)
     _check_mixed(plan, args)
     _check_checkpoint(args)
+    check_slices(plan, args)
 
 
 def _flag(name: str) -> str:
@@ -183,7 +186,16 @@ def _check_mixed(plan: Plan, args: Any) -> None:
         raise PlanError("--qk-layernorm", True, f"stage {mixed[0]} has replicas of different TP")
     chunks = {len(s.layers) for s in plan.stages}
     if len(chunks) > 1:
-        raise PlanError("stages[*].layers", sorted(chunks), "all stages need the same number of chunks")
+        raise PlanError(
+            "stages[*].layers", sorted(chunks), "all stages need the same number of chunks: "
+            "Megatron's layout has one number of virtual stages", "Give a stage chunks of 0 layers",
+        )
+    if plan.model.tied_embeddings and len(plan.stages) == 1 and chunks != {1}:
+        raise PlanError(
+            "model.tied_embeddings", True, "the embedding and the output layer of a single stage are "
+            "in different chunks and cannot share their weights",
+            "Add --untie-embeddings-and-output-weights, or use one chunk",
+        )
 
 
 def _check_checkpoint(args: Any) -> None:
@@ -227,6 +239,12 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     args.use_distributed_optimizer = plan.training.distributed_optimizer
     args.bf16 = plan.training.precision == "bf16"
     args.fp16 = plan.training.precision == "fp16"
+    if len(plan.stages[0].layers) > 1:
+        # True of the executor: it posts every transfer asynchronously.  Megatron's check of it is
+        # about its own interleaved schedule, which does not run.
+        args.overlap_p2p_comm = True
+    if is_sliced(plan):
+        args.create_attention_mask_in_dataloader = False  # slices are causal; a mask grows as s^2
     _apply_recompute(plan, args)
     sizes = {r.tp for s in plan.stages for r in s.replicas}
     if args.padded_vocab_size is None:
@@ -236,6 +254,18 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
         # Several local shapes or copies per key: right under a plan, an error to this check.
         args.ckpt_load_validate_sharding_integrity = False
     return tp * placement.num_stages
+
+
+def apply_chunks(plan: Plan, args: Any) -> None:
+    """Write the chunks of a single stage into Megatron's arguments, after they are validated.
+
+    Validation refuses several chunks in a pipeline of one stage, because its own interleaved
+    schedule needs a second stage; the rest of Megatron takes any layout.
+    """
+    chunks = len(plan.stages[0].layers)
+    if len(plan.stages) == 1 and chunks > 1:
+        args.pipeline_model_parallel_layout = pipeline_layout(plan)
+        args.virtual_pipeline_model_parallel_size = chunks
 
 
 def _apply_recompute(plan: Plan, args: Any) -> None:

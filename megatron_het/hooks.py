@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_het.arguments import het_help, split_arguments
-from megatron_het.config import HetConfig, apply_plan, check_arguments
+from megatron_het.config import HetConfig, apply_chunks, apply_plan, check_arguments
 from megatron_het.plan import Placement, PlanError
 
 
@@ -97,6 +97,7 @@ def _validate_args_hook(config: HetConfig) -> Callable[[Callable[..., Any]], Cal
             args.world_size = apply_plan(plan, Placement(plan), args, args.rank)
             result = original(args, defaults or {})
             args.world_size = world_size
+            apply_chunks(plan, args)
             args.het_plan = config.plan_path
             return result
 

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.runtime.lowering import RankOp, RankProgram
+from megatron_het.runtime.slicing import Sequences, WholeSequences
 from megatron_het.runtime.timeline import Timeline
 from megatron_het.schedule.ir import Kind
 
@@ -71,6 +72,7 @@ class Executor:
         is_last: Whether this rank's stage is the last of the pipeline.
         num_chunks: Model chunks on this rank.
         timeline: Records when every operation ran.
+        sequences: Runs a forward over a whole sequence (the default) or over a slice.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class Executor:
         is_last: bool,
         num_chunks: int,
         timeline: Timeline,
+        sequences: Sequences | None = None,
     ) -> None:
+        self._sequences = sequences or WholeSequences()
         self._programs = programs
         self._channels = channels
         self._is_last = is_last
@@ -112,6 +116,7 @@ class Executor:
                 self._handlers[op.kind](op, call, state)
         self._channels.wait_sends()
         self._check_nothing_left(state)
+        self._sequences.finish()
         return state
 
     # -- compute -----------------------------------------------------------------------------
@@ -124,21 +129,23 @@ class Executor:
         source = self._arrived(Kind.RECV_FORWARD, key, state)
         if source is not None and not call.forward_only:
             source.requires_grad_()
-        output, num_tokens = schedules.forward_step(
-            call.forward_step_func,
-            call.data_iterators[op.chunk],
-            model,
-            call.num_microbatches,
-            source,
-            state.reports,
-            call.config,
-            1,  # context-parallel size
-            call.collect_non_loss_data,
-            is_first_microbatch=op.chunk not in state.forwarded,
-            current_microbatch=op.microbatch,
-            is_last_stage=is_last,
-            **({"vp_stage": op.chunk} if self._num_chunks > 1 else {}),
-        )
+        whole = call.data_iterators[op.chunk]
+        with self._sequences.forward(op, whole, call.forward_only) as data_iterator:
+            output, num_tokens = schedules.forward_step(
+                call.forward_step_func,
+                data_iterator,
+                model,
+                call.num_microbatches,
+                source,
+                state.reports,
+                call.config,
+                1,  # context-parallel size
+                call.collect_non_loss_data,
+                is_first_microbatch=op.chunk not in state.forwarded,
+                current_microbatch=op.microbatch,
+                is_last_stage=is_last,
+                **({"vp_stage": op.chunk} if self._num_chunks > 1 else {}),
+            )
         state.forwarded.add(op.chunk)
         state.num_tokens += num_tokens
         if not is_last:
@@ -180,8 +187,12 @@ class Executor:
         self, kind: Kind, key: Key, tensor: torch.Tensor, call: Call, state: Iteration
     ) -> None:
         """Keep a result for its sends; a replicated result may have none on this rank."""
-        if (kind, key) in self._programs[call.forward_only].sends:
+        program = self._programs[call.forward_only]
+        if (kind, key) in program.sends:
             state.to_send[kind, key] = tensor
+        consumer = program.handovers.get((kind, key))
+        if consumer is not None:
+            state.receives[consumer] = (tensor, [])
 
     # -- transfers ---------------------------------------------------------------------------
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_het.plan import Placement
 from megatron_het.runtime.boundary import Piece, Side, pieces
+from megatron_het.schedule.deps import Dependencies
 from megatron_het.schedule.ir import MNEMONICS, RECEIVES, SENDS, Kind, Op, Program
+
+
+Slot = tuple[Kind, tuple[int, int, int]]
+"""A transfer's kind and the (microbatch, slice, chunk) of the operation that it serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +21,7 @@ class RankOp:
 
     ``lo`` and ``hi`` are rows of the *local* tensor ``[s, b, h]``; ``peer`` is a world rank.
     ``is_final_piece`` marks the last piece of a transfer, after which the tensor may go.
+    ``start`` and ``stop`` are those of the schedule's operation (layers of a parameter operation).
     """
 
     kind: Kind
@@ -27,6 +33,8 @@ class RankOp:
     lo: int = 0
     hi: int = 0
     is_final_piece: bool = True
+    start: int = -1
+    stop: int = -1
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -39,13 +47,16 @@ class RankProgram:
     """The operations of one rank in order.
 
     ``backwards[c]`` counts the backward operations of chunk c, and ``sends`` holds (kind, key) of
-    the results that this rank sends.
+    the results that this rank sends.  ``handovers`` maps results whose consumer is this very rank
+    (a pipeline of one stage) to the consumer: (kind, key) of the send and of the receive that a
+    transfer would have been.
     """
 
     ops: tuple[RankOp, ...]
     num_microbatches: int
     backwards: tuple[int, ...]
-    sends: frozenset[tuple[Kind, tuple[int, int, int]]]
+    sends: frozenset[Slot]
+    handovers: dict[Slot, Slot] = field(default_factory=dict)
 
 
 class BoundaryMap:
@@ -92,9 +103,35 @@ def lower(program: Program, boundaries: BoundaryMap, device: int, tp_rank: int, 
         else:
             if op.kind == Kind.BACKWARD:
                 backwards[op.chunk] += 1
-            ops.append(RankOp(op.kind, op.microbatch, op.slice, op.chunk, _label(op)))
+            ops.append(
+                RankOp(
+                    op.kind, op.microbatch, op.slice, op.chunk, _label(op), start=op.start, stop=op.stop
+                )
+            )
     sends = frozenset((op.kind, op.key) for op in ops if op.kind in SENDS)
-    return RankProgram(tuple(ops), program.shape.microbatches, tuple(backwards), sends)
+    return RankProgram(
+        tuple(ops), program.shape.microbatches, tuple(backwards), sends, _handovers(program, device)
+    )
+
+
+_HANDED_OVER = {
+    Kind.FORWARD: (Kind.SEND_FORWARD, Kind.RECV_FORWARD),
+    Kind.BACKWARD: (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD),
+}
+
+
+def _handovers(program: Program, device: int) -> dict[Slot, Slot]:
+    """Results that stay on the device, with the operation of the device that they are for."""
+    dependencies = Dependencies(program.shape, program.vocabulary, program.exchange_units)
+    found: dict[Slot, Slot] = {}
+    for op in program.ops[device]:
+        if op.kind in _HANDED_OVER:
+            target = dependencies.target(device, op)
+            if target is not None and target[0] == device:
+                send, receive = _HANDED_OVER[op.kind]
+                key = (op.microbatch, op.slice, op.chunk)
+                found[send, key] = (receive, (op.microbatch, op.slice, target[1]))
+    return found
 
 
 def _transfer(op: Op, boundaries: BoundaryMap, device: int, rank: int, offset: int) -> list[RankOp]:

@@ -14,40 +14,17 @@ import torch.distributed as dist
 
 from megatron_het.config import HetConfig
 from megatron_het.plan import Placement, plan_hash
+from megatron_het.plan.slices import is_sliced, slices_of
 from megatron_het.platform import Platform
 from megatron_het.runtime.channels import Channels, choose_transport
 from megatron_het.runtime.executor import Call, Executor, iterators_per_chunk
 from megatron_het.runtime.gradients import GradientFinalizer, mark_duplicates
 from megatron_het.runtime.lowering import BoundaryMap, edges, lower
+from megatron_het.runtime.programs import build_programs
 from megatron_het.runtime.report import RunReport
+from megatron_het.runtime.slicing import SlicedSequences
 from megatron_het.runtime.timeline import Timeline
-from megatron_het.schedule.generators import generate
-from megatron_het.schedule.ir import Program, Shape
-from megatron_het.schedule.passes import add_transfers
 from megatron_het.topology import PlanGroups, build_groups, install_stage_state, remove_stage_state
-
-
-def schedule_shape(placement: Placement) -> Shape:
-    """What a schedule is a function of, taken from the plan."""
-    plan = placement.plan
-    return Shape(
-        layers=tuple(s.layers for s in plan.stages),
-        route=placement.route,
-        replicas=tuple(len(s.replicas) for s in plan.stages),
-    )
-
-
-def build_programs(placement: Placement) -> dict[bool, Program]:
-    """The plan's training program (False) and evaluation program (True), with transfers."""
-    spec, shape = placement.plan.schedule, schedule_shape(placement)
-    speeds = [r.speed for s in placement.plan.stages for r in s.replicas]
-    programs = {}
-    for forward_only in (False, True):
-        program = generate(
-            spec.name, shape, forward_only=forward_only, speeds=speeds, **spec.parameters
-        )
-        programs[forward_only] = add_transfers(program, speeds=speeds)
-    return programs
 
 
 class HetSession:
@@ -72,6 +49,7 @@ class HetSession:
             platform.is_cuda, device_events=bool(config.report_dir or config.trace_dir)
         )
         self._models: list[torch.nn.Module] = []
+        self._slicing: SlicedSequences | None = None
         self.report: RunReport | None = None
 
     @property
@@ -98,7 +76,7 @@ class HetSession:
         programs = build_programs(self.placement)
         boundaries = BoundaryMap(
             self.placement,
-            args.decoder_seq_length or args.seq_length,
+            (args.decoder_seq_length or args.seq_length) // slices_of(self.plan),
             self.plan.training.sequence_parallel,
         )
         transport = choose_transport(
@@ -111,15 +89,19 @@ class HetSession:
         self._local_seq_length = boundaries.local_length(device, where.tp_rank)
         self._num_chunks = len(self.plan.stages[where.stage].layers)
         self._is_last = where.stage == self.placement.num_stages - 1
+        lowered = {
+            forward_only: lower(program, boundaries, device, where.tp_rank, rank)
+            for forward_only, program in programs.items()
+        }
+        if is_sliced(self.plan):
+            self._slicing = SlicedSequences(args, slices_of(self.plan), lowered)
         self._executor = Executor(
-            {
-                forward_only: lower(program, boundaries, device, where.tp_rank, rank)
-                for forward_only, program in programs.items()
-            },
+            lowered,
             self._channels,
             is_last=self._is_last,
             num_chunks=self._num_chunks,
             timeline=self._timeline,
+            sequences=self._slicing,
         )
         self._finalizer = GradientFinalizer(self._groups, tied)
         self.report = RunReport(
@@ -145,7 +127,7 @@ class HetSession:
         if self._groups is not None:
             remove_stage_state()
             self._groups.close()
-        self._channels = self._groups = self._executor = self._finalizer = None
+        self._channels = self._groups = self._executor = self._finalizer = self._slicing = None
         self._models = []
 
     # -- what Megatron gets --------------------------------------------------------------------
@@ -159,9 +141,15 @@ class HetSession:
         assert self._finalizer is not None
         model_config.transformer.finalize_model_grads_func = self._finalizer
         model_config.pre_wrap_hooks.append(self._prepare_model)
+        if self._num_chunks > 1:
+            from megatron_het.runtime.building import BUILDER
+
+            model_config.builder = BUILDER
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         assert self._finalizer is not None
+        if self._slicing is not None:
+            self._slicing.attach(model)
         self._finalizer.copy_initial_weights(model)
         mark_duplicates(model, self.groups, self.plan.training.distributed_optimizer)
         return model

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_het.plan import Placement
 from megatron_het.runtime.lowering import BoundaryMap, edges, lower
-from megatron_het.runtime.session import build_programs
+from megatron_het.runtime.programs import build_programs
 from megatron_het.schedule.ir import RECEIVES, SENDS
 from tests.unit.plan.test_plan import document, read
 

@@ -1,0 +1,89 @@
+"""Building a rank's model chunks: what Megatron's builder cannot do by itself.
+
+Upstream builds several chunks per rank only in pipelines of two or more stages, because its
+interleaved schedule needs them.  Ministages make sense on a single stage too: they bound how many
+parameters are materialised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.training.models.base import compose_hooks
+from megatron.training.models.dist_utils import (
+    prepare_existing_model_chunks_for_distributed_training,
+)
+from megatron.training.models.gpt import GPTModelBuilder
+
+BUILDER = f"{__name__}.ChunkedGPTModelBuilder"
+"""The value of a model configuration's ``builder`` that selects this builder."""
+
+
+class ChunkedGPTModelBuilder(GPTModelBuilder):
+    """Builds all chunks of the only stage of a pipeline."""
+
+    def build_distributed_models(
+        self,
+        pg_collection: ProcessGroupCollection,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        overlap_param_gather_with_optimizer_step: bool = False,
+        use_megatron_fsdp: bool = False,
+        use_torch_fsdp2: bool = False,
+        wrap_with_ddp: bool = True,
+        data_parallel_random_init: bool = True,
+        mixed_precision_wrapper: Callable[[Any, Any], Any] | None = Float16Module,
+        model_type: ModelType = ModelType.encoder_or_decoder,
+    ) -> list[GPTModel]:
+        """As upstream's; the chunks of a single stage are built one after the other."""
+        config = self._model_config
+        chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
+        if pg_collection.pp.size() > 1 or chunks == 1:
+            return super().build_distributed_models(
+                pg_collection,
+                ddp_config,
+                overlap_param_gather_with_optimizer_step,
+                use_megatron_fsdp,
+                use_torch_fsdp2,
+                wrap_with_ddp,
+                data_parallel_random_init,
+                mixed_precision_wrapper,
+                model_type,
+            )
+        # Upstream numbers layers by the layout only where the configuration, as opposed to the
+        # process group, says that there is more than one stage.
+        config.transformer.pipeline_model_parallel_size = max(
+            2, config.transformer.pipeline_model_parallel_size
+        )
+        models = [self._build_chunk(pg_collection, chunk, chunks, model_type) for chunk in range(chunks)]
+        models = compose_hooks(config.pre_wrap_hooks)(models)
+        models = prepare_existing_model_chunks_for_distributed_training(
+            models,
+            config.transformer,
+            pg_collection,
+            ddp_config=ddp_config,
+            overlap_param_gather_with_optimizer_step=overlap_param_gather_with_optimizer_step,
+            use_megatron_fsdp=use_megatron_fsdp,
+            use_torch_fsdp2=use_torch_fsdp2,
+            wrap_with_ddp=wrap_with_ddp,
+            data_parallel_random_init=data_parallel_random_init,
+            mixed_precision_wrapper=mixed_precision_wrapper,
+        )
+        return compose_hooks(config.post_wrap_hooks)(models)
+
+    def _build_chunk(
+        self, pg_collection: ProcessGroupCollection, chunk: int, chunks: int, model_type: ModelType
+    ) -> GPTModel:
+        model = self.build_model(
+            pg_collection,
+            pre_process=chunk == 0,
+            post_process=chunk == chunks - 1,
+            vp_stage=chunk,
+        )
+        model.model_type = model_type
+        return model
