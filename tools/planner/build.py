@@ -19,7 +19,7 @@ from megatron_het.plan.validate import check_plan
 from tools.planner.candidate import Candidate, Group, Stage, normalised
 from tools.planner.cluster import Cluster
 from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimate, Estimator
+from tools.planner.estimate import Estimate, Estimator, allocate
 from tools.planner.model import Model
 
 
@@ -80,16 +80,38 @@ def model_shape(model: Model) -> ModelShape:
     )
 
 
-def _counts(estimate: Estimate, stage: int, groups: tuple[Group, ...], total: int) -> list[int]:
-    """Microbatches of every single replica; the surplus over ``total`` is taken from the busiest kinds."""
-    largest = [k for k, g in zip(estimate.microbatches[stage], groups) for _ in range(g.count)]
-    surplus = sum(largest) - total
-    while surplus > 0:
-        for i in range(len(largest) - 1, -1, -1):
-            if surplus and largest[i] == max(largest) or (surplus and largest[i] > 1):
-                largest[i] -= 1
-                surplus -= 1
-    return largest
+def _block_counts(estimator: Estimator, candidate: Candidate, s: int, total: int) -> list[int]:
+    """Microbatches of every replica of one stage of one block, adding up to ``total``."""
+    groups = candidate.block().stages[s].groups
+    counts = [g.count for g in groups]
+    if candidate.even:
+        return [total // sum(counts)] * sum(counts)
+    times = [_unit_time(estimator, candidate, s, g) for g in groups]
+    found = allocate(times, counts, total)
+    assert found is not None
+    share = [k for k, n in zip(found[1], counts) for _ in range(n)]
+    slowness = [t for t, n in zip(times, counts) for _ in range(n)]
+    while sum(share) > total:
+        i = max((i for i in range(len(share)) if share[i] > 1), key=lambda i: (share[i] * slowness[i], i))
+        share[i] -= 1
+    return share
+
+
+def _stage_routes(estimator: Estimator, candidate: Candidate, s: int, total: int) -> list[list[int]]:
+    """Microbatch ids per replica of one stage, in the order of its groups, dealt into blocks."""
+    blocks = candidate.blocks
+    per_block: list[list[list[int]]] = []
+    for j in range(blocks):
+        ids = range(j, total, blocks)
+        routes = _route(_block_counts(estimator, candidate, s, len(ids)), len(ids))
+        per_block.append([[ids[m] for m in route] for route in routes])
+    out: list[list[int]] = []
+    first = 0
+    for g in candidate.block().stages[s].groups:
+        for j in range(blocks):
+            out += per_block[j][first : first + g.count]
+        first += g.count
+    return out
 
 
 def _route(counts: list[int], total: int) -> list[list[int]]:
@@ -107,8 +129,13 @@ def chunk_layers(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(layers // chunks + (1 if c < layers % chunks else 0) for c in range(chunks))
 
 
-def build_plan(estimator: Estimator, candidate: Candidate, estimate: Estimate, notes: str = "") -> Plan:
+def build_plan(
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, notes: str = "", *, one_block: bool = False
+) -> Plan:
     """The plan of a candidate.
+
+    Args:
+        one_block: Only the first of its equal, independent pipelines (for simulation).
 
     Raises:
         PlannerError: TP groups that do not fit into nodes, or a plan that contradicts itself.
@@ -118,18 +145,26 @@ def build_plan(estimator: Estimator, candidate: Candidate, estimate: Estimate, n
     if seated is None:
         raise PlannerError("cluster", "nodes", candidate.stages, "these TP groups do not fit into the nodes")
     total = model.global_batch_size // candidate.micro_batch_size
+    batch = model.global_batch_size
+    if one_block:
+        total = -(-total // candidate.blocks)
+        batch = total * candidate.micro_batch_size
+        candidate = candidate.block()
     stages, rank, per_rank = [], 0, []
+    fastest = max(layers / _unit_time(estimator, candidate, s, g)
+                  for s, (layers, groups) in enumerate(candidate.stages) for g in groups)
     for s, (layers, groups) in enumerate(candidate.stages):
-        counts = _counts(estimate, s, groups, total)
-        routes = _route(counts, total)
+        routes = _stage_routes(estimator, candidate, s, total)
+        counts = [len(r) for r in routes]
         times = [_unit_time(estimator, candidate, s, g) for g in groups for _ in range(g.count)]
+        speeds = [layers / t / fastest for t in times]
         memory = [m for m in estimate.memory if m.stage == s]
         by_replica = [m for m, g in zip(memory, groups) for _ in range(g.count)]
         replicas = []
         for q, g in enumerate(_single(groups)):
             ranks = tuple(range(rank, rank + g.tp))
             rank += g.tp
-            replicas.append(Replica(ranks, tuple(routes[q]), cluster.nodes[g.pool].gpu, round(min(times) / times[q], 4)))
+            replicas.append(Replica(ranks, tuple(routes[q]), cluster.nodes[g.pool].gpu, max(1e-4, round(speeds[q], 4))))
             m = by_replica[q]
             per_rank += [RankPrediction(r, counts[q] * times[q], int(m.parameter_bytes), int(m.gradient_bytes),
                                         int(m.optimizer_bytes), int(m.activation_bytes)) for r in ranks]
@@ -144,7 +179,7 @@ def build_plan(estimator: Estimator, candidate: Candidate, estimate: Estimate, n
     plan = Plan(
         model=model_shape(model),
         training=TrainingShape(
-            micro_batch_size=candidate.micro_batch_size, global_batch_size=model.global_batch_size,
+            micro_batch_size=candidate.micro_batch_size, global_batch_size=batch,
             precision="fp32" if model.precision == "tf32" else model.precision,
             sequence_parallel=model.sequence_parallel, recompute=candidate.recompute,
             distributed_optimizer=candidate.zero_stage >= 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import NamedTuple
 
 
@@ -58,6 +59,24 @@ class Candidate:
             for group in stage.groups:
                 used[group.pool] = used.get(group.pool, 0) + group.tp * group.count
         return used
+
+    @property
+    def blocks(self) -> int:
+        """Independent equal pipelines that the replicas can be dealt into (the gcd of all counts).
+
+        Block ``j`` runs the microbatches that are ``j`` modulo this number; its replicas exchange
+        activations with each other only.
+        """
+        return gcd(*(g.count for s in self.stages for g in s.groups))
+
+    def block(self) -> Candidate:
+        """One of the equal pipelines."""
+        n = self.blocks
+        if n == 1:
+            return self
+        return self.with_(stages=tuple(
+            Stage(s.layers, tuple(Group(g.pool, g.tp, g.count // n) for g in s.groups)) for s in self.stages
+        ))
 
     @property
     def world_size(self) -> int:

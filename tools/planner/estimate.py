@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from math import ceil, floor
+from typing import NamedTuple
 
 from tools.planner.candidate import Candidate, Group
 from tools.planner.cluster import Cluster
@@ -42,8 +43,7 @@ class Unit:
     reserved_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMemory:
+class GroupMemory(NamedTuple):
     """Predicted bytes of one rank of a group, by category."""
 
     stage: int
@@ -63,8 +63,7 @@ class GroupMemory:
                 + self.workspace_bytes + self.reserved_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """What the closed form says about a candidate.
 
     Attributes:
@@ -91,7 +90,7 @@ class Estimate:
     usd_per_iteration: float
     gpu_usd_per_iteration: float
     egress_bytes: float
-    stage_busy_s: tuple[float, ...] = field(default=())
+    stage_busy_s: tuple[float, ...] = ()
 
     @property
     def worst_memory(self) -> GroupMemory:
@@ -150,6 +149,9 @@ class Estimator:
         self.unit = cache(self._unit)
         self.price = [self._price(i) for i in range(len(cluster.nodes))]
         self.evaluations = 0
+        from tools.planner.formulas import evaluate
+
+        self._evaluate = evaluate
         mixed = model.element_bytes == 2
         self.optimizer_per_parameter = 12.0 if mixed else 8.0
 
@@ -193,9 +195,7 @@ class Estimator:
     def estimate(self, candidate: Candidate) -> Estimate | None:
         """The closed form; None when a replica has no figures, no layers or no microbatch."""
         self.evaluations += 1
-        from tools.planner.formulas import evaluate
-
-        return evaluate(self, candidate)
+        return self._evaluate(self, candidate)
 
     def transfer_times(self, candidate: Candidate) -> list[float]:
         """Seconds of one transfer over each boundary: the slowest pair of replicas."""

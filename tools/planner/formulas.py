@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 from typing import TYPE_CHECKING
 
 from tools.planner.candidate import Candidate, Group
 
 if TYPE_CHECKING:
     from tools.planner.estimate import Estimate, Estimator, Unit
+
+
+MISMATCH = (0.02, 0.01, 0.015, 0.08)
+
+
+def _irregular(candidate: Candidate) -> float:
+    """Expected share of the busy time lost where stages of different width meet; see ``_pipeline``."""
+    base, per_stage, per_doubling, mixed = MISMATCH
+    loss = 0.0
+    if len(candidate.stages) > 2:
+        counts = [sum(g.count for g in s.groups) for s in candidate.stages]
+        if max(counts) > min(counts):
+            loss = base + per_stage * len(counts) + per_doubling * log2(max(counts) / min(counts))
+    if len(candidate.stages) > 1 and any(len(s.groups) > 1 for s in candidate.stages):
+        loss += mixed
+    return loss
 
 
 @dataclass(slots=True)
@@ -34,9 +51,10 @@ def evaluate(estimator: Estimator, candidate: Candidate) -> Estimate | None:
     from tools.planner.estimate import Estimate
 
     model = estimator.model
-    if model.global_batch_size % candidate.micro_batch_size:
+    if not candidate.stages or model.global_batch_size % candidate.micro_batch_size:
         return None
-    total = model.global_batch_size // candidate.micro_batch_size
+    blocks = candidate.blocks
+    total = -(-(model.global_batch_size // candidate.micro_batch_size) // blocks)
     transfers = estimator.transfer_times(candidate)
     stages = _stages(estimator, candidate, total, transfers)
     if stages is None:
@@ -61,7 +79,7 @@ def _stages(estimator: Estimator, candidate: Candidate, total: int, transfers: l
     from tools.planner.estimate import allocate
 
     out: list[StageTimes] = []
-    last = len(candidate.stages) - 1
+    last, blocks = len(candidate.stages) - 1, candidate.blocks
     fixed = estimator.runtime.operation_s * candidate.chunks * candidate.slices
     for s, (layers, groups) in enumerate(candidate.stages):
         if layers < 1 or not groups:
@@ -81,7 +99,7 @@ def _stages(estimator: Estimator, candidate: Candidate, total: int, transfers: l
             units.append(u)
             forward.append(f)
             backward.append(b)
-        counts = [g.count for g in groups]
+        counts = [g.count // blocks for g in groups]
         both = [f + b for f, b in zip(forward, backward)]
         if estimator.runtime.blocking_transfers:
             waits = 2 * (transfers[s] if s < last else 0.0) + 2 * (transfers[s - 1] if s else 0.0)
@@ -106,19 +124,27 @@ def _stages(estimator: Estimator, candidate: Candidate, total: int, transfers: l
     later = 0
     for s in range(last, -1, -1):
         out[s].in_flight = [estimator.max_in_flight(later, k, total) for k in out[s].microbatches]
-        later += sum(g.count for g in candidate.stages[s].groups)
+        later += sum(g.count for g in candidate.stages[s].groups) // blocks
     return out
 
 
 def _pipeline(
     estimator: Estimator, candidate: Candidate, stages: list[StageTimes], transfers: list[float], total: int
 ) -> tuple[float, float, int, float, list[float]]:
-    """(end of the pipeline, compute of the deciding stage, which, exposed gathers, end of each stage)."""
+    """(end of the pipeline, compute of the deciding stage, which, exposed gathers, end of each stage).
+
+    Three or more stages with different numbers of replicas, or stages with replicas of different
+    speeds, hand microbatches over at times that do not match.  What that costs depends on details that
+    only the simulator sees; ``MISMATCH`` holds rounded regression coefficients over random plans
+    (constant, per stage, per doubling of the ratio of widths, for mixed stages).
+    """
     if candidate.schedule == "ministage":
         pipe_s, busy_s, bottleneck, gather_s = _ministage(estimator, candidate, stages, transfers, total)
     else:
         pipe_s, busy_s, bottleneck = _one_f_one_b(estimator, candidate, stages, transfers)
         gather_s = 0.0
+    if candidate.schedule != "ministage":
+        pipe_s += busy_s * _irregular(candidate)
     ends, before = [], 0.0
     for s, stage in enumerate(stages):
         ends.append(pipe_s - before)
@@ -135,14 +161,18 @@ def _one_f_one_b(
     A stage starts after one forward of every earlier stage and ends one backward of each before the
     end.  Its first backward needs a round trip through the later stages, of which its warm-up
     forwards hide a part; the same holds at the end; and with ``k`` microbatches in flight, k of them
-    take at least one round trip.  Chunks and slices cut the pieces that fill the pipeline.
+    take at least one round trip, halfway between mean and slowest replicas: backwards run in the
+    order of the microbatches, so one on a slow replica holds up those behind it.  Chunks and slices cut the pieces
+    that fill the pipeline.
     """
     cut = candidate.chunks * candidate.slices
     blocking = estimator.runtime.blocking_transfers
-    round_trip = [0.0] * len(stages)
+    round_trip, slowest = [0.0] * len(stages), [0.0] * len(stages)
     for s in range(len(stages) - 2, -1, -1):
         nxt = stages[s + 1]
         round_trip[s] = round_trip[s + 1] + (nxt.forward_s + nxt.backward_s) / cut + 2 * transfers[s]
+        slow = max(f + b for f, b in zip(nxt.replica_f, nxt.replica_b))
+        slowest[s] = slowest[s + 1] + slow / cut + 2 * transfers[s]
     before, worst, busy, which = 0.0, 0.0, 0.0, 0
     for s, stage in enumerate(stages):
         rt = round_trip[s]
@@ -157,7 +187,7 @@ def _one_f_one_b(
                 own = (f + b) * cut * k
                 idle = max(0.0, rt - ahead * f) + max(0.0, rt - ahead * b)
                 if cut == 1:
-                    idle = max(idle, k * (f + b + rt) / held - own)
+                    idle = max(idle, (k - held) * (f + b + (rt + slowest[s]) / 2) / held + f + b + rt - own)
                 else:
                     idle = rt
                 idle = max(idle, _link_time(s, transfers) * k * candidate.chunks - own)
@@ -186,7 +216,7 @@ def _ministage(
     count, chunks = len(stages), candidate.chunks
     which = max(range(count), key=lambda s: stages[s].busy_s)
     busy = stages[which].busy_s
-    replicas = max(1, sum(g.count for g in candidate.stages[which].groups))
+    replicas = max(1, sum(g.count for g in candidate.stages[which].groups) // candidate.blocks)
     rounds = max(1.0, total / replicas)
     if rounds >= count:
         bubble = (count - 1) / (chunks * rounds)
@@ -331,8 +361,10 @@ def _memory(estimator: Estimator, candidate: Candidate, stages: list[StageTimes]
 
 def _egress(estimator: Estimator, candidate: Candidate, stages: list[StageTimes]) -> tuple[float, float]:
     """(bytes per iteration over links with a price, their price)."""
-    size = estimator.boundary_bytes_per_sequence * estimator.model.global_batch_size
     moved = usd = 0.0
+    if not estimator.network.has_egress:
+        return moved, usd
+    size = estimator.boundary_bytes_per_sequence * estimator.model.global_batch_size
     for s in range(len(stages)):
         groups = candidate.stages[s].groups
         if s + 1 < len(stages):

@@ -190,6 +190,7 @@ class MeasuredCosts:
         for points in self.points.values():
             points.sort(key=lambda t: t.micro_batch_size)
         self.cost = cache(self._cost)  # type: ignore[method-assign]
+        self._update_rate = cache(self._update_per_parameter)
 
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:
         """TP sizes with a measured layer."""
@@ -205,10 +206,13 @@ class MeasuredCosts:
 
     def update_s(self, gpu: str, parameters: float) -> float:
         """From the measured steps where there are any: memory bandwidth otherwise."""
+        return parameters * self._update_rate(gpu)
+
+    def _update_per_parameter(self, gpu: str) -> float:
         device = self.profile.device(gpu)
         measured = [t.update_s / t.parameters for t in device.timings if t.update_s and t.parameters] if device else []
-        fused = self.analytic.update_s(gpu, parameters)
-        return max(fused, parameters * min(measured)) if measured and self.runtime.profile_overhead_s == 0 else fused
+        fused = self.analytic.update_s(gpu, 1.0)
+        return max(fused, min(measured)) if measured and self.runtime.profile_overhead_s == 0 else fused
 
     def cost(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str) -> LayerCost:
         """Figures of one layer (replaced by a cached bound method)."""

@@ -19,6 +19,7 @@ class Network:
         self.region = [n.where for n in cluster.nodes]
         self.pair = cache(self._pair)
         self.transfer_s = cache(self._transfer_s)
+        self.has_egress = any(link.usd_per_gb for link in cluster.links)
 
     def _pair(self, first: int, second: int) -> tuple[float, float, float]:
         return self.cluster.link(self.cluster.nodes[first], self.cluster.nodes[second])

@@ -10,10 +10,11 @@ from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Program, Shape
 from megatron_het.schedule.passes import add_transfers
 from megatron_het.schedule.simulate import Result, simulate
-from tools.planner.build import seats
+from tools.planner.build import build_plan, seats
 from tools.planner.candidate import Candidate, Group
 from tools.planner.errors import PlannerError
 from tools.planner.estimate import Estimate, Estimator, Unit
+from tools.planner.formulas import stage_tails
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,13 @@ def program_of(plan: Plan, candidate: Candidate) -> Program:
         raise PlannerError("plan", "schedule.name", candidate.schedule, str(error)) from None
 
 
-def costs_of(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, program: Program) -> Costs:
-    """The simulator's costs, from the same per-layer figures as the closed form."""
+def costs_of(estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan) -> Costs:
+    """The simulator's costs, from the same per-layer figures as the closed form.
+
+    Args:
+        whole: Decides gradient reduction and memory.
+        candidate: What is simulated: the whole or one block of it.
+    """
     seated = seats(estimator.cluster, candidate.stages)
     assert seated is not None
     size = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size
@@ -76,7 +82,7 @@ def costs_of(estimator: Estimator, candidate: Candidate, estimate: Estimate, pla
             assert unit is not None
             devices += [(s, Group(g.pool, g.tp, 1), unit)] * g.count
     flat = [replica for stage in seated for replica in stage]
-    tails = _tails(estimator, candidate, estimate)
+    tails = stage_tails(estimator, whole)
     last = len(candidate.stages) - 1
 
     def link(source: int, target: int) -> Link:
@@ -113,21 +119,28 @@ def costs_of(estimator: Estimator, candidate: Candidate, estimate: Estimate, pla
     )
 
 
-def _tails(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> list[float]:
-    """Per stage, gradient reduction and update after the last backward."""
-    from tools.planner.formulas import stage_tails
-
-    return stage_tails(estimator, candidate)
-
-
-def simulate_candidate(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan) -> Simulation:
-    """One iteration of a plan, event by event.
+def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Simulation:
+    """One of the candidate's equal, independent pipelines; it takes as long as all of them.
 
     Raises:
         PlannerError: the schedule cannot run this shape.
     """
+    plan = build_plan(estimator, candidate, estimate, one_block=True)
+    return _simulate(estimator, candidate, candidate.block(), estimate, plan)
+
+
+def simulate_candidate(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan) -> Simulation:
+    """One iteration of a whole plan, event by event.
+
+    Raises:
+        PlannerError: the schedule cannot run this shape.
+    """
+    return _simulate(estimator, candidate, candidate, estimate, plan)
+
+
+def _simulate(estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan) -> Simulation:
     program = program_of(plan, candidate)
-    costs = costs_of(estimator, candidate, estimate, plan, program)
+    costs = costs_of(estimator, whole, candidate, estimate, plan)
     result = simulate(program, costs)
     peaks = tuple(use.peak_bytes for use in result.memory)
     return Simulation(result.makespan_s + estimate.gather_s, result, peaks)

@@ -1,0 +1,85 @@
+"""All candidates met so far, each evaluated once."""
+
+from __future__ import annotations
+
+from math import inf
+
+from tools.planner.candidate import Candidate, Group
+from tools.planner.estimate import Estimate, Estimator
+from tools.planner.search.balance import balance
+from tools.planner.search.goal import Goal
+from tools.planner.search.outcome import Progress
+
+Groups = tuple[tuple[Group, ...], ...]
+
+
+class Book:
+    """Memo of scores; remembers the best candidates that hold all constraints."""
+
+    KEEP = 256
+
+    def __init__(self, estimator: Estimator, goal: Goal, progress: Progress) -> None:
+        self.estimator, self.goal, self.progress = estimator, goal, progress
+        self.scores: dict[object, tuple[float, Candidate | None]] = {}
+        self.good: dict[Candidate, tuple[float, Estimate]] = {}
+        self.best = inf
+        self.nearest: tuple[float, Candidate, Estimate] | None = None
+
+    def try_groups(self, groups: Groups, like: Candidate) -> tuple[float, Candidate | None]:
+        """Balance the layers of these stages and evaluate."""
+        key = (groups, like.micro_batch_size, like.recompute, like.schedule, like.chunks, like.slices, like.zero_stage)
+        found = self.scores.get(key)
+        if found is None:
+            if not self._there(groups):
+                self.scores[key] = (inf, None)
+                return inf, None
+            candidate = balance(self.estimator, groups, like)
+            found = (inf, None) if candidate is None else (self.try_candidate(candidate), candidate)
+            self.scores[key] = found
+        return found
+
+    def try_candidate(self, candidate: Candidate) -> float:
+        """Evaluate a complete candidate."""
+        known = self.scores.get(candidate)
+        if known is not None:
+            return known[0]
+        estimate = self.estimator.estimate(candidate)
+        score = self.goal.score(self.estimator, candidate, estimate)
+        self.scores[candidate] = (score, candidate)
+        if estimate is None or score == inf:
+            return score
+        if self.estimator.fits(estimate) and self.goal.violation(candidate, estimate) == 0 and self._allowed(candidate):
+            self.good[candidate] = (score, estimate)
+            if score < self.best:
+                self.best = self.progress.best = score
+            if len(self.good) > 4 * self.KEEP:
+                self._prune()
+        elif self.nearest is None or score < self.nearest[0]:
+            self.nearest = (score, candidate, estimate)
+        return score
+
+    def _there(self, groups: Groups) -> bool:
+        """Whether the cluster has these GPUs, within quotas and whole TP groups per node."""
+        used: dict[int, int] = {}
+        for stage in groups:
+            for g in stage:
+                node = self.estimator.cluster.nodes[g.pool]
+                if g.tp > node.gpus_per_node:
+                    return False
+                used[g.pool] = used.get(g.pool, 0) + g.tp * g.count
+        return all(n <= self.estimator.cluster.nodes[p].quota for p, n in used.items())
+
+    def _allowed(self, candidate: Candidate) -> bool:
+        if not self.goal.keep_data_parallel_in_region:
+            return True
+        region = self.estimator.network.region
+        return all(len({region[g.pool] for g in s.groups}) == 1 for s in candidate.stages)
+
+    def _prune(self) -> None:
+        kept = sorted(self.good.items(), key=lambda item: item[1][0])[: self.KEEP]
+        self.good = dict(kept)
+
+    def top(self, count: int) -> list[tuple[Candidate, Estimate]]:
+        """The best candidates that hold all constraints; equal values go to fewer GPUs."""
+        order = sorted(self.good.items(), key=lambda item: (item[1][0], item[0].world_size))
+        return [(candidate, estimate) for candidate, (_, estimate) in order[:count]]

@@ -1,0 +1,60 @@
+"""What to optimise, and what a plan must respect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from tools.planner.candidate import Candidate
+from tools.planner.estimate import Estimate, Estimator
+
+SCHEDULES = ("1f1b", "interleaved", "ministage", "slimpipe")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Objective and constraints.
+
+    Attributes:
+        objective: ``throughput`` (shortest iteration) or ``cost`` (cheapest iteration).
+        max_usd_per_iteration, min_iterations_per_s, max_gpus: Constraints, None = none.
+        schedules: Schedules that may be used.
+        keep_data_parallel_in_region: Refuse stages that span regions (Sailor's H5); ``auto`` leaves
+            it off and lets the cost decide.
+    """
+
+    objective: str = "throughput"
+    max_usd_per_iteration: float | None = None
+    min_iterations_per_s: float | None = None
+    max_gpus: int | None = None
+    schedules: tuple[str, ...] = SCHEDULES
+    keep_data_parallel_in_region: bool = False
+
+    def violation(self, candidate: Candidate, estimate: Estimate) -> float:
+        """How far the constraints are missed, relative; 0 when all hold."""
+        miss = 0.0
+        if self.max_usd_per_iteration is not None:
+            miss += max(0.0, estimate.usd_per_iteration / self.max_usd_per_iteration - 1)
+        if self.min_iterations_per_s is not None:
+            miss += max(0.0, self.min_iterations_per_s * estimate.iteration_s - 1)
+        if self.max_gpus is not None:
+            miss += max(0.0, candidate.world_size / self.max_gpus - 1)
+        return miss
+
+    def value(self, estimate: Estimate) -> float:
+        """What is minimised."""
+        return estimate.usd_per_iteration if self.objective == "cost" else estimate.iteration_s
+
+    def score(self, estimator: Estimator, candidate: Candidate, estimate: Estimate | None) -> float:
+        """Value with penalties for what does not fit or breaks a constraint; infinite when it cannot run."""
+        if estimate is None:
+            return inf
+        value = self.value(estimate)
+        miss = self.violation(candidate, estimate)
+        over = max(m.total_bytes / (estimator.memory_margin * m.capacity_bytes) for m in estimate.memory) - 1
+        if over > 0:
+            miss += over
+        return value * (1 + PENALTY * miss) + (PENALTY * value if miss > 0 else 0.0)
+
+
+PENALTY = 100.0

@@ -1,0 +1,203 @@
+"""Small changes of a candidate: the neighbourhood of the local search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tools.planner.candidate import Candidate, Group
+from tools.planner.estimate import Estimator
+from tools.planner.search.book import Groups
+from tools.planner.search.goal import Goal
+
+Stages = list[dict[tuple[int, int], int]]
+
+
+def _open(candidate: Candidate) -> Stages:
+    return [{(g.pool, g.tp): g.count for g in s.groups} for s in candidate.stages]
+
+
+def _close(stages: Stages) -> Groups | None:
+    out = []
+    for stage in stages:
+        groups = tuple(Group(p, t, n) for (p, t), n in sorted(stage.items()) if n > 0)
+        if not groups:
+            return None
+        out.append(groups)
+    return tuple(out)
+
+
+def _amounts(count: int) -> set[int]:
+    return {n for n in (1, count // 8, count // 2, count) if 1 <= n <= count}
+
+
+def neighbours(estimator: Estimator, goal: Goal, candidate: Candidate, bottleneck: int) -> Iterator[tuple[Groups, Candidate]]:
+    """Changed candidates (stages and everything else); layers are balanced anew by the caller."""
+    stages = _open(candidate)
+    groups = tuple(s.groups for s in candidate.stages)
+    for like in _settings(estimator, goal, candidate):
+        yield groups, like
+    spare = {p: n.quota for p, n in enumerate(estimator.cluster.nodes)}
+    for pool, used in candidate.gpus().items():
+        spare[pool] -= used
+    for changed in (
+        *_resized(stages, spare, bottleneck), *_moved(stages, bottleneck), *_retyped(estimator, stages),
+        *_reordered(stages), *_recut(stages, spare, estimator), *_equalised(stages, spare),
+    ):
+        closed = _close(changed)
+        if closed is not None:
+            yield closed, candidate
+
+
+def _settings(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
+    sizes = estimator.model.batch_sizes
+    at = sizes.index(c.micro_batch_size)
+    for i in (at - 1, at + 1):
+        if 0 <= i < len(sizes):
+            yield c.with_(micro_batch_size=sizes[i])
+    for recompute in estimator.model.recompute:
+        if recompute != c.recompute:
+            yield c.with_(recompute=recompute)
+    if estimator.model.distributed_optimizer:
+        yield c.with_(zero_stage=1 - c.zero_stage)
+
+
+def schedule_variants(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
+    """The same stages under other schedules."""
+    count = len(c.stages)
+    least = min(s.layers for s in c.stages)
+    total = estimator.model.global_batch_size // c.micro_batch_size
+    base = c.with_(schedule="1f1b", chunks=1, slices=1, offload=False)
+    if "1f1b" in goal.schedules:
+        yield base
+    for chunks in (2, 3, 4, 6, 8):
+        if chunks > least:
+            break
+        replicas = {sum(g.count for g in s.groups) for s in c.stages}
+        if "interleaved" in goal.schedules and count > 1 and len(replicas) == 1 and total % (count * c.blocks) == 0:
+            yield base.with_(schedule="interleaved", chunks=chunks)
+        if "ministage" in goal.schedules and estimator.model.distributed_optimizer:
+            yield base.with_(schedule="ministage", chunks=chunks, zero_stage=1)
+            if "full" in estimator.model.recompute:
+                yield base.with_(schedule="ministage", chunks=chunks, zero_stage=1, recompute="full", offload=True)
+    if "slimpipe" in goal.schedules and count > 1:
+        for factor in (1, 2, 4):
+            slices = count * factor
+            if estimator.model.seq_length % slices == 0 and estimator.model.seq_length // slices >= 256:
+                yield base.with_(schedule="slimpipe", slices=slices)
+
+
+def _pairs(count: int, bottleneck: int) -> Iterator[tuple[int, int]]:
+    for i in range(count):
+        for j in range(count):
+            if i != j and (count <= 4 or bottleneck in (i, j)):
+                yield i, j
+
+
+def _moved(stages: Stages, bottleneck: int) -> Iterator[Stages]:
+    for i, j in _pairs(len(stages), bottleneck):
+        for key, count in stages[i].items():
+            for n in _amounts(count):
+                changed = [dict(s) for s in stages]
+                changed[i][key] -= n
+                changed[j][key] = changed[j].get(key, 0) + n
+                yield changed
+
+
+def _resized(stages: Stages, spare: dict[int, int], bottleneck: int) -> Iterator[Stages]:
+    for i, stage in enumerate(stages):
+        for key, count in stage.items():
+            for n in _amounts(count):
+                changed = [dict(s) for s in stages]
+                changed[i][key] -= n
+                yield changed
+    known = {key for stage in stages for key in stage}
+    tps = {t for _, t in known}
+    for pool, free in spare.items():
+        for tp in tps:
+            for n in _amounts(free // tp):
+                for i in range(len(stages)) if len(stages) <= 6 else (bottleneck,):
+                    changed = [dict(s) for s in stages]
+                    changed[i][pool, tp] = changed[i].get((pool, tp), 0) + n
+                    yield changed
+
+
+def _equalised(stages: Stages, spare: dict[int, int]) -> Iterator[Stages]:
+    """The same number of replicas everywhere: in all stages, and in the stages of each pool."""
+    widths = [sum(s.values()) for s in stages]
+    if len(stages) < 2 or any(len([n for n in s.values() if n]) != 1 for s in stages):
+        return
+    keys = [next(k for k, n in s.items() if n) for s in stages]
+    for width in sorted({min(widths), sum(widths) // len(widths), 1 << (min(widths).bit_length() - 1)}):
+        yield [{k: width} for k in keys]
+    mean = {}
+    for k, w in zip(keys, widths):
+        mean.setdefault(k, []).append(w)
+    if len(mean) > 1:
+        least = {k: min(ws) for k, ws in mean.items()}
+        yield [{k: least[k]} for k in keys]
+        narrow = min(least.values())
+        yield [{k: least[k] // narrow * narrow} for k in keys]
+        yield [{k: sum(mean[k]) // len(mean[k]) // narrow * narrow or narrow} for k in keys]
+
+
+def _retyped(estimator: Estimator, stages: Stages) -> Iterator[Stages]:
+    keys = {key for stage in stages for key in stage}
+    for pool, tp in keys:
+        for other in (tp * 2, tp // 2):
+            if other < 1 or other > estimator.cluster.nodes[pool].gpus_per_node:
+                continue
+            everywhere = [dict(s) for s in stages]
+            possible = True
+            for i, stage in enumerate(stages):
+                count = stage.get((pool, tp), 0)
+                if not count:
+                    continue
+                new = count * tp // other
+                changed = [dict(s) for s in stages]
+                for target in (changed, everywhere):
+                    target[i].pop((pool, tp), None)
+                    if new:
+                        target[i][pool, other] = target[i].get((pool, other), 0) + new
+                possible = possible and new > 0
+                if new:
+                    yield changed
+                if count > 1 and other > tp:
+                    pair = [dict(s) for s in stages]
+                    pair[i][pool, tp] -= other // tp
+                    pair[i][pool, other] = pair[i].get((pool, other), 0) + 1
+                    yield pair
+            if possible:
+                yield everywhere
+
+
+def _reordered(stages: Stages) -> Iterator[Stages]:
+    for i in range(len(stages) - 1):
+        if stages[i] != stages[i + 1]:
+            yield [*stages[:i], stages[i + 1], stages[i], *stages[i + 2 :]]
+    if len(stages) > 2:
+        yield stages[::-1]
+
+
+def _recut(stages: Stages, spare: dict[int, int], estimator: Estimator) -> Iterator[Stages]:
+    for i in range(len(stages) - 1):
+        joined = dict(stages[i])
+        for key, count in stages[i + 1].items():
+            joined[key] = joined.get(key, 0) + count
+        yield [*stages[:i], joined, *stages[i + 2 :]]
+    for i, stage in enumerate(stages):
+        if sum(stage.values()) > 1:
+            first = {k: -(-n // 2) for k, n in stage.items()}
+            second = {k: n // 2 for k, n in stage.items()}
+            yield [*stages[:i], first, second, *stages[i + 1 :]]
+        if len(stage) > 1:
+            for key in stage:
+                rest = {k: n for k, n in stage.items() if k != key}
+                yield [*stages[:i], {key: stage[key]}, rest, *stages[i + 1 :]]
+                yield [*stages[:i], rest, {key: stage[key]}, *stages[i + 1 :]]
+    for pool, free in spare.items():
+        for tp in {t for s in stages for p, t in s} | {1}:
+            count = free // tp
+            if count:
+                for n in {1, count}:
+                    yield [{(pool, tp): n}, *stages]
+                    yield [*stages, {(pool, tp): n}]

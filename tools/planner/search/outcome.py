@@ -1,0 +1,80 @@
+"""What a search returns, and how it reports progress and is interrupted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from tools.planner.candidate import Candidate
+from tools.planner.estimate import Estimate
+from tools.planner.search.goal import Goal
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A candidate that holds all constraints.
+
+    Attributes:
+        simulated_s: Iteration time by the schedule simulator, None where only the closed form ran.
+    """
+
+    candidate: Candidate
+    estimate: Estimate
+    simulated_s: float | None = None
+
+    @property
+    def iteration_s(self) -> float:
+        """The best knowledge of the iteration time."""
+        return self.simulated_s if self.simulated_s is not None else self.estimate.iteration_s
+
+    @property
+    def usd_per_iteration(self) -> float:
+        """Price with the best knowledge of the iteration time."""
+        e = self.estimate
+        extra = e.usd_per_iteration - e.gpu_usd_per_iteration
+        return e.gpu_usd_per_iteration * self.iteration_s / e.iteration_s + extra
+
+    def value(self, goal: Goal) -> float:
+        """What the goal minimises."""
+        return self.usd_per_iteration if goal.objective == "cost" else self.iteration_s
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Result of a search: the best first.
+
+    Attributes:
+        nearest: When nothing holds all constraints: the candidate that misses them least.
+        interrupted: The search was stopped before its end.
+        exact: The optimum of the search space is proven (small clusters).
+        cpu_s: CPU time of the search, simulations included.
+    """
+
+    method: str
+    found: list[Found] = field(default_factory=list)
+    nearest: tuple[Candidate, Estimate] | None = None
+    interrupted: bool = False
+    exact: bool = False
+    evaluations: int = 0
+    simulations: int = 0
+    cpu_s: float = 0.0
+
+    @property
+    def best(self) -> Found | None:
+        """The best plan, None when nothing holds the constraints."""
+        return self.found[0] if self.found else None
+
+
+@dataclass(slots=True)
+class Progress:
+    """Shared with the caller: what the search is doing, and the time it may take."""
+
+    limit_s: float = 1e9
+    started: float = field(default_factory=time.process_time)
+    text: str = ""
+    best: float = float("inf")
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the CPU time is spent."""
+        return time.process_time() - self.started > self.limit_s
