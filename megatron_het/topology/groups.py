@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megatron_het.plan import Placement
@@ -105,6 +106,10 @@ def build_groups(
             twin = _new_group(groups, spec.ranks, "gloo", timeout_s)
         if rank in spec.ranks:
             groups.by_role[spec.role] = group
+            if spec.role in ("leaders", "ends") and backend == "nccl":
+                # Their first use is point-to-point, by some of the members only, which cannot
+                # connect a communicator.
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
             if spec.role == "class":
                 groups.class_gloo = twin
     return groups

@@ -1,0 +1,110 @@
+"""The executor's 1F1B against stock Megatron's, same flags, two stages: ``python -m benchmarks.overhead --json OUT``.
+
+Runs alternate (stock, plan, stock, plan, ...), each pair starting with the other side first, so that
+slow phases of the machine hit both.  A run's figure is the median of the iteration times that
+Megatron itself logs, without the first iterations; a pair's figure is the ratio of its two runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks.machine import machine
+from benchmarks.runner import Job, Runner, words
+from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+
+_LAYERS, _HIDDEN, _HEADS, _SEQ, _MICROBATCHES = 4, 256, 4, 256, 8
+_SKIPPED = 5
+_ELAPSED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
+_FLAGS = f"""--num-layers {_LAYERS} --hidden-size {_HIDDEN} --num-attention-heads {_HEADS}
+--seq-length {_SEQ} --max-position-embeddings {_SEQ} --micro-batch-size 1
+--global-batch-size {_MICROBATCHES} --lr 1e-3 --lr-decay-style constant --normalization RMSNorm
+--swiglu --position-embedding-type rope --untie-embeddings-and-output-weights
+--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --mock-data
+--tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 1000 --log-interval 1
+--calculate-per-token-loss --clip-grad 1.0"""
+
+
+def two_stage_plan() -> Plan:
+    """The even two-stage plan that equals ``--pipeline-model-parallel-size 2``."""
+    ids = tuple(range(_MICROBATCHES))
+    return Plan(
+        ModelShape(_LAYERS, _HIDDEN, _HEADS, _HEADS, _SEQ),
+        TrainingShape(1, _MICROBATCHES),
+        tuple(Stage((_LAYERS // 2,), (Replica((rank,), ids),)) for rank in range(2)),
+        ScheduleSpec("1f1b"),
+    )
+
+
+def pin_rank(*, rank: int) -> None:
+    """Give each rank a core of its own, where there are enough."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
+def iteration_s(log: str) -> float:
+    """Median of the logged iteration times in seconds, without the first ones."""
+    times = [float(ms) / 1e3 for ms in _ELAPSED.findall(log)][_SKIPPED:]
+    if not times:
+        raise RuntimeError("the run logged no iteration times")
+    return statistics.median(times)
+
+
+def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
+    """Run the pairs and return the result."""
+    from megatron_het.platform.flags import platform_flags
+
+    save_plan(two_stage_plan(), scratch / "plan.json")
+    platform = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
+    sides = {
+        "stock": "--pipeline-model-parallel-size 2",
+        "plan": f"--het-plan {scratch / 'plan.json'}",
+    }
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    with Runner() as runner:
+        for pair in range(pairs):
+            order = list(sides) if pair % 2 == 0 else list(reversed(sides))
+            for side in order:
+                job = Job(
+                    f"{side} {pair}",
+                    2,
+                    words(_FLAGS, f"--train-iters {iterations}", platform, sides[side]),
+                    scratch / f"{side}-{pair}",
+                    setup=("benchmarks.overhead:pin_rank", {}),
+                    timeout_s=600,
+                )
+                seconds[side].append(iteration_s(runner.run(job).log()))
+    ratios = [plan / stock for plan, stock in zip(seconds["plan"], seconds["stock"], strict=True)]
+    return {
+        "median_ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "stock_iteration_s": seconds["stock"],
+        "plan_iteration_s": seconds["plan"],
+        "iterations_per_run": iterations,
+        "machine": machine(),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="OUT", type=Path, help="write the result here")
+    parser.add_argument("--pairs", type=int, default=7, help="alternating pairs of runs (default 7)")
+    parser.add_argument("--iterations", type=int, default=30, help="iterations per run (default 30)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        result = measure(options.pairs, options.iterations, Path(scratch))
+    text = json.dumps(result, indent=2)
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What happens on a rank: session, executor, transfers, gradients, data, report."""
