@@ -208,7 +208,23 @@ def _local_order(graph: Graph) -> Iterator[Problem]:
                 yield _problem(graph.program, "dependency", device, position, reason)
 
 
+def _collectives(graph: Graph) -> Iterator[Problem]:
+    """Replicas of a stage take part in the same collectives in the same order."""
+    program = graph.program
+    orders = [
+        [(op.kind, op.chunk, op.start, op.stop) for op in ops if op[0] in (Kind.PARAM_GATHER, Kind.GRAD_REDUCE)]
+        for ops in program.ops
+    ]
+    for d, device in enumerate(program.devices):
+        first = program.shape.first_device[device.stage]
+        if orders[d] != orders[first]:
+            text = f"the replicas of stage {device.stage} differ in their collectives: devices {device} and "
+            yield Problem("deadlock", d, -1, None, text + str(program.devices[first]))
+
+
 def _deadlocks(graph: Graph, transports: Sequence[str]) -> Iterator[Problem]:
+    if any(op[0] == Kind.PARAM_GATHER or op[0] == Kind.GRAD_REDUCE for op in graph.ops):
+        yield from _collectives(graph)
     blocking = deadlock(graph, "blocking")
     if not blocking:
         return

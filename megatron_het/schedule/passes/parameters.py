@@ -43,18 +43,26 @@ def add_parameters(
             ``"end"``: all steps after all reductions (exact); ``"none"``: no OPTIMIZER_STEP.
 
     Raises:
-        ValueError: parameter operations are there already, or an option is out of range.
+        ValueError: parameter operations are there already, an option is out of range, or the replicas of a
+            stage visit chunks in different orders.
     """
     if prefetch < 0 or step not in STEPS:
         raise ValueError(f"prefetch = {prefetch}, step = {step!r}: prefetch >= 0, step one of {', '.join(STEPS)}")
     if any(Kind.PARAM_PREFETCH <= op[0] <= Kind.OPTIMIZER_STEP for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name} has parameter operations already")
+    visits = [_visits(row, keep_at_turn) for row in program.ops]
+    for d, device in enumerate(program.devices):
+        first = program.shape.first_device[device.stage]
+        if [v.chunk for v in visits[d]] != [v.chunk for v in visits[first]]:
+            raise ValueError(
+                f"program {program.name}: device {device} visits its chunks in another order than replica 0 of its "
+                "stage, so they cannot gather parameters together (does every replica have microbatches?)"
+            )
     window = _Window(program, prefetch, per_layer, offload, step)
-    ops = tuple(window.device(d, _visits(program, row, keep_at_turn)) for d, row in enumerate(program.ops))
-    return replace(program, ops=ops)
+    return replace(program, ops=tuple(window.device(d, row) for d, row in enumerate(visits)))
 
 
-def _visits(program: Program, ops: Sequence[Op], keep_at_turn: bool) -> list[_Visit]:
+def _visits(ops: Sequence[Op], keep_at_turn: bool) -> list[_Visit]:
     visits: list[_Visit] = []
     backward = False
     for i, op in enumerate(ops):

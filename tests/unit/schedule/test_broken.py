@@ -1,0 +1,222 @@
+"""Deliberately broken schedules are rejected, each for the right reason."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from schedule_helpers import full, swapped, with_device
+
+from megatron_het.schedule import Kind, Op, Program, ScheduleError, Shape, add_transfers, generate
+from megatron_het.schedule.passes import add_activation_offload, add_exchange, add_parameters, add_vocabulary
+from megatron_het.schedule.validate import check, validate
+
+
+def position(program: Program, device: int, kind: Kind, nth: int = 0) -> int:
+    """Position of the nth operation of a kind on a device."""
+    return [i for i, op in enumerate(program.ops[device]) if op.kind == kind][nth]
+
+
+def without(program: Program, device: int, kind: Kind, nth: int = 0) -> Program:
+    """The program without the nth operation of a kind on a device."""
+    ops = list(program.ops[device])
+    del ops[position(program, device, kind, nth)]
+    return with_device(program, device, ops)
+
+
+SLIM = Shape.uniform(4, 2, slices=8)
+MINI = Shape.uniform(3, 4, chunks=3)
+
+
+def swap_slices_forward() -> Program:
+    """Two slices of one sequence swapped on every device, transfers added after: consistent but for the KV."""
+    program = generate("slimpipe", SLIM)
+    for device in range(4):
+        i = next(n for n, op in enumerate(program.ops[device]) if op == Op(Kind.FORWARD, 0, 2, 0))
+        program = swapped(program, device, i, i + 1)
+    return program
+
+
+def swap_slices_backward() -> Program:
+    """Two backward slices swapped on every device."""
+    program = generate("slimpipe", SLIM)
+    for device in range(4):
+        i, j = (
+            next(n for n, op in enumerate(program.ops[device]) if op == Op(Kind.BACKWARD, 0, piece, 0))
+            for piece in (5, 4)
+        )
+        program = swapped(program, device, i, j)
+    return program
+
+
+def crossed_sends() -> Program:
+    """Two activations sent in one order and received in the other."""
+    program = full("1f1b", Shape.uniform(2, 4))
+    i, j = position(program, 0, Kind.SEND_FORWARD, 0), position(program, 0, Kind.FORWARD, 1)
+    ops = list(program.ops[0])
+    first, second = ops[i], ops[j + 1]
+    assert second.kind == Kind.SEND_FORWARD
+    ops[j + 1] = first
+    ops.insert(j + 1, second)
+    del ops[i]
+    return with_device(program, 0, ops)
+
+
+def gathered(**options: object) -> Program:
+    """Ministages with their parameter window."""
+    return add_parameters(full("ministage", MINI), **options)  # type: ignore[arg-type]
+
+
+def use_after_release() -> Program:
+    """A release moved one computation up."""
+    program = gathered()
+    release = position(program, 1, Kind.PARAM_RELEASE)
+    compute = max(i for i in range(release) if program.ops[1][i].kind == Kind.FORWARD)
+    ops = list(program.ops[1])
+    ops.insert(compute, ops.pop(release))
+    return with_device(program, 1, ops)
+
+
+def early_reduce() -> Program:
+    """Gradients reduced before the last backward."""
+    program = gathered()
+    reduce = position(program, 0, Kind.GRAD_REDUCE)
+    last = max(i for i in range(reduce) if program.ops[0][i].kind == Kind.BACKWARD)
+    ops = list(program.ops[0])
+    ops.insert(last, ops.pop(reduce))
+    return with_device(program, 0, ops)
+
+
+def step_before_reduce() -> Program:
+    """The optimizer steps before the gradients are there."""
+    program = gathered()
+    step, reduce = position(program, 0, Kind.OPTIMIZER_STEP), position(program, 0, Kind.GRAD_REDUCE, 2)
+    ops = list(program.ops[0])
+    ops.insert(reduce, ops.pop(step))
+    return with_device(program, 0, ops)
+
+
+def crossed_gathers() -> Program:
+    """Two replicas of one stage gather two chunks in different orders."""
+    shape = Shape(((1, 1), (1, 1)), ((0, 1), (0, 0)), (2, 1))
+    program = add_parameters(full("ministage", shape))
+    first = position(program, 1, Kind.PARAM_GATHER)
+    return swapped(program, 1, first, first + 1)
+
+
+CASES: dict[str, tuple[Callable[[], Program], str, str]] = {
+    "two slices swapped (forward)": (swap_slices_forward, "dependency", "the keys and values of microbatch 0, slice 2"),
+    "two slices swapped (backward)": (
+        swap_slices_backward, "dependency", "the gradients of keys and values from microbatch 0, slice 5",
+    ),
+    "missing receive": (
+        lambda: without(full("slimpipe", SLIM), 2, Kind.RECV_FORWARD, 3), "transfer", "other end RF0.3.0>1.0 is missing",
+    ),
+    "missing send": (
+        lambda: without(full("slimpipe", SLIM), 1, Kind.SEND_BACKWARD), "transfer", "is missing on device 1.0",
+    ),
+    "missing both ends": (
+        lambda: without(without(full("1f1b", Shape.uniform(2, 4)), 0, Kind.SEND_FORWARD, 2), 1, Kind.RECV_FORWARD, 2),
+        "transfer", "the output of microbatch 2, slice 0, chunk 0 on device 0.0 is never received",
+    ),
+    "crossed sends": (crossed_sends, "deadlock", "transport edge"),
+    "used after release": (use_after_release, "lifetime", "parameters of layers 0 of chunk 0 are not gathered"),
+    "missing gather": (
+        lambda: without(gathered(), 0, Kind.PARAM_GATHER, 1), "lifetime", "of chunk 1 are not gathered",
+    ),
+    "never released": (
+        lambda: without(gathered(), 0, Kind.PARAM_RELEASE, 4), "lifetime", "chunk 0 are never released",
+    ),
+    "shard on the host": (
+        lambda: without(gathered(offload=True), 0, Kind.PARAM_PREFETCH, 1), "lifetime", "is on the host (no prefetch",
+    ),
+    "reduced too early": (early_reduce, "lifetime", "gradients of chunk 2 are already reduced"),
+    "never reduced": (
+        lambda: without(gathered(step="none"), 0, Kind.GRAD_REDUCE), "lifetime", "chunk 2 are never (or not all)",
+    ),
+    "stepped before reduced": (step_before_reduce, "lifetime", "gradients of chunk 0 are not reduced"),
+    "activations on the host": (
+        lambda: without(add_activation_offload(full("ministage", MINI)), 0, Kind.ACT_FETCH),
+        "lifetime", "activations are on the host",
+    ),
+    "missing forward": (
+        lambda: without(generate("1f1b", Shape.uniform(2, 4)), 1, Kind.FORWARD, 2), "completeness",
+        "device 1.0: no FORWARD of microbatch 2",
+    ),
+    "missing backward": (
+        lambda: without(generate("1f1b", Shape.uniform(2, 4)), 1, Kind.BACKWARD, 2), "completeness",
+        "no BACKWARD (of its input) of microbatch 2",
+    ),
+    "missing weight gradient": (
+        lambda: without(full("zb-h1", Shape.uniform(2, 4)), 0, Kind.BACKWARD_WEIGHT), "completeness",
+        "no BACKWARD (of its weights)",
+    ),
+    "missing vocabulary forward": (
+        lambda: without(add_transfers(add_vocabulary(generate("slimpipe", SLIM))), 1, Kind.VOCAB_FORWARD),
+        "completeness", "no VOCAB_FORWARD of microbatch 0, slice 0",
+    ),
+    "collectives in different orders": (crossed_gathers, "deadlock", "the replicas of stage 0 differ in their collectives"),
+    "missing help": (
+        lambda: without(add_transfers(add_exchange(generate("slimpipe", SLIM))), 3, Kind.ATTEND_HELP),
+        "dependency", "the partial attention of",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rejected_for_the_right_reason(name: str) -> None:
+    """Rule and words of the first problems."""
+    make, rule, words = CASES[name]
+    problems = validate(make())
+    assert problems and problems[0].rule == rule, [str(p) for p in problems[:3]]
+    assert any(words in p.message for p in problems if p.rule == rule), [str(p) for p in problems[:5]]
+
+
+def test_done_twice() -> None:
+    """The same work listed twice."""
+    program = generate("1f1b", Shape.uniform(2, 2))
+    problems = validate(with_device(program, 0, [*program.ops[0], program.ops[0][0]]))
+    assert [p.rule for p in problems] == ["completeness"]
+    assert "this work is there twice" in problems[0].message
+
+
+def test_fields_that_name_nothing() -> None:
+    """Chunks, microbatches, slices and peers out of range, or of another device."""
+    program = full("1f1b", Shape.uniform(2, 2))
+    for bad in (
+        Op(Kind.FORWARD, 5), Op(Kind.FORWARD, 0, 3), Op(Kind.FORWARD, 0, 0, 2), Op(Kind.SEND_FORWARD, 0, 0, 0, 7, 0),
+        Op(Kind.SEND_FORWARD, 0, 0, 0, 0, 0), Op(Kind.PARAM_GATHER, chunk=4),
+    ):  # fmt: skip
+        problems = validate(with_device(program, 0, [bad, *program.ops[0]]))
+        assert [p.rule for p in problems] == ["field"], bad
+        assert problems[0].position == 0
+
+
+def test_messages_show_place_neighbours_and_what_is_waited_for() -> None:
+    """A deadlock names device, position, operation, neighbours and the blocking operation of the peer."""
+    program = add_transfers(generate("slimpipe", SLIM), order="late")
+    text = next(p.message for p in validate(program) if p.rule == "deadlock")
+    assert "device 0.0, position" in text
+    assert "[SF" in text and "waits for RF" in text and "which is at" in text
+
+
+def test_late_receives_run_on_one_queue_per_edge() -> None:
+    """The same program is fine where the transport has a queue per direction."""
+    program = add_transfers(generate("slimpipe", SLIM), order="late")
+    assert validate(program, transports=("edge",)) == []
+    with pytest.raises(ScheduleError, match="transport rank"):
+        check(program, transports=("rank",))
+
+
+def test_wrong_peer() -> None:
+    """A transfer to a device that does not need the data."""
+    shape = Shape(((1,), (1,)), ((0, 0), (0, 1)), (1, 2))
+    program = full("1f1b", shape)
+    ops = [op._replace(peer=2) if op.kind == Kind.SEND_FORWARD and op.microbatch == 0 else op for op in program.ops[0]]
+    problems = validate(with_device(program, 0, ops))
+    assert problems[0].rule == "transfer"
+
+
+def test_backward_in_a_forward_only_program() -> None:
+    """An evaluation program has no backwards."""
+    program = replace(generate("1f1b", Shape.uniform(2, 2)), forward_only=True)
+    assert "a backward in a forward-only program" in validate(program)[0].message
