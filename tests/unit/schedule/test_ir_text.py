@@ -1,0 +1,152 @@
+"""Shapes, operations and programs: checks and the exact text form."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_helpers import full
+
+from megatron_het.schedule import Device, Kind, Op, ScheduleSyntaxError, Shape, dumps, generate, loads
+from megatron_het.schedule.ir import MNEMONICS, PARTNER, RECEIVES, SENDS
+from megatron_het.schedule.text import format_op, parse_op
+
+HET = Shape(((2, 1), (3,), (1, 1, 2)), ((0, 0, 0), (0, 1, 0), (1, 0, 1)), (1, 2, 2))
+
+
+def test_devices_are_numbered_stage_major() -> None:
+    """Indices, devices, routes."""
+    assert HET.devices == (Device(0, 0), Device(1, 0), Device(1, 1), Device(2, 0), Device(2, 1))
+    assert HET.device(1, 1) == 2
+    assert [HET.runner(2, m) for m in range(3)] == [4, 3, 4]
+    assert HET.microbatches_of(4) == (0, 2)
+    with pytest.raises(ValueError, match="no replica 2 of stage 1"):
+        HET.device(1, 2)
+
+
+def test_a_microbatch_visits_chunks_in_order() -> None:
+    """Unequal chunk counts in a loop; a V."""
+    assert HET.path == ((0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (2, 2))
+    assert HET.next(0, 1) == (2, 1) and HET.previous(0, 1) == (2, 0)
+    assert HET.previous(0, 0) is None and HET.next(2, 2) is None
+    v = Shape.uniform(3, 1, chunks=2, placement="v")
+    assert v.path == ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": ()}, "at least one stage"),
+        ({"layers": ((1,), ())}, r"layers\[1\]"),
+        ({"layers": ((1,), (-2,))}, r"layers\[1\]"),
+        ({"route": ((0, 0),)}, "route has 1 entries for 2 stages"),
+        ({"route": ((0, 0), (0,))}, r"route\[1\] has 1 microbatches"),
+        ({"route": ((0, 0), (0, 1))}, r"route\[1\]\[1\] = 1"),
+        ({"route": ((), ())}, "at least one microbatch"),
+        ({"replicas": (1,)}, "replicas has 1 entries"),
+        ({"replicas": (1, 0)}, r"replicas\[1\] = 0"),
+        ({"slices": 0}, "slices = 0"),
+        ({"placement": "spiral"}, "placement = 'spiral'"),
+    ],
+)
+def test_bad_shapes(changes: dict[str, object], message: str) -> None:
+    """One error that names field and value."""
+    good = {"layers": ((1,), (1,)), "route": ((0, 0), (0, 0)), "replicas": (1, 1)}
+    with pytest.raises(ValueError, match=message):
+        Shape(**(good | changes))  # type: ignore[arg-type]
+
+
+def test_immutable() -> None:
+    """Shapes, operations and programs cannot be changed and are usable as keys."""
+    program = generate("1f1b", Shape.uniform(2, 2))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        program.name = "other"  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        program.shape.slices = 2  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        program.ops[0][0].slice = 1  # type: ignore[misc]
+    assert not hasattr(program, "__dict__") and not hasattr(program.ops[0][0], "__dict__")
+    assert len({program, generate("1f1b", Shape.uniform(2, 2))}) == 1
+
+
+def test_partners_mirror_each_other() -> None:
+    """The other end of the other end is the transfer itself."""
+    assert {PARTNER[kind] for kind in SENDS} == RECEIVES
+    program = full("interleaved", Shape.uniform(3, 3, chunks=2))
+    for device, ops in enumerate(program.ops):
+        for op in ops:
+            if op.kind in SENDS | RECEIVES:
+                peer, partner = op.partner(device)
+                assert partner in program.ops[peer]
+                assert partner.partner(peer) == (device, op)
+
+
+def test_for_device_and_compute() -> None:
+    """Lists by stage and replica."""
+    program = full("1f1b", Shape(((1,), (1,)), ((0, 0), (0, 1)), (1, 2)))
+    assert [op.microbatch for op in program.for_device(1, 1)] == [1] * 4
+    assert [op.kind for op in program.compute(2)] == [Kind.FORWARD, Kind.BACKWARD]
+
+
+def test_every_kind_has_a_mnemonic() -> None:
+    """And no two the same."""
+    assert set(MNEMONICS) == set(Kind)
+    assert len(set(MNEMONICS.values())) == len(Kind)
+
+
+NUMBER = st.integers(-1, 300)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.builds(Op, st.sampled_from(list(Kind)), NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER))
+def test_operations_round_trip(op: Op) -> None:
+    """Text and back, whatever the fields."""
+    assert parse_op(format_op(op)) == op
+    assert str(op) == format_op(op)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "F", "F0", "F0.0", "F0.0.0 ", " F0.0.0", "F0.0.0>1", "F0.0.0[1]", "f0.0.0", "F-1.0.0", "F0.0.0F0.0.0", "X0.0.0"]
+)
+def test_unknown_operations(text: str) -> None:
+    """The whole text must match."""
+    with pytest.raises(ScheduleSyntaxError, match="line 3, column 7"):
+        parse_op(text, 3, 7)
+
+
+TEXT = dumps(full("1f1b", Shape(((1,), (2,)), ((0, 0), (0, 1)), (1, 2))))
+
+
+def test_text_is_exact() -> None:
+    """Comments and empty lines are ignored, nothing else."""
+    assert dumps(loads(TEXT)) == TEXT
+    assert loads("# a comment\n\n" + TEXT) == loads(TEXT)
+    assert str(loads(TEXT)) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "column", "message"),
+    [
+        ("F0.0.0", "F0.0.zero", 10, 13, "is not an operation"),
+        ("SF0.0.0>1.0", "SG0.0.0>1.0", 10, 20, "unknown operation 'SG'"),
+        ("slices: 1", "slices: one", 5, 9, "not a table of integers"),
+        ("slices: 1", "slices: 1 2", 5, 9, "one integer expected"),
+        ("slices: 1", "slices: 0", 5, 9, "slices = 0"),
+        ("route: 0 0 | 0 1", "route: 0 0 | 0 2", 3, 8, r"route\[1\]\[1\] = 2"),
+        ("forward_only: no", "forward_only: maybe", 7, 15, "neither yes nor no"),
+        ("placement: loop", "placement: ring", 6, 12, "placement = 'ring'"),
+        ("slices: 1\n", "", 1, 1, "'slices' is missing"),
+        ("slices: 1\n", "slices: 1\nslices: 1\n", 6, 1, "given twice"),
+        ("slices: 1\n", "slices: 1\nspeed: 3\n", 6, 1, "neither a field nor a device's list"),
+        ("device 1.1", "device 1.0", 12, 1, "device 1.0 has two lists"),
+        ("device 1.1", "device 1.2", 12, 1, "device 1.2 is not in replicas"),
+        ("replicas: 1 2", "replicas: 1 3", 1, 1, "device 1.2 has no list"),
+        ("replicas: 1 2", "replicas: 1 | 2", 4, 11, "one row expected"),
+    ],
+)
+def test_syntax_errors_have_line_and_column(old: str, new: str, line: int, column: int, message: str) -> None:
+    """Whatever is wrong in a file."""
+    assert old in TEXT
+    with pytest.raises(ScheduleSyntaxError, match=message) as caught:
+        loads(TEXT.replace(old, new, 1))
+    assert (caught.value.line, caught.value.column) == (line, column)

@@ -1,0 +1,141 @@
+"""Compute orders against Megatron's rule and against PyTorch's schedules."""
+
+import subprocess
+import sys
+from unittest.mock import MagicMock
+
+import pytest
+
+from megatron_het.schedule import Kind, Program, Shape, generate
+
+
+def compact(program: Program, device: int) -> list[tuple[str, int, int]]:
+    """(F or B, stage of the whole model, microbatch)."""
+    stages = program.shape.stages
+    return [(op.kind.name[0], device + stages * op.chunk, op.microbatch) for op in program.compute(device)]
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 2), (3, 7), (4, 4), (4, 9)])
+def test_one_f_one_b_equals_megatron_and_pytorch(stages: int, microbatches: int) -> None:
+    """Warm-up of stages - 1 - stage forwards; PyTorch's own step function, recorded."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    program = generate("1f1b", Shape.uniform(stages, microbatches))
+    for rank in range(stages):
+        warmup = stages - 1 - rank
+        steady = [(kind, rank, i + (warmup if kind == "F" else 0)) for i in range(microbatches - warmup) for kind in "FB"]
+        first = [("F", rank, i) for i in range(warmup)]
+        last = [("B", rank, i) for i in range(microbatches - warmup, microbatches)]
+        assert compact(program, rank) == first + steady + last
+        schedule = object.__new__(schedules.Schedule1F1B)
+        calls: list[tuple[str, int, int]] = []
+        stage = MagicMock(stage_index=rank)
+        stage.forward_one_chunk.side_effect = lambda i, *_, **__: calls.append(("F", rank, i))  # noqa: B023
+        stage.backward_one_chunk.side_effect = lambda i, **_: calls.append(("B", rank, i))  # noqa: B023
+        for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
+            getattr(stage, name).return_value = []
+        values = {
+            "_stage": stage, "_n_microbatches": microbatches, "_num_stages": stages, "scale_grads": True,
+            "_check_inputs": lambda *_: ([()] * microbatches, [{}] * microbatches), "_initialize_stage": MagicMock(),
+            "_maybe_compute_loss": MagicMock(), "_maybe_get_loss": MagicMock(), "_update_losses": MagicMock(),
+        }  # fmt: skip
+        for name, value in values.items():
+            setattr(schedule, name, value)
+        schedule._step_microbatches()
+        assert compact(program, rank) == calls
+
+
+def pytorch_orders(name: str, stages: int, microbatches: int, chunks: int) -> list[list[tuple[str, int, int]]]:
+    """Orders of a private PyTorch schedule class, without building stages."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    schedule = object.__new__(getattr(schedules, name))
+    schedule.pp_group_size, schedule._n_microbatches = stages, microbatches
+    schedule.n_local_stages, schedule._stages = chunks, [None] * chunks
+    schedule.number_of_rounds = max(1, microbatches // stages)
+    schedule.microbatches_per_round = microbatches // schedule.number_of_rounds
+    orders = []
+    for rank in range(stages):
+        actions = [a for a in schedule._calculate_single_rank_operations(rank) if a is not None]
+        kept = [a for a in actions if a.computation_type.name in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT")]
+        orders.append([("F" if a.computation_type.name == "FORWARD" else "B", a.stage_index, a.microbatch_index) for a in kept])
+    return orders
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(1, 2, 3), (2, 3, 2), (4, 2, 3), (4, 8, 1), (3, 5, 4)])
+def test_ministage_equals_looped_bfs(stages: int, microbatches: int, chunks: int) -> None:
+    """Zorse's schedule is breadth-first pipeline parallelism."""
+    program = generate("ministage", Shape.uniform(stages, microbatches, chunks=chunks))
+    expected = pytorch_orders("ScheduleLoopedBFS", stages, microbatches, chunks)
+    assert [compact(program, rank) for rank in range(stages)] == expected
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 12, 3), (3, 3, 2)])
+def test_interleaved_equals_pytorch(stages: int, microbatches: int, chunks: int) -> None:
+    """Interleaved 1F1B."""
+    program = generate("interleaved", Shape.uniform(stages, microbatches, chunks=chunks))
+    expected = pytorch_orders("ScheduleInterleaved1F1B", stages, microbatches, chunks)
+    assert [compact(program, rank) for rank in range(stages)] == expected
+
+
+def test_slimpipe_order() -> None:
+    """Groups of p slices per chunk; the backward exactly reversed within the microbatch."""
+    program = generate("slimpipe", Shape.uniform(2, 2, slices=4, chunks=2))
+    forward = [(op.microbatch, op.chunk, op.slice) for op in program.ops[1] if op.kind == Kind.FORWARD]
+    one = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    assert forward == [(m, c, s) for m in (0, 1) for c, s in one]
+    backward = [(op.microbatch, op.chunk, op.slice) for op in program.ops[1] if op.kind == Kind.BACKWARD]
+    assert backward == [(m, c, s) for m in (0, 1) for c, s in reversed(one)]
+    for stage in range(2):
+        kinds = [op.kind for op in program.ops[stage]]
+        assert kinds.index(Kind.BACKWARD) == 4 * 2 + 2 * (1 - stage)
+
+
+def test_faster_replicas_get_ahead() -> None:
+    """A replica with more microbatches may have more in flight; speeds shape the order."""
+    shape = Shape(((1,), (1,)), ((0, 0, 1, 0, 0, 1), (0,) * 6), (2, 1))
+    program = generate("1f1b", shape, speeds=(2.0, 1.0, 3.0))
+    for d, own in ((0, [0, 1, 3, 4]), (1, [2, 5])):
+        assert [op.microbatch for op in program.ops[d] if op.kind == Kind.FORWARD] == own
+    with pytest.raises(ValueError, match="2 values for 3 devices"):
+        generate("1f1b", shape, speeds=(1.0, 1.0))
+    with pytest.raises(ValueError, match="is not positive"):
+        generate("1f1b", shape, speeds=(1.0, 0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("1f1b", Shape.uniform(2, 2, chunks=2), "exactly one chunk"),
+        ("1f1b", Shape.uniform(2, 2, slices=2), "slices = 2"),
+        ("gpipe", Shape.uniform(2, 2, slices=2), "slices = 2"),
+        ("interleaved", Shape.uniform(4, 6, chunks=2), "leave a group of 2"),
+        ("interleaved", Shape(((1, 1), (1,)), ((0,), (0,)), (1, 1)), "unequal chunk counts"),
+        ("ministage", Shape.uniform(2, 2, slices=2), "slices = 2"),
+        ("slimpipe", Shape.uniform(4, 2, slices=6, chunks=2), "a multiple of the 4 stages"),
+        ("slimpipe", Shape(((1, 1), (1,)), ((0,), (0,)), (1, 1), 2), "unequal chunk counts"),
+        ("seq1f1b", Shape.uniform(2, 2, slices=2, chunks=2), "one chunk per stage only"),
+        ("zb-v", Shape.uniform(2, 2, chunks=2), "must be v"),
+        ("zb-v", Shape.uniform(2, 2, placement="v"), "exactly 2 chunk"),
+        ("zb-h1", Shape(((1,),), ((0,),), (2,)), "one replica per stage only"),
+    ],
+)
+def test_shapes_that_do_not_fit(name: str, shape: Shape, message: str) -> None:
+    """One error that names schedule, field and value."""
+    with pytest.raises(ValueError, match=f"schedule {name}: .*{message}"):
+        generate(name, shape)
+
+
+def test_unknown_schedule() -> None:
+    """The known ones are listed."""
+    with pytest.raises(ValueError, match="'2f2b': unknown .*1f1b.*slimpipe"):
+        generate("2f2b", Shape.uniform(2, 2))
+
+
+def test_imports_without_torch_and_numpy() -> None:
+    """The package stands alone."""
+    code = (
+        "import sys, megatron_het.schedule, megatron_het.schedule.cli\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'rich', 'megatron'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

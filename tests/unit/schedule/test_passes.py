@@ -1,0 +1,224 @@
+"""Passes keep the compute order and put their operations where they say."""
+
+from collections.abc import Callable
+
+import pytest
+from schedule_helpers import full
+
+from megatron_het.schedule import COMPUTE, Kind, Op, Program, Shape, add_transfers, generate
+from megatron_het.schedule.exchange import plan_exchange
+from megatron_het.schedule.passes import add_activation_offload, add_exchange, add_parameters, add_vocabulary
+from megatron_het.schedule.validate import validate
+
+SLIM = generate("slimpipe", Shape.uniform(4, 2, slices=8))
+MINI = generate("ministage", Shape(((2, 1), (3,), (1, 1, 2)), ((0, 0, 0), (0, 1, 0), (1, 0, 1)), (1, 2, 2)))
+
+PASSES: dict[str, tuple[Callable[[Program], Program], Program]] = {
+    "transfers": (add_transfers, SLIM),
+    "late transfers": (lambda p: add_transfers(p, order="late"), MINI),
+    "exchange": (lambda p: add_exchange(p, units=2, helping=True, keep=True), SLIM),
+    "vocabulary, aligned": (add_vocabulary, SLIM),
+    "vocabulary, not aligned": (add_vocabulary, generate("1f1b", Shape.uniform(4, 6))),
+    "parameters": (lambda p: add_parameters(p, per_layer=True, offload=True, step="ministage"), MINI),
+    "activation offload": (add_activation_offload, MINI),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_keeps_the_compute_order(name: str) -> None:
+    """Every pass, and it adds something."""
+    apply, program = PASSES[name]
+    after = apply(program)
+    assert [after.compute(d) for d in range(len(after.ops))] == [program.compute(d) for d in range(len(after.ops))]
+    assert sum(map(len, after.ops)) > sum(map(len, program.ops))
+
+
+def test_global_order_is_a_projection_with_neighbouring_ends() -> None:
+    """Merging the lists, both ends of every transfer can be taken at the same moment."""
+    program = add_transfers(MINI)
+    position = [0] * len(program.ops)
+    left = sum(map(len, program.ops))
+    while left:
+        before = left
+        for d, ops in enumerate(program.ops):
+            while position[d] < len(ops):
+                op = ops[position[d]]
+                if op.peer < 0:
+                    position[d] += 1
+                    left -= 1
+                    continue
+                peer, partner = op.partner(d)
+                if program.ops[peer][position[peer] : position[peer] + 1] != (partner,):
+                    break
+                position[d] += 1
+                position[peer] += 1
+                left -= 2
+        assert left < before
+
+
+def test_no_transfer_within_a_device() -> None:
+    """One stage with chunks, and the turn of a V."""
+    one = full("ministage", Shape.uniform(1, 3, chunks=3))
+    assert all(op.kind in COMPUTE for op in one.ops[0])
+    v = full("zb-v", Shape.uniform(3, 4, chunks=2, placement="v"))
+    assert all(op.peer != 2 for op in v.ops[2])
+    assert not [op for op in v.ops[2] if op.kind == Kind.SEND_FORWARD and op.chunk == 0]
+
+
+def test_transfers_are_added_once() -> None:
+    """A second time is an error."""
+    with pytest.raises(ValueError, match="already has transfers"):
+        add_transfers(add_transfers(SLIM))
+    with pytest.raises(ValueError, match="order = 'now'"):
+        add_transfers(SLIM, order="now")
+
+
+def test_send_follows_its_producer() -> None:
+    """Nothing but its own operation right before it."""
+    for ops in add_transfers(SLIM).ops:
+        for before, op in zip(ops, ops[1:]):
+            if op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) and before.kind not in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
+                assert before[1:4] == op[1:4]
+
+
+def test_exchange_operations() -> None:
+    """Give, help, own pass, merge; keys and values first; everything paired."""
+    plan = plan_exchange(SLIM, units=2, helping=True)
+    program = add_transfers(add_exchange(SLIM, plan))
+    moves = sum(len(slot.moves) for slot in plan.slots)
+    for kinds in ((Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD), (Kind.ATTEND_MERGE, Kind.ATTEND_MERGE_BACKWARD)):
+        assert sum(op.kind in kinds for ops in program.ops for op in ops) == moves
+    for d, ops in enumerate(program.ops):
+        for i, op in enumerate(ops):
+            if op.kind == Kind.ATTEND_GIVE:
+                forward = ops.index(Op(Kind.FORWARD, *op[1:4]))
+                merge = ops.index(op._replace(kind=Kind.ATTEND_MERGE))
+                assert i < forward < merge
+                help_ = Op(Kind.ATTEND_HELP, op.microbatch, op.slice, op.chunk, d, op.chunk, op.start, op.stop)
+                assert help_ in program.ops[op.peer]
+                sent = op._replace(kind=Kind.KV_SEND)
+                assert ops.index(sent) < i
+                assert program.ops[op.peer].index(sent.partner(d)[1]) < program.ops[op.peer].index(help_)
+
+
+def test_earliest_keys_need_no_mask() -> None:
+    """Units given away end before the slice's own, unless the diagonal is allowed."""
+    for slot in plan_exchange(SLIM, units=2, helping=True).slots:
+        for move in slot.moves:
+            assert 0 <= move.start < move.stop <= move.slice * 2
+    diagonal = plan_exchange(SLIM, units=2, helping=True, diagonal=True)
+    assert any(move.stop > move.slice * 2 for slot in diagonal.slots for move in slot.moves)
+    assert validate(add_transfers(add_exchange(SLIM, diagonal))) == []
+
+
+def test_kept_keys_and_values_save_traffic() -> None:
+    """Nothing is sent twice to the same helper within a microbatch."""
+    plain, kept = (plan_exchange(SLIM, units=2, keep=keep) for keep in (False, True))
+    volume = [sum((p.volume() | {}).values()) + sum(p.volume(backward=True).values()) for p in (plain, kept)]
+    assert volume[1] < 0.75 * volume[0]
+    seen: set[tuple[int, ...]] = set()
+    for slot in kept.slots:
+        for move in slot.moves:
+            for start, stop in move.sent:
+                for unit in range(start, stop):
+                    key = (move.owner, move.helper, move.microbatch, move.chunk, unit)
+                    assert key not in seen
+                    seen.add(key)
+
+
+def test_exchange_is_printed_as_data() -> None:
+    """Lines and plain data."""
+    plan = plan_exchange(SLIM, units=2)
+    assert next(line for line in plan.lines() if " F8 " in line).split("|")[1].strip() == "1 8 7 6"
+    first = plan.to_json()[0]
+    assert (first["slot"], first["backward"], first["loads"]) == (0, False, [1, 0, 0, 0])
+
+
+def test_exchange_refuses() -> None:
+    """What it cannot align, and what comes after other passes."""
+    with pytest.raises(ValueError, match="not aligned"):
+        plan_exchange(generate("1f1b", Shape.uniform(4, 8)))
+    with pytest.raises(ValueError, match="one per stage"):
+        plan_exchange(generate("slimpipe", Shape(((1,), (1,)), ((0, 0), (0, 1)), (1, 2), 4)))
+    with pytest.raises(ValueError, match="units = 0"):
+        plan_exchange(SLIM, units=0)
+    with pytest.raises(ValueError, match="comes first"):
+        add_exchange(add_vocabulary(SLIM))
+
+
+def test_vocabulary_goes_to_slot_ends() -> None:
+    """Forward behind the slot of the last device's forward, backward before the slot of its backward."""
+    program = add_vocabulary(SLIM)
+    last = program.ops[3]
+    for piece in range(8):
+        assert last.index(Op(Kind.VOCAB_FORWARD, 0, piece)) == last.index(Op(Kind.FORWARD, 0, piece)) + 1
+        assert last.index(Op(Kind.VOCAB_BACKWARD, 0, piece)) < last.index(Op(Kind.BACKWARD, 0, piece))
+    first = program.ops[0]
+    assert first.index(Op(Kind.VOCAB_FORWARD, 0, 0)) == first.index(Op(Kind.FORWARD, 0, 3)) + 1
+    with pytest.raises(ValueError, match="split once"):
+        add_vocabulary(program)
+
+
+def test_window_of_the_ministage_schedule() -> None:
+    """One gather per chunk and direction; the next chunk's gather before the current chunk's first use."""
+    program = add_parameters(generate("ministage", Shape.uniform(2, 3, chunks=3)), keep_at_turn=False)
+    kinds = [op for op in program.ops[0] if op.kind in (Kind.PARAM_GATHER, Kind.PARAM_RELEASE)]
+    assert [(op.kind.name[6], op.chunk) for op in kinds] == [
+        ("G", 0), ("G", 1), ("R", 0), ("G", 2), ("R", 1), ("R", 2), ("G", 2), ("G", 1), ("R", 2), ("G", 0), ("R", 1),
+        ("R", 0),
+    ]  # fmt: skip
+    kept = add_parameters(generate("ministage", Shape.uniform(2, 3, chunks=3)))
+    assert sum(op.kind == Kind.PARAM_GATHER for op in kept.ops[0]) == 5
+
+
+def test_layers_are_gathered_forwards_and_reduced_backwards() -> None:
+    """Layer ranges."""
+    program = add_parameters(generate("ministage", Shape(((3,),), ((0,),), (1,))), per_layer=True)
+    assert [op.start for op in program.ops[0] if op.kind == Kind.PARAM_GATHER] == [0, 1, 2]
+    assert [op.start for op in program.ops[0] if op.kind == Kind.GRAD_REDUCE] == [2, 1, 0]
+
+
+@pytest.mark.parametrize("step", ["end", "ministage", "none"])
+def test_optimizer_steps(step: str) -> None:
+    """At the end after all reductions, or one ministage after the chunk's own, or not at all."""
+    program = add_parameters(generate("ministage", Shape.uniform(2, 3, chunks=3)), step=step)
+    order = [(op.kind.name, op.chunk) for op in program.ops[0] if op.kind in (Kind.GRAD_REDUCE, Kind.OPTIMIZER_STEP)]
+    reduce, opt = "GRAD_REDUCE", "OPTIMIZER_STEP"
+    assert order == {
+        "end": [(reduce, 2), (reduce, 1), (reduce, 0), (opt, 0), (opt, 1), (opt, 2)],
+        "ministage": [(reduce, 2), (opt, 2), (reduce, 1), (opt, 1), (reduce, 0), (opt, 0)],
+        "none": [(reduce, 2), (reduce, 1), (reduce, 0)],
+    }[step]
+    if step == "ministage":
+        ops = program.ops[0]
+        between = ops[ops.index(Op(Kind.GRAD_REDUCE, chunk=2)) : ops.index(Op(Kind.OPTIMIZER_STEP, chunk=2))]
+        assert sum(op.kind == Kind.BACKWARD for op in between) == 3
+
+
+def test_parameter_pass_refuses() -> None:
+    """Bad options, twice, idle replicas."""
+    for options in ({"prefetch": -1}, {"step": "never"}):
+        with pytest.raises(ValueError, match="prefetch = "):
+            add_parameters(MINI, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="parameter operations already"):
+        add_parameters(add_parameters(MINI))
+    idle = generate("ministage", Shape(((1,),), ((0, 0),), (2,)))
+    with pytest.raises(ValueError, match="does every replica have microbatches"):
+        add_parameters(idle)
+
+
+def test_activation_offload_places() -> None:
+    """Offload behind the forward, fetch one backward ahead, short-lived activations stay."""
+    ops = add_activation_offload(generate("gpipe", Shape.uniform(1, 4))).ops[0]
+    text = " ".join(map(str, ops))
+    assert text == (
+        "F0.0.0 F1.0.0 AO1.0.0 F2.0.0 AO2.0.0 F3.0.0 AO3.0.0 AF1.0.0 B0.0.0 AF2.0.0 B1.0.0 AF3.0.0 B2.0.0 B3.0.0"
+    )
+    last = add_activation_offload(generate("1f1b", Shape.uniform(4, 8))).ops[3]
+    assert all(op.kind in COMPUTE for op in last)
+    with pytest.raises(ValueError, match="ahead = 0"):
+        add_activation_offload(MINI, ahead=0)
+    with pytest.raises(ValueError, match="already"):
+        add_activation_offload(add_activation_offload(MINI))
+    with pytest.raises(ValueError, match="forward only"):
+        add_activation_offload(generate("1f1b", Shape.uniform(2, 2), forward_only=True))
