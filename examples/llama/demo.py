@@ -67,7 +67,7 @@ class Size:
 FULL = Size(
     ModelShape(9, 256, 8, 4, 256, ffn_hidden_size=704),
     TrainingShape(micro_batch_size=1, global_batch_size=12),
-    iterations=60, short_iterations=9, rounds=2, window_s=1.0,
+    iterations=60, short_iterations=9, rounds=2, window_s=0.6,
 )  # fmt: skip
 QUICK = Size(
     ModelShape(6, 64, 4, 2, 64, ffn_hidden_size=128),
@@ -179,6 +179,7 @@ class Demo:
             devices_per_node=1,
             micro_batch_sizes=(self.size.training.micro_batch_size,),
             window_s=self.size.window_s,
+            windows=5,
             link_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 23),
             notes=describe(devices),
         )  # fmt: skip
@@ -278,8 +279,10 @@ class Demo:
 
             pictures.loss_picture(result, self.out / "loss.png")
             written.append(self.out / "loss.png")
-            if pictures.timeline_picture(trial.estimate, self.out / "training" / "trace", self.out / "timeline.png"):
-                written.append(self.out / "timeline.png")
+            names = [r["device"] for r in result["per_rank"]]
+            traces, timeline = self.out / "training" / "trace", self.out / "timeline.png"
+            if pictures.timeline_picture(trial.estimate, names, traces, timeline):
+                written.append(timeline)
         except ImportError:
             self.screen.line("no pictures: matplotlib is not installed (pip install 'megatron-het[planner]')")
         self.screen.title("Report")

@@ -29,6 +29,8 @@ CPU_ARGUMENTS = (
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|.*?lm loss: ([0-9.E+-]+)")
 
+_ERROR = re.compile(r"^(\[rank\d+\]: )?([\w.]*(Error|Exception)\b|[Ee]rror):? ")
+
 
 class JobError(RuntimeError):
     """A training job failed; the message ends with the end of its log."""
@@ -116,9 +118,18 @@ def run(job: Job, on_loss: Callable[[int, int, float], None] | None = None) -> l
     log = job.folder / "train.log"
     code = _follow(command, environment, log, job.timeout_s, on_loss)
     if code:
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
-        raise JobError(f"training ended with exit code {code}; the end of {log}:\n{tail}")
+        raise JobError(f"training ended with exit code {code}; from {log}:\n{excerpt(log)}")
     return read_reports(report, job.plan.world_size)
+
+
+def excerpt(log: Path) -> str:
+    """The lines before and at the first error of a log, its end when no line looks like one.
+
+    torchrun appends pages about the processes that it ended after the first failure.
+    """
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    first = next((i for i, line in enumerate(lines) if _ERROR.search(line)), len(lines) - 1)
+    return "\n".join(lines[max(0, first - 20) : first + 1])
 
 
 def read_reports(folder: Path, world_size: int) -> list[dict[str, Any]]:

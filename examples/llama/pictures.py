@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,14 @@ def _memory(axes: Any, report: dict[str, Any]) -> None:
             [r["rank"] + offset for r in rows], [r[key] / 2**20 for r in rows], width=0.4, color=color,
             label=key.split("_")[0],
         )
-        axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
+        axes.bar_label(bars, fmt="%.0f" if rows[0][key] > 10 << 20 else "%.1f", padding=2, fontsize=8)
     axes.set_xticks([r["rank"] for r in rows], [f"rank {r['rank']}\n{r['device']}" for r in rows])
     axes.set(ylabel="MiB", title="Memory of parameters, gradients,\noptimizer and activations")
     axes.margins(y=0.12)
     axes.legend(frameon=False)
 
 
-def timeline_picture(estimate: Estimate, traces: Path, path: Path) -> bool:
+def timeline_picture(estimate: Estimate, devices: Sequence[str], traces: Path, path: Path) -> bool:
     """Predicted above measured: which rank ran what, when.  False when there are no traces.
 
     Raises:
@@ -75,9 +76,9 @@ def timeline_picture(estimate: Estimate, traces: Path, path: Path) -> bool:
     if not all(f.is_file() for f in files):
         return False
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(13, 1.3 + 0.9 * ranks), sharex=True)
-    graph, timeline = estimate.program, estimate.timeline
+    timeline = estimate.timeline
     node = 0
-    for rank, ops in enumerate(graph.ops):
+    for rank, ops in enumerate(estimate.program.ops):
         for op in ops:
             start, end = timeline.start_s[node], timeline.end_s[node]
             _bar(upper, rank, start, end, op.kind == Kind.FORWARD, op.microbatch)
@@ -90,7 +91,7 @@ def timeline_picture(estimate: Estimate, traces: Path, path: Path) -> bool:
                 microbatch = int(label.split()[2])
                 _bar(lower, rank, start, start + event["dur"] / 1e6, label.startswith("F "), microbatch)
     for axes, title in ((upper, "predicted"), (lower, "measured")):
-        axes.set_yticks(range(ranks), [f"rank {r}" for r in range(ranks)])
+        axes.set_yticks(range(ranks), [f"rank {r}\n{devices[r]}" for r in range(ranks)])
         axes.set_ylim(ranks - 0.5, -0.5)
         axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)

@@ -170,7 +170,7 @@ def show(report: dict[str, Any], screen: Screen) -> None:
     """The tables at the end of the demo."""
     rows = [
         [
-            f"{r['rank']} {r['device']}", f"{r['stage']}", f"{r['layers']}", f"{r['microbatches']}",
+            f"{r['rank']}: {r['device']}", f"{r['stage']}", f"{r['layers']}", f"{r['microbatches']}",
             f"{r['predicted_compute_s']:.3f}", f"{r['measured_compute_s']:.3f}",
             f"{r['predicted_memory_bytes'] / 2**20:.0f}", f"{r['measured_memory_bytes'] / 2**20:.0f}",
         ]
@@ -178,8 +178,8 @@ def show(report: dict[str, Any], screen: Screen) -> None:
     ]  # fmt: skip
     screen.table(
         "Ranks",
-        ["rank", "stage", "layers", "micro-\nbatches", "busy, s\npredicted", "busy, s\nmeasured",
-         "memory, MiB\npredicted", "memory, MiB\nmeasured"],
+        ["rank", "stage", "layers", "micro-\nbatches", "busy s\npredict.", "busy s\nmeasured",
+         "MiB\npredict.", "MiB\nmeasured"],
         rows,
     )  # fmt: skip
     losses = [loss for _, loss in report["losses"]]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 try:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
@@ -37,9 +38,9 @@ class Screen:
     def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table; the first column is left-aligned, the others to the right."""
         if self._console is not None:
-            table = Table(title=title, title_justify="left")
+            table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
             for i, name in enumerate(head):
-                table.add_column(name, justify="left" if i == 0 else "right")
+                table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
             for row in rows:
                 table.add_row(*row)
             self._console.print(table)

@@ -8,11 +8,10 @@ backward pass), and the update is Megatron's own optimizer.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +26,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_het.platform import activate
+from megatron_het.platform.memory import memory_meter
 from tools.planner.profile_schema import LayerTiming
 from tools.planner.profile_settings import Point, ProfileSettings, largest
 
@@ -320,40 +321,29 @@ def _repeat(window_s: float, work: Callable[[], None], group: Any) -> None:
 
 def _memory(part: Part) -> tuple[int, int, int]:
     """(bytes kept from forward to backward, largest temporary beyond, output bytes) of one pass."""
-    own = {p.untyped_storage().data_ptr() for p in part.module.parameters()}
+    known = {p.untyped_storage().data_ptr() for p in part.module.parameters()}
+    # Constant inputs exist once, not once per microbatch.
+    known |= {part.data[n].untyped_storage().data_ptr() for n in ("mask", "positions", "tokens") if n in part.data}
+    hidden = part.data["hidden"].untyped_storage().data_ptr()
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in known:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), _peak() as peak:
-        output = part.forward()
-        # Constant inputs exist once, not once per microbatch.
-        for name in ("mask", "positions"):
-            if name in part.data:
-                kept.pop(part.data[name].untyped_storage().data_ptr(), None)
-        saved = sum(kept.values())
+    part.backward(part.forward())
+    with memory_meter(activate()) as meter, meter.region("pass") as visit:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            output = part.forward()
         output_bytes = output.numel() * output.element_size() if output.dim() else 0
         part.backward(output)
-    del output
-    return saved, max(0, peak[0] - saved), output_bytes
-
-
-@contextlib.contextmanager
-def _peak() -> Iterator[list[int]]:
-    """Peak of the bytes allocated inside the block; known on GPUs only (0 elsewhere)."""
-    result = [0]
-    if on_gpu():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    yield result
-    if on_gpu():
-        torch.cuda.synchronize()
-        result[0] = max(0, torch.cuda.max_memory_allocated() - before)
+        del output
+    saved = sum(kept.values())
+    # The layer's input was there before; it counts as kept, and not as growth.
+    workspace = visit.growth_bytes - (saved - kept.get(hidden, 0))
+    return saved, max(0, workspace), output_bytes
 
 
 def largest_micro_batch(

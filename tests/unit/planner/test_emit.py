@@ -1,0 +1,273 @@
+"""Emitted flags, layouts and scripts; Megatron's own parsers judge them where they exist."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, load_plan
+from tools.planner.emit import emit
+from tools.planner.emit_flags import (
+    ModelOptions,
+    bash_array,
+    extension_reasons,
+    layout_string,
+    model_arguments,
+    plan_arguments,
+    stock_arguments,
+)
+from tools.planner.emit_nodes import NodeKind, components, place, task_ranks
+from tools.planner.emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
+from tools.planner.errors import PlannerError
+
+MODEL = ModelShape(8, 64, 4, 2, 32, ffn_hidden_size=128)
+KINDS = {
+    "big": NodeKind(devices=4, count=2, constraint="a100", gres="gpu:a100", hosts=("n1", "n2")),
+    "small": NodeKind(devices=2, count=2, constraint="l4", gres="gpu:l4", hosts=("n3", "n4")),
+}
+
+
+def make_plan(
+    *stages: tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...], str]]],
+    batch: int = 4,
+    schedule: str = "1f1b",
+    **training: object,
+) -> Plan:
+    """(layers per chunk, [(ranks, microbatches, device), ...]) per stage."""
+    return Plan(
+        MODEL,
+        TrainingShape(1, batch, **training),  # type: ignore[arg-type]
+        tuple(Stage(layers, tuple(Replica(r, m, d) for r, m, d in replicas)) for layers, replicas in stages),
+        ScheduleSpec(schedule),
+    )
+
+
+def even_plan() -> Plan:
+    return make_plan(
+        ((5,), [((0, 1), (0, 2), "big"), ((2, 3), (1, 3), "big")]),
+        ((3,), [((4, 5), (0, 1), "small"), ((6, 7), (2, 3), "small")]),
+    )
+
+
+def uneven_plan() -> Plan:
+    return make_plan(
+        ((5,), [((0, 1), (0, 2, 3), "big"), ((2,), (1,), "big")]),
+        ((3,), [((3, 4), (0, 1, 2, 3), "small")]),
+    )
+
+
+def test_layout_is_what_megatron_parses() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    text = layout_string(even_plan())
+    assert text == "Et*5|t*3L"
+    layout = PipelineParallelLayerLayout(text, 2)
+    layout.validate_layer_layout(8, 0)
+    assert [row[0].count(LayerType.decoder) for row in layout.layout] == [5, 3]
+
+
+def test_interleaved_layout_goes_chunk_by_chunk() -> None:
+    plan = make_plan(
+        ((2, 1), [((0,), (0, 1, 2, 3), "big")]), ((3, 2), [((1,), (0, 1, 2, 3), "big")]), schedule="interleaved"
+    )
+    assert layout_string(plan) == "Ett|t*3|t|ttL"
+    assert stock_arguments(plan)[-2:] == ["--pipeline-model-parallel-layout", "Ett|t*3|t|ttL"]
+
+
+def test_one_stage_gets_no_layout() -> None:
+    plan = make_plan(((8,), [((0,), (0, 1), "big"), ((1,), (2, 3), "big")]))
+    assert "--pipeline-model-parallel-layout" not in stock_arguments(plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (uneven_plan(), "tensor-parallel sizes [1, 2] differ"),
+        (uneven_plan(), "replicas get"),
+        (uneven_plan(), "stages have [1, 2] replicas"),
+        (
+            make_plan(((8,), [((1,), (0, 1), "big"), ((0,), (2, 3), "big")])),
+            "not numbered in Megatron's order",
+        ),
+        (make_plan(((8,), [((0,), (0, 1, 2, 3), "big")]), schedule="slimpipe"), "schedule slimpipe"),
+    ],
+)
+def test_plans_that_need_the_extension_say_why(plan: Plan, reason: str) -> None:
+    assert any(reason in r for r in extension_reasons(plan))
+    with pytest.raises(ValueError, match="stock Megatron cannot"):
+        stock_arguments(plan)
+
+
+def test_flags_of_plan_and_model() -> None:
+    plan = make_plan(
+        ((8,), [((0, 1), (0, 1, 2, 3), "big")]),
+        precision="bf16", recompute="full", sequence_parallel=True, distributed_optimizer=True,
+    )  # fmt: skip
+    words = plan_arguments(plan)
+    for flag in ("--bf16", "--sequence-parallel", "--use-distributed-optimizer", "--calculate-per-token-loss",
+                 "--dist-ckpt-optim-fully-reshardable"):
+        assert flag in words
+    assert words[words.index("--recompute-granularity") + 1] == "full"
+    words = model_arguments(plan, ModelOptions())
+    assert words[words.index("--num-query-groups") + 1] == "2"
+    assert "--untie-embeddings-and-output-weights" in words and "--swiglu" in words
+    words = model_arguments(plan, ModelOptions(swiglu=False, biases=True, learned_positions=64))
+    assert words[words.index("--max-position-embeddings") + 1] == "64"
+    assert "--disable-bias-linear" not in words
+
+
+def test_bash_arrays_survive_bash() -> None:
+    words = ["--train-data-path", "a path/with 'quotes' and $dollars", "--swiglu"]
+    script = bash_array("A", words) + 'printf "%s\\n" "${A[@]}"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == words
+
+
+# -- nodes ---------------------------------------------------------------------------------------
+
+
+def test_nodes_are_filled_in_rank_order() -> None:
+    nodes = place(even_plan(), KINDS)
+    assert [(n.kind, n.ranks, n.host) for n in nodes] == [
+        ("big", (0, 1, 2, 3), "n1"), ("small", (4, 5), "n3"), ("small", (6, 7), "n4"),
+    ]  # fmt: skip
+    assert [(c.kind, c.per_node, len(c.nodes)) for c in components(nodes)] == [("big", 4, 1), ("small", 2, 2)]
+
+
+def test_a_tp_group_never_straddles_nodes() -> None:
+    plan = make_plan(
+        ((4,), [((0,), (0, 1, 2, 3), "small")]), ((4,), [((1, 2), (0, 1, 2, 3), "small")])
+    )
+    assert [n.ranks for n in place(plan, KINDS)] == [(0,), (1, 2)]
+
+
+def test_ranks_of_a_node_need_not_be_neighbours() -> None:
+    plan = make_plan(
+        ((4,), [((0, 1), (0, 1), "small"), ((2, 3), (2, 3), "big")]),
+        ((4,), [((4, 5), (0, 1, 2, 3), "big")]),
+    )
+    kinds = {**KINDS, "small": NodeKind(devices=2, count=1)}
+    nodes = place(plan, kinds)
+    assert [n.ranks for n in nodes] == [(0, 1), (2, 3, 4, 5)]
+    assert task_ranks(components(nodes)) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        ({"big": KINDS["big"]}, "no nodes of this kind"),
+        ({**KINDS, "small": NodeKind(devices=1)}, "does not fit a node with 1 devices"),
+        ({**KINDS, "small": NodeKind(devices=2, count=1)}, "the cluster has 1"),
+    ],
+)
+def test_bad_clusters_are_named(kinds: dict[str, NodeKind], words: str) -> None:
+    with pytest.raises(PlannerError, match=words):
+        place(even_plan(), kinds)
+
+
+# -- scripts -------------------------------------------------------------------------------------
+
+LAUNCH = LaunchOptions(run_dir="/shared/run", python="python3")
+
+
+def test_heterogeneous_job() -> None:
+    text = het_sbatch(place(even_plan(), KINDS), KINDS, LAUNCH)
+    directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --nodes=1 --ntasks-per-node=4 --constraint=a100 --gres=gpu:a100:4" in directives
+    assert directives.index("#SBATCH hetjob") == len(directives) - 2
+    assert directives[-1] == "#SBATCH --nodes=2 --ntasks-per-node=2 --constraint=l4 --gres=gpu:l4:2"
+    assert "srun --het-group=0,1 --kill-on-bad-exit=1" in text
+    assert text.rstrip().endswith("exit $rc")
+
+
+def test_one_kind_is_an_ordinary_job() -> None:
+    plan = make_plan(((8,), [((0,), (0, 1), "big"), ((1,), (2, 3), "big")]))
+    text = het_sbatch(place(plan, KINDS), KINDS, LAUNCH)
+    assert "hetjob" not in text and "--het-group" not in text
+
+
+def test_plain_job_and_why_there_is_none() -> None:
+    nodes = place(even_plan(), KINDS)
+    assert "different numbers of GPUs" in plain_obstacle(nodes, KINDS)
+    with pytest.raises(ValueError, match="different numbers"):
+        plain_sbatch(nodes, KINDS, LAUNCH)
+    kinds = {"big": NodeKind(4, constraint="a100"), "small": NodeKind(2, constraint="l4")}
+    text = plain_sbatch(place(even_plan(), kinds), kinds, LAUNCH)
+    assert '--constraint="[a100*1&l4*2]"' in text
+    assert "--distribution=arbitrary" in text
+    unnamed = {"big": NodeKind(4), "small": NodeKind(2)}
+    assert "constraint" in plain_obstacle(place(even_plan(), unnamed), unnamed)
+
+
+def test_torchrun_scripts_use_static_rendezvous() -> None:
+    nodes = place(even_plan(), KINDS)
+    text = torchrun_script(nodes, 1, LAUNCH)
+    assert "--nnodes=3 --node-rank=1 --nproc-per-node=2" in text
+    assert "rdzv" not in text and 'MASTER_ADDR="${MASTER_ADDR:-n1}"' in text
+
+
+def run_script(script: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(script)], env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+        timeout=60,
+    )  # fmt: skip
+
+
+def emitted(tmp_path: Path, **launch: object) -> Path:
+    out = tmp_path / "a run"
+    out.mkdir()
+    options = LaunchOptions(run_dir=str(out), **launch)  # type: ignore[arg-type]
+    result = emit(uneven_plan(), out, {k: NodeKind(v.devices, constraint=v.constraint) for k, v in KINDS.items()},
+                  {"TRAINING": ["--train-iters", "5"]}, options)
+    assert set(result.files) == {
+        "plan.json", "args.sh", "train.sbatch", "train-plain.sbatch", "torchrun-node-0.sh", "torchrun-node-1.sh"
+    }
+    assert load_plan(out / "plan.json") == uneven_plan()
+    return out
+
+
+def test_scripts_are_valid_bash(tmp_path: Path) -> None:
+    out = emitted(tmp_path)
+    for script in [*out.glob("*.sh"), *out.glob("*.sbatch")]:
+        done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def fake_python(tmp_path: Path) -> str:
+    """An 'interpreter' that plays torchrun for one rank and then shows rank and flags."""
+    path = tmp_path / "fake-python"
+    path.write_text(
+        "#!/bin/bash\n"
+        'if [[ "$2" == torch.distributed.run ]]; then RANK=1 bash -c as_rank; exit; fi\n'
+        'echo "rank $RANK: $*"\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_ranks_resume_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    out = emitted(tmp_path)
+    environment = {"PYTHON": fake_python(tmp_path), "MASTER_ADDR": "127.0.0.1"}
+    script = out / "torchrun-node-0.sh"
+    first = run_script(script, environment)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("rank 1: -m megatron_het.pretrain_gpt --train-iters 5")
+    assert "--het-plan" in first.stdout and "--save" in first.stdout and "--load" not in first.stdout
+    checkpoints = out / "checkpoints"
+    (checkpoints / "iter_0000003").mkdir(parents=True)
+    torn = run_script(script, environment)
+    assert torn.returncode == 1 and "latest_checkpointed_iteration.txt" in torn.stderr
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("3")
+    again = run_script(script, environment)
+    assert "--load" in again.stdout and "--exit-on-missing-checkpoint" in again.stdout
+
+
+def test_nothing_is_written_for_a_plan_that_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(PlannerError):
+        emit(even_plan(), tmp_path, {"big": KINDS["big"]}, {}, LAUNCH)
+    assert list(tmp_path.iterdir()) == []
