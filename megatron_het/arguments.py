@@ -8,22 +8,39 @@ Megatron's own parser.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_het.config import HetConfig
+from megatron_het.plan import Plan, ScheduleSpec
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "seq1f1b", "slimpipe", "terapipe")
 
 
 def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of this extension to a parser."""
     group = parser.add_argument_group(
         "heterogeneous training",
-        "Without --het-plan Megatron runs exactly as it is. See docs/ for the plan file.",
+        "Without --het-plan and --het-schedule Megatron runs exactly as it is. See docs/ for the plan "
+        "file.",
     )
     group.add_argument(
         "--het-plan", metavar="FILE", help="plan.json: which rank runs which layers and microbatches"
+    )
+    group.add_argument(
+        "--het-schedule",
+        choices=SCHEDULES,
+        help="the pipeline schedule, in place of the plan's; without --het-plan an even plan is made "
+        "from Megatron's own flags (pipeline, tensor and virtual pipeline sizes, batch sizes)",
+    )
+    group.add_argument(
+        "--het-slices",
+        metavar="N",
+        type=int,
+        help="slices per sequence, for slimpipe, seq1f1b and terapipe",
     )
     group.add_argument(
         "--het-transport",
@@ -71,22 +88,42 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
     if unknown:
         known = [o for a in parser._actions for o in a.option_strings]
         parser.error(f"unknown flag {unknown[0]}; known: {', '.join(known)}")
-    if namespace.het_plan is None:
+    if namespace.het_plan is None and namespace.het_schedule is None:
         given = [f"--{k.replace('_', '-')}" for k, v in vars(namespace).items() if v != parser.get_default(k)]
         if given:
-            parser.error(f"{given[0]} needs --het-plan")
+            parser.error(f"{given[0]} needs --het-plan or --het-schedule")
         return HetConfig(), rest
-    from megatron_het.plan import load_plan
-
+    plan, rest = _plan(namespace, rest)
     config = HetConfig(
-        plan=load_plan(namespace.het_plan),
-        plan_path=namespace.het_plan,
+        plan=plan,
+        plan_path=namespace.het_plan or "from the flags",
         transport=namespace.het_transport,
         report_dir=Path(namespace.het_report) if namespace.het_report else None,
         trace_dir=Path(namespace.het_trace) if namespace.het_trace else None,
         trace_iteration=namespace.het_trace_iteration,
     )
     return config, rest
+
+
+def _plan(namespace: argparse.Namespace, rest: list[str]) -> tuple[Plan, list[str]]:
+    """The plan of the file or, without one, of Megatron's flags; with the schedule asked for."""
+    from megatron_het.plan import load_plan
+    from megatron_het.plan.from_flags import plan_from_flags
+    from megatron_het.plan.validate import check_plan
+
+    slices = {} if namespace.het_slices is None else {"slices": namespace.het_slices}
+    if namespace.het_plan is None:
+        schedule = ScheduleSpec(namespace.het_schedule, slices)
+        plan, rest = plan_from_flags(rest, int(os.environ.get("WORLD_SIZE", "1")), schedule)
+        check_plan(plan)
+        return plan, rest
+    plan = load_plan(namespace.het_plan)
+    if namespace.het_schedule is not None:
+        return replace(plan, schedule=ScheduleSpec(namespace.het_schedule, slices)), rest
+    if slices:
+        schedule = replace(plan.schedule, parameters={**plan.schedule.parameters, **slices})
+        return replace(plan, schedule=schedule), rest
+    return plan, rest
 
 
 def het_help() -> str:

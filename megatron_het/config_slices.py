@@ -1,0 +1,97 @@
+"""What schedules over slices cannot be combined with, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_het.plan import Plan, PlanError
+from megatron_het.plan.slices import SLICED_SCHEDULES, is_sliced
+
+
+def _truthy(value: Any) -> bool:
+    return bool(value)
+
+
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("attention_dropout", _truthy, "dropout inside attention would have to be the same in the slice's "
+     "backward, call by call; use --attention-dropout 0"),
+    ("reset_attention_mask", _truthy, "slices attend to everything before them; packed documents are "
+     "not told apart"),
+    ("dataloader_inter_document_masking", _truthy, "slices attend to everything before them; packed "
+     "documents are not told apart"),
+    ("window_size", _truthy, "the key-value cache keeps whole prefixes; sliding windows are not supported"),
+    ("softmax_type", lambda v: v not in (None, "vanilla"), "the softmax offset is not merged over slices"),
+    ("multi_latent_attention", _truthy, "its compressed keys and values are not cached by slices"),
+    ("experimental_attention_variant", _truthy, "only ordinary softmax attention is cut into slices"),
+    ("qk_clip", _truthy, "the largest attention logit is not known to the slice kernels"),
+    ("log_max_attention_logit", _truthy, "the largest attention logit is not known to the slice kernels"),
+    ("fused_single_qkv_rope", _truthy, "it refuses the argument that tells a layer its slice"),
+    ("fine_grained_activation_offloading", _truthy, "it counts one forward per microbatch"),
+    ("heterogeneous_layers_config_path", _truthy, "layers without attention are not supported with slices"),
+    ("logits_load_dir", _truthy, "saved logits are read by whole sequences"),
+)  # fmt: skip
+_POSITIONS = ("rope", "yarn", "learned_absolute", "none")
+
+
+def check_slices(plan: Plan, args: Any) -> None:
+    """Refuse what slices cannot do, before anything is started.
+
+    Args:
+        plan: The checked plan; nothing happens unless its schedule cuts sequences.
+        args: Megatron's parsed arguments.
+
+    Raises:
+        PlanError: The first thing that does not fit.
+    """
+    if not is_sliced(plan):
+        if "slices" in plan.schedule.parameters:
+            raise PlanError(
+                "schedule.parameters.slices", plan.schedule.parameters["slices"],
+                f"schedule {plan.schedule.name} does not cut sequences",
+                f"Schedules that do: {', '.join(SLICED_SCHEDULES)}",
+            )
+        return
+    _check_numbers(plan)
+    for name, is_refused, reason in _REFUSED:
+        value = getattr(args, name, None)
+        if is_refused(value):
+            flag = "--" + name.replace("_", "-")
+            raise PlanError(flag, value, f"cannot be used with slices: {reason}")
+    if args.position_embedding_type not in _POSITIONS:
+        raise PlanError(
+            "--position-embedding-type", args.position_embedding_type,
+            f"positions of slices are known for {', '.join(_POSITIONS)} only",
+        )
+
+
+def _check_numbers(plan: Plan) -> None:
+    slices, stages, length = plan.schedule.parameters.get("slices"), len(plan.stages), plan.model.seq_length
+    where = "--het-slices"
+    if not isinstance(slices, int) or isinstance(slices, bool) or slices < 1:
+        raise PlanError(
+            where, slices, f"schedule {plan.schedule.name} needs a number of slices per sequence, at least 1"
+        )
+    if length % slices:
+        raise PlanError(where, slices, f"slices are equal, but do not divide --seq-length = {length}")
+    if slices < stages:
+        raise PlanError(
+            where, slices, f"fewer slices than the {stages} stages leave stages without work",
+            f"Use a multiple of {stages}",
+        )
+    chunks = max(len(stage.layers) for stage in plan.stages)
+    if chunks > 1 and slices % stages:
+        raise PlanError(
+            where, slices, f"with {chunks} chunks per stage the {stages} stages must divide it: "
+            "groups of slices take turns between chunks", f"Use a multiple of {stages}",
+        )
+    if plan.training.sequence_parallel:
+        tp = max(r.tp for stage in plan.stages for r in stage.replicas)
+        sizes = {r.tp for stage in plan.stages for r in stage.replicas}
+        if any((length // slices) % size for size in sizes):
+            raise PlanError(
+                where, slices, f"with sequence parallel, slices of {length // slices} tokens "
+                f"must divide over TP size {tp}",
+            )
+
+

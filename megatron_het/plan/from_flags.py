@@ -1,0 +1,153 @@
+"""The even plan that Megatron's own layout flags describe, for runs without a plan file.
+
+``--het-schedule`` without ``--het-plan`` takes the pipeline, tensor and data-parallel sizes from
+the ordinary flags.  The plan that comes out is the one a person would write: equal layers, equal
+replicas, ranks in Megatron's order.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megatron_het.plan.errors import PlanError
+from megatron_het.plan.schema import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+
+_CHUNK_FLAGS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+_UNEVEN_FLAGS = (
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--pipeline-model-parallel-layout",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The flags of Megatron that decide a layout, with Megatron's defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("global-batch-size", "ffn-hidden-size", "num-query-groups"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("tensor", "pipeline"):
+        parser.add_argument(f"--{name}-model-parallel-size", type=int, default=1)
+    for name in _CHUNK_FLAGS:
+        parser.add_argument(name, type=int)
+    for name in (
+        "group-query-attention", "sequence-parallel", "use-distributed-optimizer", "bf16", "fp16",
+        "recompute-activations", "untie-embeddings-and-output-weights",
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--recompute-granularity")
+    return parser
+
+
+def plan_from_flags(
+    words: Sequence[str], world_size: int, schedule: ScheduleSpec
+) -> tuple[Plan, list[str]]:
+    """The even plan for a command line.
+
+    Args:
+        words: Megatron's part of the command line.
+        world_size: Number of ranks.
+        schedule: The schedule to run.
+
+    Returns:
+        The plan (not yet checked), and the words without the flags that only the plan may say.
+
+    Raises:
+        PlanError: A flag is missing, or the sizes do not divide.
+    """
+    for flag in _UNEVEN_FLAGS:
+        if any(word.split("=")[0] == flag for word in words):
+            raise PlanError(flag, "given", "layers are divided evenly without a plan", "Write a plan")
+    flags, _ = _parser().parse_known_args(list(words))
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
+        if getattr(flags, name) is None:
+            raise PlanError("--" + name.replace("_", "-"), None, "required with --het-schedule")
+    stages = _stages(flags, world_size)
+    heads = flags.num_attention_heads
+    groups = (flags.num_query_groups or 1) if flags.group_query_attention else heads
+    model = ModelShape(
+        flags.num_layers, flags.hidden_size, heads, groups, flags.seq_length, flags.ffn_hidden_size,
+        None, not flags.untie_embeddings_and_output_weights,
+    )  # fmt: skip
+    recompute = flags.recompute_granularity or ("selective" if flags.recompute_activations else "none")
+    training = TrainingShape(
+        flags.micro_batch_size,
+        _global_batch_size(flags, world_size),
+        "bf16" if flags.bf16 else "fp16" if flags.fp16 else "fp32",
+        flags.sequence_parallel,
+        recompute,
+        flags.use_distributed_optimizer,
+    )
+    return Plan(model, training, stages, schedule), _without_chunk_flags(words)
+
+
+def _global_batch_size(flags: argparse.Namespace, world_size: int) -> int:
+    replicas = world_size // (flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size)
+    size = flags.global_batch_size or flags.micro_batch_size * replicas
+    if size % (flags.micro_batch_size * replicas):
+        raise PlanError(
+            "--global-batch-size", size,
+            f"is not a multiple of micro batch size {flags.micro_batch_size} x {replicas} replicas",
+        )
+    return size
+
+
+def _stages(flags: argparse.Namespace, world_size: int) -> tuple[Stage, ...]:
+    tp, pp = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        raise PlanError(
+            "WORLD_SIZE", world_size, f"is not a multiple of tensor {tp} x pipeline {pp} parallel size"
+        )
+    replicas = world_size // (tp * pp)
+    microbatches = _global_batch_size(flags, world_size) // flags.micro_batch_size
+    layers = _layers(flags, pp)
+    stages = []
+    for s in range(pp):
+        first = s * replicas * tp
+        stages.append(
+            Stage(
+                layers,
+                tuple(
+                    Replica(
+                        tuple(range(first + q * tp, first + (q + 1) * tp)),
+                        tuple(range(q, microbatches, replicas)),
+                    )
+                    for q in range(replicas)
+                ),
+            )
+        )
+    return tuple(stages)
+
+
+def _layers(flags: argparse.Namespace, pp: int) -> tuple[int, ...]:
+    """Layers of each chunk of a stage."""
+    per_chunk = flags.num_layers_per_virtual_pipeline_stage
+    chunks = flags.num_virtual_stages_per_pipeline_rank or 1
+    if per_chunk is not None:
+        flag, value, pieces = _CHUNK_FLAGS[0], per_chunk, pp * per_chunk
+        chunks = flags.num_layers // (pp * per_chunk) if per_chunk > 0 else 0
+    else:
+        flag, value, pieces = _CHUNK_FLAGS[1], chunks, pp * chunks
+    if pieces < 1 or chunks < 1 or flags.num_layers % pieces:
+        raise PlanError(
+            flag, value, f"{flags.num_layers} layers do not divide evenly over {pp} stages",
+            "Choose sizes that divide, or write a plan",
+        )
+    return (flags.num_layers // (pp * chunks),) * chunks
+
+
+def _without_chunk_flags(words: Sequence[str]) -> list[str]:
+    """Chunks are in the plan, and Megatron takes them from the plan's layout."""
+    kept, skip = [], False
+    for word in words:
+        if skip:
+            skip = False
+        elif word in _CHUNK_FLAGS:
+            skip = True
+        elif word.split("=")[0] not in _CHUNK_FLAGS:
+            kept.append(word)
+    return kept
