@@ -24,6 +24,7 @@ def add_parameters(
     per_layer: bool = False,
     offload: bool = False,
     keep_at_turn: bool = True,
+    per_operation: bool = False,
     step: str = "end",
 ) -> Program:
     """The program with gathers before use, releases after use, reductions and optimizer steps.
@@ -38,6 +39,7 @@ def add_parameters(
         per_layer: one PARAM_GATHER and one GRAD_REDUCE per layer, so that compute can start with the first.
         offload: parameter shards live on the host: PARAM_PREFETCH before the gather, PARAM_OFFLOAD after use.
         keep_at_turn: when the first backward visit is of the chunk that was forwarded last, keep it.
+        per_operation: every operation is a visit of its own: gathers per microbatch, as in ZeRO-3.
         step: ``"ministage"``: OPTIMIZER_STEP one visit after the chunk's reduction, overlapping the next
             backward (the paper; breaks gradient clipping by the global norm and skipped steps);
             ``"end"``: all steps after all reductions (exact); ``"none"``: no OPTIMIZER_STEP.
@@ -50,7 +52,7 @@ def add_parameters(
         raise ValueError(f"prefetch = {prefetch}, step = {step!r}: prefetch >= 0, step one of {', '.join(STEPS)}")
     if any(Kind.PARAM_PREFETCH <= op[0] <= Kind.OPTIMIZER_STEP for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name} has parameter operations already")
-    visits = [_visits(row, keep_at_turn) for row in program.ops]
+    visits = [_visits(row, keep_at_turn, per_operation) for row in program.ops]
     for d, device in enumerate(program.devices):
         first = program.shape.first_device[device.stage]
         if [v.chunk for v in visits[d]] != [v.chunk for v in visits[first]]:
@@ -62,7 +64,7 @@ def add_parameters(
     return replace(program, ops=tuple(window.device(d, row) for d, row in enumerate(visits)))
 
 
-def _visits(ops: Sequence[Op], keep_at_turn: bool) -> list[_Visit]:
+def _visits(ops: Sequence[Op], keep_at_turn: bool, per_operation: bool) -> list[_Visit]:
     visits: list[_Visit] = []
     backward = False
     for i, op in enumerate(ops):
@@ -70,7 +72,8 @@ def _visits(ops: Sequence[Op], keep_at_turn: bool) -> list[_Visit]:
             continue
         turn = op[0] != Kind.FORWARD and not backward
         backward = backward or op[0] != Kind.FORWARD
-        if visits and visits[-1].chunk == op[3] and (keep_at_turn or not turn):
+        same = visits and visits[-1].chunk == op[3] and not per_operation
+        if same and (keep_at_turn or not turn):
             visits[-1] = _Visit(op[3], visits[-1].first, i)
         else:
             visits.append(_Visit(op[3], i, i))

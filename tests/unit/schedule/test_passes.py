@@ -222,3 +222,13 @@ def test_activation_offload_places() -> None:
         add_activation_offload(add_activation_offload(MINI))
     with pytest.raises(ValueError, match="forward only"):
         add_activation_offload(generate("1f1b", Shape.uniform(2, 2), forward_only=True))
+
+
+def test_gathers_per_microbatch_for_comparison() -> None:
+    """As PP with ZeRO-3: 2 L m gathers of layers instead of 2 L (Zorse, Table 2)."""
+    shape = Shape.uniform(3, 5, chunks=2, layers_per_chunk=2)
+    program = full("ministage", shape)
+    for options, count in (({"keep_at_turn": False}, 2 * 4), ({"per_operation": True}, 2 * 4 * 5)):
+        windowed = add_parameters(program, per_layer=True, **options)
+        assert [sum(op.kind == Kind.PARAM_GATHER for op in ops) for ops in windowed.ops] == [count] * 3
+        assert validate(windowed) == []

@@ -1,0 +1,191 @@
+"""The command line and the pictures, in process."""
+
+import builtins
+import json
+from pathlib import Path
+
+import pytest
+from schedule_helpers import full, run
+
+from megatron_het.schedule import Memory, Shape, dumps
+from megatron_het.schedule.cli import main
+from megatron_het.schedule.passes import add_activation_offload, add_parameters
+from megatron_het.schedule.trace import chrome_trace, write_json
+from megatron_het.schedule.visualize import draw, text_picture
+
+
+@pytest.fixture
+def output(capsys: pytest.CaptureFixture[str]) -> object:
+    """Runs a command; (exit code, stdout, stderr)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_compare_json(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A list of rows with the promised keys; the table names every schedule."""
+    out = tmp_path / "rows.json"
+    arguments = "compare --pp 4 --microbatches 4 --slices 8 --chunks 2 --attention-share 0.4 --output-share 0.1".split()
+    code, text, _ = output(*arguments, "--json", out)
+    rows = json.loads(out.read_text())
+    assert code == 0
+    keys = {"schedule", "bubble_fraction", "activation_fraction", "communication_volume", "makespan"}
+    assert all(set(row) == keys for row in rows)
+    assert {row["schedule"] for row in rows} >= {"gpipe", "1f1b", "interleaved", "zb-v", "ministage", "slimpipe"}
+    assert all(row["schedule"] in text for row in rows)
+    best = min(rows, key=lambda row: row["bubble_fraction"])
+    assert best["schedule"] == "slimpipe-helping"
+
+
+def test_compare_says_what_cannot_run(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Interleaved 1F1B needs as many microbatches as stages; it is not in the JSON."""
+    code, text, _ = output("compare", "--pp", 8, "--microbatches", 4, "--slices", 8, "--chunks", 2)
+    assert code == 0 and "cannot run: schedule" in " ".join(text.split())
+    code, text, _ = output("compare", "--pp", 8, "--microbatches", 4, "--slices", 8, "--chunks", 2, "--json")
+    assert "interleaved" not in {row["schedule"] for row in json.loads(text)}
+
+
+def test_check_verdicts(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A good file, a broken one, one that is not a program, none."""
+    text = dumps(full("slimpipe", Shape.uniform(2, 2, slices=4)))
+    good, broken, other = tmp_path / "good.txt", tmp_path / "broken.txt", tmp_path / "other.txt"
+    good.write_text(text)
+    broken.write_text(text.replace("RF0.1.0>0.0 ", "", 1))
+    other.write_bytes(b"\xff\xfe\x00")
+    code, out, _ = output("check", good)
+    assert code == 0 and "slimpipe: valid" in out and out.count("ok") == 4
+    code, out, _ = output("check", broken)
+    assert code == 1 and "slimpipe: broken" in out and "transfer: device 0.0" in out
+    code, out, _ = output("check", broken, "--json")
+    verdict = json.loads(out)
+    assert not verdict["valid"] and verdict["problems"][0]["rule"] == "transfer"
+    code, _, err = output("check", other)
+    assert code == 2 and "not a text file" in err
+    code, _, err = output("check", tmp_path / "absent.txt")
+    assert code == 2 and "neither a file nor a schedule" in err
+
+
+def test_check_transports(output) -> None:  # type: ignore[no-untyped-def]
+    """Late receives need one queue per edge."""
+    arguments = ("check", "1f1b", "--transfers", "late", "--json", "-")
+    code, out, _ = output(*arguments)
+    assert code == 1 and json.loads(out)["deadlock"] == {"blocking": True, "rank": True, "pair": True, "edge": False}
+    assert output(*arguments, "--transport", "edge")[0] == 0
+
+
+def test_simulate(output) -> None:  # type: ignore[no-untyped-def]
+    """Tables and JSON; heterogeneous shapes and all passes by argument."""
+    code, out, _ = output("simulate", "1f1b", "--pp", 2, "--microbatches", 2, "--json")
+    data = json.loads(out)
+    assert code == 0 and (data["makespan_s"], data["bubble_fraction"]) == (9.0, 0.5)
+    code, out, _ = output(
+        "simulate", "ministage", "--layers", "3 2|2 2|1 1", "--replicas", "1 2 1", "--parameters", "--gather", 1,
+        "--latency", 0.1, "--transfer", 0.2, "--offload", "--speeds", "1 1 0.5 2", "--output-share", 0.1,
+    )  # fmt: skip
+    assert code == 0 and "communication" in out and "critical path" in out
+    code, out, _ = output(
+        "simulate", "slimpipe", "--slices", 8, "--exchange-units", 2, "--helping", "--keep-kv", "--vocabulary",
+        "--attention-share", 0.5, "--output-share", 0.1, "--json",
+    )  # fmt: skip
+    assert code == 0 and json.loads(out)["bubble_fraction"] < 0.1
+
+
+def test_show(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Timeline, program text that can be read again, exchange plan, pictures."""
+    code, out, _ = output("show", "1f1b", "--pp", 2, "--microbatches", 2, "--width", 27)
+    assert code == 0 and out.splitlines()[1] == "1.0 |...F0=B0====F1=B1====......|"
+    code, out, _ = output("show", "zb-v", "--program-text")
+    assert code == 0 and out.startswith("program: zb-v\n") and "placement: v" in out
+    code, out, _ = output("show", "slimpipe", "--slices", 8, "--transfers", "none", "--exchange-plan")
+    assert code == 0 and "1 8 7 6 |" in out
+    picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
+    assert output("show", "slimpipe", "--slices", 8, "--picture", picture, "--trace", trace)[0] == 0
+    assert "<svg" in picture.read_text() and json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("show", "slimpipe", "--pp", 4, "--slices", 6, "--chunks", 2), "a multiple of the 4 stages"),
+        (("show", "1f1b", "--layers", "2 x|1"), "--layers '2 x|1'"),
+        (("show", "1f1b", "--replicas", "1 0 1 1"), "--replicas"),
+        (("show", "1f1b", "--route", "0 0|0 0|0 0|0 9"), r"route[3][1] = 9"),
+        (("show", "1f1b", "--pp", 0), "at least one stage"),
+        (("show", "1f1b", "--picture", "a.bmp"), "--picture a.bmp"),
+        (("simulate", "1f1b", "--speeds", "1 1"), "--speeds '1 1'"),
+        (("simulate", "1f1b", "--attention-share", 1.5), "--attention-share 1.5"),
+        (("simulate", "1f1b", "--latency", -1), "must not be negative"),
+        (("compare", "--pp", 0, "--microbatches", 4, "--slices", 4), "stages = 0"),
+        (("compare", "--pp", 2, "--microbatches", 4, "--slices", 4, "--output-share", 1), "output_share = 1"),
+    ],
+)
+def test_bad_arguments(output, arguments: tuple[object, ...], words: str) -> None:  # type: ignore[no-untyped-def]
+    """Exit code 2 and one line that names argument and value."""
+    code, out, err = output(*arguments)
+    assert code == 2 and words in err and err.startswith("error: ") and not out
+
+
+@pytest.mark.parametrize(("module", "arguments"), [("rich", ("check", "1f1b")), ("matplotlib", ())])
+def test_missing_extras(output, monkeypatch, tmp_path, module: str, arguments: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    """A clear message that says what to install."""
+    real = builtins.__import__
+
+    def fake(name: str, *args: object, **kwargs: object) -> object:
+        if name.split(".")[0] == module:
+            raise ImportError(name)
+        return real(name, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", fake)
+    arguments = arguments or ("show", "1f1b", "--picture", str(tmp_path / "a.png"))
+    code, _, err = output(*arguments)
+    assert code == 2 and f"pip install {module}" in err
+
+
+def test_pictures(tmp_path: Path) -> None:
+    """PNG and SVG of a program with all streams and memory; an unknown ending is refused."""
+    shape = Shape.uniform(3, 4, chunks=2)
+    program = add_activation_offload(add_parameters(full("ministage", shape), offload=True))
+    two = ((0.5, 0.5),) * 3
+    memory = Memory(parameter_bytes=((1e9,) * 2,) * 3, activation_bytes=((1e9,) * 2,) * 3)
+    result = run(program, gather_s=two, act_offload_s=two, memory=memory)
+    for name in ("a.png", "a.svg"):
+        draw(result, tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 10_000
+    with pytest.raises(ValueError, match=r"must end in \.svg"):
+        draw(result, tmp_path / "a.gif")
+
+
+def test_text_picture_is_as_wide_as_asked() -> None:
+    """Whatever the program."""
+    for width in (20, 200):
+        lines = text_picture(run(full("slimpipe", Shape.uniform(4, 2, slices=8))), width=width).splitlines()
+        assert len(lines) == 5 and all(len(line) == width + 6 for line in lines[:4])
+
+
+def test_chrome_trace() -> None:
+    """Integer ids, complete events, arrows for transfers, memory counters."""
+    from megatron_het.schedule import Link
+
+    result = run(full("1f1b", Shape.uniform(2, 2)), link=lambda a, b: Link(0.5))
+    events = chrome_trace(result, process="predicted")["traceEvents"]
+    assert isinstance(events, list)
+    assert all(type(e["pid"]) is int and type(e["tid"]) is int for e in events)
+    computed = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
+    assert len(computed) == 8 and max(e["ts"] + e["dur"] for e in computed) == pytest.approx(result.makespan_s * 1e6)
+    assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) == 4
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {"predicted 0.0", "predicted 1.0"}
+    assert any(e["ph"] == "C" for e in events)
+
+
+def test_json_is_written_at_once(tmp_path: Path) -> None:
+    """A failure leaves the old file and no temporary one."""
+    path = tmp_path / "a.json"
+    write_json(path, [1])
+    with pytest.raises(TypeError):
+        write_json(path, [object()])
+    assert json.loads(path.read_text()) == [1] and list(tmp_path.iterdir()) == [path]
