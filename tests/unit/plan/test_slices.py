@@ -1,0 +1,125 @@
+"""Refusals of slices, and plans made from Megatron's flags."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_het.arguments import split_arguments
+from megatron_het.config_slices import check_slices
+from megatron_het.plan import Plan, PlanError, ScheduleSpec
+from megatron_het.plan.from_flags import plan_from_flags
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --group-query-attention "
+    "--num-query-groups 2 --seq-length 64 --micro-batch-size 1 --global-batch-size 8 "
+    "--untie-embeddings-and-output-weights"
+).split()
+
+
+def plan(more: str = "", world_size: int = 4, slices: Any = 4, schedule: str = "slimpipe") -> Plan:
+    parameters = {} if slices is None else {"slices": slices}
+    return plan_from_flags([*FLAGS, *more.split()], world_size, ScheduleSpec(schedule, parameters))[0]
+
+
+def arguments(**changed: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"attention_dropout": 0.0, "position_embedding_type": "rope", **changed})
+
+
+PP4 = "--pipeline-model-parallel-size 4"
+PP2V2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (plan(PP4, slices=None), "needs a number of slices"),
+        (plan(PP4, slices=0), "at least 1"),
+        (plan(PP4, slices=True), "at least 1"),
+        (plan(PP4, slices=24), "do not divide --seq-length = 64"),
+        (plan(PP4, slices=2), "fewer slices than the 4 stages"),
+        (plan("--pipeline-model-parallel-size 4 --seq-length 60 --num-virtual-stages-per-pipeline-rank 2",
+              slices=6), "the 4 stages must divide it"),
+        (plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+              slices=64), "slices of 1 tokens must divide over TP size 2"),
+        (plan(PP4, schedule="1f1b"), "schedule 1f1b does not cut sequences"),
+    ],
+)  # fmt: skip
+def test_numbers_refused(made: Plan, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        check_slices(made, arguments())
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"attention_dropout": 0.1}, "--attention-dropout.*dropout inside attention"),
+        ({"reset_attention_mask": True}, "--reset-attention-mask.*packed documents"),
+        ({"dataloader_inter_document_masking": True}, "packed documents"),
+        ({"window_size": (64, 0)}, "--window-size.*sliding windows"),
+        ({"softmax_type": "learnable"}, "softmax offset"),
+        ({"multi_latent_attention": True}, "compressed keys"),
+        ({"position_embedding_type": "mrope"}, "positions of slices"),
+    ],
+)
+def test_options_refused(changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        check_slices(plan(PP4), arguments(**changed))
+
+
+@pytest.mark.parametrize("schedule", ["slimpipe", "seq1f1b", "terapipe"])
+def test_accepted(schedule: str) -> None:
+    check_slices(plan(PP4, schedule=schedule), arguments(softmax_type="vanilla"))
+    check_slices(plan(PP4, slices=None, schedule="1f1b"), arguments(attention_dropout=0.1))
+
+
+def test_even_plan() -> None:
+    flags = [*FLAGS, *"--tensor-model-parallel-size 2 --bf16 --sequence-parallel".split(), *PP2V2.split()]
+    made, rest = plan_from_flags([*flags, "--lr", "1"], 8, ScheduleSpec("slimpipe", {"slices": 4}))
+    assert [stage.layers for stage in made.stages] == [(2, 2), (2, 2)]
+    assert [[r.ranks for r in s.replicas] for s in made.stages] == [[(0, 1), (2, 3)], [(4, 5), (6, 7)]]
+    assert [r.microbatches for r in made.stages[1].replicas] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert (made.training.precision, made.training.sequence_parallel) == ("bf16", True)
+    assert (made.model.num_query_groups, made.model.tied_embeddings) == (2, False)
+    assert "--num-layers-per-virtual-pipeline-stage" not in rest and rest[-2:] == ["--lr", "1"]
+    assert len(rest) == len(flags)
+
+
+@pytest.mark.parametrize(
+    ("more", "world_size", "reason"),
+    [
+        ("--pipeline-model-parallel-size 3", 4, "not a multiple of tensor 1 x pipeline 3"),
+        ("--pipeline-model-parallel-size 3", 3, "8 layers do not divide"),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", 2, "do not divide"),
+        ("--global-batch-size 6", 4, "not a multiple of micro batch size 1 x 4 replicas"),
+        ("--decoder-first-pipeline-num-layers 1", 4, "divided evenly without a plan"),
+    ],
+)
+def test_flags_refused(more: str, world_size: int, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        plan(more, world_size)
+
+
+def test_missing_flag() -> None:
+    with pytest.raises(PlanError, match="--num-layers.*required"):
+        plan_from_flags(FLAGS[2:], 1, ScheduleSpec("slimpipe"))
+
+
+def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from megatron_het.plan import save_plan
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config, rest = split_arguments([*FLAGS, *PP4.split(), "--het-schedule", "slimpipe", "--het-slices", "8"])
+    assert config.plan is not None and config.plan.schedule == ScheduleSpec("slimpipe", {"slices": 8})
+    assert rest == [*FLAGS, *PP4.split()]
+    save_plan(replace(config.plan, schedule=ScheduleSpec("1f1b")), tmp_path / "plan.json")
+    given = ["--het-plan", str(tmp_path / "plan.json")]
+    for words, wanted in (
+        ([], ScheduleSpec("1f1b")),
+        (["--het-schedule", "slimpipe", "--het-slices", "4"], ScheduleSpec("slimpipe", {"slices": 4})),
+    ):
+        found = split_arguments([*given, *words])[0].plan
+        assert found is not None and found.schedule == wanted

@@ -1,0 +1,71 @@
+"""Cutting batches, and counting the key-value chunks that a program holds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_het.runtime.lowering import RankOp, RankProgram
+from megatron_het.runtime.slicing import SlicedSequences, cut_batch, live_slices
+from megatron_het.schedule.generators import generate
+from megatron_het.schedule.ir import Kind, Shape
+
+
+def rank_program(stage: int, slices: int, chunks: int, forward_only: bool = False) -> RankProgram:
+    shape = Shape.uniform(4, 3, slices=slices, chunks=chunks)
+    program = generate("slimpipe", shape, forward_only=forward_only)
+    ops = tuple(RankOp(op.kind, op.microbatch, op.slice, op.chunk, "") for op in program.ops[stage])
+    counts = [sum(op.kind == Kind.BACKWARD and op.chunk == c for op in ops) for c in range(chunks)]
+    return RankProgram(ops, 3, tuple(counts), frozenset())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_live_slices_plain(stage: int) -> None:
+    """SlimPipe holds n + 2(p - 1 - r) slices."""
+    assert live_slices(rank_program(stage, 8, 1), 0, 8) == 8 + 2 * (3 - stage)
+
+
+def test_live_slices_of_evaluation() -> None:
+    assert live_slices(rank_program(0, 8, 1, forward_only=True), 0, 8) == 8
+
+
+def test_live_slices_interleaved() -> None:
+    held = [live_slices(rank_program(0, 8, 2), chunk, 8) for chunk in range(2)]
+    assert 16 + 6 <= sum(held) <= 16 + 6 + 8 and min(held) >= 8
+
+
+def test_cut_batch() -> None:
+    tokens = torch.arange(24).view(2, 12)
+    batch = {"tokens": tokens, "labels": tokens + 1, "attention_mask": torch.ones(2, 1, 12, 12), "max_seqlen": None}
+    cut = cut_batch(batch, 4, 4)
+    assert torch.equal(cut["tokens"], tokens[:, 4:8]) and cut["tokens"].is_contiguous()
+    assert torch.equal(cut["labels"], tokens[:, 4:8] + 1)
+    assert "attention_mask" not in cut and cut["max_seqlen"] is None
+
+
+def test_batch_is_read_once() -> None:
+    args = SimpleNamespace(seq_length=12)
+    program = RankProgram((), 2, (0,), frozenset())
+    slicing = SlicedSequences(args, 3, {False: program, True: program})
+    source = iter([{"tokens": torch.arange(12).view(1, 12) + 100 * m} for m in range(2)])
+    seen = []
+    for m in range(2):
+        for j in range(3):
+            op = RankOp(Kind.FORWARD, m, j, 0, "")
+            with slicing.forward(op, source, forward_only=False) as iterator:
+                assert args.seq_length == 4
+                seen.append(next(iterator)["tokens"])
+            assert args.seq_length == 12
+    assert torch.equal(torch.cat(seen, dim=1), torch.cat([torch.arange(12), torch.arange(12) + 100]).view(1, 24))
+    with pytest.raises(StopIteration):
+        next(source)
+
+
+def test_a_rank_without_data_reads_nothing() -> None:
+    args = SimpleNamespace(seq_length=12)
+    program = RankProgram((), 1, (0,), frozenset())
+    slicing = SlicedSequences(args, 3, {False: program, True: program})
+    with slicing.forward(RankOp(Kind.FORWARD, 0, 0, 0, ""), None, forward_only=False):
+        pass
