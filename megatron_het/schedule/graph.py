@@ -201,10 +201,10 @@ class Graph:
 class _Scan:
     """Waits that follow from the order within one device: side streams and parameters.
 
-    Operations of side streams (gathers, copies from and to the host, reductions) are issued when the
-    compute operation before them in the list is done; compute waits for the parameters and activations
-    brought for it.  A gather with its first user right behind it is on demand: it begins when the user's
-    other data is there (nothing is overlapped), except at the start of the iteration.
+    Operations of side streams (gathers, copies from and to the host, reductions, keys and values sent ahead)
+    are issued when the compute operation before them in the list is done; compute waits for the parameters
+    and activations brought for it.  A gather with its first user right behind it is on demand: it begins when
+    the user's other data is there (nothing is overlapped), except at the start of the iteration.
     """
 
     __slots__ = ("last", "gathers", "prefetched", "fetched", "offloaded", "backward", "reduced", "stepped", "demanded")
@@ -269,7 +269,7 @@ class _Scan:
 _STATEFUL = frozenset(
     {
         Kind.PARAM_PREFETCH, Kind.PARAM_GATHER, Kind.PARAM_RELEASE, Kind.PARAM_OFFLOAD, Kind.GRAD_REDUCE,
-        Kind.OPTIMIZER_STEP, Kind.ACT_OFFLOAD, Kind.ACT_FETCH,
+        Kind.OPTIMIZER_STEP, Kind.ACT_OFFLOAD, Kind.ACT_FETCH, Kind.KV_SEND, Kind.KV_SEND_BACKWARD,
     }
 )  # fmt: skip
 

@@ -26,7 +26,8 @@ class Lifetimes:
         self.kept: dict[tuple[int, int, int], str] = {}
         self.reduced: list[set[int]] = [set() for _ in self.layers]
         self.stepped: set[int] = set()
-        self.received: set[tuple[int, ...]] = set()
+        self.exchanges = Kind.KV_RECV in kinds
+        self.received: dict[tuple[int, int, int], set[int]] = {}
 
     def step(self, op: Op) -> Iterator[str]:
         """Problems of the next operation of the device."""
@@ -35,8 +36,19 @@ class Lifetimes:
             if self.gathers:
                 yield from self._parameters(op)
             yield from self._activations(op)
-        elif kind >= Kind.PARAM_PREFETCH:
+        elif kind in _EXCHANGE:
+            yield from self._keys_and_values(op)
+        elif Kind.PARAM_PREFETCH <= kind <= Kind.ACT_FETCH:
             yield from self._bookkeeping(op)
+
+    def _keys_and_values(self, op: Op) -> Iterator[str]:
+        """Attention for others needs the owner's keys and values, of this pass or kept from an earlier one."""
+        have = self.received.setdefault((op.peer, op.microbatch, op.peer_chunk), set())
+        if op.kind in (Kind.KV_RECV, Kind.KV_RECV_BACKWARD):
+            have.update(range(op.start, op.stop))
+        elif self.exchanges and not have.issuperset(range(op.start, op.stop)):
+            lacking = _ranges(set(range(op.start, op.stop)) - have)
+            yield f"units {lacking} of the owner's keys and values were not received"
 
     def _range(self, op: Op) -> set[int]:
         if op.start < 0:
@@ -124,6 +136,9 @@ class Lifetimes:
             for chunk in range(len(self.layers)):
                 if self._whole(chunk) - self.reduced[chunk]:
                     yield f"the gradients of chunk {chunk} are never (or not all) reduced"
+
+
+_EXCHANGE = frozenset({Kind.KV_RECV, Kind.KV_RECV_BACKWARD, Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD})
 
 
 def _ranges(layers: set[int]) -> str:

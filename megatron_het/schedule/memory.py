@@ -163,8 +163,13 @@ def _buffer_changes(result: "Result", device: int, consumers: dict[int, int]) ->
         return
     graph, program, costs = result.graph, result.program, result.costs
     start, end = result.start_s, result.end_s
+    kept = _held_keys(result, device) if program.exchange_units else {}
     for i, op in enumerate(program.ops[device], graph.first[device]):
-        if op[0] in RECEIVES:
+        if i in kept:
+            size = message_bytes(costs, program, op.peer, op)
+            yield start[i], size, _KV
+            yield end[kept[i]], -size, _KV
+        elif op[0] in RECEIVES:
             size = message_bytes(costs, program, op.peer, op)
             yield start[i], size, _BUFFERS
             yield (start[consumers[i]] if i in consumers else result.makespan_s), -size, _BUFFERS
@@ -173,6 +178,22 @@ def _buffer_changes(result: "Result", device: int, consumers: dict[int, int]) ->
             produced = max((end[j] for j in graph.waits[i]), default=start[i])
             yield produced, size, _BUFFERS
             yield end[i], -size, _BUFFERS
+
+
+def _held_keys(result: "Result", device: int) -> dict[int, int]:
+    """Keys and values of others: each receive with the last attention on this device that uses it."""
+    graph = result.graph
+    newest: dict[tuple[int, int, int, int], int] = {}
+    last_use: dict[int, int] = {}
+    for i, op in enumerate(result.program.ops[device], graph.first[device]):
+        if op[0] in (Kind.KV_RECV, Kind.KV_RECV_BACKWARD):
+            newest.update(((op.peer, op.microbatch, op.peer_chunk, unit), i) for unit in range(op.start, op.stop))
+        elif op[0] in (Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD):
+            for unit in range(op.start, op.stop):
+                receive = newest.get((op.peer, op.microbatch, op.peer_chunk, unit))
+                if receive is not None:
+                    last_use[receive] = i
+    return last_use
 
 
 def _state_changes(result: "Result", device: int, kinds: set[int]) -> Iterator[Change]:

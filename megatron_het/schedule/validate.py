@@ -180,7 +180,7 @@ def _wrong_routes(graph: Graph) -> Iterator[Problem]:
 
 def _lifetimes(graph: Graph) -> Iterator[Problem]:
     program = graph.program
-    simple = not any(op[0] >= Kind.PARAM_PREFETCH and op[0] < 26 for op in graph.ops)
+    simple = all(op[0] < Kind.KV_SEND for op in graph.ops)
     if simple:  # without them, only FORWARD before BACKWARD is left, which the order of values says too
         return
     for d, ops in enumerate(program.ops):

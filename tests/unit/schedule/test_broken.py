@@ -103,6 +103,16 @@ def crossed_gathers() -> Program:
     return swapped(program, 1, first, first + 1)
 
 
+def no_keys() -> Program:
+    """Both ends of the first transfer of keys and values are gone."""
+    program = add_transfers(add_exchange(generate("slimpipe", SLIM), units=2))
+    sender = next(d for d in range(4) if any(op.kind == Kind.KV_SEND for op in program.ops[d]))
+    send = next(op for op in program.ops[sender] if op.kind == Kind.KV_SEND)
+    peer, receive = send.partner(sender)
+    program = with_device(program, sender, [op for op in program.ops[sender] if op != send])
+    return with_device(program, peer, [op for op in program.ops[peer] if op != receive])
+
+
 CASES: dict[str, tuple[Callable[[], Program], str, str]] = {
     "two slices swapped (forward)": (swap_slices_forward, "dependency", "the keys and values of microbatch 0, slice 2"),
     "two slices swapped (backward)": (
@@ -155,6 +165,7 @@ CASES: dict[str, tuple[Callable[[], Program], str, str]] = {
         "completeness", "no VOCAB_FORWARD of microbatch 0, slice 0",
     ),
     "collectives in different orders": (crossed_gathers, "deadlock", "the replicas of stage 0 differ in their collectives"),
+    "missing keys and values": (no_keys, "lifetime", "of the owner's keys and values were not received"),
     "missing help": (
         lambda: without(add_transfers(add_exchange(generate("slimpipe", SLIM))), 3, Kind.ATTEND_HELP),
         "dependency", "the partial attention of",

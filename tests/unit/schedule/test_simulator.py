@@ -305,3 +305,17 @@ def test_events_name_their_streams() -> None:
     assert streams[Kind.PARAM_OFFLOAD] == "device_to_host" and streams[Kind.SEND_FORWARD] == "send"
     assert streams[Kind.RECV_BACKWARD] == "receive" and streams[Kind.OPTIMIZER_STEP] == "compute"
     assert isinstance(next(run(program).events()).op, Op)
+
+
+def test_kept_keys_and_values_occupy_the_helper() -> None:
+    """At most half of the slices, rounded, of one layer per microbatch in flight; nothing is left at the end."""
+    shape = Shape.uniform(4, 3, slices=8)
+    program = generate("slimpipe", shape)
+    sizes = {"kv_message_bytes": ((8.0,),) * 4, "message_bytes": 1e-9}
+    sent, kept = (
+        run(add_transfers(add_exchange(program, units=2, keep=keep)), 8.0, 16.0, memory=Memory(), **sizes)
+        for keep in (False, True)
+    )
+    most = [max(use.peak_of("kv") for use in result.memory) for result in (sent, kept)]
+    assert 0 < most[0] < most[1] <= 3 * 4.0
+    assert all(use.curve("kv")[-1][1] == 0 for result in (sent, kept) for use in result.memory)
