@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -14,6 +15,9 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
+# Loaded here, because little is allowed between fork and exec.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _TAIL_LINES = 40
 
 
@@ -112,6 +116,7 @@ def launch(
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
+                        preexec_fn=_die_with_parent if _LIBC else None,
                     )
                 )
         first_failed = _wait(processes, start_s + timeout_s, grace_s)
@@ -132,6 +137,12 @@ def launch(
             + _tail(done, first_failed)
         )
     return done
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this rank when the process that launched it is killed."""
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _wait(

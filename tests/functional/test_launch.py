@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.functional.launch import LaunchError, launch
+from tests.functional.launch import REPOSITORY, LaunchError, launch
 
 _HANG = "import time; time.sleep(600)"
 
@@ -22,6 +24,13 @@ def _gone(pid: int) -> bool:
     except FileNotFoundError:
         return True
     return state == "Z"
+
+
+def _await_end(pids: list[int]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not all(map(_gone, pids)):
+        assert time.monotonic() < deadline_s, "a process outlived the launch"
+        time.sleep(0.05)
 
 
 def test_ranks_see_their_environment_and_leave_their_logs(tmp_path):
@@ -53,13 +62,30 @@ child = subprocess.Popen([sys.executable, "-c", "{_HANG}"])
 print(os.getpid(), child.pid, flush=True)
 {_HANG}
 """
-    with pytest.raises(LaunchError, match=r"ranks \[0, 1\] still ran after 3 s"):
-        launch(2, _python(code), tmp_path, timeout_s=3)
+    with pytest.raises(LaunchError, match=r"ranks \[0, 1\] still ran after 5 s"):
+        launch(2, _python(code), tmp_path, timeout_s=5)
     pids = [
         int(word) for rank in range(2) for word in (tmp_path / f"rank-{rank}.log").read_text().split()
     ]
     assert len(pids) == 4
-    deadline_s = time.monotonic() + 10
-    while not all(map(_gone, pids)):
-        assert time.monotonic() < deadline_s, "a process outlived the launch"
-        time.sleep(0.05)
+    _await_end(pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's help, as Linux gives it")
+def test_ranks_die_with_a_killed_launcher(tmp_path):
+    rank = f"import os; print(os.getpid(), flush=True); {_HANG}"
+    code = (
+        "from pathlib import Path; from tests.functional.launch import launch; "
+        f"launch(2, ['-c', {rank!r}], Path({str(tmp_path)!r}))"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
+    logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
+    try:
+        deadline_s = time.monotonic() + 60
+        while not all(log.exists() and log.read_text().endswith("\n") for log in logs):
+            assert launcher.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.05)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    _await_end([int(log.read_text()) for log in logs])

@@ -73,7 +73,7 @@ Run = Callable[..., Losses]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     def run(world_size: int, name: str, flags: Sequence[str]) -> Losses:
         command = [*ENTRY, *MODEL, *TRAINING, *platform.activate().default_flags(), *flags]
-        done = launch(world_size, command, tmp_path_factory.mktemp(name), timeout_s=240)
+        done = launch(world_size, command, tmp_path_factory.mktemp(name), timeout_s=400)
         return read_log(done.log(world_size - 1))
 
     return run
