@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_het.config_slices import check_slices
 from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.runtime.window_options import check_window
 from megatron_het.plan.slices import is_sliced
 
 
@@ -108,6 +109,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_mixed(plan, args)
     _check_checkpoint(args)
     check_slices(plan, args)
+    check_window(plan, args)
 
 
 def _flag(name: str) -> str:

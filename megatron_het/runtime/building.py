@@ -17,16 +17,28 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.training.models.base import compose_hooks
 from megatron.training.models.dist_utils import (
+    build_virtual_pipeline_stages,
     prepare_existing_model_chunks_for_distributed_training,
 )
 from megatron.training.models.gpt import GPTModelBuilder
 
+from megatron_het.runtime.window_layout import wrap_layered
+
 BUILDER = f"{__name__}.ChunkedGPTModelBuilder"
-"""The value of a model configuration's ``builder`` that selects this builder."""
+"""The value of a model configuration's ``builder`` that selects the builder of several chunks."""
+
+WINDOW_BUILDER = f"{__name__}.WindowGPTModelBuilder"
+"""The value that selects the builder of chunks for a parameter window."""
 
 
 class ChunkedGPTModelBuilder(GPTModelBuilder):
-    """Builds all chunks of the only stage of a pipeline."""
+    """Builds all chunks of the only stage of a pipeline.
+
+    Attributes:
+        layered: Whether DDP gets one bucket per layer (for the parameter window).
+    """
+
+    layered = False
 
     def build_distributed_models(
         self,
@@ -43,7 +55,7 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
         """As upstream's; the chunks of a single stage are built one after the other."""
         config = self._model_config
         chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
-        if pg_collection.pp.size() > 1 or chunks == 1:
+        if not self.layered and (pg_collection.pp.size() > 1 or chunks == 1):
             return super().build_distributed_models(
                 pg_collection,
                 ddp_config,
@@ -55,12 +67,7 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
                 mixed_precision_wrapper,
                 model_type,
             )
-        # Upstream numbers layers by the layout only where the configuration, as opposed to the
-        # process group, says that there is more than one stage.
-        config.transformer.pipeline_model_parallel_size = max(
-            2, config.transformer.pipeline_model_parallel_size
-        )
-        models = [self._build_chunk(pg_collection, chunk, chunks, model_type) for chunk in range(chunks)]
+        models = self._build_chunks(pg_collection, chunks, model_type)
         models = compose_hooks(config.pre_wrap_hooks)(models)
         models = prepare_existing_model_chunks_for_distributed_training(
             models,
@@ -70,20 +77,39 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
             overlap_param_gather_with_optimizer_step=overlap_param_gather_with_optimizer_step,
             use_megatron_fsdp=use_megatron_fsdp,
             use_torch_fsdp2=use_torch_fsdp2,
-            wrap_with_ddp=wrap_with_ddp,
+            wrap_with_ddp=wrap_with_ddp and not self.layered,
             data_parallel_random_init=data_parallel_random_init,
             mixed_precision_wrapper=mixed_precision_wrapper,
         )
+        if self.layered and wrap_with_ddp:
+            assert ddp_config is not None
+            models = wrap_layered(models, ddp_config, pg_collection)
         return compose_hooks(config.post_wrap_hooks)(models)
 
-    def _build_chunk(
-        self, pg_collection: ProcessGroupCollection, chunk: int, chunks: int, model_type: ModelType
-    ) -> GPTModel:
-        model = self.build_model(
-            pg_collection,
-            pre_process=chunk == 0,
-            post_process=chunk == chunks - 1,
-            vp_stage=chunk,
-        )
-        model.model_type = model_type
-        return model
+    def _build_chunks(
+        self, pg_collection: ProcessGroupCollection, chunks: int, model_type: ModelType
+    ) -> list[GPTModel]:
+        transformer = self._model_config.transformer
+        if pg_collection.pp.size() > 1 or chunks == 1:
+            virtual = transformer.virtual_pipeline_model_parallel_size
+            return build_virtual_pipeline_stages(self.build_model, pg_collection, virtual, model_type)
+        # Upstream numbers layers by the layout only where the configuration, as opposed to the
+        # process group, says that there is more than one stage.
+        transformer.pipeline_model_parallel_size = max(2, transformer.pipeline_model_parallel_size)
+        models = []
+        for chunk in range(chunks):
+            model = self.build_model(
+                pg_collection,
+                pre_process=chunk == 0,
+                post_process=chunk == chunks - 1,
+                vp_stage=chunk,
+            )
+            model.model_type = model_type
+            models.append(model)
+        return models
+
+
+class WindowGPTModelBuilder(ChunkedGPTModelBuilder):
+    """Builds any number of chunks on layered buffers."""
+
+    layered = True

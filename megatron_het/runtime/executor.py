@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import record_function
@@ -20,7 +20,11 @@ from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.runtime.lowering import RankOp, RankProgram
 from megatron_het.runtime.slicing import Sequences, WholeSequences
 from megatron_het.runtime.timeline import Timeline
+from megatron_het.runtime.window_options import PARAMETER_KINDS
 from megatron_het.schedule.ir import Kind
+
+if TYPE_CHECKING:  # it imports Megatron
+    from megatron_het.runtime.window import ParameterWindow
 
 Key = tuple[int, int, int]
 """(microbatch, slice, chunk) of a compute operation on this device."""
@@ -73,6 +77,7 @@ class Executor:
         num_chunks: Model chunks on this rank.
         timeline: Records when every operation ran.
         sequences: Runs a forward over a whole sequence (the default) or over a slice.
+        window: Runs parameter operations; None when parameters are always whole.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class Executor:
         num_chunks: int,
         timeline: Timeline,
         sequences: Sequences | None = None,
+        window: ParameterWindow | None = None,
     ) -> None:
         self._sequences = sequences or WholeSequences()
         self._programs = programs
@@ -91,6 +97,7 @@ class Executor:
         self._is_last = is_last
         self._num_chunks = num_chunks
         self._timeline = timeline
+        self._window = window
         self._handlers: dict[Kind, Callable[[RankOp, Call, Iteration], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -99,6 +106,8 @@ class Executor:
             Kind.RECV_FORWARD: self._receive,
             Kind.RECV_BACKWARD: self._receive,
         }
+        if window is not None:
+            self._handlers |= dict.fromkeys(PARAMETER_KINDS, lambda op, call, state: window.handle(op))
 
     def run(self, call: Call) -> Iteration:
         """Run one iteration and return what it left (reports of the last stage, token count)."""
@@ -111,6 +120,8 @@ class Executor:
             )
         state = Iteration(num_tokens=torch.zeros([], dtype=torch.int, device=call.device))
         self._hold_gradient_sync(program, call, state)
+        if self._window is not None:
+            self._window.begin()
         for op in program.ops:
             with record_function(op.label), self._timeline.measure(op):
                 self._handlers[op.kind](op, call, state)
@@ -161,6 +172,8 @@ class Executor:
         from megatron.core.pipeline_parallel import schedules
 
         key = op.key
+        if self._window is not None:
+            self._window.before_backward(op.chunk, state.num_tokens)
         gradient = self._arrived(Kind.RECV_BACKWARD, key, state)
         state.backwards_left[op.chunk] -= 1
         if state.backwards_left[op.chunk] == 0:

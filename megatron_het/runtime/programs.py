@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 from megatron_het.plan import Placement
 from megatron_het.plan.slices import slices_of
+from megatron_het.runtime.window_options import split_parameters
 from megatron_het.schedule.generators import GENERATORS, generate
 from megatron_het.schedule.ir import Program, Shape
-from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.passes import add_parameters, add_transfers
 
 
 def schedule_shape(placement: Placement) -> Shape:
@@ -31,11 +31,23 @@ def build_programs(placement: Placement) -> dict[bool, Program]:
     """
     spec, shape = placement.plan.schedule, schedule_shape(placement)
     speeds = [r.speed for s in placement.plan.stages for r in s.replicas]
-    parameters: dict[str, Any] = {k: v for k, v in spec.parameters.items() if k != "slices"}
+    parameters, window = split_parameters(spec)
+    parameters.pop("slices", None)
     if spec.name in GENERATORS and "speeds" in inspect.signature(GENERATORS[spec.name]).parameters:
         parameters["speeds"] = speeds
     programs = {}
     for forward_only in (False, True):
         program = generate(spec.name, shape, forward_only=forward_only, **parameters)
-        programs[forward_only] = add_transfers(program, speeds=speeds)
+        program = add_transfers(program, speeds=speeds)
+        if window is not None:
+            program = add_parameters(
+                program,
+                prefetch=window.prefetch,
+                per_layer=window.per_layer,
+                offload=window.offload,
+                keep_at_turn=window.keep_at_turn,
+                per_operation=window.per_microbatch,
+                step="ministage" if window.update == "at-once" else "none",
+            )
+        programs[forward_only] = program
     return programs

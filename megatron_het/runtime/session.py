@@ -7,7 +7,7 @@ by one for another plan.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,11 @@ from megatron_het.runtime.programs import build_programs
 from megatron_het.runtime.report import RunReport
 from megatron_het.runtime.slicing import SlicedSequences
 from megatron_het.runtime.timeline import Timeline
+from megatron_het.runtime.window_options import split_parameters
 from megatron_het.topology import PlanGroups, build_groups, install_stage_state, remove_stage_state
+
+if TYPE_CHECKING:  # it imports Megatron
+    from megatron_het.runtime.window import ParameterWindow
 
 
 class HetSession:
@@ -45,6 +49,7 @@ class HetSession:
         self._channels: Channels | None = None
         self._executor: Executor | None = None
         self._finalizer: GradientFinalizer | None = None
+        self._window: ParameterWindow | None = None
         self._timeline = Timeline(
             platform.is_cuda, device_events=bool(config.report_dir or config.trace_dir)
         )
@@ -95,6 +100,13 @@ class HetSession:
         }
         if is_sliced(self.plan):
             self._slicing = SlicedSequences(args, slices_of(self.plan), lowered)
+        _, window_options = split_parameters(self.plan.schedule)
+        if window_options is not None:
+            from megatron_het.runtime.window import ParameterWindow
+
+            self._window = ParameterWindow(
+                window_options, self._groups["tp"], self._is_last and where.tp_rank == 0
+            )
         self._executor = Executor(
             lowered,
             self._channels,
@@ -102,6 +114,7 @@ class HetSession:
             num_chunks=self._num_chunks,
             timeline=self._timeline,
             sequences=self._slicing,
+            window=self._window,
         )
         self._finalizer = GradientFinalizer(self._groups, tied)
         self.report = RunReport(
@@ -115,10 +128,15 @@ class HetSession:
         if self._models:
             from megatron.core.utils import get_model_config
 
-            # The optimizer is known here only by the method that Megatron puts into the config.
-            scale = getattr(get_model_config(self._models[0]), "grad_scale_func", None)
-            self.report.add_state_memory(self._models, getattr(scale, "__self__", None))
+            self.report.add_state_memory(
+                self._models, _optimizer_of(get_model_config(self._models[0]))
+            )
         self.report.write()
+
+    def materialise_parameters(self) -> None:
+        """Make whatever is due and show whole parameters, until the next iteration starts."""
+        if self._window is not None:
+            self._window.open_all()
 
     def close(self) -> None:
         """Destroy channels and groups and forget the stage-local state."""
@@ -139,12 +157,13 @@ class HetSession:
             model_config: ``GPTModelConfig`` with its transformer configuration.
         """
         assert self._finalizer is not None
-        model_config.transformer.finalize_model_grads_func = self._finalizer
+        finalize = self._finalizer if self._window is None else self._window.finalize
+        model_config.transformer.finalize_model_grads_func = finalize
         model_config.pre_wrap_hooks.append(self._prepare_model)
-        if self._num_chunks > 1:
-            from megatron_het.runtime.building import BUILDER
+        if self._window is not None or self._num_chunks > 1:
+            from megatron_het.runtime import building
 
-            model_config.builder = BUILDER
+            model_config.builder = building.BUILDER if self._window is None else building.WINDOW_BUILDER
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         assert self._finalizer is not None
@@ -176,6 +195,8 @@ class HetSession:
         models = model if isinstance(model, list) else [model]
         config = get_model_config(models[0])
         self._models = models
+        if self._window is not None and not forward_only:
+            self._window.attach(models, _optimizer_of(config))
         call = Call(
             forward_step_func,
             iterators_per_chunk(data_iterator, self._num_chunks),
@@ -227,3 +248,7 @@ class HetSession:
             summed[name] = total
         return [summed]
 
+
+def _optimizer_of(model_config: Any) -> Any:
+    """Megatron's optimizer, known here only by the method that Megatron puts into the configuration."""
+    return getattr(getattr(model_config, "grad_scale_func", None), "__self__", None)

@@ -73,6 +73,7 @@ class PretrainHook:
         @functools.wraps(original)
         def generate_state_dict(*positional: Any, **keywords: Any) -> Any:
             assert self._state_dict is not None, "no checkpoint before the session is open"
+            self._session.materialise_parameters()
             return self._state_dict.wrap(original)(*positional, **keywords)
 
         return generate_state_dict

@@ -1,0 +1,240 @@
+"""One ministage's parameters and gradients: sharded when closed, whole while it is open.
+
+Built on the buffers of Megatron's DDP.  A buffer's storage is freed and allocated again under its
+views, so modules, autograd and optimizer keep their tensors.  What lives on while a ministage is
+closed is the rank's shard of every bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+from megatron_het.runtime.window_layout import layer_of, num_layers_of
+from megatron_het.runtime.window_memory import HostCopy, WindowUse
+
+
+@dataclass
+class Bucket:
+    """A bucket of Megatron's buffers, which is one layer of the ministage.
+
+    Attributes:
+        source: Megatron's bucket, with ``param_data`` and ``grad_data``.
+        layer: Index of the layer within the ministage.
+        shard: This rank's part of the parameters; for a resident ministage a view of the whole.
+        gradient: This rank's part of the reduced gradients, from the reduction to the update.
+        host: The shard's place in host memory, with offload.
+    """
+
+    source: Any
+    layer: int
+    shard: torch.Tensor
+    gradient: torch.Tensor | None = None
+    host: HostCopy | None = None
+    gathering: dist.Work | None = None
+    reducing: dist.Work | None = None
+
+
+@dataclass
+class ChunkWindow:
+    """The window over one model chunk.
+
+    Args:
+        ddp: The chunk in Megatron's DDP, with layered buffers.
+        offload: Keep shards in host memory while the chunk is closed.
+        use: Where bytes and collectives are counted.
+    """
+
+    ddp: Any
+    offload: bool
+    use: WindowUse
+    buckets: list[Bucket] = field(default_factory=list)
+    is_open: bool = False
+    has_gradients: bool = False
+    _hooks: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.group: dist.ProcessGroup = self.ddp.intra_dp_cp_group
+        # A rank that is alone in its group owns all of every bucket: without offload there is
+        # nothing to free.
+        self.is_resident = self.group.size() == 1 and not self.offload
+        names = {p: name for name, p in self.ddp.module.named_parameters()}
+        count = num_layers_of(self.ddp.module)
+        for buffer in self.ddp.buffers:
+            for source in buffer.buckets:
+                layer = layer_of(names[source.params_list[0]], count)
+                self.buckets.append(Bucket(source, layer, self._local(source.param_data)))
+            buffer.reset = _leave_gradients  # they are zeroed when they are allocated
+        self.buckets.sort(key=lambda bucket: bucket.layer)
+        self._wait_before_use()
+        for bucket in self.buckets:
+            if not self.is_resident:
+                bucket.shard = bucket.shard.clone()
+                self.use.add("shard", bucket.shard.nbytes)
+            if self.offload:
+                bucket.host = HostCopy(bucket.shard)
+        self.is_open = True
+        self.use.add("parameter", self._bytes("param_data"))
+        self.use.add("gradient", self._bytes("grad_data"))
+        self.has_gradients = True
+
+    # -- parameters ----------------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        """Bring the shards to the device, if they are in host memory."""
+        for bucket in self.buckets:
+            if bucket.host is not None and bucket.shard.untyped_storage().size() == 0:
+                bucket.host.fetch(bucket.shard)
+                self.use.add("shard", bucket.shard.nbytes)
+
+    def store(self) -> None:
+        """Bring the shards to host memory and free them on the device."""
+        for bucket in self.buckets:
+            if bucket.host is not None and bucket.shard.untyped_storage().size():
+                bucket.host.store(bucket.shard)
+                self.use.add("shard", -bucket.shard.nbytes)
+
+    def open(self) -> None:
+        """Allocate the whole parameters; their contents come with ``gather``."""
+        if self.is_open:
+            return
+        self.is_open = True
+        if not self.is_resident:
+            for buffer in self.ddp.buffers:
+                _allocate(buffer.param_data)
+        self.use.add("parameter", self._bytes("param_data"))
+
+    @torch.no_grad()
+    def gather(self, start: int, stop: int) -> None:
+        """Start the all-gather of layers ``[start, stop)``; -1 stands for all."""
+        for bucket in self._selected(start, stop):
+            if self.is_resident:
+                continue
+            if bucket.host is not None:
+                bucket.host.wait()
+            if self.group.size() == 1:
+                bucket.source.param_data.copy_(bucket.shard)
+                continue
+            self.use.gathers += 1
+            bucket.gathering = dist.all_gather_into_tensor(
+                bucket.source.param_data, bucket.shard, group=self.group, async_op=True
+            )
+
+    def wait(self) -> None:
+        """Wait for all gathers that were started."""
+        for bucket in self.buckets:
+            _wait_gather(bucket)
+
+    def close(self) -> None:
+        """Free the whole parameters; the shards stay."""
+        if not self.is_open:
+            return
+        self.wait()
+        self.is_open = False
+        self.use.add("parameter", -self._bytes("param_data"))
+        if not self.is_resident:
+            for buffer in self.ddp.buffers:
+                buffer.param_data.untyped_storage().resize_(0)
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def open_gradients(self) -> None:
+        """Allocate zeroed gradients for the backward of this chunk."""
+        if self.has_gradients:
+            return
+        self.has_gradients = True
+        for buffer in self.ddp.buffers:
+            _allocate(buffer.grad_data)
+            buffer.grad_data.zero_()
+        self.use.add("gradient", self._bytes("grad_data"))
+
+    @torch.no_grad()
+    def reduce(self, start: int, stop: int) -> None:
+        """Start the reduce-scatter of the gradients of layers ``[start, stop)``; -1 stands for all."""
+        for bucket in self._selected(start, stop):
+            if self.group.size() > 1:
+                self.use.reductions += 1
+                bucket.reducing = dist.reduce_scatter_tensor(
+                    self._local(bucket.source.grad_data),
+                    bucket.source.grad_data,
+                    group=self.group,
+                    async_op=True,
+                )
+
+    def is_reducing(self) -> bool:
+        """Whether a reduction has been started and is not finished."""
+        return any(b.reducing is not None and not b.reducing.is_completed() for b in self.buckets)
+
+    def keep_gradient_shards(self) -> None:
+        """Finish the reductions, keep this rank's shards and free the whole gradients."""
+        for bucket in self.buckets:
+            if bucket.reducing is not None:
+                bucket.reducing.wait()
+                bucket.reducing = None
+            bucket.gradient = self._local(bucket.source.grad_data).clone()
+            self.use.add("gradient_shard", bucket.gradient.nbytes)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Free the whole gradients."""
+        if not self.has_gradients:
+            return
+        self.has_gradients = False
+        self.use.add("gradient", -self._bytes("grad_data"))
+        for buffer in self.ddp.buffers:
+            buffer.grad_data.untyped_storage().resize_(0)
+
+    def drop_gradient_shards(self) -> None:
+        """Forget the gradient shards after an update, or after an update that was skipped."""
+        for bucket in self.buckets:
+            if bucket.gradient is not None:
+                self.use.add("gradient_shard", -bucket.gradient.nbytes)
+                bucket.gradient = None
+
+    # -- helpers -------------------------------------------------------------------------------
+
+    def _local(self, whole: torch.Tensor) -> torch.Tensor:
+        return shard_buffer(whole, self.group.size())[self.group.rank()]
+
+    def _selected(self, start: int, stop: int) -> list[Bucket]:
+        return [b for b in self.buckets if start < 0 or start <= b.layer < stop]
+
+    def _bytes(self, name: str) -> int:
+        return sum(getattr(buffer, name).nbytes for buffer in self.ddp.buffers)
+
+    def _wait_before_use(self) -> None:
+        """Let every module wait for its own bucket only, so that compute starts with the first layer."""
+        owner = {p: bucket for bucket in self.buckets for p in bucket.source.params_list}
+        for module in self.ddp.module.modules():
+            mine = {id(b): b for p in module.parameters(recurse=False) if (b := owner.get(p))}
+            if mine:
+                self._hooks.append(module.register_forward_pre_hook(_Waiter(list(mine.values()))))
+
+
+class _Waiter:
+    """Forward pre-hook: waits for the gathers of a module's parameters."""
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+
+    def __call__(self, *_unused: Any) -> None:
+        for bucket in self._buckets:
+            _wait_gather(bucket)
+
+
+def _wait_gather(bucket: Bucket) -> None:
+    if bucket.gathering is not None:
+        bucket.gathering.wait()
+        bucket.gathering = None
+
+
+def _leave_gradients() -> None:
+    """In place of a buffer's ``reset``, which would write to freed memory."""
+
+
+def _allocate(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(tensor.nbytes)
