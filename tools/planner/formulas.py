@@ -271,13 +271,12 @@ def _tails(
     return end, longest_sync, longest_update
 
 
-def stage_tails(estimator: Estimator, candidate: Candidate) -> list[float]:
+def stage_tails(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> list[float]:
     """Per stage, gradient reduction plus update after its last backward."""
     out = []
-    total = estimator.model.global_batch_size // candidate.micro_batch_size
     for s, stage in enumerate(candidate.stages):
         units = [estimator.unit(g.pool, g.tp, candidate.micro_batch_size, candidate.recompute) for g in stage.groups]
-        out.append(sum(_tail(estimator, candidate, units, -(-total // sum(g.count for g in stage.groups)), s)))
+        out.append(sum(_tail(estimator, candidate, units, max(estimate.microbatches[s]), s)))  # type: ignore[arg-type]
     return out
 
 

@@ -82,7 +82,7 @@ def costs_of(estimator: Estimator, whole: Candidate, candidate: Candidate, estim
             assert unit is not None
             devices += [(s, Group(g.pool, g.tp, 1), unit)] * g.count
     flat = [replica for stage in seated for replica in stage]
-    tails = stage_tails(estimator, whole)
+    tails = stage_tails(estimator, whole, estimate)
     last = len(candidate.stages) - 1
 
     def link(source: int, target: int) -> Link:

@@ -23,6 +23,7 @@ class Book:
         self.scores: dict[object, tuple[float, Candidate | None]] = {}
         self.good: dict[Candidate, tuple[float, Estimate]] = {}
         self.best = inf
+        self.by_stages: dict[int, tuple[float, Candidate]] = {}
         self.nearest: tuple[float, Candidate, Estimate] | None = None
 
     def try_groups(self, groups: Groups, like: Candidate) -> tuple[float, Candidate | None]:
@@ -35,6 +36,9 @@ class Book:
                 return inf, None
             candidate = balance(self.estimator, groups, like)
             found = (inf, None) if candidate is None else (self.try_candidate(candidate), candidate)
+            old = self.by_stages.get(len(groups))
+            if candidate is not None and (old is None or found[0] < old[0]):
+                self.by_stages[len(groups)] = (found[0], candidate)
             self.scores[key] = found
         return found
 

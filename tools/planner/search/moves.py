@@ -69,7 +69,7 @@ def schedule_variants(estimator: Estimator, goal: Goal, c: Candidate) -> Iterato
     base = c.with_(schedule="1f1b", chunks=1, slices=1, offload=False)
     if "1f1b" in goal.schedules:
         yield base
-    for chunks in (2, 3, 4, 6, 8):
+    for chunks in (2, 3, 4, 6, 8, 12, 16):
         if chunks > least:
             break
         replicas = {sum(g.count for g in s.groups) for s in c.stages}

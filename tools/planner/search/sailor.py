@@ -1,0 +1,157 @@
+"""Sailor's planner (section 4.2): the same data parallelism everywhere, dynamic programming over stages and resources."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from math import inf
+
+from tools.planner.build import chunk_layers
+from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.estimate import Estimator
+from tools.planner.search.auto import Effort, finish
+from tools.planner.search.book import Book
+from tools.planner.search.goal import Goal
+from tools.planner.search.outcome import Outcome, Progress
+from tools.planner.search.regions import expand, merge
+
+STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
+PARTS = 4
+"""A stage's replicas are dealt to GPU types in quarters (the paper enumerates all combinations)."""
+
+
+def search_sailor(estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = Effort()) -> Outcome:
+    """H1 TP inside nodes, H2 smallest TP that fits, H3/H4 order of D with early stop, H5 and H6 regions."""
+    progress = progress or Progress()
+    started = time.process_time()
+    merged = merge(estimator)
+    book = Book(merged.estimator, replace(goal, keep_data_parallel_in_region=True), progress)
+    outcome = Outcome("sailor")
+    try:
+        for stages in STAGES:
+            if stages > estimator.model.num_layers:
+                break
+            for batch in estimator.model.batch_sizes:
+                for recompute in estimator.model.recompute:
+                    progress.text = f"{stages} stage(s), micro batch {batch}"
+                    _degrees(book, stages, Candidate((), batch, recompute, even=True))
+                    if progress.out_of_time:
+                        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+    finish(book, outcome, estimator, goal, effort, lambda c: expand(merged, estimator.cluster, c))
+    outcome.cpu_s = time.process_time() - started
+    return outcome
+
+
+def _degrees(book: Book, stages: int, like: Candidate) -> None:
+    """Data-parallel degrees in decreasing order until throughput stops rising (H3), or the reverse for cost (H4)."""
+    estimator = book.estimator
+    total = estimator.model.global_batch_size // like.micro_batch_size
+    layers = chunk_layers(estimator.model.num_layers, stages)
+    tps = [smallest_tp(estimator, stages, s, layers[s], like) for s in range(stages)]
+    units = sum(max((n.quota // tps[s][p] for s in range(stages) if p in tps[s]), default=0)
+                for p, n in enumerate(estimator.cluster.nodes))
+    degrees = [d for d in _divisors(total) if d * stages <= units]
+    best, misses = inf, 0
+    for degree in degrees if book.goal.objective == "cost" else reversed(degrees):
+        found = _solve(book, layers, tps, degree, like)
+        if found is None:
+            continue
+        score = book.try_candidate(found)
+        if score < best:
+            best, misses = score, 0
+        else:
+            misses += 1
+            if misses == 2:
+                return
+
+
+def _divisors(total: int) -> list[int]:
+    return [d for d in range(1, total + 1) if total % d == 0]
+
+
+def smallest_tp(estimator: Estimator, stages: int, s: int, layers: int, like: Candidate) -> dict[int, int]:
+    """Per pool, the smallest TP with which this stage fits a GPU's memory (H2)."""
+    out = {}
+    for pool, node in enumerate(estimator.cluster.nodes):
+        for tp in (1, 2, 4, 8):
+            unit = estimator.unit(pool, tp, like.micro_batch_size, like.recompute)
+            if unit is None or tp > node.gpus_per_node:
+                continue
+            count = layers * unit.layer_parameters
+            held = min(stages - s, 1 << 20)
+            kept = held * layers * unit.layer_bytes
+            if s == 0:
+                count, kept = count + unit.embedding_parameters, kept + held * unit.embedding_bytes
+            if s == stages - 1:
+                count, kept = count + unit.head_parameters, kept + unit.head_bytes
+            per = estimator.model.element_bytes + 4.0 + estimator.optimizer_per_parameter
+            need = count * per + kept + unit.workspace_bytes + unit.reserved_bytes
+            if need <= estimator.memory_margin * unit.capacity_bytes:
+                out[pool] = tp
+                break
+    return out
+
+
+def _combinations(degree: int, pools: list[int], free: tuple[int, ...], tp: dict[int, int]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Ways to deal ``degree`` replicas to at most two pools, in quarters: ((pool, replicas), ...)."""
+    able = [p for p in pools if free[p] >= tp[p]]
+    for p in able:
+        if free[p] // tp[p] >= degree:
+            yield ((p, degree),)
+    for i, p in enumerate(able):
+        for q in able[i + 1 :]:
+            for k in range(1, PARTS):
+                n = degree * k // PARTS
+                if 0 < n < degree and free[p] >= n * tp[p] and free[q] >= (degree - n) * tp[q]:
+                    yield ((p, n), (q, degree - n))
+
+
+def _solve(book: Book, layers: tuple[int, ...], tps: list[dict[int, int]], degree: int, like: Candidate) -> Candidate | None:
+    """Listing 1: the straggler time plus the stages' sum, minimal over the resources given to each stage."""
+    estimator = book.estimator
+    total = estimator.model.global_batch_size // like.micro_batch_size // degree
+    regions = list(dict.fromkeys(estimator.network.region))
+    last = len(layers) - 1
+
+    @cache
+    def seconds(s: int, pool: int) -> float:
+        u = estimator.unit(pool, tps[s][pool], like.micro_batch_size, like.recompute)
+        assert u is not None
+        t = layers[s] * (u.layer_f + u.layer_b)
+        t += u.embedding_f + u.embedding_b if s == 0 else 0.0
+        return t + (u.head_f + u.head_b if s == last else 0.0)
+
+    @cache
+    def best(s: int, free: tuple[int, ...]) -> tuple[float, float, float, tuple[tuple[tuple[int, int], ...], ...]] | None:
+        """(value, straggler, sum, resources per stage) of stages s to the last."""
+        if s > last:
+            return 0.0, 0.0, 0.0, ()
+        found = None
+        for region in regions:
+            pools = [p for p in tps[s] if estimator.network.region[p] == region]
+            for combination in _combinations(degree, pools, free, tps[s]):
+                rest = list(free)
+                for pool, n in combination:
+                    rest[pool] -= n * tps[s][pool]
+                after = best(s + 1, tuple(rest))
+                if after is None:
+                    continue
+                mine = max(seconds(s, pool) for pool, _ in combination)
+                straggler, whole = max(mine, after[1]), mine + after[2]
+                value = (total - 1) * straggler + whole
+                if found is None or value < found[0]:
+                    found = (value, straggler, whole, (combination, *after[3]))
+        return found
+
+    solved = best(0, tuple(n.quota for n in estimator.cluster.nodes))
+    if solved is None:
+        return None
+    stages = tuple(
+        Stage(layers[s], tuple(Group(p, tps[s][p], n) for p, n in sorted(combination)))
+        for s, combination in enumerate(solved[3])
+    )
+    return like.with_(stages=stages)
