@@ -49,7 +49,7 @@ class LoadHook:
         if getattr(saved, "het_topology", None) != self._topology:
             print_rank_0("random-number states are not loaded: the checkpoint has another topology")
             return
-        keys = dist_checkpointing.load_sharded_metadata(path)
+        keys = dist_checkpointing.serialization.load_sharded_metadata(path)
         if any(key.split("/")[0] == RANDOM_STATE_KEY for key in keys):
             restore_random_state(path)
 
