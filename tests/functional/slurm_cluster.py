@@ -1,0 +1,253 @@
+"""A real Slurm on the loopback interface for the duration of a test: one slurmctld, several slurmd.
+
+Needs Debian's packages slurmctld, slurmd and slurm-client.  Nothing is installed, no system service
+is touched, everything lives in one folder, and only processes started here are ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_DAEMONS = ("slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sinfo", "scancel")
+_ACTIVE = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED"}
+
+_CONFIGURATION = """\
+ClusterName=loop
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+StateSaveLocation={base}/state
+SlurmctldPidFile={base}/run/slurmctld.pid
+SlurmctldLogFile={base}/log/slurmctld.log
+SlurmdSpoolDir={base}/spool/%n
+SlurmdPidFile={base}/run/slurmd.%n.pid
+SlurmdLogFile={base}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+# Only the backfill scheduler starts heterogeneous jobs; by default it looks every 30 s.
+SchedulerParameters=bf_interval=1,bf_resolution=1,sched_interval=2,bf_hetjob_immediate,bf_hetjob_prio=min,sched_min_interval=0
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=2
+CompleteWait=0
+MinJobAge=600
+SlurmctldTimeout=60
+SlurmdTimeout=60
+InactiveLimit=0
+Waittime=0
+"""
+
+
+def missing() -> str:
+    """Why Slurm cannot be started here; empty when it can."""
+    absent = [name for name in _DAEMONS if shutil.which(name) is None]
+    if absent:
+        return f"not installed: {', '.join(absent)} (Debian: slurmctld slurmd slurm-client)"
+    if not _loopback_name() and os.geteuid() != 0:
+        return f"host name {socket.gethostname()} is not a loopback name, and renaming a namespace needs root"
+    return ""
+
+
+def _loopback_name() -> bool:
+    """Whether this host's name resolves to 127.x: the daemons bind to what it resolves to."""
+    try:
+        return socket.gethostbyname(socket.gethostname()).startswith("127.")
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A finished job.
+
+    Attributes:
+        job_id: Slurm's number.
+        state: ``COMPLETED``, ``FAILED``, ...; ``TIMEOUT_OF_TEST`` when it was still active.
+        output: What its output file holds.
+    """
+
+    job_id: str
+    state: str
+    output: str
+
+
+class SlurmCluster:
+    """Context manager: start, submit, stop.
+
+    Args:
+        base: Folder for configuration, state and logs.
+        features: Nodes, each with its feature, e.g. ``["big", "small", "small"]``.
+        cpus: Processors that every node claims to have.
+    """
+
+    def __init__(self, base: Path, features: Sequence[str], cpus: int = 4) -> None:
+        self.base, self.features, self.cpus = base, list(features), cpus
+        self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for Slurm's commands."""
+        return {**os.environ, "SLURM_CONF": str(self.base / "etc" / "slurm.conf")}
+
+    def __enter__(self) -> SlurmCluster:
+        self._configure()
+        try:
+            self._spawn("slurmctld", "-D", "-c", "-f", self.environment["SLURM_CONF"])
+            for name in self._names:
+                (self.base / "spool" / name).mkdir()
+                self._spawn("slurmd", "-D", "-N", name, "-f", self.environment["SLURM_CONF"])
+            self._wait_until_idle(60.0)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._processes:
+            self._run("scancel", "--user", _user(), check=False)
+            self._wait_for_empty_queue(20.0)
+        # slurmds first: each tells the controller that it leaves.
+        for _, process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+        for _, process in self._processes:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+
+    def run(self, script: Path, variables: Mapping[str, str], timeout_s: float) -> Job:
+        """Submit a batch script and wait for the end of all of its components."""
+        done = self._run("sbatch", "--parsable", str(script), variables=variables)
+        job_id = done.stdout.strip().split(";")[0]
+        state = self._wait_for_job(job_id, timeout_s)
+        found = re.search(r"#SBATCH --output=(\S+)", script.read_text(encoding="utf-8"))
+        name = re.search(r"#SBATCH --job-name=(\S+)", script.read_text(encoding="utf-8"))
+        assert found and name
+        path = Path(found[1].replace("%j", job_id).replace("%x", name[1]))
+        return Job(job_id, state, path.read_text(errors="replace") if path.is_file() else "")
+
+    def test_only(self, script: Path) -> str:
+        """What ``sbatch --test-only`` says."""
+        return self._run("sbatch", "--test-only", str(script)).stderr
+
+    @property
+    def _names(self) -> list[str]:
+        """Node names that `scontrol show hostnames` prints and that resolve without any set-up."""
+        return [f"127.0.0.{11 + i}" for i in range(len(self.features))]
+
+    def _configure(self) -> None:
+        for folder in ("etc", "log", "run", "state", "spool"):
+            (self.base / folder).mkdir(parents=True)
+        ports = _free_ports(1 + len(self.features))
+        text = _CONFIGURATION.format(port=ports[0], user=_user(), base=self.base)
+        for name, port, feature in zip(self._names, ports[1:], self.features, strict=True):
+            text += (
+                f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname=localhost Port={port} "
+                f"CPUs={self.cpus} RealMemory=2000 Feature={feature} State=UNKNOWN\n"
+            )
+        text += f"PartitionName=all Nodes={','.join(self._names)} Default=YES MaxTime=60 State=UP\n"
+        (self.base / "etc" / "slurm.conf").write_text(text, encoding="utf-8")
+        version = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
+        # slurmd loads a cgroup plugin even when no cgroups are used; 'disabled' exists from 23.02 on.
+        old = re.search(r"\b2[0-2]\.", version) is not None
+        (self.base / "etc" / "cgroup.conf").write_text(
+            f"CgroupPlugin={'cgroup/v1' if old else 'disabled'}\n", encoding="utf-8"
+        )
+        (self.base / "etc" / "plugstack.conf").touch()
+
+    def _spawn(self, *command: str) -> None:
+        words = list(command)
+        if not _loopback_name():
+            # A host-name namespace of its own, so that nothing listens beyond the loopback interface.
+            rename = 'echo localhost >/proc/sys/kernel/hostname; exec "$@"'
+            words = ["unshare", "-u", "sh", "-c", rename, "sh", *words]
+        name = f"{command[0]}-{len(self._processes)}"
+        with (self.base / "log" / f"{name}.out").open("wb") as output:
+            process = subprocess.Popen(
+                words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                env=self.environment, start_new_session=True,
+            )  # fmt: skip
+        self._processes.append((name, process))
+
+    def _run(
+        self, *command: str, check: bool = True, variables: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            command, env={**self.environment, **(variables or {})}, capture_output=True, text=True,
+            check=False, timeout=60,
+        )  # fmt: skip
+        if check and done.returncode:
+            raise AssertionError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}{done.stdout}")
+        return done
+
+    def _wait_until_idle(self, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            for name, process in self._processes:
+                if process.poll() is not None:
+                    log = (self.base / "log" / f"{name}.out").read_text(errors="replace")
+                    raise AssertionError(f"{name} ended with {process.returncode}:\n{log[-2000:]}")
+            idle = self._run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N", check=False)
+            if len(set(idle.stdout.split())) == len(self.features):
+                return
+            time.sleep(0.2)
+        raise AssertionError(f"Slurm was not idle after {timeout_s} s")
+
+    def _wait_for_job(self, job_id: str, timeout_s: float) -> str:
+        end = time.monotonic() + timeout_s
+        states: set[str] = set()
+        while time.monotonic() < end:
+            done = self._run("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T", check=False)
+            states = set(done.stdout.split())
+            if states and not states & _ACTIVE:
+                return states.pop() if len(states) == 1 else "+".join(sorted(states))
+            time.sleep(0.3)
+        self._run("scancel", job_id, check=False)
+        return "TIMEOUT_OF_TEST"
+
+    def _wait_for_empty_queue(self, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end and self._run("squeue", "--noheader", check=False).stdout.strip():
+            time.sleep(0.2)
+
+
+def _user() -> str:
+    import pwd
+
+    return pwd.getpwuid(os.geteuid()).pw_name
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on at this moment."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

@@ -1,0 +1,114 @@
+"""The generated job files on a real Slurm: a heterogeneous job, and a plain one that resumes from it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.llama.data import prepare
+from examples.llama.job import CPU_ARGUMENTS
+from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
+from tools.planner.emit import Emitted, emit
+from tools.planner.emit_flags import ModelOptions, model_arguments
+from tools.planner.emit_nodes import NodeKind
+from tools.planner.emit_scripts import LaunchOptions
+
+sys.path.insert(0, str(Path(__file__).parent))
+import slurm_cluster  # noqa: E402
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+KINDS = {"big": NodeKind(devices=2, constraint="big"), "small": NodeKind(devices=1, constraint="small")}
+TIMEOUT_S = 480.0
+
+pytestmark = pytest.mark.skipif(bool(slurm_cluster.missing()), reason=f"no Slurm: {slurm_cluster.missing()}")
+
+
+def uneven_plan() -> Plan:
+    """Two ranks on one node, one each on two others; nothing about it is even."""
+    return Plan(
+        ModelShape(3, 32, 4, 2, 32, ffn_hidden_size=64),
+        TrainingShape(1, 4),
+        (
+            Stage((2,), (Replica((0,), (0, 2, 3), "big"), Replica((1,), (1,), "small"))),
+            Stage((1,), (Replica((2,), (0, 1), "big"), Replica((3,), (2, 3), "small"))),
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.SlurmCluster]:
+    with slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm"), ["big", "small", "small"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def data_arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("data")
+    files = prepare(folder, REPOSITORY / "examples" / "llama", validation_fraction=0.2)
+    return [*files.arguments, "--data-cache-path", str(folder / "cache")]
+
+
+def write_run(out: Path, data: list[str], iterations: int) -> Emitted:
+    plan = uneven_plan()
+    out.mkdir(exist_ok=True)
+    groups = {
+        "MODEL": model_arguments(plan, ModelOptions()),
+        "DATA": data,
+        "TRAINING": [
+            "--train-iters", str(iterations), "--lr", "1e-3", "--lr-decay-iters", "10", "--eval-iters", "0", "--eval-interval", "100",
+            "--log-interval", "1", "--seed", "1234", "--distributed-timeout-minutes", "5",
+            # The second run is longer than the first one planned to be.
+            "--override-opt-param-scheduler",
+            "--het-report", str(out / f"report-{iterations}"),
+        ],
+        "PLATFORM": CPU_ARGUMENTS,
+    }  # fmt: skip
+    launch = LaunchOptions(
+        run_dir=str(out), job_name="het-test", time_limit="00:20:00", python=sys.executable, save_interval=iterations,
+        environment={"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    return emit(plan, out, KINDS, groups, launch)
+
+
+def reports(folder: Path) -> list[dict]:  # type: ignore[type-arg]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
+
+
+def test_heterogeneous_job_then_plain_job_resumes(
+    cluster: slurm_cluster.SlurmCluster, data_arguments: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    first = write_run(out, data_arguments, iterations=3)
+    assert [n.ranks for n in first.nodes] == [(0, 2), (1,), (3,)]
+    assert "to start at" in cluster.test_only(first.files["train.sbatch"])
+    job = cluster.run(first.files["train.sbatch"], {}, TIMEOUT_S)
+    assert job.state == "COMPLETED", job.output[-5000:]
+    found = reports(out / "report-3")
+    assert [(r["stage"], r["replica"]) for r in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert (out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+
+    second = write_run(out, data_arguments, iterations=5)
+    job = cluster.run(second.files["train-plain.sbatch"], {}, TIMEOUT_S)
+    assert job.state == "COMPLETED", job.output[-5000:]
+    iterations = [i["iteration"] for i in reports(out / "report-5")[3]["iterations"]]
+    assert iterations == [4, 5]
+    losses = [loss for _, loss in reports(out / "report-5")[3]["losses"]]
+    assert losses[-1] < reports(out / "report-3")[3]["losses"][0][1]
+
+
+def test_a_failing_rank_fails_the_job(
+    cluster: slurm_cluster.SlurmCluster, data_arguments: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    emitted = write_run(out, data_arguments, iterations=3)
+    # An interpreter that fails on one rank and sleeps on the others: the job must still end.
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\n[[ "$RANK" == 2 ]] && { echo "rank 2 fails" >&2; exit 7; }\nsleep 600\n')
+    python.chmod(0o755)
+    job = cluster.run(emitted.files["train.sbatch"], {"PYTHON": str(python)}, 120.0)
+    assert job.state.startswith("FAILED"), job
+    assert "rank 2 fails" in job.output
