@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")
+_PENDING_PER_EDGE = 4
 
 
 class TransferError(RuntimeError):
@@ -105,7 +106,7 @@ class Channels:
 
     def send(self, tensor: torch.Tensor, dst: int, label: str) -> None:
         """Post a send; the tensor is kept until ``wait_sends`` or its completion is seen."""
-        self._drop_finished_sends()
+        self._drop_finished_sends(dst)
         if self._transport == "staged":
             tensor = tensor.to("cpu", copy=True)
         elif not tensor.is_contiguous():
@@ -151,9 +152,23 @@ class Channels:
         while self._groups:
             dist.destroy_process_group(self._groups.pop(next(iter(self._groups))))
 
-    def _drop_finished_sends(self) -> None:
-        if self._sends and self._sends[0].work.is_completed():
-            self._sends = [s for s in self._sends if not s.work.is_completed()]
+    def _drop_finished_sends(self, dst: int) -> None:
+        """Let go of tensors that have left.
+
+        gloo tells that a send is done only by waiting for it, so the oldest one to a peer is waited
+        for when several are under way.  That cannot deadlock: the peer's list of operations and
+        this one are projections of one order, in which that send and its receive come before
+        everything that this rank does from here on.
+        """
+        if self._transport == "nccl":
+            if self._sends and self._sends[0].work.is_completed():
+                self._sends = [s for s in self._sends if not s.work.is_completed()]
+            return
+        under_way = [s for s in self._sends if s.peer == dst]
+        if len(under_way) >= _PENDING_PER_EDGE:
+            oldest = under_way[0]
+            self._wait(oldest.work, "send to", oldest.peer, oldest.label)
+            self._sends = [s for s in self._sends if s is not oldest]
 
     def _wait(self, work: dist.Work, verb: str, peer: int, label: str) -> None:
         try:

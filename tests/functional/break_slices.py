@@ -1,0 +1,28 @@
+"""Breaks slices on purpose, inside a rank process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.probe import observe
+
+
+def positions(**options: Any) -> None:
+    """Every slice gets the positions of the first one."""
+    from megatron_het.attention import core
+
+    original = core._cut_positions
+
+    def first(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        params = kwargs["packed_seq_params"]
+        _, cut = original(decoder, args, {**kwargs, "packed_seq_params": _at_zero(params)})
+        return args, {**cut, "packed_seq_params": params}
+
+    core._cut_positions = first
+    observe(**options)
+
+
+def _at_zero(params: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(params, index=0)

@@ -1,0 +1,71 @@
+"""SlimPipe in Megatron equals stock training in one process; ``benchmarks/parity.py`` has all cases."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import common_flags
+from benchmarks.compare import compare
+from benchmarks.lab import Lab
+from benchmarks.runner import Job
+from benchmarks.slimpipe_cases import sliced_case
+
+BAR = 1e-5
+_ROW = {
+    "stages": 2, "slices": 4, "chunks": 1, "microbatches": 3, "tp": 1, "recompute": "none",
+    "tied": False, "distributed_optimizer": False, "multi_head": False, "uneven": False,
+}  # fmt: skip
+ROWS = {
+    "slices-plain": {},
+    "slices-interleaved": {"chunks": 2, "slices": 8, "recompute": "full"},
+    "slices-tp": {"tp": 2, "distributed_optimizer": True, "recompute": "selective"},
+    "slices-replicas-uneven": {"microbatches": 4, "uneven": True, "tied": True},
+}
+CASES = {name: sliced_case({**_ROW, **row}, name, random.Random(0)) for name, row in ROWS.items()}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_equals_one_process(name: str, lab: Lab) -> None:
+    case = CASES[name]
+    reference = lab.reference(case)
+    done = lab.runner.run(replace(lab.job(case), timeout_s=240.0))
+    found = compare(done.job.log_dir, case.plan, reference)
+    assert max(found.loss, found.validation, found.gradient) <= BAR, found
+
+
+def _from_flags(lab: Lab, folder: Path, *more: str) -> Job:
+    layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
+    slices = ("--het-schedule", "slimpipe", "--het-slices", "4", "--het-report", str(folder))
+    flags = (*common_flags("fp32", False, 1.0), *lab.start_flags("fp32", False), *layout.split())
+    observe = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
+    return Job(folder.name, 2, (*flags, *slices, *more), folder, setup=observe, timeout_s=240.0)
+
+
+def test_from_flags(lab: Lab, tmp_path: Path) -> None:
+    """Without a plan file the layout comes from Megatron's own flags."""
+    row = {**_ROW, "chunks": 2, "microbatches": 1}
+    case = sliced_case(row, "like-flags", random.Random(0))
+    done = lab.runner.run(_from_flags(lab, tmp_path / "flags"))
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert max(found.loss, found.validation, found.gradient) <= BAR, found
+
+
+def test_refused_before_training(lab: Lab, tmp_path: Path) -> None:
+    job = _from_flags(lab, tmp_path / "refused", "--attention-dropout", "0.1")
+    done = lab.runner.run(job, check=False)
+    assert set(done.returncodes) == {2}
+    assert "--attention-dropout = 0.1: cannot be used with slices" in done.log(0)
+
+
+def test_the_comparison_can_fail(lab: Lab, tmp_path: Path) -> None:
+    """Slices that all start at position 0 train something else."""
+    case = replace(CASES["slices-plain"], name="slices-wrong-positions")
+    job = replace(lab.job(case), timeout_s=240.0)
+    assert job.setup is not None
+    done = lab.runner.run(replace(job, setup=("tests.functional.break_slices:positions", job.setup[1])))
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert found.gradient > 100 * BAR, found
