@@ -129,7 +129,7 @@ class Demo:
 
     def __init__(self, options: argparse.Namespace, size: Size, screen: Screen) -> None:
         self.options, self.size, self.screen = options, size, screen
-        self.out: Path = options.out
+        self.out: Path = options.out.resolve()
         self.started = time.monotonic()
 
     def run(self) -> dict[str, Any]:

@@ -1,0 +1,109 @@
+"""The demo end to end, with a tiny model: what it writes and says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.llama.data import END_OF_DOCUMENT, prepare
+from megatron_het.plan import load_plan
+from tools.planner.profile_schema import load_profile
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("demo") / "run"
+    command = [
+        sys.executable, "-m", "examples.llama.demo", "--quick", "--out", str(out),
+        "--source", str(REPOSITORY / "megatron_het"),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr + done.stdout
+    (out / "stdout").write_text(done.stdout)
+    return out
+
+
+def test_report(run: Path) -> None:
+    report = json.loads((run / "report.json").read_text())
+    for key in ("losses", "validation_loss", "predicted_iteration_s", "measured_iteration_s",
+                "even_split_iteration_s", "speedup_over_even_split", "per_rank"):
+        assert key in report
+    losses = [loss for _, loss in report["losses"]]
+    # Six iterations; an untrained model is at log(vocabulary) = 5.6.
+    assert len(losses) == 6 and 5.3 < losses[0] < 6.0 and losses[-1] < losses[0]
+    assert 0 < report["validation_loss"] < losses[0]
+    assert report["measured_iteration_s"] > 0 and report["predicted_iteration_s"] > 0
+    plan = load_plan(run / "plan.json")
+    assert [r["rank"] for r in report["per_rank"]] == list(range(plan.world_size))
+    for row in report["per_rank"]:
+        for kind in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+            assert row["predicted_memory"][kind] == pytest.approx(row["measured_memory"][kind], rel=0.02)
+        assert row["predicted_memory_bytes"] == pytest.approx(row["measured_memory_bytes"], rel=0.25)
+
+
+def test_files(run: Path) -> None:
+    for name in ("plan-even.json", "args.sh", "train.sbatch", "loss.png", "timeline.png", "training/train.log"):
+        assert (run / name).stat().st_size > 0
+    profile = load_profile(run / "profile.json")
+    assert profile.complete
+    even = load_plan(run / "plan-even.json")
+    assert len({s.layers for s in even.stages}) == 1
+    assert len({len(r.microbatches) for s in even.stages for r in s.replicas}) == 1
+    script = f'source "{run}/args.sh" && printf "%s\\n" "${{MEGATRON_ARGS[@]}}"'
+    words = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert words[words.index("--het-plan") + 1] == str(run / "plan.json")
+    assert words[words.index("--num-layers") + 1] == "6"
+
+
+def test_what_it_says(run: Path) -> None:
+    text = (run / "stdout").read_text()
+    for words in ("The cluster", "Profile", "even split", "speedup over the even split", "report.json"):
+        assert words in text
+
+
+def test_data_is_prepared_once_and_holds_the_files(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    source = tmp_path / "source"
+    source.mkdir()
+    for i in range(10):
+        (source / f"module_{i}.py").write_text(f"x = {i}  # \u00e4\n", encoding="utf-8")
+    files = prepare(tmp_path / "data", source, validation_fraction=0.2)
+    train, validation = (IndexedDataset(p) for p in (files.train_prefix, files.validation_prefix))
+    assert len(train) == 8 and len(validation) == 2 and files.documents == 10
+    documents = {bytes(d[:-1].astype("uint8")).decode() for s in (train, validation) for d in (s[i] for i in range(len(s)))}
+    assert documents == {f"x = {i}  # \u00e4\n" for i in range(10)}
+    assert all(train[i][-1] == END_OF_DOCUMENT for i in range(8))
+    assert files.train_tokens == sum(len(train[i]) for i in range(8))
+    stamp = (tmp_path / "data" / "train.bin").stat().st_mtime_ns
+    assert prepare(tmp_path / "data", source, validation_fraction=0.2) == files
+    assert (tmp_path / "data" / "train.bin").stat().st_mtime_ns == stamp
+    (source / "module_0.py").write_text("y = 0\n")
+    assert prepare(tmp_path / "data", source, validation_fraction=0.2) != files
+    with pytest.raises(FileNotFoundError, match="no .py files"):
+        prepare(tmp_path / "other", tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--iterations", "2"], "at least 4"),
+        (["--rounds", "0"], "--rounds = 0"),
+        (["--source", "/nowhere"], "no such folder"),
+    ],
+)
+def test_bad_options(arguments: list[str], words: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.llama.demo", "--out", str(out), *arguments],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and words in done.stderr
+    assert not out.exists()
