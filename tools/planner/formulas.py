@@ -19,7 +19,7 @@ def _irregular(candidate: Candidate) -> float:
     """Expected share of the busy time lost where stages of different width meet; see ``_pipeline``."""
     base, per_stage, per_doubling, mixed = MISMATCH
     loss = 0.0
-    if len(candidate.stages) > 2:
+    if len(candidate.stages) > 2 and candidate.schedule != "ministage":
         counts = [sum(g.count for g in s.groups) for s in candidate.stages]
         if max(counts) > min(counts):
             loss = base + per_stage * len(counts) + per_doubling * log2(max(counts) / min(counts))
@@ -143,8 +143,7 @@ def _pipeline(
     else:
         pipe_s, busy_s, bottleneck = _one_f_one_b(estimator, candidate, stages, transfers)
         gather_s = 0.0
-    if candidate.schedule != "ministage":
-        pipe_s += busy_s * _irregular(candidate)
+    pipe_s += busy_s * _irregular(candidate)
     ends, before = [], 0.0
     for s, stage in enumerate(stages):
         ends.append(pipe_s - before)

@@ -20,6 +20,9 @@ from tools.planner.search.seeds import seeds
 from tools.planner.simulation import simulate_block
 
 
+CHEAP_OPERATIONS = 2000
+
+
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How hard to search.
@@ -28,6 +31,7 @@ class Effort:
         seeds: Starting points to evaluate.
         beam: Starting points to improve by local search.
         steps: Evaluations of the local search per starting point.
+        cut_nodes: Clusters up to this many nodes are also cut by bandwidth, as Zorse does.
         exact_gpus: Clusters up to this size are searched to the proven optimum.
         exact_nodes: Nodes of the search tree before the proof is given up.
         simulated_operations: Compute operations to simulate at the end, over all finalists.
@@ -37,9 +41,10 @@ class Effort:
     seeds: int = 900
     beam: int = 5
     steps: int = 350
+    cut_nodes: int = 16
     exact_gpus: int = 8
     exact_nodes: int = 60_000
-    simulated_operations: int = 12_000
+    simulated_operations: int = 20_000
     window: float = 0.03
 
 
@@ -62,6 +67,7 @@ def search_auto(estimator: Estimator, goal: Goal, progress: Progress | None = No
             progress.text = "branch and bound"
             outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.window)
         _variants(book, effort)
+        _bandwidth_groups(merged.estimator, book, effort)
         _polish(book)
     except KeyboardInterrupt:
         outcome.interrupted = True
@@ -132,6 +138,18 @@ def _variants(book: Book, effort: Effort) -> None:
         _climb(book, best[0][0], effort.steps // 2)
 
 
+def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort) -> None:
+    """Zorse's groups as further starting points, where cutting the bandwidth graph is cheap."""
+    if sum(n.count for n in estimator.cluster.nodes) > effort.cut_nodes:
+        return
+    from tools.planner.search.zorse import configure_groups
+
+    before = book.best
+    configure_groups(book, 1, few=True)
+    if book.best < before:
+        _climb(book, book.top(1)[0][0], effort.steps)
+
+
 def _polish(book: Book) -> None:
     """Shift single layers between stages of the best candidates."""
     for candidate, _ in book.top(3):
@@ -158,10 +176,12 @@ def finish(book: Book, outcome: Outcome, estimator: Estimator, goal: Goal, effor
     found: list[Found] = []
     left = effort.simulated_operations
     best = inf
-    for candidate, estimate, operations in _finalists(book, 400 if outcome.exact else 120):
+    finalists = _finalists(book, 400 if outcome.exact else 120)
+    affordable = [entry for entry in finalists if entry[2] <= left]
+    for candidate, estimate, operations in affordable or sorted(finalists, key=lambda entry: entry[2])[:1]:
         if goal.value(estimate) * (1 - effort.window) > best:
             continue
-        if operations > left and (found or operations > 20 * effort.simulated_operations):
+        if operations > left and found:
             continue
         real = place(candidate)
         if not real.stages or seats(estimator.cluster, real.stages) is None:
@@ -198,8 +218,8 @@ def _finalists(book: Book, count: int) -> list[tuple[Candidate, Estimate, int]]:
         operations = 2 * len(candidate.stages) * candidate.chunks * candidate.slices * (
             model.global_batch_size // candidate.micro_batch_size) // candidate.blocks
         listed.append((candidate, estimate, operations))
-    cheap = [entry for entry in listed if entry[2] <= 2000]
-    dear = [entry for entry in listed if entry[2] > 2000]
+    cheap = [entry for entry in listed if entry[2] <= CHEAP_OPERATIONS]
+    dear = [entry for entry in listed if entry[2] > CHEAP_OPERATIONS]
     return cheap[: count // 3] + dear + cheap[count // 3 :]
 
 

@@ -17,6 +17,7 @@ Vertex = tuple[int, int, int]
 """(pool, node, part of the node)"""
 
 MAX_GROUPS = 32
+FEW_CHUNKS = (2, 3, 4, 6, 8, 12, 16)
 
 
 def bandwidth_graph(estimator: Estimator, parts: int) -> nx.Graph:
@@ -93,12 +94,9 @@ def search_zorse(estimator: Estimator, goal: Goal, progress: Progress | None = N
             if nodes * parts > 4 * MAX_GROUPS and parts > 1:
                 break
             progress.text = f"cutting the bandwidth graph, {parts} part(s) per node"
-            most = min(MAX_GROUPS, nodes * parts, estimator.model.num_layers)
-            for partition in split(bandwidth_graph(estimator, parts), most):
-                order = sorted(partition, key=lambda part: -_inner_bandwidth(estimator, part))
-                _configure(book, tuple(_groups(estimator, part, parts) for part in order))
-                if progress.out_of_time:
-                    raise KeyboardInterrupt
+            configure_groups(book, parts)
+            if progress.out_of_time:
+                raise KeyboardInterrupt
     except KeyboardInterrupt:
         outcome.interrupted = True
     finish(book, outcome, estimator, goal, effort, lambda c: c)
@@ -106,7 +104,17 @@ def search_zorse(estimator: Estimator, goal: Goal, progress: Progress | None = N
     return outcome
 
 
-def _configure(book: Book, groups: Groups) -> None:
+def configure_groups(book: Book, parts: int, few: bool = False) -> None:
+    """Phase 1 for every number of groups, then phase 2 for each (``few``: not every number of ministages)."""
+    estimator = book.estimator
+    nodes = sum(n.count for n in estimator.cluster.nodes)
+    most = min(MAX_GROUPS, nodes * parts, estimator.model.num_layers)
+    for partition in split(bandwidth_graph(estimator, parts), most):
+        order = sorted(partition, key=lambda part: -_inner_bandwidth(estimator, part))
+        _configure(book, tuple(_groups(estimator, part, parts) for part in order), few)
+
+
+def _configure(book: Book, groups: Groups, few: bool) -> None:
     """Phase 2: every batch size and number of ministages, with and without offloading."""
     model = book.estimator.model
     zero = 1 if model.distributed_optimizer else 0
@@ -117,6 +125,8 @@ def _configure(book: Book, groups: Groups) -> None:
             if not zero or "ministage" not in book.goal.schedules:
                 continue
             for chunks in range(2, model.num_layers // len(groups) + 1):
+                if few and chunks not in FEW_CHUNKS:
+                    continue
                 for offload in (False, True):
                     like = plain.with_(schedule="ministage", chunks=chunks, offload=offload)
                     score, candidate = book.try_groups(groups, like)

@@ -1,0 +1,234 @@
+"""The commands ``plan``, ``simulate``, ``check``, and the way into ``profile`` and ``emit``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import threading
+from typing import Any
+
+from tools.planner.build import build_plan, candidate_of, seats
+from tools.planner.candidate import Candidate
+from tools.planner.errors import PlannerError
+from tools.planner.estimate import Estimate, Estimator
+from tools.planner.report import GIB, say, summary, summary_tables, table
+from tools.planner.search.goal import Goal
+from tools.planner.search.methods import search
+from tools.planner.search.outcome import Found, Outcome, Progress
+from tools.planner.setup import estimator_from, goal_from
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Search, write the plan, say what it is."""
+    from megatron_het.plan import save_plan
+
+    estimator, goal = estimator_from(options), goal_from(options)
+    outcome = run_search(estimator, goal, options)
+    best = require(outcome, estimator, goal, options)
+    if best.candidate.zero_stage >= 2 and best.candidate.schedule != "ministage":
+        raise PlannerError("plan", "zero_stage", best.candidate.zero_stage,
+                           "the runtime shards gradients and parameters only in ministage schedules",
+                           "Use --search auto, or more memory")
+    made = build_plan(estimator, best.candidate, best.estimate, notes=f"made by the planner, --search {options.search}")
+    predicted = dataclasses.replace(made.predicted, iteration_s=best.iteration_s)  # type: ignore[type-var]
+    save_plan(dataclasses.replace(made, predicted=predicted), options.out)
+    body = summary(estimator, best.candidate, best.estimate, best.simulated_s)
+    body |= {"plan_file": options.out, "search": search_body(outcome)}
+    tables = summary_tables(body)
+    if options.profile is None:
+        tables.append("Datasheet figures were used: expect errors of 30 % and more; measure with 'het-plan profile'.")
+    say(body, options, *tables, f"wrote {options.out}; search took {outcome.cpu_s:.2f} s"
+        + (" and was interrupted: this is the best so far" if outcome.interrupted else ""))
+    return 0
+
+
+def search_body(outcome: Outcome) -> dict[str, Any]:
+    """Facts about the search."""
+    return {"method": outcome.method, "cpu_s": outcome.cpu_s, "evaluations": outcome.evaluations,
+            "simulations": outcome.simulations, "exact": outcome.exact, "interrupted": outcome.interrupted}
+
+
+def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Outcome:
+    """Search with a progress line on a terminal."""
+    progress = Progress(limit_s=options.limit_s)
+    if options.json or not sys.stderr.isatty():
+        return search(options.search, estimator, goal, progress)
+    from rich.console import Console
+
+    done = threading.Event()
+    with Console(stderr=True).status("searching") as status:
+        def show() -> None:
+            while not done.wait(0.25):
+                best = f", best {progress.best:.4g}" if progress.best < float("inf") else ""
+                status.update(f"{progress.text}{best}")
+
+        thread = threading.Thread(target=show, daemon=True)
+        thread.start()
+        try:
+            return search(options.search, estimator, goal, progress)
+        finally:
+            done.set()
+            thread.join(1.0)
+
+
+def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Found:
+    """The best plan, or an error that names what binds and the nearest feasible change."""
+    if outcome.best is not None:
+        return outcome.best
+    if outcome.nearest is None:
+        raise PlannerError(options.cluster, "nodes", estimator.cluster.total_gpus,
+                           "no plan can be evaluated: no GPU kind has figures for this model", "Check TP sizes and profile")
+    candidate, estimate = outcome.nearest
+    if not estimator.fits(estimate):
+        worst = estimate.worst_memory
+        raise PlannerError(
+            options.model, "num_layers", estimator.model.num_layers,
+            f"the model fits nowhere: at best, stage {worst.stage} needs {worst.total_bytes / GIB:.1f} GiB of "
+            f"{worst.capacity_bytes * estimator.memory_margin / GIB:.1f} GiB usable on {estimator.cluster.nodes[worst.group.pool].gpu}",
+            _memory_hint(estimator),
+        )
+    for key, limit, value in (
+        ("--max-usd-per-iteration", goal.max_usd_per_iteration, estimate.usd_per_iteration),
+        ("--max-gpus", goal.max_gpus, candidate.world_size),
+    ):
+        if limit is not None and value > limit:
+            raise PlannerError("command line", key, limit, "no plan meets it", f"The nearest plan found needs {value:.6g}")
+    raise PlannerError("command line", "--min-iterations-per-s", goal.min_iterations_per_s, "no plan meets it",
+                       f"The nearest plan found reaches {1 / estimate.iteration_s:.6g}")
+
+
+def _memory_hint(estimator: Estimator) -> str:
+    model = estimator.model
+    hints = []
+    if "full" not in model.recompute:
+        hints.append("allow recompute: [none, full]")
+    if not model.distributed_optimizer:
+        hints.append("set distributed_optimizer: true")
+    if min(model.batch_sizes) > 1:
+        hints.append("allow micro_batch_sizes: [1]")
+    hints.append("add GPUs or GPUs with more memory")
+    return "Nearest changes: " + "; ".join(hints)
+
+
+def load(options: argparse.Namespace) -> tuple[Estimator, Any, Candidate, Estimate]:
+    """A plan file with its cluster and model: (estimator, plan, candidate, estimate)."""
+    from megatron_het.plan import PlanError, load_plan
+    from tools.planner.build import model_shape
+
+    estimator = estimator_from(options)
+    try:
+        made = load_plan(options.plan)
+    except PlanError as error:
+        raise PlannerError(options.plan, error.where, error.value, error.problem, error.hint) from None
+    mine = model_shape(estimator.model)
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length"):
+        if getattr(made.model, name) != getattr(mine, name):
+            raise PlannerError(options.plan, f"model.{name}", getattr(made.model, name),
+                               f"{options.model} says {getattr(mine, name)}", "Plan again for this model")
+    if made.training.global_batch_size != estimator.model.global_batch_size:
+        raise PlannerError(options.plan, "training.global_batch_size", made.training.global_batch_size,
+                           f"{options.model} says {estimator.model.global_batch_size}")
+    candidate, _ = candidate_of(made, estimator.cluster, options.plan)
+    estimate = estimator.estimate(candidate)
+    if estimate is None:
+        raise PlannerError(options.plan, "stages", len(made.stages), "no figures for some replica of this plan",
+                           "Profile its TP and micro batch size")
+    return estimator, made, candidate, estimate
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Simulate a plan with its own routing."""
+    from tools.planner.simulation import simulate_candidate
+
+    estimator, made, candidate, estimate = load(options)
+    found = simulate_candidate(estimator, candidate, estimate, made)
+    body = summary(estimator, candidate, estimate, found.iteration_s)
+    body["bubble_by_cause_s"] = [dataclasses.asdict(b) for b in found.result.bubble]
+    body["simulated_peak_bytes"] = list(found.peak_bytes)
+    if options.trace:
+        _trace(found.result, options.trace)
+    if options.picture:
+        _picture(found.result, options.picture)
+    say(body, options, *summary_tables(body))
+    return 0
+
+
+def _trace(result: Any, path: str) -> None:
+    from megatron_het.schedule.trace import chrome_trace
+    from tools.planner.files import write_text
+
+    write_text(path, json.dumps(chrome_trace(result)))
+
+
+def _picture(result: Any, path: str) -> None:
+    from megatron_het.schedule.visualize import draw, text_picture
+    from tools.planner.files import write_text
+
+    if path.endswith(".txt"):
+        write_text(path, text_picture(result) + "\n")
+    else:
+        draw(result, path)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Whether a plan is valid and fits; exit code 1 when it does not."""
+    estimator, made, candidate, estimate = load(options)
+    problems: list[dict[str, Any]] = []
+    if seats(estimator.cluster, candidate.stages) is None:
+        problems.append({"key": "stages", "problem": "the TP groups do not fit into the cluster's nodes"})
+    for m in estimate.memory:
+        if m.total_bytes > estimator.memory_margin * m.capacity_bytes:
+            gpu = estimator.cluster.nodes[m.group.pool].gpu
+            problems.append({
+                "key": f"stages[{m.stage}]", "problem": f"needs {m.total_bytes / GIB:.2f} GiB of {m.capacity_bytes / GIB:.2f} GiB "
+                f"on {gpu} (TP {m.group.tp}); activations {m.activation_bytes / GIB:.2f}, optimizer {m.optimizer_bytes / GIB:.2f} GiB",
+            })  # fmt: skip
+    for node in {estimator.cluster.nodes[g.pool].gpu for s in candidate.stages for g in s.groups}:
+        gpu = estimator.cluster.gpu(node)
+        if not gpu.supports(made.training.precision):
+            problems.append({"key": "training.precision", "problem": f"{node} does not support {made.training.precision}"})
+    from tools.planner.simulation import program_of
+
+    try:
+        program_of(made, candidate)
+    except PlannerError as error:
+        problems.append({"key": error.key, "problem": error.problem})
+    tables: list[Any] = ["the plan is valid and fits"]
+    if problems:
+        tables = [table("Problems", "where", "what")]
+        for problem in problems:
+            tables[0].add_row(problem["key"], problem["problem"])
+    say({"valid": not problems, "problems": problems}, options, *tables)
+    return 1 if problems else 0
+
+
+def profile(options: argparse.Namespace) -> int:
+    """Measure this node."""
+    from tools.planner.model import load_model
+    from tools.planner.profile import run
+    from tools.planner.profile_schema import ProfiledModel
+
+    m = load_model(options.model)
+    shape = ProfiledModel(m.hidden_size, m.ffn_hidden_size, m.num_attention_heads, m.groups, m.vocab_size, m.seq_length,
+                          m.precision, m.name)
+    found = run(options, shape)
+    if found is not None:
+        body = {"profile": str(options.out), "devices": [d.kind for d in found.devices],
+                "timings": sum(len(d.timings) for d in found.devices), "links": len(found.links), "complete": found.complete}
+        say(body, options, f"wrote {options.out}: {body['timings']} layer timings on {', '.join(body['devices'])}, {body['links']} links")
+    return 0
+
+
+def emit(options: argparse.Namespace) -> int:
+    """Write the launch files."""
+    from tools.planner.cluster import load_cluster
+    from tools.planner.emit import run
+    from tools.planner.model import load_model
+
+    written = run(options, load_model(options.model), load_cluster(options.cluster))
+    body = {"files": {name: str(path) for name, path in written.files.items()}, "notes": written.notes,
+            "nodes": [{"kind": n.kind, "ranks": list(n.ranks), "host": n.host} for n in written.nodes]}
+    say(body, options, *[f"wrote {path}" for path in body["files"].values()], *written.notes)
+    return 0

@@ -1,0 +1,153 @@
+"""Figures of plans as JSON values and as tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from tools.planner.candidate import Candidate
+from tools.planner.estimate import Estimate, Estimator
+from tools.planner.search.outcome import Found, Outcome
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+GIB = 2.0**30
+
+
+def say(value: Any, options: Any, *tables: Any) -> None:
+    """Print JSON or tables, whichever was asked for."""
+    if options.json:
+        json.dump(value, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return
+    from rich.console import Console
+
+    console = Console()
+    for table in tables:
+        console.print(table)
+
+
+def table(title: str, *columns: str) -> Table:
+    """An empty rich table; the first column is left-aligned."""
+    from rich.table import Table
+
+    out = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        out.add_column(column, justify="left" if i == 0 else "right")
+    return out
+
+
+def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> list[dict[str, Any]]:
+    """One row per stage and kind of replica."""
+    rows = []
+    for m, (s, g, share) in zip(estimate.memory, _flat(candidate, estimate)):
+        node = estimator.cluster.nodes[g.pool]
+        rows.append({
+            "stage": s, "gpu": node.gpu, "zone": node.zone, "replicas": g.count, "tp": g.tp,
+            "layers": candidate.stages[s].layers, "microbatches_per_replica": share,
+            "busy_s": estimate.stage_busy_s[s],
+            "memory_bytes": {
+                "parameters": m.parameter_bytes, "gradients": m.gradient_bytes, "optimizer": m.optimizer_bytes,
+                "activations": m.activation_bytes, "workspace": m.workspace_bytes, "reserved": m.reserved_bytes,
+            },
+            "total_bytes": m.total_bytes, "capacity_bytes": m.capacity_bytes,
+            "fits": m.total_bytes <= estimator.memory_margin * m.capacity_bytes,
+        })  # fmt: skip
+    return rows
+
+
+def _flat(candidate: Candidate, estimate: Estimate):  # noqa: ANN202
+    for s, stage in enumerate(candidate.stages):
+        for g, share in zip(stage.groups, estimate.microbatches[s]):
+            yield s, g, share
+
+
+def summary(estimator: Estimator, candidate: Candidate, estimate: Estimate, simulated_s: float | None) -> dict[str, Any]:
+    """Everything there is to say about a plan."""
+    model = estimator.model
+    found = Found(candidate, estimate, simulated_s)
+    seconds = found.iteration_s
+    tokens = model.global_batch_size * model.seq_length
+    peak = sum(n * estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).peak(model.precision)
+               for p, n in candidate.gpus().items())
+    watts = [estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).power_w for p in candidate.gpus()]
+    joules = None
+    if all(w is not None for w in watts):
+        joules = seconds * sum(n * (w or 0.0) for n, w in zip(candidate.gpus().values(), watts))
+    return {
+        "iteration_s": seconds, "closed_form_s": estimate.iteration_s, "simulated_s": simulated_s,
+        "uncertainty": estimator.costs.uncertainty,
+        "by_cause_s": {
+            "compute": estimate.busy_s, "bubble": estimate.fill_s, "gather": estimate.gather_s,
+            "gradient_reduction": estimate.sync_s, "update": estimate.update_s,
+        },
+        "tokens_per_s": tokens / seconds,
+        "model_tflops": model.iteration_flops / seconds / 1e12,
+        "model_flops_utilisation": model.iteration_flops / seconds / peak if peak else None,
+        "usd_per_iteration": found.usd_per_iteration,
+        "usd_per_billion_tokens": found.usd_per_iteration / tokens * 1e9,
+        "egress_bytes_per_iteration": estimate.egress_bytes,
+        "energy_joules_per_iteration": joules,
+        "gpus": {f"{estimator.cluster.nodes[p].gpu} ({estimator.cluster.nodes[p].zone})": n
+                 for p, n in sorted(candidate.gpus().items())},
+        "schedule": candidate.schedule, "chunks": candidate.chunks, "slices": candidate.slices,
+        "micro_batch_size": candidate.micro_batch_size, "recompute": candidate.recompute,
+        "zero_stage": candidate.zero_stage, "offload": candidate.offload,
+        "stages": stages_of(estimator, candidate, estimate),
+    }  # fmt: skip
+
+
+def summary_tables(body: dict[str, Any]) -> list[Any]:
+    """The summary for people."""
+    causes = table("Iteration", "cause", "seconds", "share")
+    for cause, seconds in body["by_cause_s"].items():
+        if seconds > 0:
+            causes.add_row(cause.replace("_", " "), f"{seconds:.4g}", f"{100 * seconds / body['closed_form_s']:.1f} %")
+    causes.add_row("closed form", f"{body['closed_form_s']:.4g}", "")
+    if body["simulated_s"] is not None:
+        causes.add_row("simulated", f"{body['simulated_s']:.4g}", "")
+    where = table("Stages", "stage", "GPUs", "TP", "replicas", "layers", "microbatches", "busy s", "memory GiB", "of", "largest")
+    for row in body["stages"]:
+        parts = sorted(row["memory_bytes"].items(), key=lambda item: -item[1])
+        where.add_row(
+            str(row["stage"]), f"{row['gpu']} ({row['zone']})", str(row["tp"]), str(row["replicas"]), str(row["layers"]),
+            str(row["microbatches_per_replica"]), f"{row['busy_s']:.4g}",
+            f"{row['total_bytes'] / GIB:.2f}" + ("" if row["fits"] else " TOO MUCH"), f"{row['capacity_bytes'] / GIB:.1f}",
+            f"{parts[0][0]} {parts[0][1] / GIB:.1f}",
+        )  # fmt: skip
+    lines = [
+        f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}, ZeRO-{body['zero_stage']}"
+        + (f", {body['chunks']} chunks" if body["chunks"] > 1 else "")
+        + (f", {body['slices']} slices" if body["slices"] > 1 else "") + (", offload" if body["offload"] else ""),
+        f"{body['iteration_s']:.4g} s per iteration (+-{100 * body['uncertainty']:.0f} %), {body['tokens_per_s']:.4g} tokens/s, "
+        f"{body['model_tflops']:.4g} model TFLOP/s",
+        f"USD {body['usd_per_iteration']:.4g} per iteration, {body['usd_per_billion_tokens']:.4g} per billion tokens; "
+        f"egress {body['egress_bytes_per_iteration'] / 1e9:.4g} GB per iteration",
+    ]
+    return [*lines, causes, where]
+
+
+def ranking(estimator: Estimator, outcome: Outcome, count: int = 8) -> list[dict[str, Any]]:
+    """The best different plans in short."""
+    rows = []
+    for found in outcome.found[:count]:
+        c = found.candidate
+        rows.append({
+            "plan": describe(estimator, c), "iteration_s": found.iteration_s,
+            "usd_per_iteration": found.usd_per_iteration, "gpus": c.world_size,
+        })  # fmt: skip
+    return rows
+
+
+def describe(estimator: Estimator, c: Candidate) -> str:
+    """A candidate in one line."""
+    stages = " / ".join(
+        f"{s.layers}L " + "+".join(f"{g.count}x{estimator.cluster.nodes[g.pool].gpu}" + (f".tp{g.tp}" if g.tp > 1 else "")
+                                   for g in s.groups)
+        for s in c.stages
+    )
+    extra = f" v{c.chunks}" if c.chunks > 1 else ""
+    extra += f" n{c.slices}" if c.slices > 1 else ""
+    return f"{c.schedule}{extra} mb{c.micro_batch_size} {stages}"

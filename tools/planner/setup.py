@@ -1,0 +1,69 @@
+"""From command-line options to an Estimator and a Goal, with all checks of input."""
+
+from __future__ import annotations
+
+import argparse
+from math import inf
+
+from tools.planner.cluster import Cluster, load_cluster
+from tools.planner.errors import PlannerError
+from tools.planner.estimate import Estimator
+from tools.planner.layercost import CatalogCosts, LayerCosts, MeasuredCosts
+from tools.planner.model import Model, load_model
+from tools.planner.profile_schema import load_profile
+from tools.planner.search.goal import SCHEDULES, Goal
+
+
+def estimator_from(options: argparse.Namespace) -> Estimator:
+    """Read cluster, model and profile.
+
+    Raises:
+        PlannerError: see the readers; a precision that no GPU of the cluster supports; a bad margin.
+    """
+    cluster, model = load_cluster(options.cluster), load_model(options.model)
+    if not 0 < options.memory_margin <= 1:
+        raise PlannerError("command line", "--memory-margin", options.memory_margin, "must be above 0 and at most 1")
+    costs: LayerCosts
+    if options.profile:
+        profile = load_profile(options.profile)
+        if not profile.complete:
+            raise PlannerError(options.profile, "complete", False, "profiling was interrupted",
+                               "Run 'het-plan profile' again; it goes on where it stopped")
+        costs = MeasuredCosts(model, profile, cluster.gpu, file=options.profile)
+        for node in cluster.nodes:
+            costs.tp_sizes(node.gpu)
+    else:
+        costs = CatalogCosts(model, cluster.gpu)
+        check_precision(cluster, model, options.cluster, options.model)
+    return Estimator(cluster, model, costs, memory_margin=options.memory_margin)
+
+
+def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_file: str) -> None:
+    """Every GPU computes in the model's precision (V100, T4 and RTX-20 have no bf16)."""
+    without = sorted({n.gpu for n in cluster.nodes if not cluster.gpu(n.gpu).supports(model.precision)})
+    if not without:
+        return
+    common = set.intersection(*(set(cluster.gpu(n.gpu).flops) for n in cluster.nodes))
+    raise PlannerError(
+        model_file, "precision", model.precision, f"{', '.join(without)} in {cluster_file} cannot compute in it",
+        f"All GPUs of the cluster support {', '.join(sorted(common)) or 'nothing in common'}; or remove {', '.join(without)}",
+    )
+
+
+def goal_from(options: argparse.Namespace) -> Goal:
+    """Objective and constraints.
+
+    Raises:
+        PlannerError: a constraint that is not positive, an unknown schedule.
+    """
+    for name in ("max_usd_per_iteration", "min_iterations_per_s", "max_gpus", "limit_s"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < inf:
+            raise PlannerError("command line", "--" + name.replace("_", "-"), value, "must be positive")
+    schedules = tuple(s.strip() for s in options.schedules.split(",") if s.strip())
+    for schedule in schedules:
+        if schedule not in SCHEDULES:
+            raise PlannerError("command line", "--schedules", schedule, "unknown schedule", f"Known: {', '.join(SCHEDULES)}")
+    if not schedules:
+        raise PlannerError("command line", "--schedules", options.schedules, "at least one schedule is needed")
+    return Goal(options.objective, options.max_usd_per_iteration, options.min_iterations_per_s, options.max_gpus, schedules)
