@@ -72,6 +72,7 @@ class RunReport:
         self._losses: list[list[float]] = []
         self._validation: list[list[float]] = []
         self._memory: dict[str, int] = {}
+        self._window: dict[str, int] = {}
         self._last_start_s: float | None = None
         self._head = {
             "rank": rank,
@@ -143,6 +144,10 @@ class RunReport:
                 _optimizer_tensors(optimizer), known=[p.data for p in parameters]
             )
 
+    def set_window(self, figures: dict[str, int]) -> None:
+        """Bytes and collectives of the parameter window in the latest iteration."""
+        self._window = figures
+
     def prediction(self) -> RankPrediction | None:
         """What the plan predicts for this rank."""
         predicted = self._plan.predicted
@@ -199,6 +204,7 @@ class RunReport:
             "losses": self._losses,
             "validation": self._validation,
             "memory": self._memory,
+            **({"window": self._window} if self._window else {}),
         }
         path = directory / f"rank-{self._rank}.json"
         scratch = path.with_suffix(".tmp")

@@ -225,6 +225,8 @@ class HetSession:
             if self._is_last and not collect_non_loss_data:
                 reports = self._reduce_reports(reports)
                 measured.add_losses(reports)
+            if self._window is not None and not forward_only:
+                self.report.set_window(self._window.use.as_json())
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return reports

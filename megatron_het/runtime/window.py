@@ -199,3 +199,17 @@ class ParameterWindow:
             if bucket.gradient is not None:
                 bucket.gradient *= self._scale
         self._optimizer.step_now(c)
+
+    @torch.no_grad()
+    def whole_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """The reduced gradients that wait for the update, gathered.  Collective; for comparisons."""
+        found: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for chunk in self._chunks:
+            for bucket in chunk.buckets:
+                if bucket.gradient is None:
+                    continue
+                whole = bucket.gradient.new_empty(bucket.source.grad_data.numel())
+                dist.all_gather_into_tensor(whole, bucket.gradient, group=chunk.group)
+                for parameter, (start, end) in bucket.source.param_to_index.items():
+                    found[parameter] = whole[start:end].view(parameter.shape)
+        return found

@@ -126,6 +126,12 @@ def check_window(plan: Plan, args: Any) -> None:
                 "replicas of different TP cannot share the shards of a parameter window",
                 "Give the replicas one TP size, or plan without a window",
             )
+    per_stage = [{len(r.microbatches) for r in stage.replicas} for stage in plan.stages]
+    if options.per_microbatch and any(len(found) > 1 for found in per_stage):
+        raise PlanError(
+            "schedule.parameters.per_microbatch", True, "replicas gather together, so all replicas of a "
+            f"stage need equally many microbatches; found {[sorted(found) for found in per_stage]}",
+        )
     for name, reason in _REFUSED:
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")

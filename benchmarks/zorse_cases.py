@@ -1,0 +1,173 @@
+"""Cases of the ministage schedule: stages and replicas, ministages, every option of the window.
+
+Beside losses and gradients the parameters after the last step are compared, from checkpoints of the
+case and of the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import STEPS, Case, build_plan, common_flags
+from benchmarks.lab import Lab
+from benchmarks.runner import Job, Runner
+from megatron_het.plan import ScheduleSpec
+
+Row = dict[str, Any]
+
+# Every row: stages x ranks per stage, TP, ministages, options of the window.
+_ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
+    ((1,), 1, 2, {}),
+    ((2,), 1, 4, {}),
+    ((3,), 1, 3, {"prefetch": 0}),
+    ((4,), 1, 2, {"keep_at_turn": False}),
+    ((2, 1), 1, 1, {}),
+    ((2, 1), 1, 2, {"offload": True}),
+    ((1, 3), 1, 4, {"per_layer": False}),
+    ((2, 2), 1, 2, {"prefetch": 2}),
+    ((1, 2), 2, 2, {}),
+    ((2, 2), 1, 4, {"per_microbatch": True, "keep_at_turn": False}),
+    ((1, 2, 1), 1, 2, {"offload": True, "per_layer": False}),
+    ((2, 1, 1), 1, 2, {"keep_at_turn": False}),
+    ((1, 1, 2, 1), 1, 2, {}),
+    ((2, 2, 2, 2), 1, 1, {"offload": True, "keep_at_turn": False}),
+    ((2, 2), 1, 2, {"update": "at-once"}),
+    ((3,), 1, 4, {"update": "at-once", "offload": True}),
+    ((1, 2), 2, 1, {"update": "at-once", "prefetch": 0}),
+)
+_CLIPS = (1.0, 0.05)  # the second one is below every norm of these models
+_NO_WINDOW = (((1, 2), 1, 2), ((2,), 1, 3), ((1, 1, 1), 1, 2))
+
+
+def ministage_cases(seed: int, quick: bool) -> list[Case]:
+    """Cases in which every option is on and off, clipping active in half of them.
+
+    Args:
+        seed: For layers and routing.
+        quick: Every third one.
+    """
+    rng = random.Random(seed)
+    rows: list[Row] = []
+    for i, (sizes, tp, chunks, options) in enumerate(_ROWS):
+        clip = 0.0 if options.get("update") == "at-once" else _CLIPS[i % 2]
+        rows.append(
+            {"replicas": sizes, "tp": tp, "ministages": chunks, "window": {"window": True, **options},
+             "clip": clip, "recompute": ("none", "full")[i // 2 % 2], "precision": "fp32"}
+        )  # fmt: skip
+    for sizes, tp, chunks in _NO_WINDOW:
+        rows.append(
+            {"replicas": sizes, "tp": tp, "ministages": chunks, "window": {}, "clip": 1.0,
+             "recompute": "none", "precision": "fp32"}
+        )  # fmt: skip
+    rows += [{**rows[i], "precision": "bf16"} for i in (1, 5, 8)]
+    cases = [_case(row, f"{row['precision']}-{i:02}", rng) for i, row in enumerate(rows)]
+    return cases[::3] if quick else cases
+
+
+def _case(row: Row, name: str, rng: random.Random) -> Case:
+    """Layers of a stage are divided over its ministages, some of them unevenly, some to none."""
+    from benchmarks.cases import LAYERS, split_layers
+
+    stages = len(row["replicas"])
+    plan = build_plan(
+        [[row["tp"]] * count for count in row["replicas"]],
+        split_layers(stages, False, rng),
+        rng,
+        even_routing="per_microbatch" in row["window"],  # its replicas gather together
+        precision=row["precision"],
+        sequence_parallel=row["tp"] > 1,
+        recompute=row["recompute"],
+        distributed_optimizer=True,
+    )
+    assert sum(sum(s.layers) for s in plan.stages) == LAYERS
+    plan = replace(
+        plan,
+        stages=tuple(
+            replace(s, layers=_divided(sum(s.layers), row["ministages"], rng)) for s in plan.stages
+        ),
+        schedule=ScheduleSpec("ministage", dict(row["window"])),
+    )
+    return Case(name, plan, clip=row["clip"], chosen=row)
+
+
+def _divided(layers: int, chunks: int, rng: random.Random) -> tuple[int, ...]:
+    """Layers over chunks; what is left over goes to random chunks."""
+    counts = [layers // chunks] * chunks
+    for c in rng.sample(range(chunks), layers % chunks):
+        counts[c] += 1
+    return tuple(counts)
+
+
+class MinistageLab(Lab):
+    """A lab whose runs save their last parameters."""
+
+    def __init__(self, runner: Runner, folder: Path) -> None:
+        super().__init__(runner, folder)
+        self._saved: dict[Any, Path] = {}
+
+    def reference(self, case: Case) -> Path:
+        """As in a lab, with a checkpoint after the last step."""
+        weights, clip = case.reference
+        if case.reference not in self._saved:
+            folder = self.folder / f"one-saved-{weights}-{clip}"
+            flags = (*common_flags(weights, clip), *self.start_flags(weights), *_saving(folder))
+            self.runner.run(
+                Job(
+                    folder.name, 1, flags, folder,
+                    setup=("benchmarks.probe:observe", {"out": str(folder), "gradients": True}),
+                )
+            )  # fmt: skip
+            self._saved[case.reference] = folder
+        return self._saved[case.reference]
+
+    def job(self, case: Case, *more: str) -> Job:
+        """The run of a case, with a checkpoint after the last step."""
+        # At-once updates have used their gradients up when the iteration ends.
+        job = super().job(case, *_saving(self.folder / "cases" / case.name), *more)
+        return replace(job, setup=("benchmarks.probe:observe", {**job.setup[1], "gradients": keeps_gradients(case)}))
+
+    def parameter_difference(self, case: Case) -> float:
+        """Largest relative L2 difference of a parameter after the last step."""
+        out = self.folder / "cases" / case.name / "parameters.json"
+        last = f"checkpoint/iter_{STEPS:07}"
+        options = {
+            "first": str(self.folder / "cases" / case.name / last),
+            "second": str(self.reference(case) / last),
+            "out": str(out),
+        }
+        self.runner.run(
+            Job("parameters", 1, (), out.parent / "comparison", "benchmarks.probe:nothing",
+                ("benchmarks.zorse_cases:compare_parameters", options))
+        )  # fmt: skip
+        return float(json.loads(out.read_text(encoding="utf-8"))["difference"])
+
+
+def keeps_gradients(case: Case) -> bool:
+    """Whether the gradients of an iteration still exist when it ends."""
+    return case.chosen.get("window", {}).get("update") != "at-once"
+
+
+def _saving(folder: Path) -> tuple[str, ...]:
+    return ("--save", str(folder / "checkpoint"), "--save-interval", str(STEPS))
+
+
+def compare_parameters(*, rank: int, first: str, second: str, out: str) -> None:
+    """Write the largest relative L2 difference of the model's parameters of two checkpoints."""
+    from benchmarks.probe import _plain_tensors
+
+    a, b = (_plain_tensors(Path(folder)) for folder in (first, second))
+    keys = [key for key in b if not key.startswith(("optimizer", "chained"))]
+    if not keys or any(key not in a for key in keys):
+        raise ValueError(f"{first} lacks parameters of {second}")
+    differences = {
+        key: ((a[key].double() - b[key].double()).norm() / b[key].double().norm().clamp(min=1e-30)).item()
+        for key in keys
+        if b[key].is_floating_point() and b[key].numel()
+    }
+    worst = max(differences, key=lambda key: differences[key])
+    report = {"difference": differences[worst], "worst": worst, "parameters": len(differences)}
+    Path(out).write_text(json.dumps(report), encoding="utf-8")

@@ -1,0 +1,214 @@
+"""The parameter window: options, programs, and one chunk's memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_het.plan import Placement, PlanError, ScheduleSpec
+from megatron_het.runtime.programs import build_programs
+from megatron_het.runtime.window_options import WindowOptions, check_window, split_parameters
+from megatron_het.schedule.ir import Kind
+from tests.unit.runtime.test_ministages import ministage_plan
+
+# -- options -----------------------------------------------------------------------------------
+
+
+def test_options_are_separated_from_the_generators_parameters() -> None:
+    spec = ScheduleSpec("ministage", {"window": True, "prefetch": 2, "other": 1})
+    assert split_parameters(spec) == ({"other": 1}, WindowOptions(prefetch=2))
+    assert split_parameters(ScheduleSpec("ministage", {})) == ({}, None)
+    assert split_parameters(ScheduleSpec("1f1b", {"window": True})) == ({"window": True}, None)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"window": 1}, "window"),
+        ({"prefetch": 1}, "prefetch"),
+        ({"window": True, "prefetch": True}, "prefetch"),
+        ({"window": True, "prefetch": -1}, "prefetch"),
+        ({"window": True, "offload": "yes"}, "offload"),
+        ({"window": True, "update": "later"}, "update"),
+    ],
+)
+def test_bad_options_are_named(parameters: dict[str, Any], field: str) -> None:
+    with pytest.raises(PlanError, match=rf"schedule\.parameters\.{field}"):
+        split_parameters(ScheduleSpec("ministage", parameters))
+
+
+def arguments(**more: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"clip_grad": 0.0, "log_num_zeros_in_grad": False, "optimizer": "adam", **more})
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "what"),
+    [
+        ({}, {"overlap_grad_reduce": True}, "--overlap-grad-reduce"),
+        ({}, {"async_save": True}, "--async-save"),
+        ({}, {"log_params_norm": True}, "--log-params-norm"),
+        ({}, {"optimizer": "sgd"}, "--optimizer"),
+        ({"update": "at-once"}, {"clip_grad": 1.0}, "norm of all gradients"),
+        ({"update": "at-once"}, {"log_num_zeros_in_grad": True}, "log-num-zeros-in-grad"),
+    ],
+)
+def test_what_a_window_cannot_do_is_refused(
+    options: dict[str, Any], more: dict[str, Any], what: str
+) -> None:
+    plan = ministage_plan(((1, 1), (1, 1)), (1, 1), window=True, **options)
+    check_window(plan, arguments())
+    with pytest.raises(PlanError, match=what):
+        check_window(plan, arguments(**more))
+
+
+# -- programs ----------------------------------------------------------------------------------
+
+
+def count(plan: Any, kind: Kind, device: int = 0, forward_only: bool = False) -> int:
+    program = build_programs(Placement(plan))[forward_only]
+    return sum(op.kind == kind for op in program.ops[device])
+
+
+def test_every_layer_is_gathered_twice_however_many_microbatches() -> None:
+    layers = ((2, 1, 3), (1, 1, 1))
+    plan = ministage_plan(layers, (2, 1), window=True, keep_at_turn=False)
+    for device, total in ((0, 6), (1, 6), (2, 3)):
+        assert count(plan, Kind.PARAM_GATHER, device) == 2 * total
+        assert count(plan, Kind.GRAD_REDUCE, device) == total
+        assert count(plan, Kind.PARAM_GATHER, device, forward_only=True) == total
+    kept = ministage_plan(layers, (2, 1), window=True)
+    assert count(kept, Kind.PARAM_GATHER) == 2 * 6 - 3
+    whole = ministage_plan(layers, (2, 1), window=True, per_layer=False, keep_at_turn=False)
+    assert count(whole, Kind.PARAM_GATHER) == 2 * 3
+
+
+def test_gathers_per_microbatch_grow_with_the_microbatches() -> None:
+    plan = ministage_plan(((2, 1), (1, 1)), (1, 4), window=True, per_microbatch=True, keep_at_turn=False)
+    check_window(plan, arguments())
+    assert count(plan, Kind.PARAM_GATHER, 0) == 2 * 3 * 4
+    assert count(plan, Kind.PARAM_GATHER, 1) == 2 * 2 * 1
+    assert count(plan, Kind.GRAD_REDUCE, 0) == 3
+    uneven = ministage_plan(((2, 1),), (2,), window=True, per_microbatch=True)
+    with pytest.raises(PlanError, match="per_microbatch"):
+        check_window(uneven, arguments())
+
+
+def test_at_most_the_current_and_the_next_ministage_are_open() -> None:
+    plan = ministage_plan(((1, 2, 1, 1), (1, 1, 1, 1)), (1, 2), window=True)
+    for ops in build_programs(Placement(plan))[False].ops:
+        opened: set[int] = set()
+        for op in ops:
+            if op.kind == Kind.PARAM_GATHER:
+                opened.add(op.chunk)
+            elif op.kind == Kind.PARAM_RELEASE:
+                opened.remove(op.chunk)
+            elif op.kind in (Kind.FORWARD, Kind.BACKWARD):
+                assert op.chunk in opened
+            assert len(opened) <= 2
+
+
+def test_updates_are_operations_only_when_made_at_once() -> None:
+    exact = ministage_plan(((1, 1),), (2,), window=True)
+    early = ministage_plan(((1, 1),), (2,), window=True, update="at-once")
+    assert count(exact, Kind.OPTIMIZER_STEP) == 0
+    assert count(early, Kind.OPTIMIZER_STEP) == 2
+    assert count(early, Kind.OPTIMIZER_STEP, forward_only=True) == 0
+
+
+# -- one chunk ---------------------------------------------------------------------------------
+
+
+class _Alone:
+    """A group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def fake_chunk() -> SimpleNamespace:
+    """Two layers in one buffer of two buckets, as Megatron's DDP holds them."""
+    module = torch.nn.Module()
+    module.layers = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(2))
+    whole, gradients = torch.arange(12.0), torch.ones(12)
+    buckets = []
+    for layer, start in ((1, 0), (0, 6)):
+        weight = module.layers[layer].weight
+        weight.data = whole[start : start + 6].view(2, 3)
+        weight.main_grad = gradients[start : start + 6].view(2, 3)
+        buckets.append(
+            SimpleNamespace(
+                param_data=whole[start : start + 6],
+                grad_data=gradients[start : start + 6],
+                params_list=[weight],
+            )
+        )
+    buffer = SimpleNamespace(param_data=whole, grad_data=gradients, buckets=buckets, reset=None)
+    return SimpleNamespace(module=module, buffers=[buffer], intra_dp_cp_group=_Alone())
+
+
+def test_a_closed_chunk_holds_no_device_memory_and_comes_back_unchanged() -> None:
+    from megatron_het.runtime.window_chunk import ChunkWindow
+    from megatron_het.runtime.window_memory import WindowUse
+
+    ddp, use = fake_chunk(), WindowUse()
+    first, second = (layer.weight for layer in ddp.module.layers)
+    before = first.detach().clone(), second.detach().clone()
+    chunk = ChunkWindow(ddp, True, use)
+    assert [bucket.layer for bucket in chunk.buckets] == [0, 1]
+    chunk.close()
+    chunk.drop_gradients()
+    chunk.store()
+    assert use.held_bytes == {"parameter": 0, "shard": 0, "gradient": 0}
+    for tensor in (ddp.buffers[0].param_data, ddp.buffers[0].grad_data, first):
+        assert tensor.untyped_storage().size() == 0
+    ddp.buffers[0].reset()  # Megatron calls it at the start of an iteration
+    chunk.fetch()
+    chunk.open()
+    chunk.gather(0, 1)
+    chunk.wait()
+    assert torch.equal(first, before[0])
+    chunk.gather(1, 2)
+    assert torch.equal(second, before[1])
+    assert use.held_bytes == {"parameter": 48, "shard": 48, "gradient": 0}
+
+
+def test_an_update_of_the_shard_is_seen_at_the_next_opening() -> None:
+    from megatron_het.runtime.window_chunk import ChunkWindow
+    from megatron_het.runtime.window_memory import WindowUse
+
+    ddp = fake_chunk()
+    chunk = ChunkWindow(ddp, True, WindowUse())
+    chunk.close()
+    chunk.buckets[0].shard += 1
+    expected = chunk.buckets[0].shard.clone()
+    chunk.store()
+    chunk.fetch()
+    chunk.open()
+    chunk.gather(-1, -1)
+    assert torch.equal(ddp.module.layers[0].weight.view(-1), expected)
+
+
+def test_gradients_are_zero_when_allocated_and_their_shards_outlive_them() -> None:
+    from megatron_het.runtime.window_chunk import ChunkWindow
+    from megatron_het.runtime.window_memory import WindowUse
+
+    ddp, use = fake_chunk(), WindowUse()
+    chunk = ChunkWindow(ddp, False, use)
+    assert chunk.is_resident
+    chunk.drop_gradients()
+    chunk.open_gradients()
+    assert not ddp.buffers[0].grad_data.any()
+    ddp.module.layers[1].weight.main_grad += 2.0
+    chunk.reduce(-1, -1)
+    chunk.keep_gradient_shards()
+    assert ddp.buffers[0].grad_data.untyped_storage().size() == 0
+    assert [b.gradient.sum().item() for b in chunk.buckets] == [0.0, 12.0]
+    assert use.held_bytes["gradient_shard"] == 48
+    chunk.drop_gradient_shards()
+    assert use.held_bytes["gradient_shard"] == 0
