@@ -6,12 +6,13 @@ plan, before the training entry runs (``Job.setup``).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def observe(
     rank: int,
     out: str | None = None,
     gradients: bool = False,
+    meter: bool = False,
     kill: tuple[int, int, int] | None = None,
 ) -> None:
     """Wrap every call of the forward-backward function of this process.
@@ -34,6 +36,7 @@ def observe(
         rank: This rank.
         out: Folder for ``losses-<rank>.json`` and ``gradients-<rank>.npz``.
         gradients: Write the gradients of the first iteration, after reduction and scaling.
+        meter: Let the report meter memory, which takes a third of the time of a small run.
         kill: (rank, iteration, operation): that rank kills itself with SIGKILL before that
             forward step of that training iteration (both counted from 0).
     """
@@ -41,7 +44,7 @@ def observe(
     if kill is not None and kill[0] == rank:
         _kill_in_forward(*kill[1:], observer)
     _wrap_stock(observer)
-    _wrap_plan(observer)
+    _wrap_plan(observer, meter)
 
 
 class Observer:
@@ -68,7 +71,9 @@ class Observer:
             if self._out is not None:
                 self._keep_loss(result, "losses" if training else "validation")
                 if first:
-                    write_gradients(keywords["model"], self._out, self._rank)
+                    window = getattr(positional[0], "_window", None) if positional else None
+                    whole = window.whole_gradients() if window is not None else {}
+                    write_gradients(keywords["model"], self._out, self._rank, whole)
             return result
 
         return observed
@@ -99,18 +104,29 @@ def _wrap_stock(observer: Observer) -> None:
     training.get_forward_backward_func = get_forward_backward_func
 
 
-def _wrap_plan(observer: Observer) -> None:
+def _wrap_plan(observer: Observer, meter: bool) -> None:
+    from megatron_het.runtime.report import RunReport
     from megatron_het.runtime.session import HetSession
 
+    if not meter:
+        RunReport._meter = lambda self: contextlib.nullcontext()
     HetSession.forward_backward = observer.wrap(HetSession.forward_backward)
 
 
-def write_gradients(model: Any, out: Path, rank: int) -> None:
-    """Write this rank's main gradients under the names of a model on one process."""
+def write_gradients(model: Any, out: Path, rank: int, whole: Mapping[Any, Any] = {}) -> None:
+    """Write this rank's main gradients under the names of a model on one process.
+
+    Args:
+        model: Wrapped chunks.
+        out: Folder of the files.
+        rank: This rank.
+        whole: Gradients that are not in the parameter's ``main_grad``, by parameter.
+    """
     arrays, places = {}, {}
     for name, parameter in _named_parameters(model):
         split = getattr(parameter, "tensor_model_parallel", False)
-        arrays[name] = parameter.main_grad.detach().float().numpy()
+        gradient = whole[parameter] if parameter in whole else parameter.main_grad
+        arrays[name] = gradient.detach().float().numpy()
         places[name] = parameter.partition_dim if split else -1
     np.savez(out / f"gradients-{rank}.npz", **arrays)
     (out / f"gradients-{rank}.json").write_text(json.dumps(places), encoding="utf-8")
@@ -178,3 +194,71 @@ def write_dataset(*, rank: int, prefix: str, vocab_size: int, documents: int, se
 
 def nothing() -> None:
     """An entry that does nothing: the job was its setup."""
+
+
+def compare_checkpoints(*, rank: int, first: str, second: str, out: str) -> None:
+    """Compare all tensors of two ``torch_dist`` checkpoints and write what was found as JSON.
+
+    Layers that one of them stacks under one key are taken apart.  The result has ``missing`` (keys
+    of one only), ``different`` (key to largest absolute difference) and ``equal`` (how many keys).
+    """
+    import torch
+
+    a, b = (_plain_tensors(Path(folder)) for folder in (first, second))
+    different = {}
+    for key in sorted(set(a) & set(b)):
+        if a[key].shape != b[key].shape or a[key].dtype != b[key].dtype:
+            different[key] = f"{a[key].shape} {a[key].dtype} and {b[key].shape} {b[key].dtype}"
+        elif not torch.equal(a[key], b[key]):
+            different[key] = (a[key].double() - b[key].double()).abs().max().item()
+    found = {
+        "missing": sorted(set(a) ^ set(b)),
+        "different": different,
+        "equal": len(set(a) & set(b)) - len(different),
+        "keys": sorted(set(a) & set(b)),
+    }
+    Path(out).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _plain_tensors(folder: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint by key, without a process group."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    found = {}
+    for key, tensor in tensors.items():
+        stacked = re.match(r"(.*decoder\.layers\.)(?!\d)(.*)", key)
+        if stacked:
+            found.update({f"{stacked[1]}{i}.{stacked[2]}": part for i, part in enumerate(tensor)})
+        else:
+            found[key] = tensor
+    return found
+
+
+def die_while_saving(*, rank: int, which: int, save: int) -> None:
+    """That rank kills itself in the middle of its ``save``-th checkpoint, counted from 1."""
+    if rank != which:
+        return
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    writer = filesystem_async.FileSystemWriterAsync
+    original, seen = writer.prepare_write_data, []
+
+    @functools.wraps(original)
+    def prepare_write_data(*positional: Any, **keywords: Any) -> Any:
+        seen.append(None)
+        if len(seen) == save:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*positional, **keywords)
+
+    writer.prepare_write_data = prepare_write_data

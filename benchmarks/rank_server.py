@@ -91,14 +91,16 @@ class Running:
     codes: dict[int, int] = field(default_factory=dict)
     finish_order: list[int] = field(default_factory=list)
     timed_out: bool = False
+    cpu_s: float = 0.0
 
     def collect(self) -> bool:
         """Note which ranks have ended; whether all have."""
         for rank, pid in self.pids.items():
             if rank in self.codes:
                 continue
-            found, status = os.waitpid(pid, os.WNOHANG)
+            found, status, usage = os.wait4(pid, os.WNOHANG)
             if found:
+                self.cpu_s += usage.ru_utime + usage.ru_stime
                 self.codes[rank] = os.waitstatus_to_exitcode(status)
                 self.finish_order.append(rank)
                 if self.codes[rank]:
@@ -123,6 +125,7 @@ class Running:
             "finish_order": self.finish_order,
             "timed_out": self.timed_out,
             "elapsed_s": time.monotonic() - self.start_s,
+            "cpu_s": self.cpu_s,
         }
 
 

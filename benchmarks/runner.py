@@ -66,6 +66,7 @@ class Finished:
         finish_order: Ranks in the order in which they ended.
         timed_out: Whether it was killed without any rank having failed before.
         elapsed_s: From the forks to the last end.
+        cpu_s: Processor time of all ranks.
     """
 
     job: Job
@@ -73,6 +74,7 @@ class Finished:
     finish_order: tuple[int, ...]
     timed_out: bool
     elapsed_s: float
+    cpu_s: float
 
     @property
     def succeeded(self) -> bool:
@@ -173,6 +175,7 @@ class Runner:
                 tuple(answer["finish_order"]),
                 answer["timed_out"],
                 answer["elapsed_s"],
+                answer["cpu_s"],
             )
 
     def _submit(self, job: Job) -> int:

@@ -1,0 +1,288 @@
+"""Small models under many plans: the cases of the parity benchmark and of the functional tests.
+
+A case is a plan and a few options.  Its reference is stock Megatron in one process, started from the
+same checkpoint; cases that do the same mathematics share a reference.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from benchmarks.pairwise import Row
+from benchmarks.runner import words
+from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+
+LAYERS, HIDDEN, HEADS, GROUPS, FFN, SEQUENCE, VOCABULARY = 5, 64, 8, 4, 96, 32, 250
+MICROBATCHES, STEPS, MAX_RANKS = 6, 10, 8
+MODEL_FLAGS = words(
+    f"""
+    --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
+    --num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS}
+    --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
+    --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
+    --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
+    --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32
+    """
+)
+TRAINING_FLAGS = words(
+    f"""
+    --micro-batch-size 1 --global-batch-size {MICROBATCHES} --calculate-per-token-loss
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --eod-mask-loss --split 80,20,0
+    --log-interval 1 --eval-iters 1 --ckpt-format torch_dist --distributed-timeout-minutes 1
+    --dist-ckpt-optim-fully-reshardable --exit-on-missing-checkpoint --seed 1234
+    """
+)
+
+
+def machine_flags() -> tuple[str, ...]:
+    """The flags that Megatron needs on a CPU."""
+    from megatron_het.platform.flags import platform_flags
+
+    flags = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
+    return (*flags, "--attention-backend", "unfused")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the weights of a model depend on."""
+
+    precision: str = "fp32"
+    tied: bool = False
+    layers: int = LAYERS
+
+    def __str__(self) -> str:
+        return f"{self.precision}-{'tied' if self.tied else 'untied'}-{self.layers}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan and how to train under it.
+
+    Attributes:
+        name: Unique within a run.
+        plan: What the ranks do.
+        transport: ``--het-transport``.
+        by_samples: Whether training is given in samples instead of iterations.
+        clip: Bound on the gradient norm, 0 for none.
+        overlap: ``--overlap-grad-reduce``.
+        chosen: The values that led to this plan, for the record.
+    """
+
+    name: str
+    plan: Plan
+    transport: str = "gloo"
+    by_samples: bool = False
+    clip: float = 1.0
+    overlap: bool = False
+    chosen: Row = field(default_factory=dict)
+
+    @property
+    def weights(self) -> Weights:
+        """Cases with equal ones start from one checkpoint."""
+        model = self.plan.model
+        return Weights(self.plan.training.precision, model.tied_embeddings, model.num_layers)
+
+    @property
+    def reference(self) -> tuple[Weights, float]:
+        """Cases with equal ones must train alike."""
+        return self.weights, self.clip
+
+    def plan_flags(self) -> tuple[str, ...]:
+        """Flags of the run under the plan that the reference has not."""
+        flags = ["--het-transport", self.transport]
+        if self.overlap:
+            flags.append("--overlap-grad-reduce")
+        return tuple(flags)
+
+
+def common_flags(
+    weights: Weights, clip: float = 1.0, *, by_samples: bool = False, steps: int = STEPS
+) -> tuple[str, ...]:
+    """Everything but data, checkpoints and the plan."""
+    flags = [*MODEL_FLAGS, *TRAINING_FLAGS, *machine_flags(), "--clip-grad", str(clip)]
+    flags += ["--num-layers", str(weights.layers)]
+    flags += [] if weights.tied else ["--untie-embeddings-and-output-weights"]
+    flags += ["--bf16"] if weights.precision == "bf16" else []
+    flags += ["--eval-interval", str(steps // 2)]
+    if by_samples:
+        flags += ["--train-samples", str(steps * MICROBATCHES)]
+    else:
+        flags += ["--train-iters", str(steps)]
+    return tuple(flags)
+
+
+# -- plans -------------------------------------------------------------------------------------
+
+PARAMETERS: dict[str, Sequence[Any]] = {
+    "stages": (1, 2, 3, 4),
+    "layers": ("even", "uneven"),
+    "replicas": ("one", "two", "by stage"),
+    "tp": (1, 2, 4, "by stage", "within a stage"),
+    "sequence_parallel": (False, True),
+    "routing": ("even", "uneven"),
+    "tied": (False, True),
+    "recompute": ("none", "selective", "full"),
+    "distributed_optimizer": (False, True),
+    "overlap": (False, True),
+    "clip": (1.0, 0.05),
+    "by_samples": (False, True),
+    "transport": ("gloo", "staged"),
+}
+
+
+def tp_sizes(row: Row) -> list[list[int]] | None:
+    """TP size of every replica of every stage, or None when the row asks for the impossible."""
+    stages, tp = row["stages"], row["tp"]
+    counts = {
+        "one": [1] * stages,
+        "two": [2] * stages,
+        "by stage": [3] if stages == 1 else [(1, 2, 1, 2)[s] for s in range(stages)],
+    }[row["replicas"]]
+    if isinstance(tp, int):
+        sizes = [[tp] * n for n in counts]
+    elif tp == "by stage":
+        if stages == 1:
+            return None
+        sizes = [[(2, 1, 1, 2)[s]] * n for s, n in enumerate(counts)]
+        if sum(map(sum, sizes)) <= MAX_RANKS - 2 and stages < 4:
+            sizes[-1] = [4] * counts[-1] if counts[-1] == 1 else sizes[-1]
+    else:
+        mixed = next((s for s in reversed(range(stages)) if counts[s] > 1), None)
+        if mixed is None:
+            return None
+        sizes = [[1] * n for n in counts]
+        sizes[mixed][0] = 2
+        if sum(map(sum, sizes)) + 2 <= MAX_RANKS:
+            sizes[mixed][1 if stages % 2 else 0] = 4
+    return sizes if sum(map(sum, sizes)) <= MAX_RANKS else None
+
+
+def is_valid(row: Row) -> bool:
+    """Whether a row describes a plan that may run."""
+    if tp_sizes(row) is None or (row["routing"] == "uneven" and row["replicas"] == "one"):
+        return False
+    needs_exchange = row["tp"] == "within a stage" or (row["tied"] and row["stages"] > 1)
+    return not (row["overlap"] and needs_exchange)
+
+
+def split_layers(stages: int, even: bool, rng: random.Random, layers: int = LAYERS) -> list[int]:
+    """Layers per stage, at least one each."""
+    if even:
+        return [(s + 1) * layers // stages - s * layers // stages for s in range(stages)]
+    while True:
+        cuts = sorted(rng.sample(range(1, layers), stages - 1))
+        found = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
+        if stages == 1 or len(set(found)) > 1:
+            return found
+
+
+def route(replicas: int, even: bool, rng: random.Random) -> list[tuple[int, ...]]:
+    """Microbatch ids per replica, at least one each."""
+    if even:
+        return [tuple(range(q, MICROBATCHES, replicas)) for q in range(replicas)]
+    while True:
+        owners = [rng.randrange(replicas) for _ in range(MICROBATCHES)]
+        counts = [owners.count(q) for q in range(replicas)]
+        if min(counts) > 0 and (replicas == 1 or len(set(counts)) > 1):
+            return [tuple(m for m in range(MICROBATCHES) if owners[m] == q) for q in range(replicas)]
+
+
+def build_plan(
+    sizes: list[list[int]],
+    layers: Sequence[int],
+    rng: random.Random,
+    *,
+    even_routing: bool = True,
+    shuffle_ranks: bool = False,
+    tied: bool = False,
+    **training: Any,
+) -> Plan:
+    """A plan from the TP sizes of its replicas.
+
+    Args:
+        sizes: ``sizes[s][q]``: TP size of replica q of stage s.
+        layers: Layers per stage.
+        rng: For routing and ranks.
+        even_routing: Whether replicas get equal numbers of microbatches.
+        shuffle_ranks: Scatter ranks over the stages, as far as plans allow it.
+        tied: Tied embeddings.
+        **training: Further fields of TrainingShape.
+    """
+    world = sum(map(sum, sizes))
+    middle = list(range(1, world - 1))
+    if shuffle_ranks:
+        rng.shuffle(middle)
+    order = [0, *middle, world - 1][:world]
+    stages = []
+    for stage_sizes, count in zip(sizes, layers, strict=True):
+        routed = route(len(stage_sizes), even_routing, rng)
+        busiest = max(map(len, routed))
+        replicas = []
+        for tp, microbatches in zip(stage_sizes, routed, strict=True):
+            ranks, order = tuple(sorted(order[:tp])), order[tp:]
+            replicas.append(Replica(ranks, microbatches, speed=len(microbatches) / busiest))
+        stages.append(Stage((count,), tuple(replicas)))
+    model = ModelShape(sum(layers), HIDDEN, HEADS, GROUPS, SEQUENCE, FFN, None, tied)
+    return Plan(model, TrainingShape(1, MICROBATCHES, **training), tuple(stages))
+
+
+def case_from_row(row: Row, name: str, rng: random.Random, precision: str = "fp32") -> Case:
+    """The case that a row of ``PARAMETERS`` describes."""
+    sizes = tp_sizes(row)
+    assert sizes is not None
+    plan = build_plan(
+        sizes,
+        split_layers(row["stages"], row["layers"] == "even", rng),
+        rng,
+        even_routing=row["routing"] == "even",
+        tied=row["tied"],
+        precision=precision,
+        sequence_parallel=row["sequence_parallel"],
+        recompute=row["recompute"],
+        distributed_optimizer=row["distributed_optimizer"],
+    )
+    return Case(
+        name, plan, row["transport"], row["by_samples"], row["clip"], row["overlap"],
+        {"precision": precision, **row},
+    )  # fmt: skip
+
+
+def random_case(name: str, rng: random.Random) -> Case:
+    """Any plan of at most MAX_RANKS ranks, with ranks scattered over the stages."""
+    while True:
+        stages = rng.choice(PARAMETERS["stages"])
+        sizes = [[rng.choice((1, 1, 1, 2, 2, 4)) for _ in range(rng.choice((1, 1, 2, 3)))]
+                 for _ in range(stages)]  # fmt: skip
+        if 2 <= sum(map(sum, sizes)) <= MAX_RANKS:
+            break
+    row = {key: rng.choice(values) for key, values in PARAMETERS.items()}
+    row.update(stages=stages, replicas="random", tp=sizes, layers="random", routing="random")
+    if row["overlap"] and (row["tied"] or any(len(set(s)) > 1 for s in sizes)):
+        row["overlap"] = False
+    plan = build_plan(
+        sizes,
+        split_layers(stages, even=False, rng=rng),
+        rng,
+        even_routing=False,
+        shuffle_ranks=True,
+        tied=row["tied"],
+        precision=rng.choice(("fp32", "fp32", "fp32", "bf16")),
+        sequence_parallel=row["sequence_parallel"],
+        recompute=row["recompute"],
+        distributed_optimizer=row["distributed_optimizer"],
+    )
+    return Case(
+        name, plan, row["transport"], row["by_samples"], row["clip"], row["overlap"],
+        {"precision": plan.training.precision, **row},
+    )  # fmt: skip
+
+
+def with_schedule(case: Case, name: str, chunks: int, parameters: dict[str, Any]) -> Case:
+    """The same case under another schedule, with as many layers in each chunk as in the stage."""
+    stages = tuple(replace(s, layers=s.layers * chunks) for s in case.plan.stages)
+    model = replace(case.plan.model, num_layers=case.plan.model.num_layers * chunks)
+    plan = replace(case.plan, model=model, stages=stages, schedule=ScheduleSpec(name, parameters))
+    return replace(case, plan=plan, name=f"{name}-{case.name}")

@@ -1,0 +1,127 @@
+"""Compares a run under a plan with its reference: losses, and every gradient of the first step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_het.plan import Plan
+
+Arrays = dict[str, np.ndarray]
+_GATED = "mlp.linear_fc1.weight"  # [gate, up] in full, [gate_t, up_t] on TP rank t
+
+
+class ComparisonError(AssertionError):
+    """The two runs cannot be compared: something is missing or has another shape."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Largest relative differences of a case.
+
+    Attributes:
+        loss: Over the training steps.
+        validation: Over the evaluations.
+        gradient: L2 norm of the difference over the L2 norm, largest over all parameters of all
+            replicas.
+        worst: The parameter, stage and replica with that gradient.
+    """
+
+    loss: float
+    validation: float
+    gradient: float
+    worst: str
+
+
+def reference_losses(folder: Path) -> dict[str, list[float]]:
+    """What the probe of a one-process run wrote."""
+    return json.loads((folder / "losses-0.json").read_text(encoding="utf-8"))
+
+
+def plan_losses(folder: Path, plan: Plan) -> dict[str, list[float]]:
+    """Losses from ``--het-report``; all ranks of the last stage must report the same."""
+    found: dict[str, list[float]] = {}
+    for replica in plan.stages[-1].replicas:
+        for rank in replica.ranks:
+            report = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+            mine = {k: [loss for _, loss in report[k]] for k in ("losses", "validation")}
+            if found and mine != found:
+                raise ComparisonError(f"{folder}: rank {rank} reports other losses than a peer")
+            found = mine
+    return found
+
+
+def relative(values: Sequence[float], expected: Sequence[float], what: str) -> float:
+    """The largest relative difference of two sequences of equal length."""
+    if len(values) != len(expected) or not expected:
+        raise ComparisonError(f"{what}: {len(values)} values, expected {len(expected)}")
+    worst = max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
+    if not np.isfinite(worst):
+        raise ComparisonError(f"{what}: not finite: {list(values)}")
+    return worst
+
+
+def gathered(folder: Path, ranks: Sequence[int]) -> Arrays:
+    """The full gradients of one replica, put together from the shards of its TP ranks."""
+    shards = [dict(np.load(folder / f"gradients-{rank}.npz")) for rank in ranks]
+    dims = json.loads((folder / f"gradients-{ranks[0]}.json").read_text(encoding="utf-8"))
+    full: Arrays = {}
+    for name, dim in dims.items():
+        parts = [shard[name] for shard in shards]
+        if dim < 0:
+            if any(not np.array_equal(part, parts[0]) for part in parts):
+                raise ComparisonError(f"{name}: TP ranks {list(ranks)} hold different gradients")
+            full[name] = parts[0]
+        elif name.endswith(_GATED):
+            halves = [np.split(part, 2, axis=dim) for part in parts]
+            full[name] = np.concatenate([h[i] for i in (0, 1) for h in halves], axis=dim)
+        else:
+            full[name] = np.concatenate(parts, axis=dim)
+    return full
+
+
+def compare_gradients(folder: Path, plan: Plan, reference: Arrays) -> tuple[float, str]:
+    """The largest relative L2 difference over all parameters of all replicas, and where it is."""
+    worst, where, seen = -1.0, "", set()
+    for s, stage in enumerate(plan.stages):
+        for q, replica in enumerate(stage.replicas):
+            for name, gradient in gathered(folder, replica.ranks).items():
+                expected = reference[name]
+                if gradient.shape != expected.shape:
+                    raise ComparisonError(f"{name}: {gradient.shape}, expected {expected.shape}")
+                norm = float(np.linalg.norm(expected.astype(np.float64)))
+                difference = np.linalg.norm(gradient.astype(np.float64) - expected)
+                if not norm > 0 or not np.isfinite(difference):
+                    raise ComparisonError(f"{name}: norm {norm}, difference {difference}")
+                seen.add(name)
+                if difference / norm > worst:
+                    worst, where = float(difference / norm), f"{name} (stage {s}, replica {q})"
+    missing = sorted(set(reference) - seen)
+    if missing:
+        raise ComparisonError(f"no stage has the parameters {missing}")
+    return worst, where
+
+
+def compare(folder: Path, plan: Plan, reference: Path, *, gradients: bool = True) -> Differences:
+    """Compare the folder of a case with the folder of its reference.
+
+    Args:
+        folder: Of the case.
+        plan: Of the case.
+        reference: Folder of the reference.
+        gradients: Whether the case has kept its gradients; without, their difference is NaN.
+    """
+    expected, found = reference_losses(reference), plan_losses(folder, plan)
+    gradient, worst = float("nan"), "not kept"
+    if gradients:
+        gradient, worst = compare_gradients(folder, plan, gathered(reference, [0]))
+    return Differences(
+        relative(found["losses"], expected["losses"], "losses"),
+        relative(found["validation"], expected["validation"], "validation"),
+        gradient,
+        worst,
+    )

@@ -1,0 +1,90 @@
+"""Runs cases: data, shared checkpoints, references and the runs themselves, each made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.cases import VOCABULARY, Case, Weights, common_flags
+from benchmarks.runner import Job, Runner
+from megatron_het.plan import save_plan
+
+_DOCUMENTS, _DATA_SEED = 3000, 7
+
+
+class Lab:
+    """A folder with everything that cases share.
+
+    Args:
+        runner: Where jobs run.
+        folder: An empty or missing folder.
+    """
+
+    def __init__(self, runner: Runner, folder: Path) -> None:
+        self.runner = runner
+        self.folder = folder.resolve()
+        self._references: dict[tuple[Weights, float], Path] = {}
+        self._checkpoints: dict[Weights, Path] = {}
+        self._data: Path | None = None
+
+    def data_flags(self) -> tuple[str, ...]:
+        """Flags for the dataset, which is written on first use."""
+        if self._data is None:
+            prefix = self.folder / "data" / "documents"
+            prefix.parent.mkdir(parents=True)
+            options = {
+                "prefix": str(prefix), "vocab_size": VOCABULARY,
+                "documents": _DOCUMENTS, "seed": _DATA_SEED,
+            }  # fmt: skip
+            self.runner.run(
+                Job("dataset", 1, (), prefix.parent, "benchmarks.probe:nothing",
+                    ("benchmarks.probe:write_dataset", options))
+            )  # fmt: skip
+            self._data = prefix
+        return ("--data-path", str(self._data), "--data-cache-path", str(self._data.parent / "cache"))
+
+    def checkpoint(self, weights: Weights) -> Path:
+        """Weights that stock Megatron saved in one process, after one step."""
+        if weights not in self._checkpoints:
+            folder = self.folder / f"start-{weights}"
+            flags = (*common_flags(weights, steps=2), *self.data_flags())
+            saving = ("--save", str(folder / "checkpoint"), "--save-interval", "1")
+            self.runner.run(Job(folder.name, 1, (*flags, *saving, "--exit-interval", "1"), folder))
+            self._checkpoints[weights] = folder / "checkpoint"
+        return self._checkpoints[weights]
+
+    def start_flags(self, weights: Weights) -> tuple[str, ...]:
+        """Flags that start from the shared weights as a new training."""
+        path = str(self.checkpoint(weights))
+        return ("--load", path, "--finetune", "--no-load-optim", "--no-load-rng", *self.data_flags())
+
+    def reference(self, case: Case) -> Path:
+        """The folder of the case's one-process run of stock Megatron."""
+        key = weights, clip = case.reference
+        if key not in self._references:
+            folder = self.folder / f"one-{weights}-{clip}"
+            self.runner.run(
+                Job(
+                    folder.name,
+                    1,
+                    (*common_flags(weights, clip), *self.start_flags(weights)),
+                    folder,
+                    setup=("benchmarks.probe:observe", {"out": str(folder), "gradients": True}),
+                )
+            )
+            self._references[key] = folder
+        return self._references[key]
+
+    def job(self, case: Case, *more: str) -> Job:
+        """The run of a case under its plan."""
+        folder = self.folder / "cases" / case.name
+        folder.mkdir(parents=True)
+        save_plan(case.plan, folder / "plan.json")
+        flags = common_flags(*case.reference, by_samples=case.by_samples)
+        plan = ("--het-plan", str(folder / "plan.json"), "--het-report", str(folder))
+        return Job(
+            case.name,
+            case.plan.world_size,
+            (*flags, *self.start_flags(case.weights), *plan, *case.plan_flags(), *more),
+            folder,
+            setup=("benchmarks.probe:observe", {"out": str(folder), "gradients": True}),
+        )

@@ -1,0 +1,177 @@
+"""Training under plans against stock Megatron in one process, from one shared checkpoint.
+
+``python -m benchmarks.parity --json OUT``: at least 40 plans chosen pairwise from every feature,
+some of them in bf16 too, and 20 random ones.  For each: the largest relative difference of the losses
+of 10 steps (lr 1e-3, dropout 0) and of the evaluations, and of every gradient at the first step
+(L2, per parameter, on every replica).  Top-level figures are those of fp32; bf16 stands apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import PARAMETERS, Case, case_from_row, is_valid, random_case, with_schedule
+from benchmarks.compare import compare
+from benchmarks.lab import Lab
+from benchmarks.pairwise import pairwise
+from benchmarks.runner import Runner
+from benchmarks.slimpipe_cases import MultiHeadLab, slimpipe_cases
+from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases
+
+BAR = 1e-5
+_MIN_PAIRWISE, _BF16, _RANDOM = 40, 10, 20
+# Schedules that the executor runs: chunks per stage and parameters of the generator.
+SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {"1f1b": (1, {}), "gpipe": (1, {})}
+
+
+def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[str]]:
+    """The cases of a run, and the pairs of values that no plan can have."""
+    if schedule == "slimpipe":
+        return list(slimpipe_cases(seed, quick)), []
+    if schedule == "ministage":
+        return ministage_cases(seed, quick), []
+    rng = random.Random(seed)
+    rows, impossible = pairwise(PARAMETERS, is_valid, rng)
+    while len(rows) < _MIN_PAIRWISE:  # cover pairs a second time
+        rows += pairwise(PARAMETERS, is_valid, rng)[0][: _MIN_PAIRWISE - len(rows)]
+    names = [f"pair-{i:02}" for i in range(len(rows))]
+    cases = [case_from_row(row, name, rng) for row, name in zip(rows, names, strict=True)]
+    bf16 = [case_from_row(rows[i], f"bf16-{i:02}", rng, "bf16") for i in range(_BF16)]
+    drawn = [random_case(f"random-{i:02}", rng) for i in range(_RANDOM)]
+    if quick:
+        cases, bf16, drawn = cases[:8], bf16[:2], drawn[:4]
+    cases += bf16 + drawn
+    if schedule != "1f1b":
+        cases = [with_schedule(case, schedule, *SCHEDULES[schedule]) for case in cases]
+    return cases, sorted(" and ".join(sorted(f"{k}={v}" for k, v in pair)) for pair in impossible)
+
+
+def measure(cases: list[Case], folder: Path, at_once: int) -> list[dict[str, Any]]:
+    """Run all cases; a case that fails is recorded and does not end the benchmark."""
+    multi_head = [case for case in cases if case.chosen.get("multi_head")]
+    ministage = [case for case in cases if "ministages" in case.chosen]
+    grouped = [case for case in cases if case not in multi_head and case not in ministage]
+    found = _measure(grouped, folder / "grouped", at_once, Lab) if grouped else []
+    if multi_head:
+        found += _measure(multi_head, folder / "multi-head", at_once, MultiHeadLab)
+    if ministage:
+        found += _measure(ministage, folder / "ministage", at_once, MinistageLab)
+    return sorted(found, key=lambda entry: entry["name"])
+
+
+def _measure(
+    cases: list[Case], folder: Path, at_once: int, lab_type: type[Lab]
+) -> list[dict[str, Any]]:
+    found = []
+    with Runner() as runner:
+        lab = lab_type(runner, folder)
+        for case in cases:
+            lab.reference(case)
+        jobs = {case.name: (case, lab.job(case)) for case in cases}
+        for finished in runner.run_all((job for _, job in jobs.values()), at_once=at_once):
+            case, job = jobs[finished.job.name]
+            entry: dict[str, Any] = {
+                "name": case.name,
+                "world_size": case.plan.world_size,
+                "chosen": case.chosen,
+                "elapsed_s": round(finished.elapsed_s, 2),
+                "cpu_s": round(finished.cpu_s, 2),
+            }
+            try:
+                finished.check()
+                figures = compare(
+                    job.log_dir, case.plan, lab.reference(case), gradients=keeps_gradients(case)
+                )
+                if isinstance(lab, MinistageLab):
+                    entry["relative_parameter_difference"] = lab.parameter_difference(case)
+            except (AssertionError, OSError, KeyError) as error:
+                entry["error"] = str(error)
+                sys.stderr.write(f"{case.name}: {error}\n")
+            else:
+                entry.update(
+                    relative_loss_difference=figures.loss,
+                    relative_validation_difference=figures.validation,
+                    relative_gradient_difference=figures.gradient,
+                    worst_gradient=figures.worst,
+                )
+                print(
+                    f"{case.name:18} {case.plan.world_size} ranks {finished.elapsed_s:5.1f} s, {finished.cpu_s:5.1f} s of processor  "
+                    f"loss {figures.loss:.1e}  gradient {figures.gradient:.1e}",
+                    flush=True,
+                )
+            found.append(entry)
+    return found
+
+
+def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Largest differences over entries that ran, and how many did not."""
+    ran = [entry for entry in entries if "error" not in entry]
+    figures: dict[str, Any] = {"plans": len(entries), "failed": len(entries) - len(ran)}
+    for name in ("loss", "validation", "gradient", "parameter"):
+        key = f"relative_{name}_difference"
+        values = [entry[key] for entry in ran if entry.get(key) is not None and not math.isnan(entry[key])]
+        if values or name != "parameter":
+            figures[f"max_{key}"] = max(values, default=None)
+    return figures
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser.add_argument("--seed", type=int, default=0, help="of pairwise choice and random plans")
+    parser.add_argument("--quick", action="store_true", help="a small part of the cases")
+    parser.add_argument("--schedule", choices=sorted([*SCHEDULES, "ministage", "slimpipe"]), default="1f1b")
+    parser.add_argument("--only", metavar="NAME", help="one case, by the name of its entry")
+    parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
+    parser.add_argument("--keep", type=Path, help="keep logs and gradients in this folder")
+    options = parser.parse_args()
+    start_s = time.monotonic()
+    cases, impossible = all_cases(options.seed, options.schedule, options.quick)
+    cases = [case for case in cases if options.only in (None, case.name)]
+    if not cases:
+        parser.error(f"--only {options.only}: no such case")
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="parity-"))
+    try:
+        entries = measure(cases, folder, options.at_once)
+    finally:
+        if options.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    by_precision = {
+        p: summary([e for e in entries if e["chosen"]["precision"] == p]) for p in ("fp32", "bf16")
+    }
+    failed = [entry["name"] for entry in entries if "error" in entry]
+    fp32 = by_precision["fp32"]
+    worst = max((v for k, v in fp32.items() if k.startswith("max_") and v is not None), default=None)
+    report = {
+        **{name: value for name, value in fp32.items() if name.startswith("max_")},
+        "bar": BAR,
+        "passed": not failed and worst is not None and worst <= BAR,
+        "schedule": options.schedule,
+        "seed": options.seed,
+        **by_precision,
+        "failed": failed,
+        "impossible_pairs": impossible,
+        "elapsed_s": round(time.monotonic() - start_s, 1),
+        "cores": os.cpu_count(),
+        "cases": entries,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    shown = {key: value for key, value in report.items() if key not in ("cases", "impossible_pairs")}
+    print(json.dumps(shown, indent=1))
+    return 0 if report["passed"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

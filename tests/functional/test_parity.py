@@ -1,0 +1,102 @@
+"""Training under plans equals stock Megatron in one process: losses, evaluation and gradients.
+
+Every feature occurs at least once; ``benchmarks/parity.py`` has the combinations.  At the end the
+product is broken on purpose, to see that the comparison notices.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.cases import Case, build_plan, with_schedule
+from benchmarks.compare import Differences, compare
+from benchmarks.lab import Lab
+from benchmarks.runner import Finished
+
+FP32_BAR = 1e-5
+# In bf16 a sum over TP ranks rounds elsewhere than the sum of one process does: one part in 2^8 per
+# rounding for gradients; losses are means over hundreds of tokens.
+BF16_LOSS_BAR, BF16_GRADIENT_BAR = 2e-3, 3e-2
+
+
+def make(
+    name: str, sizes: list[list[int]], layers: list[int], options: dict[str, Any] | None = None, **plan: Any
+) -> Case:
+    built = build_plan(sizes, layers, random.Random(name), **plan)
+    return Case(name, built, **(options or {}))
+
+
+CASES = [
+    make("replicas", [[1], [1, 1]], [2, 3], {"clip": 0.05}, even_routing=False),
+    make("replicas-distributed-optimizer", [[1, 1], [1]], [3, 2], {"by_samples": True},
+         even_routing=False, distributed_optimizer=True),
+    make("tp-by-stage", [[2], [1, 1]], [4, 1], sequence_parallel=True, distributed_optimizer=True),
+    make("tp-4-staged", [[4], [1]], [3, 2], {"transport": "staged"}, sequence_parallel=True,
+         recompute="full"),
+    make("mixed-tp", [[1], [2, 1]], [2, 3], {"clip": 0.05}, even_routing=False,
+         sequence_parallel=True, distributed_optimizer=True),
+    make("mixed-tp-tied", [[2, 1], [1]], [1, 4], {"by_samples": True, "clip": 0.05},
+         even_routing=False, tied=True),
+    make("one-stage-mixed-tied", [[4, 1, 2]], [5], tied=True, even_routing=False),
+    make("four-stages", [[1], [1], [1], [1]], [2, 1, 1, 1], recompute="selective"),
+    make("overlap", [[1, 1], [2]], [3, 2], {"overlap": True}, distributed_optimizer=True),
+    make("scattered-ranks", [[1], [2, 1], [1, 1]], [1, 2, 2], even_routing=False, tied=True,
+         shuffle_ranks=True, sequence_parallel=True),
+    make("stock-shape", [[2, 2]], [5], distributed_optimizer=True),
+    with_schedule(make("replicas", [[1], [1, 1]], [2, 3], even_routing=False), "gpipe", 1, {}),
+    make("bf16-mixed-tp", [[1], [2, 1]], [2, 3], even_routing=False, sequence_parallel=True,
+         distributed_optimizer=True, precision="bf16"),
+]  # fmt: skip
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
+    """The runs of all selected cases, two at a time."""
+    selected = [
+        BY_NAME[item.callspec.params["name"]]
+        for item in request.session.items
+        if getattr(item, "originalname", "") == "test_equals_one_process"
+    ]
+    for case in selected:
+        lab.reference(case)
+    jobs = [lab.job(case) for case in selected]
+    return {done.job.name: done for done in lab.runner.run_all(jobs, at_once=2)}
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
+    case, done = BY_NAME[name], finished[name].check()
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    if case.plan.training.precision == "bf16":
+        assert found.loss <= BF16_LOSS_BAR and found.validation <= BF16_LOSS_BAR, found
+        assert found.gradient <= BF16_GRADIENT_BAR, found
+    else:
+        assert max(found.loss, found.validation, found.gradient) <= FP32_BAR, found
+
+
+# The figure that each accident must change by far more than the bar.
+ACCIDENTS = {
+    "no class exchange": ("mixed-tp", "gradient"),
+    "wrong routing": ("replicas", "loss"),
+    "no duplicate mark": ("mixed-tp", "loss"),
+    "gated as plain": ("mixed-tp", "gradient"),
+    "own token count": ("tp-by-stage", "gradient"),
+}
+
+
+@pytest.mark.parametrize("accident", list(ACCIDENTS))
+def test_the_comparison_can_fail(accident: str, lab: Lab):
+    name, figure = ACCIDENTS[accident]
+    case = replace(BY_NAME[name], name=f"{name}, {accident}")
+    lab.reference(case)
+    job = lab.job(case)
+    assert job.setup is not None
+    options = {**job.setup[1], "accident": accident}
+    done = lab.runner.run(replace(job, setup=("benchmarks.sabotage:break_and_observe", options)))
+    found: Differences = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert getattr(found, figure) > 100 * FP32_BAR, found
