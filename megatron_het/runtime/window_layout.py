@@ -64,6 +64,9 @@ def layered_layout(
                 index_map[parameter] = (base + start, base + end, len(buckets) + bucket)
             first = len(buckets)
             buckets += [(base + start, base + end) for start, end in part.bucket_indices]
+            # Fully reshardable checkpoints put the buckets together without their padding, but look
+            # parameters up at their offsets in the buffer: only the last bucket may count as padded.
+            unpadded = [end - start for start, end in buckets[:first]]
             unpadded += part.per_bucket_numel_unpadded
             assert len(buckets) == first + 1, "a layer became several buckets"
             base = buckets[-1][1]

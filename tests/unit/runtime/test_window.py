@@ -118,6 +118,27 @@ def test_updates_are_operations_only_when_made_at_once() -> None:
     assert count(early, Kind.OPTIMIZER_STEP, forward_only=True) == 0
 
 
+def test_layers_get_buckets_of_their_own_whose_offsets_need_no_padding_taken_out() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from megatron_het.runtime.window_layout import layered_layout
+
+    chunk = torch.nn.Module()
+    chunk.embedding = torch.nn.Embedding(5, 7)
+    chunk.layers = torch.nn.ModuleList(torch.nn.Linear(7, 3) for _ in range(3))
+    chunk.output_layer = torch.nn.Linear(7, 5)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    (layout,) = layered_layout(chunk, 3, config).layouts.values()
+    bucket = {name: layout.param_index_map[p][2] for name, p in chunk.named_parameters()}
+    assert bucket["output_layer.weight"] == bucket["layers.2.weight"] == 0
+    assert bucket["layers.1.bias"] == 1
+    assert bucket["embedding.weight"] == bucket["layers.0.weight"] == 2
+    kept = 0  # where a checkpoint expects each bucket to start
+    for (start, end), size in zip(layout.bucket_indices, layout.per_bucket_numel_unpadded, strict=True):
+        assert start == kept and (end - start) % 3 == 0
+        kept += size
+
+
 # -- one chunk ---------------------------------------------------------------------------------
 
 
