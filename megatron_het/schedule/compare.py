@@ -1,6 +1,6 @@
 """All schedules side by side, on one model and one number of devices."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_het.schedule.cost import Costs, Memory, PerChunk
@@ -77,9 +77,9 @@ class Row:
     reason: str = ""
 
 
-def compare(setting: Setting) -> list[Row]:
-    """All schedules, in order of appearance in the literature."""
-    return [_row(setting, name, make) for name, make in _candidates(setting)]
+def compare(setting: Setting, only: Collection[str] = ()) -> list[Row]:
+    """All schedules, or those named in ``only``, in order of appearance in the literature."""
+    return [_row(setting, name, make) for name, make in _candidates(setting) if not only or name in only]
 
 
 def _candidates(s: Setting) -> Iterator[tuple[str, Callable[[], Program]]]:

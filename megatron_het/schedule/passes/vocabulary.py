@@ -59,7 +59,9 @@ def _by_slot(program: Program) -> _Inserts | None:
     except ValueError:
         return None
     number = {
-        (d, backward, op[1], op[2], op[3]): s for s, (_, backward, passes) in enumerate(slots) for d, op in passes.items()
+        (d, backward, op[1], op[2], op[3]): s
+        for s, (_, backward, passes) in enumerate(slots)
+        for d, op in passes.items()
     }
     last = len(program.ops) - 1
     chunk = program.shape.path[-1][1]

@@ -119,7 +119,8 @@ CASES: dict[str, tuple[Callable[[], Program], str, str]] = {
         swap_slices_backward, "dependency", "the gradients of keys and values from microbatch 0, slice 5",
     ),
     "missing receive": (
-        lambda: without(full("slimpipe", SLIM), 2, Kind.RECV_FORWARD, 3), "transfer", "other end RF0.3.0>1.0 is missing",
+        lambda: without(full("slimpipe", SLIM), 2, Kind.RECV_FORWARD, 3), "transfer",
+        "other end RF0.3.0>1.0 is missing",
     ),
     "missing send": (
         lambda: without(full("slimpipe", SLIM), 1, Kind.SEND_BACKWARD), "transfer", "is missing on device 1.0",
@@ -164,7 +165,9 @@ CASES: dict[str, tuple[Callable[[], Program], str, str]] = {
         lambda: without(add_transfers(add_vocabulary(generate("slimpipe", SLIM))), 1, Kind.VOCAB_FORWARD),
         "completeness", "no VOCAB_FORWARD of microbatch 0, slice 0",
     ),
-    "collectives in different orders": (crossed_gathers, "deadlock", "the replicas of stage 0 differ in their collectives"),
+    "collectives in different orders": (
+        crossed_gathers, "deadlock", "the replicas of stage 0 differ in their collectives",
+    ),
     "missing keys and values": (no_keys, "lifetime", "of the owner's keys and values were not received"),
     "missing help": (
         lambda: without(add_transfers(add_exchange(generate("slimpipe", SLIM))), 3, Kind.ATTEND_HELP),

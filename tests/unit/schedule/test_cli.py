@@ -130,7 +130,9 @@ def test_bad_arguments(output, arguments: tuple[object, ...], words: str) -> Non
 
 
 @pytest.mark.parametrize(("module", "arguments"), [("rich", ("check", "1f1b")), ("matplotlib", ())])
-def test_missing_extras(output, monkeypatch, tmp_path, module: str, arguments: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+def test_missing_extras(  # type: ignore[no-untyped-def]
+    output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, arguments: tuple[str, ...]
+) -> None:
     """A clear message that says what to install."""
     real = builtins.__import__
 

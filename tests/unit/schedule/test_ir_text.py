@@ -106,7 +106,8 @@ def test_operations_round_trip(op: Op) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F", "F0", "F0.0", "F0.0.0 ", " F0.0.0", "F0.0.0>1", "F0.0.0[1]", "f0.0.0", "F-1.0.0", "F0.0.0F0.0.0", "X0.0.0"]
+    "text",
+    ["", "F", "F0", "F0.0", "F0.0.0 ", " F0.0.0", "F0.0.0>1", "F0.0.0[1]", "f0.0.0", "F-1.0.0", "F0.0.0F0.0.0", "X0.0"],
 )
 def test_unknown_operations(text: str) -> None:
     """The whole text must match."""

@@ -22,7 +22,8 @@ def test_one_f_one_b_equals_megatron_and_pytorch(stages: int, microbatches: int)
     program = generate("1f1b", Shape.uniform(stages, microbatches))
     for rank in range(stages):
         warmup = stages - 1 - rank
-        steady = [(kind, rank, i + (warmup if kind == "F" else 0)) for i in range(microbatches - warmup) for kind in "FB"]
+        pairs = range(microbatches - warmup)
+        steady = [(kind, rank, i + (warmup if kind == "F" else 0)) for i in pairs for kind in "FB"]
         first = [("F", rank, i) for i in range(warmup)]
         last = [("B", rank, i) for i in range(microbatches - warmup, microbatches)]
         assert compact(program, rank) == first + steady + last
@@ -56,7 +57,8 @@ def pytorch_orders(name: str, stages: int, microbatches: int, chunks: int) -> li
     for rank in range(stages):
         actions = [a for a in schedule._calculate_single_rank_operations(rank) if a is not None]
         kept = [a for a in actions if a.computation_type.name in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT")]
-        orders.append([("F" if a.computation_type.name == "FORWARD" else "B", a.stage_index, a.microbatch_index) for a in kept])
+        letters = ["F" if a.computation_type.name == "FORWARD" else "B" for a in kept]
+        orders.append([(letter, a.stage_index, a.microbatch_index) for letter, a in zip(letters, kept)])
     return orders
 
 

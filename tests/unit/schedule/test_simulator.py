@@ -6,7 +6,19 @@ from dataclasses import replace
 import pytest
 from schedule_helpers import full, peaks, run, with_device
 
-from megatron_het.schedule import Costs, Kind, Link, Memory, Op, Program, ScheduleError, Shape, add_transfers, generate, simulate
+from megatron_het.schedule import (
+    Costs,
+    Kind,
+    Link,
+    Memory,
+    Op,
+    Program,
+    ScheduleError,
+    Shape,
+    add_transfers,
+    generate,
+    simulate,
+)
 from megatron_het.schedule.memory import CATEGORIES
 from megatron_het.schedule.passes import add_activation_offload, add_exchange, add_parameters, add_vocabulary
 
@@ -191,6 +203,15 @@ def test_memory_by_category_by_hand() -> None:
     assert use.at_peak_bytes == dict(zip(CATEGORIES, (100, 50, 30, 8, 4, 6, 0, 1)))
     assert use.curve()[-1][1] == use.curve()[0][1] - 9 == 181
     assert use.peak_of("kv") == 4.0
+
+
+def test_activations_live_from_forward_start_to_backward_end() -> None:
+    """Of the joint backward, or of the weight gradient."""
+    memory = Memory(activation_bytes=((8.0,),), kv_bytes=((4.0,),))
+    joint = run(full("1f1b", Shape.uniform(1, 1)), memory=memory).memory[0]
+    assert joint.curve("activations") == [(0.0, 8.0), (3.0, 0.0)] and joint.curve("kv") == [(0.0, 4.0), (3.0, 0.0)]
+    split = run(full("zb-h1", Shape.uniform(1, 1)), 1.0, 2.0, weight_share=0.25, memory=memory)
+    assert split.memory[0].curve("activations") == [(0.0, 8.0), (3.0, 0.0)]
 
 
 def test_receive_buffers_last_until_used() -> None:
