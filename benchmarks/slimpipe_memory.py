@@ -1,0 +1,163 @@
+"""Live activation bytes of SlimPipe in real runs: against its formula, the simulator and 1F1B.
+
+``python -m benchmarks.slimpipe_memory --json OUT``.  Per rank: the peak of everything that is
+allocated in one iteration (saved tensors, logits, buffers, workspace) plus the key-value pool.
+
+- The formula: (1/p + 2(p-1-r)/(nvp)) M_a on stage r; for r = 0 that of SlimPipe, Table 2.  M_a, all
+  layers' activations of one microbatch, comes from one-process runs with two numbers of layers; what
+  does not grow with them (the logits and the loss, above all) is added on the last stage.
+- The simulator gets M_a and the logits and predicts the peak of every stage.
+- Stock 1F1B runs unmodified Megatron with the same attention kernel.
+- The longest sequence: what stock needs on its fullest rank for a sequence of ``--tokens`` is the
+  limit; SlimPipe's longest sequence under it is measured in steps of a quarter of ``--tokens``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runner import Runner
+from benchmarks.slimpipe_runs import Model, Setting, run
+from megatron_het.schedule.cost import Costs, Memory
+from megatron_het.schedule.generators import generate
+from megatron_het.schedule.ir import Shape
+from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.simulate import simulate
+
+MODEL = Model(layers=8, hidden=64, ffn=176, vocabulary=31)
+_MICROBATCHES = 4
+
+
+class Bench:
+    """Runs settings once each and keeps what they measured."""
+
+    def __init__(self, runner: Runner, folder: Path, tokens: int) -> None:
+        self._runner = runner
+        self._folder = folder
+        self.tokens = tokens
+        self.layer_bytes = self.other_bytes = 0.0
+
+    def peaks(self, setting: Setting, model: Model = MODEL) -> list[int]:
+        """Activation bytes of every rank."""
+        folder = self._folder / f"layers-{model.layers}"
+        found = run(self._runner, setting, model, folder, iterations=2, memory=True)
+        peaks = [watch["activation_bytes"] for watch in found]
+        print(f"{setting.name:28} {[round(b / 2**20, 2) for b in peaks]} MiB", flush=True)
+        return peaks
+
+    def calibrate(self, slices: int) -> None:
+        """Bytes of one layer and of everything else, for one microbatch."""
+        alone = Setting("slimpipe", 1, self.tokens, 1, slices)
+        (few,) = self.peaks(alone)
+        (many,) = self.peaks(alone, replace(MODEL, layers=2 * MODEL.layers))
+        self.layer_bytes = (many - few) / MODEL.layers
+        self.other_bytes = few - MODEL.layers * self.layer_bytes
+
+    def predicted(self, setting: Setting) -> list[float]:
+        """The formula, per stage."""
+        p, nv = setting.stages, setting.slices * setting.chunks
+        total = MODEL.layers * self.layer_bytes
+        stages = [(1 / p + 2 * (p - 1 - r) / (nv * p)) * total for r in range(p)]
+        stages[-1] += self.other_bytes
+        return stages
+
+    def simulated(self, setting: Setting) -> list[float]:
+        """The simulator's peaks, per stage."""
+        p, v = setting.stages, setting.chunks
+        layers = MODEL.layers // (p * v)
+        shape = Shape.uniform(
+            p, _MICROBATCHES, slices=setting.slices, chunks=v, layers_per_chunk=layers
+        )
+        program = add_transfers(generate("slimpipe", shape))
+        memory = Memory(
+            activation_bytes=((layers * self.layer_bytes,) * v,) * p,
+            logits_bytes=(0.0,) * (p - 1) + (self.other_bytes,),
+        )
+        costs = Costs(((1.0 * layers,) * v,) * p, ((2.0 * layers,) * v,) * p, memory=memory)
+        return [use.peak_bytes for use in simulate(program, costs).memory]
+
+    def compare(self, setting: Setting) -> dict[str, Any]:
+        """A real run against formula and simulator."""
+        measured = self.peaks(setting)
+        formula, simulated = self.predicted(setting), self.simulated(setting)
+        return {
+            "setting": asdict(setting),
+            "measured_bytes": measured,
+            "formula_bytes": formula,
+            "simulated_bytes": simulated,
+            "error_to_formula": max(abs(m / f - 1) for m, f in zip(measured, formula, strict=True)),
+            "error_to_simulator": max(abs(m / f - 1) for m, f in zip(measured, simulated, strict=True)),
+        }
+
+    def longest(self, stages: int, slices: int, chunks: int, limit_bytes: int) -> int:
+        """Tokens of the longest sequence whose fullest rank stays within the limit."""
+        step, fits = self.tokens // 4, 0
+        tokens = 2 * self.tokens
+        while True:
+            peak = max(self.peaks(Setting("slimpipe", stages, tokens, _MICROBATCHES, slices, chunks)))
+            if peak <= limit_bytes:
+                fits = tokens
+                tokens += max(step, int((limit_bytes / peak - 1) * tokens) // step * step)
+            elif fits or tokens <= step:
+                return fits
+            else:
+                tokens -= step
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.slimpipe_memory", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path)
+    parser.add_argument("--tokens", type=int, default=2048, help="length of the sequences (default: 2048)")
+    parser.add_argument("--quick", action="store_true", help="p=4, n=16 only, no longest sequence")
+    options = parser.parse_args()
+    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="slimpipe-memory-"))
+    try:
+        with Runner() as runner:
+            report = _report(Bench(runner, folder, options.tokens), options.quick)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report.update(tokens=options.tokens, elapsed_s=time.monotonic() - start_s, cores=os.cpu_count())
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({k: v for k, v in report.items() if k != "cases"}, indent=1))
+    return 0
+
+
+def _report(bench: Bench, quick: bool) -> dict[str, Any]:
+    bench.calibrate(16)
+    stock = bench.peaks(Setting("stock", 4, bench.tokens, _MICROBATCHES))
+    settings = [Setting("slimpipe", 4, bench.tokens, _MICROBATCHES, 16)]
+    if not quick:
+        settings += [
+            Setting("slimpipe", 2, bench.tokens, _MICROBATCHES, 8),
+            Setting("slimpipe", 4, bench.tokens, _MICROBATCHES, 16, 2),
+        ]
+    cases = [bench.compare(setting) for setting in settings]
+    report: dict[str, Any] = {
+        "layer_bytes": bench.layer_bytes,
+        "other_bytes": bench.other_bytes,
+        "stock_1f1b_bytes": stock,
+        "activation_ratio_to_1f1b": max(cases[0]["measured_bytes"]) / max(stock),
+        "max_error_to_formula": max(case["error_to_formula"] for case in cases),
+        "max_error_to_simulator": max(case["error_to_simulator"] for case in cases),
+        "cases": cases,
+    }
+    if not quick:
+        longest = bench.longest(4, 32, 1, max(stock))
+        report.update(
+            limit_bytes=max(stock), longest_sequence=longest, max_sequence_ratio=longest / bench.tokens
+        )
+    return report
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""SlimPipe against stock 1F1B and interleaved 1F1B: long sequences, few microbatches, two stages.
+
+``python -m benchmarks.slimpipe_speed --json OUT``.  The same model and attention kernel on all
+sides, runs alternate, and each side counts by the median of its iterations over all runs.  The cost of
+slicing is that of one process with n slices against one slice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.runner import Runner
+from benchmarks.slimpipe_runs import Model, Setting, run
+
+MODEL = Model(layers=8, hidden=128, ffn=352, heads=4, groups=1)
+_STAGES, _MICROBATCHES, _SLICES = 2, 2, 8
+_WARMUP = 2  # iterations that do not count
+
+
+def median_s(runner: Runner, setting: Setting, folder: Path, iterations: int) -> float:
+    """Median of the slowest rank's iterations, in seconds."""
+    found = run(runner, setting, MODEL, folder, iterations=iterations + _WARMUP, memory=False)
+    by_rank = [watch["iterations_s"][_WARMUP:] for watch in found]
+    return statistics.median(max(times) for times in zip(*by_rank, strict=True))
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.slimpipe_speed", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each side runs")
+    options = parser.parse_args()
+    pipeline = {
+        "1f1b": Setting("stock", _STAGES, options.tokens, _MICROBATCHES),
+        "interleaved-2": Setting("stock", _STAGES, options.tokens, _MICROBATCHES, chunks=2),
+        "interleaved-4": Setting("stock", _STAGES, options.tokens, _MICROBATCHES, chunks=4),
+        "slimpipe": Setting("slimpipe", _STAGES, options.tokens, _MICROBATCHES, _SLICES),
+        "whole": Setting("slimpipe", 1, options.tokens, _MICROBATCHES, 1),
+        "sliced": Setting("slimpipe", 1, options.tokens, _MICROBATCHES, _SLICES),
+    }
+    times: dict[str, list[float]] = {name: [] for name in pipeline}
+    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="slimpipe-speed-"))
+    try:
+        with Runner() as runner:
+            for index in range(options.rounds):
+                for name, setting in pipeline.items():
+                    times[name].append(
+                        median_s(runner, setting, folder / str(index), options.iterations)
+                    )
+                    print(f"round {index} {name:14} {times[name][-1]:.3f} s", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    interleaved = min(medians["interleaved-2"], medians["interleaved-4"])
+    report = {
+        "speedup_over_1f1b": medians["1f1b"] / medians["slimpipe"],
+        "speedup_over_best_interleaved": interleaved / medians["slimpipe"],
+        "slicing_overhead": medians["sliced"] / medians["whole"] - 1,
+        "ideal_speedup_over_1f1b": (1 + (_STAGES - 1) / _MICROBATCHES)
+        / (1 + (_STAGES - 1) / (_MICROBATCHES * _SLICES)),
+        "medians_s": medians,
+        "runs_s": times,
+        "tokens": options.tokens,
+        "elapsed_s": time.monotonic() - start_s,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
