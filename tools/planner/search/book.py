@@ -74,6 +74,8 @@ class Book:
         return all(n <= self.estimator.cluster.nodes[p].quota for p, n in used.items())
 
     def _allowed(self, candidate: Candidate) -> bool:
+        if candidate.schedule not in self.goal.schedules:
+            return False
         if not self.goal.keep_data_parallel_in_region:
             return True
         region = self.estimator.network.region

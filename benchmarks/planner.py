@@ -1,0 +1,149 @@
+"""The planner measured: accuracy, quality, speed, and the published clusters.
+
+    python -m benchmarks.planner --json OUT [--only accuracy,quality,speed,growth,zorse,methods] [--cases 30]
+
+Keys of the JSON: ``time_error``, ``memory_error`` (mean absolute relative errors on published runs),
+``worst_gap_to_brute_force``, ``search_cpu_s`` (by case), and details under the section names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from statistics import mean
+from typing import Any
+
+from benchmarks import planner_cases as cases
+from tools.planner.files import write_json
+from tools.planner.report import describe
+from tools.planner.search.auto import search_auto
+from tools.planner.search.goal import Goal
+from tools.planner.search.methods import METHODS, search
+
+
+def accuracy() -> dict[str, Any]:
+    """Predicted against published measurements, one set of constants; and with each run left out."""
+    from tools.planner.accuracy import MEMORY_GRID, TIME_GRID, calibrate, compare
+
+    found = compare()
+    times, memory = calibrate(TIME_GRID, False), calibrate(MEMORY_GRID, True)
+    memory_errors = [c.memory_error for c in found if c.memory_error is not None]
+    return {
+        "time_error": mean(abs(c.time_error) for c in found),
+        "memory_error": mean(abs(e) for e in memory_errors),
+        "worst_memory_underestimate": max(0.0, -min(memory_errors)),
+        "leave_one_out_time_error": times.leave_one_out_error,
+        "leave_one_out_memory_error": memory.leave_one_out_error,
+        "constants": times.constants | memory.constants,
+        "runs": [{"run": c.run.name, "measured_s": c.run.iteration_s, "predicted_s": c.iteration_s, "time_error": c.time_error,
+                  "measured_bytes": c.run.memory_bytes, "predicted_bytes": c.memory_bytes, "memory_error": c.memory_error}
+                 for c in found],
+    }  # fmt: skip
+
+
+def quality(count: int) -> dict[str, Any]:
+    """Gap to exhaustive enumeration on random small clusters."""
+    from benchmarks.planner_quality import compare_case
+
+    rows = []
+    for seed in range(count):
+        rows.append(compare_case(seed))
+        print(f"  case {seed + 1}/{count}: {rows[-1]['gpus']}, gap {100 * rows[-1]['gap']:.2f} %", file=sys.stderr, flush=True)
+    return {"worst_gap_to_brute_force": max(r["gap"] for r in rows), "cases": rows}
+
+
+def _search_row(name: str, estimator: Any) -> dict[str, Any]:
+    started = time.process_time()
+    outcome = search_auto(estimator, Goal())
+    row = {"case": name, "gpus": estimator.cluster.total_gpus, "cpu_s": time.process_time() - started,
+           "evaluations": outcome.evaluations, "simulations": outcome.simulations,
+           "bar_s": cases.SEARCH_BARS_S.get(name)}
+    if outcome.best:
+        row |= {"iteration_s": outcome.best.iteration_s, "closed_form_s": outcome.best.estimate.iteration_s,
+                "plan": describe(estimator, outcome.best.candidate)}
+    return row
+
+
+def speed() -> dict[str, Any]:
+    """CPU seconds of the search for the required cases."""
+    _warm_up()
+    rows = [_search_row(name, estimator) for name, estimator in cases.search_cases().items()]
+    return {"search_cpu_s": {r["case"]: r["cpu_s"] for r in rows}, "cases": rows}
+
+
+def growth() -> dict[str, Any]:
+    """CPU seconds of the search against the size of the cluster."""
+    _warm_up()
+    return {"cases": [_search_row(name, estimator) for name, estimator in cases.growth_cases().items()]}
+
+
+def _warm_up() -> None:
+    """Imports are not the search."""
+    search_auto(cases.measured("OPT-350", cases.Cluster(nodes=(cases.reference_nodes("A100-40", 1),)), 64), Goal())
+
+
+def zorse() -> dict[str, Any]:
+    """The Zorse paper's clusters: this planner, and even splits with ZeRO-2, beside the paper's Table 5."""
+    from tools.planner.analysis import best_even_split
+
+    rows = []
+    for (name, model_name), (paper, paper_even) in cases.ZORSE_TABLE_5.items():
+        cluster, sequence, peak = cases.zorse_cluster(name)
+        model = cases.llama(model_name, sequence)
+        estimator = cases.with_catalog(cluster, model)
+        outcome = search_auto(estimator, Goal())
+        flops = cases.hardware_flops(model) / 1e12
+        best = outcome.best.iteration_s if outcome.best else None
+        even = best_even_split(estimator)
+        rows.append({
+            "cluster": name, "model": model_name, "tflops": flops / best if best else None,
+            "hfu": flops / best / peak if best else None, "paper_tflops": paper, "paper_hfu": paper / peak,
+            "even_split_tflops": flops / even[1].iteration_s if even else None, "paper_even_split_tflops": paper_even,
+            "plan": describe(estimator, outcome.best.candidate) if outcome.best else None, "cpu_s": outcome.cpu_s,
+        })  # fmt: skip
+    return {"cases": rows}
+
+
+def methods() -> dict[str, Any]:
+    """All search methods on the same cases."""
+    estimators = dict(list(cases.search_cases().items())[:2])
+    cluster, sequence, _ = cases.zorse_cluster("B")
+    estimators["Zorse's cluster B, Llama 7B"] = cases.with_catalog(cluster, cases.llama("Llama 7B", sequence))
+    rows = []
+    for name, estimator in estimators.items():
+        for method in METHODS:
+            outcome = search(method, estimator, Goal())
+            rows.append({"case": name, "method": method, "cpu_s": outcome.cpu_s,
+                         "iteration_s": outcome.best.iteration_s if outcome.best else None})
+    return {"cases": rows}
+
+
+def main() -> None:
+    """Run the sections asked for and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", required=True, metavar="OUT")
+    parser.add_argument("--only", default="accuracy,quality,speed,growth,zorse,methods")
+    parser.add_argument("--cases", type=int, default=30, help="random clusters for the comparison with brute force")
+    options = parser.parse_args()
+    sections: dict[str, Callable[[], dict[str, Any]]] = {
+        "accuracy": accuracy, "quality": lambda: quality(options.cases), "speed": speed, "growth": growth,
+        "zorse": zorse, "methods": methods,
+    }  # fmt: skip
+    out: dict[str, Any] = {}
+    for name in options.only.split(","):
+        if name not in sections:
+            parser.error(f"--only: unknown section {name!r}; known: {', '.join(sections)}")
+        print(name, file=sys.stderr, flush=True)
+        out[name] = sections[name]()
+        for key in ("time_error", "memory_error", "worst_gap_to_brute_force", "search_cpu_s"):
+            if key in out[name]:
+                out[key] = out[name][key]
+        write_json(options.json, out)
+    print(json.dumps({k: v for k, v in out.items() if k not in sections}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
