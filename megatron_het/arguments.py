@@ -43,6 +43,11 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="slices per sequence, for slimpipe, seq1f1b and terapipe",
     )
     group.add_argument(
+        "--het-thrifty-layers",
+        action="store_true",
+        help="RMSNorm and SwiGLU keep only their input from forward to backward",
+    )
+    group.add_argument(
         "--het-transport",
         choices=TRANSPORTS,
         default="auto",
@@ -98,6 +103,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         plan=plan,
         plan_path=namespace.het_plan or "from the flags",
         transport=namespace.het_transport,
+        thrifty_layers=namespace.het_thrifty_layers,
         report_dir=Path(namespace.het_report) if namespace.het_report else None,
         trace_dir=Path(namespace.het_trace) if namespace.het_trace else None,
         trace_iteration=namespace.het_trace_iteration,

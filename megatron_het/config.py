@@ -28,6 +28,7 @@ class HetConfig:
     report_dir: Path | None = None
     trace_dir: Path | None = None
     trace_iteration: int = 3
+    thrifty_layers: bool = False
 
     @property
     def is_active(self) -> bool:

@@ -94,6 +94,8 @@ def _no_memory_report(original: Callable[..., None]) -> Callable[..., None]:
 
 def _validate_args_hook(config: HetConfig) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Builds the replacement of ``megatron.training.arguments.validate_args``."""
+    from megatron_het.layers import use_thrifty_activation
+
     plan = config.plan
     assert plan is not None
 
@@ -106,6 +108,8 @@ def _validate_args_hook(config: HetConfig) -> Callable[[Callable[..., Any]], Cal
                 _exit_with(error)
             world_size = args.world_size
             args.world_size = apply_plan(plan, Placement(plan), args, args.rank)
+            if config.thrifty_layers:
+                use_thrifty_activation(args)
             result = original(args, defaults or {})
             args.world_size = world_size
             apply_chunks(plan, args)

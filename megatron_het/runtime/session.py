@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.config import HetConfig
+from megatron_het.layers import make_norms_thrifty
 from megatron_het.plan import Placement, plan_hash
 from megatron_het.plan.slices import is_sliced, slices_of
 from megatron_het.platform import Platform
@@ -167,6 +168,8 @@ class HetSession:
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         assert self._finalizer is not None
+        if self.config.thrifty_layers:
+            make_norms_thrifty(model)
         if self._slicing is not None:
             self._slicing.attach(model)
         self._finalizer.copy_initial_weights(model)

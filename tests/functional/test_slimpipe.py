@@ -37,6 +37,14 @@ def test_equals_one_process(name: str, lab: Lab) -> None:
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
 
 
+def test_thrifty_layers(lab: Lab) -> None:
+    case = replace(CASES["slices-plain"], name="slices-thrifty")
+    job = replace(lab.job(case, "--het-thrifty-layers"), timeout_s=240.0)
+    done = lab.runner.run(job)
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert max(found.loss, found.validation, found.gradient) <= BAR, found
+
+
 def _from_flags(lab: Lab, folder: Path, *more: str) -> Job:
     layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
     slices = ("--het-schedule", "slimpipe", "--het-slices", "4", "--het-report", str(folder))
