@@ -107,7 +107,7 @@ def training_group(options: argparse.Namespace) -> list[str]:
     return [
         "--train-iters", str(options.train_iters),
         "--lr", options.lr,
-        "--min-lr", str(float(options.lr) / 10),
+        "--min-lr", f"{float(options.lr) / 10:g}",
         "--lr-decay-style", "cosine",
         "--lr-warmup-fraction", "0.01",
         "--weight-decay", "0.1", "--adam-beta2", "0.95", "--clip-grad", "1.0",

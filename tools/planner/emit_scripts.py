@@ -159,7 +159,7 @@ def _master(first: str) -> str:
     """Address and port of rank 0.  A node's name need not resolve, its address does."""
     return (
         f"first={first}\n"
-        "address=$(scontrol show node \"$first\" -o | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)\n"
+        "address=$(scontrol show node \"$first\" -o | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2 || true)\n"
         'export MASTER_ADDR="${address:-$first}" MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))\n'
     )
 

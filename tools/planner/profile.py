@@ -12,7 +12,9 @@ interrupted run goes on where it stopped.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -27,6 +29,8 @@ from tools.planner.profile_settings import ProfileSettings, check_same_model, ch
 
 #: The module to run after ``torchrun ... -m``.
 WORKER = ("tools.planner.profile_worker",)
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +58,7 @@ def settings_of(options: argparse.Namespace, model: ProfiledModel) -> ProfileSet
     if slices and model.seq_length not in slices:
         slices = (model.seq_length, *slices)
     return ProfileSettings(
-        model=model,
+        model=dataclasses.replace(model, precision=options.precision or model.precision),
         out=str(options.out),
         kinds=(options.kind or device_kind(),),
         micro_batch_sizes=parse_numbers(options.micro_batch_sizes, "--micro-batch-sizes"),
@@ -94,9 +98,17 @@ def run(options: argparse.Namespace, model: ProfiledModel) -> Profile | None:
         PlannerError: Bad options, a file of another model, or a worker that failed.
     """
     settings = settings_of(options, model)
+    if options.precision and options.precision not in PRECISIONS:
+        raise PlannerError("profile", "--precision", options.precision, f"must be one of {', '.join(PRECISIONS)}")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _as_rank(settings)
-    return run_profile(settings, options.processes or device_count())
+    return run_profile(settings, options.processes or device_count(), on_line=_show_progress)
+
+
+def _show_progress(line: str) -> None:
+    """Pass the workers' progress on; what libraries print stays out."""
+    if re.match(r"\[\d+/\d+\] |link |largest |    out of memory", line):
+        sys.stderr.write(line + "\n")
 
 
 def _as_rank(settings: ProfileSettings) -> Profile | None:

@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
     import torch.distributed as dist
 
+    torch.set_float32_matmul_precision("high" if settings.model.precision == "tf32" else "highest")
     if platform.is_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
