@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")
-_PENDING_PER_EDGE = 4
 
 
 class TransferError(RuntimeError):
@@ -78,12 +77,23 @@ class Channels:
         edges: Directed (source, destination) pairs of world ranks; the same sequence on all ranks.
         transport: ``nccl``, ``gloo`` or ``staged``.
         timeout_s: Bound on every wait, in seconds.
+        rank: This rank.
+        pending_per_edge: Sends to one peer that may be under way on gloo, None for any number.
+            With many small transfers, as of slices, those that have left would otherwise fill the
+            memory until the end of the iteration.  Not for programs with collectives of replicas
+            between their operations.
     """
 
     def __init__(
-        self, edges: Iterable[tuple[int, int]], transport: str, timeout_s: float, rank: int
+        self,
+        edges: Iterable[tuple[int, int]],
+        transport: str,
+        timeout_s: float,
+        rank: int,
+        pending_per_edge: int | None = None,
     ) -> None:
         self._transport = transport
+        self._pending_per_edge = pending_per_edge
         self._timeout = timedelta(seconds=timeout_s)
         self._rank = rank
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -164,8 +174,10 @@ class Channels:
             if self._sends and self._sends[0].work.is_completed():
                 self._sends = [s for s in self._sends if not s.work.is_completed()]
             return
+        if self._pending_per_edge is None:
+            return
         under_way = [s for s in self._sends if s.peer == dst]
-        if len(under_way) >= _PENDING_PER_EDGE:
+        if len(under_way) >= self._pending_per_edge:
             oldest = under_way[0]
             self._wait(oldest.work, "send to", oldest.peer, oldest.label)
             self._sends = [s for s in self._sends if s is not oldest]

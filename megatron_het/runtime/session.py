@@ -31,6 +31,8 @@ from megatron_het.topology import PlanGroups, build_groups, install_stage_state,
 if TYPE_CHECKING:  # it imports Megatron
     from megatron_het.runtime.window import ParameterWindow
 
+_PENDING_SLICES = 4
+
 
 class HetSession:
     """Runs Megatron under a plan.
@@ -89,8 +91,9 @@ class HetSession:
             self.config.transport, dist.get_backend(), self._platform.is_cuda
         )
         self._channels = Channels(
-            edges(list(programs.values()), boundaries), transport, timeout_s, rank
-        )
+            edges(list(programs.values()), boundaries), transport, timeout_s, rank,
+            pending_per_edge=_PENDING_SLICES if is_sliced(self.plan) else None,
+        )  # fmt: skip
         device = programs[False].shape.device(where.stage, where.replica)
         self._local_seq_length = boundaries.local_length(device, where.tp_rank)
         self._num_chunks = len(self.plan.stages[where.stage].layers)
