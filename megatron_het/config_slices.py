@@ -66,6 +66,12 @@ def check_slices(plan: Plan, args: Any) -> None:
 
 
 def _check_numbers(plan: Plan) -> None:
+    for name, value in plan.schedule.parameters.items():
+        if name != "slices":
+            raise PlanError(
+                f"schedule.parameters.{name}", value,
+                f"schedule {plan.schedule.name} is run with the parameter slices only",
+            )
     slices, stages, length = plan.schedule.parameters.get("slices"), len(plan.stages), plan.model.seq_length
     where = "--het-slices"
     if not isinstance(slices, int) or isinstance(slices, bool) or slices < 1:

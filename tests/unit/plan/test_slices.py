@@ -53,6 +53,12 @@ def test_numbers_refused(made: Plan, reason: str) -> None:
         check_slices(made, arguments())
 
 
+def test_other_parameters_refused() -> None:
+    made = replace(plan(PP4), schedule=ScheduleSpec("slimpipe", {"slices": 4, "prefetch": True}))
+    with pytest.raises(PlanError, match="parameters.prefetch.*slices only"):
+        check_slices(made, arguments())
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
