@@ -136,14 +136,16 @@ def _pipeline(
     Three or more stages with different numbers of replicas, or stages with replicas of different
     speeds, hand microbatches over at times that do not match.  What that costs depends on details that
     only the simulator sees; ``MISMATCH`` holds rounded regression coefficients over random plans
-    (constant, per stage, per doubling of the ratio of widths, for mixed stages).
+    (constant, per stage, per doubling of the ratio of widths, for mixed stages).  Even divisions, where
+    replicas form fixed pipelines, do not meet it.
     """
     if candidate.schedule == "ministage":
         pipe_s, busy_s, bottleneck, gather_s = _ministage(estimator, candidate, stages, transfers, total)
     else:
         pipe_s, busy_s, bottleneck = _one_f_one_b(estimator, candidate, stages, transfers)
         gather_s = 0.0
-    pipe_s += busy_s * _irregular(candidate)
+    if not candidate.even:
+        pipe_s += busy_s * _irregular(candidate)
     ends, before = [], 0.0
     for s, stage in enumerate(stages):
         ends.append(pipe_s - before)

@@ -1,0 +1,112 @@
+"""The command line, in this process: what is written, printed and refused."""
+
+import json
+
+import pytest
+import yaml
+
+from tools.planner.__main__ import main
+
+CLUSTER = {
+    "nodes": [
+        {"gpu": "A100-40", "count": 1, "gpus_per_node": 2, "zone": "lab-a", "usd_per_gpu_hour": 3.0},
+        {"gpu": "RTX-3090", "count": 1, "gpus_per_node": 4, "zone": "lab-a", "usd_per_gpu_hour": 0.4},
+    ]
+}
+MODEL = {
+    "num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8, "vocab_size": 8192,
+    "seq_length": 512, "global_batch_size": 16, "micro_batch_sizes": [1, 2],
+}  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(MODEL))
+    return tmp_path
+
+
+def call(capsys, *words):
+    code = main([str(w) for w in words])
+    return code, capsys.readouterr()
+
+
+def common(folder):
+    return ["--cluster", folder / "c.yaml", "--model", folder / "m.yaml", "--json"]
+
+
+def test_plan_check_simulate(files, capsys):
+    code, out = call(capsys, "plan", *common(files), "--out", files / "p.json", "--schedules", "1f1b")
+    assert code == 0
+    body = json.loads(out.out)
+    assert body["search"]["exact"]
+    code, out = call(capsys, "check", files / "p.json", *common(files))
+    assert code == 0 and json.loads(out.out)["valid"]
+    code, out = call(capsys, "simulate", files / "p.json", *common(files), "--trace", files / "t.json", "--picture", files / "t.txt")
+    assert code == 0
+    assert json.loads(out.out)["iteration_s"] == pytest.approx(body["iteration_s"], rel=0.02)
+    events = json.loads((files / "t.json").read_text())
+    assert events
+    assert sorted(p.name for p in files.iterdir()) == ["c.yaml", "m.yaml", "p.json", "t.json", "t.txt"]
+
+
+def test_check_names_the_stage_that_does_not_fit(files, capsys):
+    call(capsys, "plan", *common(files), "--out", files / "p.json", "--schedules", "1f1b")
+    code, out = call(capsys, "check", files / "p.json", *common(files), "--memory-margin", "0.0001")
+    assert code == 1
+    assert "stages[0]" in [p["key"] for p in json.loads(out.out)["problems"]]
+
+
+def test_explain_and_compare(files, capsys):
+    code, out = call(capsys, "explain", *common(files), "--schedules", "1f1b")
+    body = json.loads(out.out)
+    assert code == 0 and body["binding"] and len(body["one_more_node"]) == 2
+    assert all(row["change"] <= 1e-9 for row in body["one_more_node"])
+    code, out = call(capsys, "compare", *common(files), "--schedules", "1f1b")
+    rows = json.loads(out.out)["rows"]
+    assert code == 0 and min(r["ratio"] for r in rows if r["ratio"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--max-usd-per-iteration", "1e-9"], "--max-usd-per-iteration"),
+        (["--max-usd-per-iteration", "-1"], "--max-usd-per-iteration"),
+        (["--min-iterations-per-s", "1e9"], "--min-iterations-per-s"),
+        (["--schedules", "waltz"], "--schedules"),
+        (["--memory-margin", "2"], "--memory-margin"),
+        (["--profile", "nowhere.json"], "(file)"),
+        (["--memory-margin", "0.02"], "num_layers"),
+    ],
+)
+def test_what_nothing_meets_is_refused_and_nothing_is_written(files, capsys, options, key):
+    code, out = call(capsys, "plan", *common(files), "--out", files / "p.json", *options)
+    assert code == 2
+    assert json.loads(out.out)["error"]["key"] == key
+    assert not (files / "p.json").exists()
+
+
+def test_bf16_on_v100_is_refused(files, capsys):
+    (files / "c.yaml").write_text(yaml.safe_dump({"nodes": [{"gpu": "V100-16", "count": 1, "gpus_per_node": 4}]}))
+    code, out = call(capsys, "plan", *common(files), "--out", files / "p.json")
+    assert code == 2
+    assert "V100-16" in json.loads(out.out)["error"]["problem"]
+
+
+def test_a_plan_of_another_model_is_refused(files, capsys):
+    call(capsys, "plan", *common(files), "--out", files / "p.json", "--schedules", "1f1b")
+    (files / "m.yaml").write_text(yaml.safe_dump({**MODEL, "num_layers": 7}))
+    code, out = call(capsys, "simulate", files / "p.json", *common(files))
+    assert code == 2
+    assert json.loads(out.out)["error"]["key"] == "model.num_layers"
+
+
+def test_help_imports_nothing_heavy():
+    """What makes ``--help`` slow must not be imported by it."""
+    import subprocess
+    import sys
+
+    code = "import sys; from tools.planner.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass\n" \
+           "print([m for m in ('pydantic', 'scipy', 'networkx', 'rich', 'torch', 'yaml') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip().endswith("[]")
