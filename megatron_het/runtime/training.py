@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_het.checkpoint.state_dict import StateDictHook
 from megatron_het.runtime.data import routed_provider
 from megatron_het.runtime.session import HetSession
@@ -83,7 +85,11 @@ class PretrainHook:
         if report is not None:
             self._session.finish_report()
             print(report.closing(), flush=True)  # noqa: T201 - one line per rank, as Megatron does
+        # All ranks leave together, and with no group left: a process that ends while its peers still
+        # use their connections to it can abort in the threads behind them.
+        dist.barrier()
         self._session.close()
+        dist.destroy_process_group()
 
 
 def _initialize_distributed(store: Any) -> Any:
