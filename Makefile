@@ -17,7 +17,7 @@ INSTALL_INPUTS := requirements/constraints.txt setup.py pyproject.toml scripts/m
 RUN_ENVIRONMENT := OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=$(shell uname | grep -q Darwin && echo lo0 || echo lo)
 PYTEST_ARGS ?=
 
-.PHONY: help venv demo test clean
+.PHONY: help venv demo test slurm clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -31,7 +31,11 @@ $(STAMP): $(INSTALL_INPUTS)
 demo: $(STAMP) ## Profile, plan and train on this machine as a small mixed cluster
 	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m examples.llama.demo
 
+slurm: ## Install Slurm for its tests (Debian, root)
+	scripts/install_slurm.sh
+
 test: $(STAMP) ## Run all tests (PYTEST_ARGS adds arguments)
+	@if [[ -n "$${INSTALL_SLURM:-}" ]]; then scripts/install_slurm.sh || true; fi
 	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m pytest tests/unit tests/functional $(PYTEST_ARGS)
 
 clean: ## Remove the environment, caches and build outputs; runs/ stays

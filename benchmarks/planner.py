@@ -1,6 +1,6 @@
-"""The planner measured: accuracy, quality, speed, and the published clusters.
+"""The planner measured: accuracy, quality, speed, the published clusters, and runs on this machine.
 
-    python -m benchmarks.planner --json OUT [--only accuracy,quality,speed,growth,zorse,methods] [--cases 30]
+    python -m benchmarks.planner --json OUT [--only accuracy,quality,speed,growth,zorse,methods,gloo] [--cases 30]
 
 Keys of the JSON: ``time_error``, ``memory_error`` (mean absolute relative errors on published runs),
 ``worst_gap_to_brute_force``, ``search_cpu_s`` (by case), and details under the section names.
@@ -121,16 +121,24 @@ def methods() -> dict[str, Any]:
     return {"cases": rows}
 
 
+def gloo() -> dict[str, Any]:
+    """Real runs over gloo on this machine."""
+    from benchmarks.planner_gloo import gloo as measure
+
+    found = measure()
+    return {f"gloo_{k}" if k.endswith("_error") else k: v for k, v in found.items()}
+
+
 def main() -> None:
     """Run the sections asked for and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, metavar="OUT")
-    parser.add_argument("--only", default="accuracy,quality,speed,growth,zorse,methods")
+    parser.add_argument("--only", default="accuracy,quality,speed,growth,zorse,methods,gloo")
     parser.add_argument("--cases", type=int, default=30, help="random clusters for the comparison with brute force")
     options = parser.parse_args()
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "accuracy": accuracy, "quality": lambda: quality(options.cases), "speed": speed, "growth": growth,
-        "zorse": zorse, "methods": methods,
+        "zorse": zorse, "methods": methods, "gloo": gloo,
     }  # fmt: skip
     out: dict[str, Any] = {}
     for name in options.only.split(","):
@@ -138,7 +146,8 @@ def main() -> None:
             parser.error(f"--only: unknown section {name!r}; known: {', '.join(sections)}")
         print(name, file=sys.stderr, flush=True)
         out[name] = sections[name]()
-        for key in ("time_error", "memory_error", "worst_gap_to_brute_force", "search_cpu_s"):
+        for key in ("time_error", "memory_error", "worst_gap_to_brute_force", "search_cpu_s", "gloo_time_error",
+                    "gloo_memory_error"):
             if key in out[name]:
                 out[key] = out[name][key]
         write_json(options.json, out)

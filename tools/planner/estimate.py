@@ -144,7 +144,8 @@ class Estimator:
     def __init__(self, cluster: Cluster, model: Model, costs: LayerCosts, runtime: Runtime = MEGATRON_HET,
                  memory_margin: float = 0.95) -> None:
         self.cluster, self.model, self.costs, self.runtime = cluster, model, costs, runtime
-        self.network = Network(cluster, runtime)
+        profile = getattr(costs, "profile", None)
+        self.network = Network(cluster, runtime, profile.links if profile else ())
         self.memory_margin = memory_margin
         self.unit = cache(self._unit)
         self.price = [self._price(i) for i in range(len(cluster.nodes))]

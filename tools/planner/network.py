@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from math import inf
 
 from tools.planner.candidate import Group
 from tools.planner.cluster import Cluster
+from tools.planner.profile_schema import LinkProfile
 from tools.planner.runtime import Runtime
 
 
 class Network:
     """Rates of a cluster, looked up by pool (index into ``cluster.nodes``)."""
 
-    def __init__(self, cluster: Cluster, runtime: Runtime) -> None:
+    def __init__(self, cluster: Cluster, runtime: Runtime, measured: Sequence[LinkProfile] = ()) -> None:
         self.cluster, self.runtime = cluster, runtime
+        self.measured = list(measured)
         self.intra = [n.intra_node_bytes_per_s or cluster.gpu(n.gpu).intra_node_bytes_per_s for n in cluster.nodes]
         self.region = [n.where for n in cluster.nodes]
         self.pair = cache(self._pair)
@@ -23,6 +26,16 @@ class Network:
 
     def _pair(self, first: int, second: int) -> tuple[float, float, float]:
         return self.cluster.link(self.cluster.nodes[first], self.cluster.nodes[second])
+
+    def _link(self, operation: str, pools: Sequence[int], participants: int, local: bool) -> LinkProfile | None:
+        """The measured link between these kinds with the nearest number of participants, None without one."""
+        kinds = {self.cluster.nodes[p].gpu for p in pools}
+        fitting = [
+            k for k in self.measured
+            if k.operation == operation and {k.first_kind, k.second_kind} >= kinds
+            and (k.scope == "node") == (local and any(m.scope == "node" for m in self.measured))
+        ]
+        return min(fitting, key=lambda k: (abs(k.participants - participants), -k.latency_s), default=None)
 
     def rate(self, first: int, second: int, streams: int) -> float:
         """Bytes per second between two nodes for so many GPU pairs at once."""
@@ -33,6 +46,10 @@ class Network:
     def _transfer_s(self, first: int, first_tp: int, second: int, second_tp: int, size: float, local: bool) -> float:
         """One boundary tensor of ``size`` bytes from a replica to a replica of the next stage."""
         runtime = self.runtime
+        link = self._link("p2p", (first, second), 2, local) if self.measured else None
+        if link is not None:
+            copies = 1 if local or runtime.split_transfers else second_tp
+            return runtime.transfer_latency_s + link.latency_s + copies * size / link.bytes_per_s
         if local:
             return runtime.transfer_latency_s + size / self.intra[second]
         _, latency, _ = self.pair(first, second)
@@ -61,8 +78,13 @@ class Network:
         pools = sorted({g.pool for g in groups})
         worst = 0.0
         single_node = len(pools) == 1 and sum(g.count * g.tp for g in groups) <= self.cluster.nodes[pools[0]].gpus_per_node
+        link = self._link("all_reduce", pools, replicas, single_node) if self.measured else None
         for group in groups:
             size = rank_bytes[group]
+            if link is not None:
+                scale = replicas / (replicas - 1) * (link.participants - 1) / link.participants
+                worst = max(worst, share * (link.latency_s + size / (link.bytes_per_s * scale)))
+                continue
             if single_node:
                 worst = max(worst, factor * size / self.intra[group.pool] + 30e-6)
                 continue

@@ -28,6 +28,8 @@ class Runtime:
             two moments (flattened all-reduce buckets, temporaries of the optimizer).
         attention_copies: Attention matrices (all heads of one layer, one microbatch) alive at the
             peak besides those kept for the backward; nothing with a fused attention kernel.
+        host_blocks: The process posts transfers only when the compute before them is done (CPU); else
+            it is far ahead (CUDA streams).
         reserved_bytes: Context, communicators and libraries of one rank; None = the catalog's figure.
     """
 
@@ -40,7 +42,9 @@ class Runtime:
     collective_bytes_per_s: float = float("inf")
     extra_parameter_copies: float = 0.0
     attention_copies: float = 2.0
+    host_blocks: bool = False
     reserved_bytes: float | None = None
 
 
 MEGATRON_HET = Runtime()
+CPU_GLOO = Runtime(name="megatron_het on CPU over gloo", host_blocks=True, reserved_bytes=0.0, transfer_latency_s=0.0)
