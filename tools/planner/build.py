@@ -172,10 +172,10 @@ def build_plan(
     parameters: dict[str, object] = {}
     if candidate.slices > 1:
         parameters["slices"] = candidate.slices
-    if candidate.zero_stage >= 2:
+    if candidate.schedule == "ministage":
+        parameters |= {"window": True, "offload": candidate.offload}
+    elif candidate.zero_stage >= 2:
         parameters["zero_stage"] = candidate.zero_stage
-    if candidate.offload:
-        parameters["offload"] = True
     plan = Plan(
         model=model_shape(model),
         training=TrainingShape(

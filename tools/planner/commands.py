@@ -17,7 +17,7 @@ from tools.planner.report import GIB, say, summary, summary_tables, table
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Found, Outcome, Progress
-from tools.planner.setup import estimator_from, goal_from
+from tools.planner.setup import check_prices, estimator_from, goal_from
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -52,6 +52,7 @@ def search_body(outcome: Outcome) -> dict[str, Any]:
 
 def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Outcome:
     """Search with a progress line on a terminal."""
+    check_prices(estimator, goal, options.cluster)
     progress = Progress(limit_s=options.limit_s)
     if options.json or not sys.stderr.isatty():
         return search(options.search, estimator, goal, progress)

@@ -50,6 +50,20 @@ def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_fil
     )
 
 
+def check_prices(estimator: Estimator, goal: Goal, file: str) -> None:
+    """Money needs prices: every kind of GPU has one when the goal speaks of costs.
+
+    Raises:
+        PlannerError: naming the node group without a price.
+    """
+    if goal.objective != "cost" and goal.max_usd_per_iteration is None:
+        return
+    for i, node in enumerate(estimator.cluster.nodes):
+        if node.usd_per_gpu_hour is None and estimator.cluster.gpu(node.gpu).usd_per_hour is None:
+            raise PlannerError(file, f"nodes[{i}].usd_per_gpu_hour", None, f"{node.gpu} has no known price",
+                               "Give your price per GPU hour (0 for GPUs that cost nothing)")
+
+
 def goal_from(options: argparse.Namespace) -> Goal:
     """Objective and constraints.
 

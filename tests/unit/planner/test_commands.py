@@ -86,6 +86,13 @@ def test_what_nothing_meets_is_refused_and_nothing_is_written(files, capsys, opt
     assert not (files / "p.json").exists()
 
 
+def test_costs_need_prices(files, capsys):
+    (files / "c.yaml").write_text(yaml.safe_dump({"nodes": [{"gpu": "RTX-3090", "count": 1, "gpus_per_node": 4}]}))
+    code, out = call(capsys, "plan", *common(files), "--objective", "cost", "--out", files / "p.json")
+    assert code == 2
+    assert json.loads(out.out)["error"]["key"] == "nodes[0].usd_per_gpu_hour"
+
+
 def test_bf16_on_v100_is_refused(files, capsys):
     (files / "c.yaml").write_text(yaml.safe_dump({"nodes": [{"gpu": "V100-16", "count": 1, "gpus_per_node": 4}]}))
     code, out = call(capsys, "plan", *common(files), "--out", files / "p.json")

@@ -42,7 +42,8 @@ def test_one_more_gpu_is_never_worse(seed):
 @SETTINGS
 def test_limits_hold(seed, objective, gpus, factor):
     """Quotas, memory, --max-gpus and the budget, whatever the objective."""
-    cluster, model = random_case(seed)
+    cluster, model = random_case(seed, largest=6)
+    cluster = Cluster(nodes=tuple(n.model_copy(update={"usd_per_gpu_hour": 0.5 + i}) for i, n in enumerate(cluster.nodes)))
     estimator = estimator_of(cluster, model)
     free = search_auto(estimator, ONE).best
     if free is None:

@@ -38,13 +38,13 @@ class Effort:
         window: Finalists whose closed form is within this share of the best are simulated.
     """
 
-    seeds: int = 900
+    seeds: int = 700
     beam: int = 5
     steps: int = 350
     cut_nodes: int = 16
     exact_gpus: int = 8
     exact_nodes: int = 60_000
-    simulated_operations: int = 20_000
+    simulated_operations: int = 8_000
     window: float = 0.03
 
 

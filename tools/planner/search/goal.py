@@ -33,8 +33,8 @@ class Goal:
     def violation(self, candidate: Candidate, estimate: Estimate) -> float:
         """How far the constraints are missed, relative; 0 when all hold."""
         miss = 0.0
-        if self.max_usd_per_iteration is not None:
-            miss += max(0.0, estimate.usd_per_iteration / self.max_usd_per_iteration - 1)
+        if self.max_usd_per_iteration is not None and estimate.usd_per_iteration > self.max_usd_per_iteration:
+            miss += estimate.usd_per_iteration / max(self.max_usd_per_iteration, 1e-12) - 1
         if self.min_iterations_per_s is not None:
             miss += max(0.0, self.min_iterations_per_s * estimate.iteration_s - 1)
         if self.max_gpus is not None:
