@@ -52,7 +52,7 @@ def test_checkpoint_resumes_in_one_process(lab: Lab, tmp_path: Path) -> None:
     saving = ("--save", saved, "--save-interval", half, "--exit-interval", half)
     lab.runner.run(replace(lab.job(case, *saving), timeout_s=240.0))
     folder = tmp_path / "resumed"
-    flags = (*common_flags("fp32", False, 1.0), *lab.data_flags(), "--load", saved)
+    flags = (*common_flags(*case.reference), *lab.data_flags(), "--load", saved)
     observe = ("benchmarks.probe:observe", {"out": str(folder)})
     lab.runner.run(Job("resumed", 1, flags, folder, setup=observe, timeout_s=240.0))
     wanted = reference_losses(lab.reference(case))["losses"][STEPS // 2 :]
@@ -63,7 +63,8 @@ def test_checkpoint_resumes_in_one_process(lab: Lab, tmp_path: Path) -> None:
 def _from_flags(lab: Lab, folder: Path, *more: str) -> Job:
     layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
     slices = ("--het-schedule", "slimpipe", "--het-slices", "4", "--het-report", str(folder))
-    flags = (*common_flags("fp32", False, 1.0), *lab.start_flags("fp32", False), *layout.split())
+    like = CASES["slices-plain"]
+    flags = (*common_flags(*like.reference), *lab.start_flags(like.weights), *layout.split())
     observe = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
     return Job(folder.name, 2, (*flags, *slices, *more), folder, setup=observe, timeout_s=240.0)
 
