@@ -44,7 +44,7 @@ class Effort:
     cut_nodes: int = 16
     exact_gpus: int = 8
     exact_nodes: int = 60_000
-    simulated_operations: int = 8_000
+    simulated_operations: int = 5_000
     window: float = 0.03
 
 
