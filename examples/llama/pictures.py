@@ -46,8 +46,8 @@ def _times(axes: Any, report: dict[str, Any]) -> None:
     axes.bar_label(bars, fmt="%.2f", padding=2)
     axes.set_xticks([0.5, 3.0], ["planned", "even split"])
     axes.set(ylabel="seconds", title="One iteration")
-    axes.margins(y=0.12)
-    axes.legend([bars[0], bars[1]], ["predicted", "measured"], frameon=False, loc="upper left")
+    axes.set_ylim(top=1.3 * max(values))
+    axes.legend([bars[0], bars[1]], ["predicted", "measured"], frameon=False, ncols=2, loc="upper center")
 
 
 def _memory(axes: Any, report: dict[str, Any]) -> None:
@@ -60,8 +60,8 @@ def _memory(axes: Any, report: dict[str, Any]) -> None:
         axes.bar_label(bars, fmt="%.0f" if rows[0][key] > 10 << 20 else "%.1f", padding=2, fontsize=8)
     axes.set_xticks([r["rank"] for r in rows], [f"rank {r['rank']}\n{r['device']}" for r in rows])
     axes.set(ylabel="MiB", title="Memory of parameters, gradients,\noptimizer and activations")
-    axes.margins(y=0.12)
-    axes.legend(frameon=False)
+    axes.set_ylim(top=1.35 * max(r[k] for r in rows for k in ("predicted_memory_bytes", "measured_memory_bytes")) / 2**20)
+    axes.legend(frameon=False, ncols=2, loc="upper center")
 
 
 def timeline_picture(estimate: Estimate, devices: Sequence[str], traces: Path, path: Path) -> bool:
