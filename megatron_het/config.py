@@ -108,7 +108,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_batch(plan, args)
     _check_parallelism(plan, args)
     _check_mixed(plan, args)
-    _check_checkpoint(args)
+    _check_checkpoint(plan, args)
     check_slices(plan, args)
     check_window(plan, args)
 
@@ -201,7 +201,7 @@ def _check_mixed(plan: Plan, args: Any) -> None:
         )
 
 
-def _check_checkpoint(args: Any) -> None:
+def _check_checkpoint(plan: Plan, args: Any) -> None:
     if not (args.save or args.load):
         return
     if args.ckpt_format != "torch_dist":
@@ -209,7 +209,8 @@ def _check_checkpoint(args: Any) -> None:
             "--ckpt-format", args.ckpt_format, "only torch_dist can be saved and loaded across plans"
         )
     keeps_optimizer = not (args.no_save_optim and args.no_load_optim)
-    if args.use_distributed_optimizer and keeps_optimizer and not args.dist_ckpt_optim_fully_reshardable:
+    distributed = plan.training.distributed_optimizer
+    if distributed and keeps_optimizer and not args.dist_ckpt_optim_fully_reshardable:
         raise PlanError(
             "--dist-ckpt-optim-fully-reshardable", False,
             "required with the distributed optimizer and a plan: other formats depend on the layout",

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_het.arguments import het_help, split_arguments
 from megatron_het.config import HetConfig, apply_chunks, apply_plan, check_arguments
@@ -52,7 +52,7 @@ def install(argv: list[str] | None = None) -> HetConfig:
     return config
 
 
-def _exit_with(error: PlanError) -> None:
+def _exit_with(error: PlanError) -> NoReturn:
     """One message on one rank, and a failure everywhere."""
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.write(f"megatron_het: {error}\n")
@@ -67,12 +67,15 @@ def _install_plan(config: HetConfig, device: Any) -> None:
     from megatron_het.runtime.training import PretrainHook
 
     assert config.plan is not None
-    session = HetSession(config, device)
+    try:
+        session = HetSession(config, device)
+    except PlanError as error:
+        _exit_with(error)
     pretrain = PretrainHook(session)
     upstream.install(
         "plan",
         builders={
-            "plan_arguments": _validate_args_hook(config),
+            "plan_arguments": _validate_args_hook(config, device.is_cuda),
             "plan_schedule": pretrain.wrap_schedule_getter,
             "plan_pretrain": pretrain.wrap,
             "plan_save": pretrain.wrap_generate_state_dict,
@@ -80,6 +83,15 @@ def _install_plan(config: HetConfig, device: Any) -> None:
             "plan_memory_report": _no_memory_report,
         },
     )
+
+
+def _check_transport(transport: str, backend: str, on_cuda: bool) -> None:
+    from megatron_het.runtime.channels import choose_transport
+
+    try:
+        choose_transport(transport, backend, on_cuda)
+    except ValueError as error:
+        raise PlanError("--het-transport", transport, str(error)) from error
 
 
 def _no_memory_report(original: Callable[..., None]) -> Callable[..., None]:
@@ -92,7 +104,9 @@ def _no_memory_report(original: Callable[..., None]) -> Callable[..., None]:
     return report_theoretical_memory
 
 
-def _validate_args_hook(config: HetConfig) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _validate_args_hook(
+    config: HetConfig, on_cuda: bool
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Builds the replacement of ``megatron.training.arguments.validate_args``."""
     from megatron_het.layers import use_thrifty_activation
 
@@ -104,6 +118,7 @@ def _validate_args_hook(config: HetConfig) -> Callable[[Callable[..., Any]], Cal
         def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
             try:
                 check_arguments(plan, args, args.world_size)
+                _check_transport(config.transport, args.distributed_backend, on_cuda)
             except PlanError as error:
                 _exit_with(error)
             world_size = args.world_size

@@ -74,7 +74,29 @@ def _check_ranks(plan: Plan) -> None:
             "stages[*].replicas[*].ranks", sorted(seen), f"rank {missing[0]} is missing",
             f"Ranks must be 0 to {len(seen) - 1} without gaps",
         )
+    for s, stage in enumerate(plan.stages):
+        _check_crossing_ranks(stage, s)
     _check_special_ranks(plan)
+
+
+def _check_crossing_ranks(stage: Stage, s: int) -> None:
+    """Replicas of equal TP must come in one order at every TP rank.
+
+    Megatron's distributed optimizer gives the n-th replica of a data-parallel group the n-th shard,
+    and sums norm gradients over TP groups shard by shard: both need one n for a whole replica.
+    """
+    for q, replica in enumerate(stage.replicas):
+        for p, other in enumerate(stage.replicas[:q]):
+            if other.tp != replica.tp:
+                continue
+            before = {a < b for a, b in zip(other.ranks, replica.ranks, strict=True)}
+            if len(before) > 1:
+                raise PlanError(
+                    f"stages[{s}].replicas[{q}].ranks", list(replica.ranks),
+                    f"crosses replica {p} with ranks {list(other.ranks)}: "
+                    "one must come first at every position",
+                    "Number the ranks replica by replica",
+                )
 
 
 def _check_special_ranks(plan: Plan) -> None:

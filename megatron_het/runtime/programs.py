@@ -6,10 +6,12 @@ import inspect
 
 from megatron_het.plan import Placement
 from megatron_het.plan.slices import slices_of
-from megatron_het.runtime.window_options import split_parameters
+from megatron_het.runtime.window_options import PARAMETER_KINDS, split_parameters
 from megatron_het.schedule.generators import GENERATORS, generate
-from megatron_het.schedule.ir import Program, Shape
+from megatron_het.schedule.ir import TRANSFERS, Kind, Program, Shape
 from megatron_het.schedule.passes import add_parameters, add_transfers
+
+_EXECUTED = frozenset((Kind.FORWARD, Kind.BACKWARD, *TRANSFERS, *PARAMETER_KINDS))
 
 
 def schedule_shape(placement: Placement) -> Shape:
@@ -27,7 +29,8 @@ def build_programs(placement: Placement) -> dict[bool, Program]:
     """The plan's training program (False) and evaluation program (True), with transfers.
 
     Raises:
-        ValueError: The schedule is unknown, or cannot run the plan's shape.
+        ValueError: The schedule is unknown, cannot run the plan's shape, or uses operations that the
+            executor has no handler for.
     """
     spec, shape = placement.plan.schedule, schedule_shape(placement)
     speeds = [r.speed for s in placement.plan.stages for r in s.replicas]
@@ -49,5 +52,13 @@ def build_programs(placement: Placement) -> dict[bool, Program]:
                 per_operation=window.per_microbatch,
                 step="ministage" if window.update == "at-once" else "none",
             )
+        _check_operations(program)
         programs[forward_only] = program
     return programs
+
+
+def _check_operations(program: Program) -> None:
+    unknown = {op.kind for ops in program.ops for op in ops} - _EXECUTED
+    if unknown:
+        names = ", ".join(sorted(kind.name for kind in unknown))
+        raise ValueError(f"it uses {names}, which can be simulated but not executed")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_het.config import HetConfig
 from megatron_het.layers import make_norms_thrifty
-from megatron_het.plan import Placement, plan_hash
+from megatron_het.plan import Placement, PlanError, plan_hash
 from megatron_het.plan.slices import is_sliced, slices_of
 from megatron_het.platform import Platform
 from megatron_het.runtime.channels import Channels, choose_transport
@@ -26,12 +26,24 @@ from megatron_het.runtime.report import RunReport
 from megatron_het.runtime.slicing import SlicedSequences
 from megatron_het.runtime.timeline import Timeline
 from megatron_het.runtime.window_options import split_parameters
+from megatron_het.schedule.ir import Program
 from megatron_het.topology import PlanGroups, build_groups, install_stage_state, remove_stage_state
 
 if TYPE_CHECKING:  # it imports Megatron
     from megatron_het.runtime.window import ParameterWindow
 
 _PENDING_SLICES = 4
+
+
+def _checked_programs(placement: Placement) -> dict[bool, Program]:
+    """The plan's programs; built before any process group exists, so that a bad schedule ends there."""
+    try:
+        return build_programs(placement)
+    except (ValueError, TypeError) as error:
+        name = placement.plan.schedule.name
+        raise PlanError(
+            "schedule", name, str(error), "Choose another schedule or other parameters"
+        ) from error
 
 
 class HetSession:
@@ -47,6 +59,7 @@ class HetSession:
         self.config = config
         self.plan = config.plan
         self.placement = Placement(config.plan)
+        self._programs = _checked_programs(self.placement)
         self._platform = platform
         self._groups: PlanGroups | None = None
         self._channels: Channels | None = None
@@ -81,7 +94,7 @@ class HetSession:
         install_stage_state(self._groups)
         rank = dist.get_rank()
         where = self.placement.locate(rank)
-        programs = build_programs(self.placement)
+        programs = self._programs
         boundaries = BoundaryMap(
             self.placement,
             (args.decoder_seq_length or args.seq_length) // slices_of(self.plan),

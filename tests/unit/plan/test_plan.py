@@ -143,6 +143,30 @@ def test_rank_0_reads_data_and_the_last_rank_logs() -> None:
     assert read(body).world_size == 5
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "fits"),
+    [([1, 2], [3, 4], True), ([1, 3], [2, 4], True), ([2, 3], [1, 4], False), ([1, 4], [2, 3], False)],
+)
+def test_replicas_of_equal_tp_must_not_cross(first: list[int], second: list[int], fits: bool) -> None:
+    """The n-th replica has the n-th shard of Megatron's distributed optimizer at every TP rank."""
+    body = document()
+    body["stages"] = [
+        {"layers": [1], "replicas": [{"ranks": [0], "microbatches": [0, 1, 2, 3]}]},
+        {
+            "layers": [2],
+            "replicas": [
+                {"ranks": first, "microbatches": [0, 1]}, {"ranks": second, "microbatches": [2, 3]},
+            ],
+        },
+        {"layers": [1], "replicas": [{"ranks": [5], "microbatches": [0, 1, 2, 3]}]},
+    ]  # fmt: skip
+    if fits:
+        assert read(body).world_size == 6
+    else:
+        with pytest.raises(PlanError, match=r"stages\[1\].replicas\[1\].ranks = .*crosses replica 0"):
+            read(body)
+
+
 def test_truncated_file_is_one_clear_error_with_position(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     text = json.dumps(document(), indent=2)
