@@ -190,6 +190,18 @@ def route(replicas: int, even: bool, rng: random.Random) -> list[tuple[int, ...]
             return [tuple(m for m in range(MICROBATCHES) if owners[m] == q) for q in range(replicas)]
 
 
+def _crosses(sizes: list[list[int]], order: Sequence[int]) -> bool:
+    """Whether ranks in this order give a stage replicas of equal TP that no order fits."""
+    left = iter(order)
+    for stage in sizes:
+        replicas = [sorted(next(left) for _ in range(tp)) for tp in stage]
+        for i, a in enumerate(replicas):
+            for b in replicas[:i]:
+                if len(a) == len(b) and len({x < y for x, y in zip(a, b, strict=True)}) > 1:
+                    return True
+    return False
+
+
 def build_plan(
     sizes: list[list[int]],
     layers: Sequence[int],
@@ -211,11 +223,13 @@ def build_plan(
         tied: Tied embeddings.
         **training: Further fields of TrainingShape.
     """
-    world = sum(map(sum, sizes))
-    middle = list(range(1, world - 1))
-    if shuffle_ranks:
+    order = list(range(sum(map(sum, sizes))))
+    while shuffle_ranks:
+        middle = order[1:-1]
         rng.shuffle(middle)
-    order = [0, *middle, world - 1][:world]
+        order[1:-1] = middle
+        if not _crosses(sizes, order):
+            break
     stages = []
     for stage_sizes, count in zip(sizes, layers, strict=True):
         routed = route(len(stage_sizes), even_routing, rng)

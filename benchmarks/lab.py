@@ -9,6 +9,7 @@ from benchmarks.runner import Job, Runner
 from megatron_het.plan import save_plan
 
 _DOCUMENTS, _DATA_SEED = 3000, 7
+_CASE_S = 300.0  # far more than a case takes, for machines that do other work
 
 
 class Lab:
@@ -87,4 +88,5 @@ class Lab:
             (*flags, *self.start_flags(case.weights), *plan, *case.plan_flags(), *more),
             folder,
             setup=("benchmarks.probe:observe", {"out": str(folder), "gradients": True}),
+            timeout_s=_CASE_S,
         )

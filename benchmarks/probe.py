@@ -262,3 +262,14 @@ def die_while_saving(*, rank: int, which: int, save: int) -> None:
         return original(*positional, **keywords)
 
     writer.prepare_write_data = prepare_write_data
+
+
+def forbid_process_groups(*, rank: int) -> None:
+    """Creating a process group ends the process with code 97."""
+    import torch.distributed as dist
+
+    def refuse(*_positional: Any, **_keywords: Any) -> None:
+        os.write(2, f"rank {rank} creates a process group\n".encode())
+        os._exit(97)
+
+    dist.init_process_group = dist.new_group = refuse
