@@ -97,6 +97,8 @@ class Executor:
         self._is_last = is_last
         self._num_chunks = num_chunks
         self._timeline = timeline
+        self.current = ""
+        """Label of the operation that runs, for messages."""
         self._window = window
         self._handlers: dict[Kind, Callable[[RankOp, Call, Iteration], None]] = {
             Kind.FORWARD: self._forward,
@@ -123,6 +125,7 @@ class Executor:
         if self._window is not None:
             self._window.begin()
         for op in program.ops:
+            self.current = op.label
             with record_function(op.label), self._timeline.measure(op):
                 self._handlers[op.kind](op, call, state)
         self._channels.wait_sends()

@@ -7,6 +7,8 @@ by one for another plan.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,7 @@ if TYPE_CHECKING:  # it imports Megatron
     from megatron_het.runtime.window import ParameterWindow
 
 _PENDING_SLICES = 4
+_NOTE = "het: "
 
 
 def _checked_programs(placement: Placement) -> dict[bool, Program]:
@@ -232,23 +235,48 @@ class HetSession:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         self._timeline.start()
         with self.report.measure(forward_only, self._timeline) as measured:
-            state = self._executor.run(call)
+            with self.explained(lambda: self._executor.current, "tp"):
+                state = self._executor.run(call)
             measured.schedule_ended()
             if not forward_only:
-                config.finalize_model_grads_func(
-                    models,
-                    state.num_tokens if config.calculate_per_token_loss else None,
-                    force_all_reduce=force_all_reduce,
-                )
+                with self.explained(lambda: "gradient reduction", "stage"):
+                    config.finalize_model_grads_func(
+                        models,
+                        state.num_tokens if config.calculate_per_token_loss else None,
+                        force_all_reduce=force_all_reduce,
+                    )
             reports = state.reports
             if self._is_last and not collect_non_loss_data:
-                reports = self._reduce_reports(reports)
+                with self.explained(lambda: "loss reduction", "stage"):
+                    reports = self._reduce_reports(reports)
                 measured.add_losses(reports)
             if self._window is not None and not forward_only:
                 self.report.set_window(self._window.use.as_json())
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return reports
+
+    @contextlib.contextmanager
+    def explained(self, operation: Callable[[], str], role: str | None = None) -> Iterator[None]:
+        """Add to a failed collective, which names an address at best, what ran and with whom.
+
+        Args:
+            operation: Called on failure; what was going on.
+            role: Group that collectives inside go over; None for all ranks.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+                me = self.groups.rank
+                ranks = dist.get_process_group_ranks(self.groups[role]) if role else None
+                peers = [f"rank {rank}" for rank in ranks or () if rank != me]
+                error.add_note(
+                    f"{_NOTE}rank {me}: {operation()} failed; in collectives it works with "
+                    f"{'all ranks' if ranks is None else ', '.join(peers) or 'nobody'}. "
+                    "If one of them has stopped, its log says why"
+                )
+            raise
 
     def _reduce_reports(self, reports: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """One entry for the whole last stage when its replicas have unequal work or TP.

@@ -40,7 +40,8 @@ class PretrainHook:
             keywords["skip_model_parallel_init"] = True
             _say_on_first_rank(session)
             try:
-                result = original(cfg_container, provider, *positional, **keywords)
+                with session.explained(lambda: "a step outside of the schedule"):
+                    result = original(cfg_container, provider, *positional, **keywords)
             except SystemExit as stop:
                 if stop.code not in (None, 0):
                     raise

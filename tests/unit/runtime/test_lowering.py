@@ -42,3 +42,11 @@ def test_a_rank_without_a_piece_of_a_replicated_result_keeps_nothing_to_send() -
     # Microbatch 2 goes from TP 2 to TP 1: only the first sender has a piece of it.
     assert 2 in {key[0] for _, key in first.sends}
     assert 2 not in {key[0] for _, key in second.sends}
+
+
+def test_operations_without_a_handler_are_refused() -> None:
+    body = document()
+    body["stages"][1]["replicas"] = [{"ranks": [2, 3], "microbatches": [0, 1, 2, 3]}]
+    body["schedule"] = {"name": "zb-h1", "parameters": {}}
+    with pytest.raises(ValueError, match="BACKWARD_INPUT.*BACKWARD_WEIGHT.*not executed"):
+        build_programs(Placement(read(body)))
