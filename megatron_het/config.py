@@ -234,6 +234,9 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     where = placement.locate(rank)
     tp = placement.replica(where.stage, where.replica).tp
     args.tensor_model_parallel_size = tp
+    # There are no experts; Megatron's memory estimate divides the world by this size all the same,
+    # and by TP if it is left open, which may exceed the ranks per stage.
+    args.expert_tensor_parallel_size = 1
     args.pipeline_model_parallel_size = placement.num_stages
     if placement.num_stages > 1:
         args.pipeline_model_parallel_layout = pipeline_layout(plan)

@@ -80,7 +80,6 @@ def _install_plan(config: HetConfig, device: Any) -> None:
             "plan_pretrain": pretrain.wrap,
             "plan_save": pretrain.wrap_generate_state_dict,
             "plan_load": LoadHook(config.plan).wrap,
-            "plan_memory_report": _no_memory_report,
         },
     )
 
@@ -92,16 +91,6 @@ def _check_transport(transport: str, backend: str, on_cuda: bool) -> None:
         choose_transport(transport, backend, on_cuda)
     except ValueError as error:
         raise PlanError("--het-transport", transport, str(error)) from error
-
-
-def _no_memory_report(original: Callable[..., None]) -> Callable[..., None]:
-    """Builds the replacement of ``report_theoretical_memory``: a plan brings its own prediction."""
-
-    @functools.wraps(original)
-    def report_theoretical_memory(*_positional: Any, **_keywords: Any) -> None:
-        return None
-
-    return report_theoretical_memory
 
 
 def _validate_args_hook(

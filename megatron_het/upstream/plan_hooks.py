@@ -76,16 +76,4 @@ PATCHES = (
             f"{_TRAINING}.load_checkpoint": "98cef76fe442dcd6e344befdf3e19eb3e3b8e3a27e2c907ba75b976210a4e6d7",
         },
     ),
-    Patch(
-        name="plan_memory_report",
-        group="plan",
-        target=f"{_TRAINING}.report_theoretical_memory",
-        reason=(
-            "the estimate assumes equal stages and divides the world by this rank's layout, which "
-            "can give a data-parallel size of zero; it has no switch"
-        ),
-        sources={
-            f"{_TRAINING}.report_theoretical_memory": "110edfa1c4cdf9bfeada09dbe6c3a0b95898b9969259771a2c556abfa00d78ff",
-        },
-    ),
 )
