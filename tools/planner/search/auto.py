@@ -48,9 +48,14 @@ class Effort:
     window: float = 0.03
 
 
-def search_auto(estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = Effort()) -> Outcome:
+LARGE = Effort(seeds=1500, beam=6, steps=600, simulated_operations=20_000)
+"""For clusters of more than 160 GPUs, where a better plan is worth a few seconds."""
+
+
+def search_auto(estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort | None = None) -> Outcome:
     """See the module's text.  Interrupting it (Ctrl-C) returns the best found so far."""
     progress = progress or Progress()
+    effort = effort or (LARGE if estimator.cluster.total_gpus > 160 else Effort())
     started = time.process_time()
     merged = merge(estimator)
     book = Book(merged.estimator, goal, progress)
@@ -151,7 +156,11 @@ def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort) -> None:
 
 
 def _polish(book: Book) -> None:
-    """Shift single layers between stages of the best candidates."""
+    """Every number of ministages, and single layers shifted between stages, for the best candidates."""
+    for candidate, _ in book.top(3):
+        if candidate.schedule == "ministage":
+            for chunks in range(2, min(s.layers for s in candidate.stages) + 1):
+                book.try_groups(tuple(s.groups for s in candidate.stages), candidate.with_(chunks=chunks))
     for candidate, _ in book.top(3):
         current, score = candidate, book.try_candidate(candidate)
         improved = True
