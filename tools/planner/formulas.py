@@ -187,7 +187,9 @@ def _one_f_one_b(
                 ahead = (held - 1) * cut if cut > 1 else held - 1
                 own = (f + b) * cut * k
                 idle = max(0.0, rt - ahead * f) + max(0.0, rt - ahead * b)
-                if cut == 1:
+                if cut == 1 and k <= held:  # all microbatches in flight at once: one round trip, not two
+                    idle = max(0.0, rt + max(f + k * b, k * f + b) - own)
+                elif cut == 1:
                     idle = max(idle, (k - held) * (f + b + (rt + slowest[s]) / 2) / held + f + b + rt - own)
                 else:
                     idle = rt

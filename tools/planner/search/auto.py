@@ -36,6 +36,8 @@ class Effort:
         exact_nodes: Nodes of the search tree before the proof is given up.
         simulated_operations: Compute operations to simulate at the end, over all finalists.
         window: Finalists whose closed form is within this share of the best are simulated.
+        exact_window, exact_operations: The same two for clusters searched to the optimum, where plans are
+            small, cheap to simulate, and the closed form is off by more.
     """
 
     seeds: int = 700
@@ -46,6 +48,8 @@ class Effort:
     exact_nodes: int = 60_000
     simulated_operations: int = 5_000
     window: float = 0.03
+    exact_window: float = 0.15
+    exact_operations: int = 80_000
 
 
 LARGE = Effort(seeds=1500, beam=6, steps=600, simulated_operations=20_000)
@@ -70,7 +74,7 @@ def search_auto(estimator: Estimator, goal: Goal, progress: Progress | None = No
                 raise KeyboardInterrupt
         if estimator.cluster.total_gpus <= effort.exact_gpus:
             progress.text = "branch and bound"
-            outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.window)
+            outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_window)
         _variants(book, effort)
         _bandwidth_groups(merged.estimator, book, effort)
         _polish(book)
@@ -183,12 +187,13 @@ def _polish(book: Book) -> None:
 def finish(book: Book, outcome: Outcome, estimator: Estimator, goal: Goal, effort: Effort, place) -> None:  # noqa: ANN001
     """Put the finalists into real zones, simulate them, and order them."""
     found: list[Found] = []
-    left = effort.simulated_operations
+    left = effort.exact_operations if outcome.exact else effort.simulated_operations
+    window = effort.exact_window if outcome.exact else effort.window
     best = inf
-    finalists = _finalists(book, 400 if outcome.exact else 120)
+    finalists = _finalists(book, 1000 if outcome.exact else 120)
     affordable = [entry for entry in finalists if entry[2] <= left]
     for candidate, estimate, operations in affordable or sorted(finalists, key=lambda entry: entry[2])[:1]:
-        if goal.value(estimate) * (1 - effort.window) > best:
+        if goal.value(estimate) * (1 - window) > best:
             continue
         if operations > left and found:
             continue

@@ -16,7 +16,7 @@ Groups = tuple[tuple[Group, ...], ...]
 class Book:
     """Memo of scores; remembers the best candidates that hold all constraints."""
 
-    KEEP = 256
+    KEEP = 1000
 
     def __init__(self, estimator: Estimator, goal: Goal, progress: Progress) -> None:
         self.estimator, self.goal, self.progress = estimator, goal, progress
