@@ -60,7 +60,7 @@ def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
     selected = [
         BY_NAME[item.callspec.params["name"]]
         for item in request.session.items
-        if getattr(item, "originalname", "") == "test_equals_one_process"
+        if item.path == request.path and getattr(item, "originalname", "") == "test_equals_one_process"
     ]
     for case in selected:
         lab.reference(case)
@@ -79,19 +79,20 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
         assert max(found.loss, found.validation, found.gradient) <= FP32_BAR, found
 
 
-# The figure that each accident must change by far more than the bar.
+# The figure that each accident must change, and by how many times the bar.  A wrong norm changes the
+# clipping, to which Adam is nearly blind.
 ACCIDENTS = {
-    "no class exchange": ("mixed-tp", "gradient"),
-    "wrong routing": ("replicas", "loss"),
-    "no duplicate mark": ("mixed-tp", "loss"),
-    "gated as plain": ("mixed-tp", "gradient"),
-    "own token count": ("tp-by-stage", "gradient"),
+    "no class exchange": ("mixed-tp", "gradient", 100),
+    "wrong routing": ("replicas-distributed-optimizer", "loss", 100),
+    "no duplicate mark": ("mixed-tp", "loss", 3),
+    "gated as plain": ("mixed-tp", "gradient", 100),
+    "own token count": ("tp-by-stage", "gradient", 100),
 }
 
 
 @pytest.mark.parametrize("accident", list(ACCIDENTS))
 def test_the_comparison_can_fail(accident: str, lab: Lab):
-    name, figure = ACCIDENTS[accident]
+    name, figure, times = ACCIDENTS[accident]
     case = replace(BY_NAME[name], name=f"{name}, {accident}")
     lab.reference(case)
     job = lab.job(case)
@@ -99,4 +100,4 @@ def test_the_comparison_can_fail(accident: str, lab: Lab):
     options = {**job.setup[1], "accident": accident}
     done = lab.runner.run(replace(job, setup=("benchmarks.sabotage:break_and_observe", options)))
     found: Differences = compare(done.job.log_dir, case.plan, lab.reference(case))
-    assert getattr(found, figure) > 100 * FP32_BAR, found
+    assert getattr(found, figure) > times * FP32_BAR, found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import common_flags
+from benchmarks.cases import Case, build_plan, common_flags, with_schedule
 from benchmarks.compare import compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Job
@@ -45,10 +45,16 @@ def test_thrifty_layers(lab: Lab) -> None:
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
 
 
+def _even_case() -> Case:
+    """Four layers, which flags can spread over two stages of two chunks."""
+    even = Case("like-flags", build_plan([[1], [1]], [2, 2], random.Random(0)))
+    return with_schedule(even, "slimpipe", 2, {"slices": 4})
+
+
 def _from_flags(lab: Lab, folder: Path, *more: str) -> Job:
-    layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
+    layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
     slices = ("--het-schedule", "slimpipe", "--het-slices", "4", "--het-report", str(folder))
-    like = CASES["slices-plain"]
+    like = _even_case()
     flags = (*common_flags(*like.reference), *lab.start_flags(like.weights), *layout.split())
     observe = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
     return Job(folder.name, 2, (*flags, *slices, *more), folder, setup=observe, timeout_s=240.0)
@@ -56,8 +62,7 @@ def _from_flags(lab: Lab, folder: Path, *more: str) -> Job:
 
 def test_from_flags(lab: Lab, tmp_path: Path) -> None:
     """Without a plan file the layout comes from Megatron's own flags."""
-    row = {**_ROW, "chunks": 2, "microbatches": 1}
-    case = sliced_case(row, "like-flags", random.Random(0))
+    case = _even_case()
     done = lab.runner.run(_from_flags(lab, tmp_path / "flags"))
     found = compare(done.job.log_dir, case.plan, lab.reference(case))
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
