@@ -15,6 +15,8 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing.process
+import multiprocessing.util
 import os
 import select
 import signal
@@ -46,6 +48,9 @@ class Rank:
         """
         job = self.job
         os.setsid()
+        # As multiprocessing does after its own forks: the server's helper is not this rank's child.
+        multiprocessing.process._children.clear()
+        multiprocessing.util._finalizer_registry.clear()
         self._redirect(Path(job["log_dir"]) / f"rank-{self.rank}.log")
         os.environ.update(
             RANK=str(self.rank),
@@ -254,10 +259,30 @@ def _remember_docstrings() -> None:
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
+def _share_queue_server() -> None:
+    """Serve the result queues of all checkpoint writers from one process.
+
+    Megatron starts a helper process per rank for one queue, with a new interpreter that imports
+    torch.  Here every rank still has a queue of its own, in a helper that exists already.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    manager = multiprocessing.get_context("spawn").Manager()
+    queues: list[Any] = []
+
+    def get_write_results_queue(mp_mode: str = "spawn") -> Any:
+        if not queues:
+            queues.append(manager.Queue())
+        return queues[0]
+
+    filesystem_async.get_write_results_queue = get_write_results_queue
+
+
 def main() -> None:
     """Serve, or, in a forked process, be a rank."""
     _import_everything()
     _remember_docstrings()
+    _share_queue_server()
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     if threads > 1:
         raise SystemExit(f"an import has started {threads - 1} threads; forking is not safe")

@@ -43,7 +43,11 @@ class RoutedBatchSampler(torch.utils.data.Sampler[list[int]]):
 def routed_loader(
     loader: torch.utils.data.DataLoader, microbatches: Sequence[int], num_microbatches: int
 ) -> torch.utils.data.DataLoader:
-    """The same loader over the routed microbatches only."""
+    """The same loader over the routed microbatches only.
+
+    It draws the seeds of its workers from a generator of its own: the default one drives dropout on
+    a CPU, and a resumed run must not be one draw ahead.
+    """
     return torch.utils.data.DataLoader(
         loader.dataset,
         batch_sampler=RoutedBatchSampler(loader.batch_sampler, microbatches, num_microbatches),
@@ -52,6 +56,7 @@ def routed_loader(
         persistent_workers=loader.persistent_workers,
         worker_init_fn=loader.worker_init_fn,
         collate_fn=loader.collate_fn,
+        generator=torch.Generator().manual_seed(torch.initial_seed()),
     )
 
 

@@ -1,0 +1,197 @@
+"""Checkpoints do not depend on the plan: any plan, or stock Megatron, loads what another saved."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cases import MICROBATCHES, Weights, build_plan, common_flags
+from benchmarks.lab import Lab
+from benchmarks.runner import Finished, Job
+from megatron_het.plan import Plan, save_plan
+
+STEPS, SAVED_AT = 8, 4
+BAR = 1e-5
+
+
+def plan(name: str, sizes: list[list[int]], layers: list[int], **more: Any) -> Plan:
+    return build_plan(sizes, layers, random.Random(name), **{"even_routing": False, **more})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Two plans of one kind of training: what is saved under one is loaded under the other."""
+
+    first: Plan
+    second: Plan
+
+    @property
+    def weights(self) -> Weights:
+        model = self.first.model
+        return Weights(self.first.training.precision, model.tied_embeddings, model.num_layers)
+
+
+def _kind(first: tuple[list, list], second: tuple[list, list], **more: Any) -> Kind:
+    return Kind(plan("first", *first, **more), plan("second", *second, **more))
+
+
+KINDS = {
+    "tied": _kind(([[1], [2, 1]], [2, 3]), ([[2, 1], [1], [1]], [1, 2, 2]), tied=True),
+    "distributed-optimizer": _kind(
+        ([[1, 1], [2, 1]], [2, 3]), ([[1], [4], [1, 1]], [1, 3, 1]),
+        distributed_optimizer=True, sequence_parallel=True,
+    ),
+    "bf16": _kind(
+        ([[1], [2, 1]], [2, 3]), ([[2], [1, 1]], [4, 1]),
+        distributed_optimizer=True, precision="bf16",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished training run."""
+
+    finished: Finished
+    checkpoints: Path
+    losses: dict[int, float]
+
+    def checkpoint(self, iteration: int) -> Path:
+        return self.checkpoints / f"iter_{iteration:07}"
+
+
+Train = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def train(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Trains under a plan, or with None in one stock process, and saves every SAVED_AT iterations."""
+
+    def train(
+        under: Plan | None, weights: Weights, *more: str | Path, load: Path | None = None,
+        steps: int = STEPS, decay_steps: int = STEPS, save_interval: int = SAVED_AT,
+    ) -> Run:  # fmt: skip
+        folder = tmp_path_factory.mktemp("run")
+        flags = [*common_flags(weights, by_samples=True, steps=steps), *lab.data_flags()]
+        flags += ["--lr-decay-samples", str(decay_steps * MICROBATCHES)]
+        flags += ["--save", str(folder / "checkpoints"), "--save-interval", str(save_interval)]
+        flags += [str(word) for word in more]
+        flags += list(lab.start_flags(weights)) if load is None else ["--load", str(load)]
+        if under is not None:
+            save_plan(under, folder / "plan.json")
+            flags += ["--het-plan", str(folder / "plan.json"), "--het-report", str(folder)]
+        finished = lab.runner.run(
+            Job("checkpoint", under.world_size if under else 1, tuple(flags), folder,
+                setup=("benchmarks.probe:observe", {"out": str(folder)}), timeout_s=300.0)
+        )  # fmt: skip
+        return Run(finished, folder / "checkpoints", _losses(folder, under, load, steps))
+
+    return train
+
+
+def _losses(folder: Path, under: Plan | None, load: Path | None, steps: int) -> dict[int, float]:
+    if under is not None:
+        last = under.stages[-1].replicas[0].ranks[0]
+        report = json.loads((folder / f"rank-{last}.json").read_text())
+        return {iteration: loss for iteration, loss in report["losses"]}
+    path = folder / "losses-0.json"
+    kept = json.loads(path.read_text())["losses"] if path.exists() else []
+    return {steps - len(kept) + 1 + i: loss for i, loss in enumerate(kept)}
+
+
+def same(lab: Lab, first: Path, second: Path, folder: Path) -> dict[str, Any]:
+    """Compare two checkpoints in a rank process."""
+    options = {"first": str(first), "second": str(second), "out": str(folder / "found.json")}
+    lab.runner.run(
+        Job("compare", 1, (), folder, "benchmarks.probe:nothing",
+            ("benchmarks.probe:compare_checkpoints", options))
+    )  # fmt: skip
+    return json.loads((folder / "found.json").read_text())
+
+
+def assert_same(lab: Lab, first: Path, second: Path, folder: Path) -> None:
+    """Bit-equal weights and optimizer states, and that there are some."""
+    found = same(lab, first, second, folder)
+    assert found["missing"] == [] and found["different"] == {}
+    assert any(key.startswith("decoder.layers.4.") for key in found["keys"]), found["keys"]
+    assert any("exp_avg_sq" in key and "layers.4." in key for key in found["keys"]), found["keys"]
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def whole(train: Train, kind: Kind) -> Run:
+    """An uninterrupted run under the first plan."""
+    return train(kind.first, kind.weights)
+
+
+def stock_flags(kind: Kind) -> list[str]:
+    distributed = kind.first.training.distributed_optimizer
+    return ["--use-distributed-optimizer"] if distributed else []
+
+
+def test_saved_under_one_plan_and_loaded_under_another(
+    lab: Lab, train: Train, kind: Kind, whole: Run, tmp_path: Path
+):
+    """Loading and saving again without a step in between changes no bit."""
+    again = {"load": whole.checkpoints, "steps": SAVED_AT, "save_interval": SAVED_AT - 1}
+    # Less training than the schedule of the checkpoint was made for.
+    step = ("--ckpt-step", str(SAVED_AT), "--override-opt-param-scheduler")
+    second = train(kind.second, kind.weights, *step, **again)
+    assert_same(lab, whole.checkpoint(SAVED_AT), second.checkpoint(SAVED_AT), tmp_path / "a")
+    stock = train(None, kind.weights, *step, *stock_flags(kind), **again)
+    assert_same(lab, whole.checkpoint(SAVED_AT), stock.checkpoint(SAVED_AT), tmp_path / "b")
+    back = train(kind.first, kind.weights, *step, **{**again, "load": stock.checkpoints})
+    assert_same(lab, whole.checkpoint(SAVED_AT), back.checkpoint(SAVED_AT), tmp_path / "c")
+
+
+@pytest.mark.parametrize("under", ["second plan", "stock Megatron"])
+def test_resuming_elsewhere_continues_the_losses(
+    train: Train, kind: Kind, whole: Run, under: str
+):
+    chosen = kind.second if under == "second plan" else None
+    flags = [] if chosen else stock_flags(kind)
+    resumed = train(
+        chosen, kind.weights, "--ckpt-step", str(SAVED_AT), *flags, load=whole.checkpoints
+    )
+    assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
+    bar = 2e-3 if kind.weights.precision == "bf16" else BAR
+    for iteration, loss in resumed.losses.items():
+        assert loss == pytest.approx(whole.losses[iteration], rel=bar, abs=0.0), iteration
+
+
+def test_stock_checkpoint_resumes_under_a_plan(train: Train):
+    kind = KINDS["distributed-optimizer"]
+    stock = train(None, kind.weights, *stock_flags(kind))
+    resumed = train(
+        kind.second, kind.weights, "--ckpt-step", str(SAVED_AT), load=stock.checkpoints
+    )
+    assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
+    for iteration, loss in resumed.losses.items():
+        assert loss == pytest.approx(stock.losses[iteration], rel=BAR, abs=0.0), iteration
+
+
+DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+
+
+def test_dropout_resumes_bit_for_bit_under_the_same_topology(train: Train):
+    """Random-number states come back per rank; another routing is still the same topology."""
+    kind = KINDS["distributed-optimizer"]
+    whole = train(kind.first, kind.weights, *DROPOUT)
+    step = ("--ckpt-step", str(SAVED_AT))
+    resumed = train(kind.first, kind.weights, *DROPOUT, *step, load=whole.checkpoints)
+    assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
+    assert resumed.losses == {i: whole.losses[i] for i in resumed.losses}
+    fresh = train(
+        kind.first, kind.weights, *DROPOUT, *step, "--no-load-rng", load=whole.checkpoints
+    )
+    assert fresh.losses != resumed.losses, "dropout does not depend on the random-number state"
