@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron_het.plan import Plan
+from megatron_het.plan.slices import splits_vocabulary
 
+_VOCABULARY = ("output_layer.weight", "embedding.word_embeddings.weight")
 Arrays = dict[str, np.ndarray]
 _GATED = "mlp.linear_fc1.weight"  # [gate, up] in full, [gate_t, up_t] on TP rank t
 
@@ -90,7 +92,7 @@ def compare_gradients(folder: Path, plan: Plan, reference: Arrays) -> tuple[floa
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
             for name, gradient in gathered(folder, replica.ranks).items():
-                expected = reference[name]
+                expected = _expected(reference[name], name, s, plan)
                 if gradient.shape != expected.shape:
                     raise ComparisonError(f"{name}: {gradient.shape}, expected {expected.shape}")
                 norm = float(np.linalg.norm(expected.astype(np.float64)))
@@ -104,6 +106,13 @@ def compare_gradients(folder: Path, plan: Plan, reference: Arrays) -> tuple[floa
     if missing:
         raise ComparisonError(f"no stage has the parameters {missing}")
     return worst, where
+
+
+def _expected(whole: np.ndarray, name: str, stage: int, plan: Plan) -> np.ndarray:
+    """A stage's part of a gradient: everything but the vocabulary is never split over stages."""
+    if splits_vocabulary(plan) and name in _VOCABULARY:
+        return np.split(whole, len(plan.stages))[stage]
+    return whole
 
 
 def compare(folder: Path, plan: Plan, reference: Path, *, gradients: bool = True) -> Differences:

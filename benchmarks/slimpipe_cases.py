@@ -42,7 +42,8 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
 
     Args:
         row: ``stages``, ``slices``, ``chunks``, ``microbatches`` (of one replica), ``tp``,
-            ``recompute``, ``tied``, ``distributed_optimizer``, ``multi_head``, ``uneven``.
+            ``recompute``, ``tied``, ``distributed_optimizer``, ``multi_head``, ``uneven``; may have
+            ``vocabulary`` (split over the stages) and ``offload`` (share of activations).
         name: Name of the case.
         rng: For uneven layers.
     """
@@ -72,7 +73,12 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
     training = replace(plan.training, micro_batch_size=size)
     plan = replace(plan, model=model, training=training, stages=stages)
     case = SlicedCase(name, plan, chosen={"precision": "fp32", **row})
-    sliced = with_schedule(case, "slimpipe", row["chunks"], {"slices": row["slices"]})
+    parameters: dict[str, Any] = {"slices": row["slices"]}
+    if row.get("vocabulary"):
+        parameters["vocabulary"] = True
+    if row.get("offload"):
+        parameters["offload_activations"] = row["offload"]
+    sliced = with_schedule(case, "slimpipe", row["chunks"], parameters)
     return replace(sliced, name=name)
 
 

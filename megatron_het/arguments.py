@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_het.config import HetConfig
 from megatron_het.plan import Plan, ScheduleSpec
@@ -41,6 +42,18 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         metavar="N",
         type=int,
         help="slices per sequence, for slimpipe, seq1f1b and terapipe",
+    )
+    group.add_argument(
+        "--het-vocabulary-parallel",
+        action="store_true",
+        help="split the output layer and its loss over all stages and TP ranks",
+    )
+    group.add_argument(
+        "--het-offload-activations",
+        metavar="RATIO",
+        type=float,
+        help="share (above 0, at most 1) of the activations of each forward that waits in host memory "
+        "for its backward, where the schedule leaves time for it",
     )
     group.add_argument(
         "--het-thrifty-layers",
@@ -115,19 +128,24 @@ def _plan(namespace: argparse.Namespace, rest: list[str]) -> tuple[Plan, list[st
     """The plan of the file or, without one, of Megatron's flags; with the schedule asked for."""
     from megatron_het.plan import load_plan
     from megatron_het.plan.from_flags import plan_from_flags
+    from megatron_het.plan.slices import OFFLOAD, VOCABULARY
     from megatron_het.plan.validate import check_plan
 
-    slices = {} if namespace.het_slices is None else {"slices": namespace.het_slices}
+    parameters: dict[str, Any] = {} if namespace.het_slices is None else {"slices": namespace.het_slices}
+    if namespace.het_vocabulary_parallel:
+        parameters[VOCABULARY] = True
+    if namespace.het_offload_activations is not None:
+        parameters[OFFLOAD] = namespace.het_offload_activations
     if namespace.het_plan is None:
-        schedule = ScheduleSpec(namespace.het_schedule, slices)
+        schedule = ScheduleSpec(namespace.het_schedule, parameters)
         plan, rest = plan_from_flags(rest, int(os.environ.get("WORLD_SIZE", "1")), schedule)
         check_plan(plan)
         return plan, rest
     plan = load_plan(namespace.het_plan)
     if namespace.het_schedule is not None:
-        return replace(plan, schedule=ScheduleSpec(namespace.het_schedule, slices)), rest
-    if slices:
-        schedule = replace(plan.schedule, parameters={**plan.schedule.parameters, **slices})
+        return replace(plan, schedule=ScheduleSpec(namespace.het_schedule, parameters)), rest
+    if parameters:
+        schedule = replace(plan.schedule, parameters={**plan.schedule.parameters, **parameters})
         return replace(plan, schedule=schedule), rest
     return plan, rest
 

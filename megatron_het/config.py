@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.config_slices import check_slices
+from megatron_het.config_vocabulary import check_offload, check_vocabulary
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.runtime.window_options import check_window
 from megatron_het.plan.slices import is_sliced
@@ -110,6 +111,8 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_mixed(plan, args)
     _check_checkpoint(plan, args)
     check_slices(plan, args)
+    check_vocabulary(plan, args)
+    check_offload(plan, args)
     check_window(plan, args)
 
 

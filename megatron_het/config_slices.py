@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.slices import SLICED_SCHEDULES, is_sliced
+from megatron_het.plan.slices import OFFLOAD, SLICED_SCHEDULES, VOCABULARY, is_sliced
 
 
 def _truthy(value: Any) -> bool:
@@ -31,6 +31,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("heterogeneous_layers_config_path", _truthy, "layers without attention are not supported with slices"),
     ("logits_load_dir", _truthy, "saved logits are read by whole sequences"),
 )  # fmt: skip
+_PARAMETERS = ("slices", VOCABULARY, OFFLOAD)
 _POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 
 
@@ -67,10 +68,10 @@ def check_slices(plan: Plan, args: Any) -> None:
 
 def _check_numbers(plan: Plan) -> None:
     for name, value in plan.schedule.parameters.items():
-        if name != "slices":
+        if name not in _PARAMETERS:
             raise PlanError(
                 f"schedule.parameters.{name}", value,
-                f"schedule {plan.schedule.name} is run with the parameter slices only",
+                f"schedule {plan.schedule.name} is run with the parameters {', '.join(_PARAMETERS)} only",
             )
     slices, stages, length = plan.schedule.parameters.get("slices"), len(plan.stages), plan.model.seq_length
     where = "--het-slices"

@@ -1,4 +1,4 @@
-"""Schedules over slices of the sequence, as far as a plan speaks of them."""
+"""Schedules over slices of the sequence, and what goes with them, as far as a plan speaks of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
 def is_sliced(plan: Plan) -> bool:
     """Whether the plan's schedule runs slices of sequences."""
     return plan.schedule.name in SLICED_SCHEDULES
+
+
+VOCABULARY = "vocabulary"
+"""Schedule parameter: the output layer is split over all stages."""
+
+
+OFFLOAD = "offload_activations"
+"""Schedule parameter: share of the activations that wait on the host, 0 for none."""
+
+
+def offload_ratio(plan: Plan) -> float:
+    """Share of each forward's activations that wait on the host (SlimPipe, section 6.5)."""
+    return float(plan.schedule.parameters.get(OFFLOAD, 0.0))
+
+
+def splits_vocabulary(plan: Plan) -> bool:
+    """Whether all stages share the output layer (SlimPipe, section 4.3)."""
+    return bool(plan.schedule.parameters.get(VOCABULARY, False))
 
 
 def slices_of(plan: Plan) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megatron_het.platform import Platform
@@ -218,6 +218,13 @@ class _Watch(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._storages.see(leaf, new=True)
         return result
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Tensors made inside are not counted on a CPU, where host memory stands for a device's too."""
+    with _disable_current_modes():
+        yield
 
 
 def memory_meter(platform: Platform) -> MemoryMeter:

@@ -24,7 +24,9 @@ from megatron_het.runtime.window_options import PARAMETER_KINDS
 from megatron_het.schedule.ir import Kind
 
 if TYPE_CHECKING:  # it imports Megatron
+    from megatron_het.runtime.activation_offload import ActivationOffload
     from megatron_het.runtime.window import ParameterWindow
+    from megatron_het.vocab.team import SplitVocabulary
 
 Key = tuple[int, int, int]
 """(microbatch, slice, chunk) of a compute operation on this device."""
@@ -78,6 +80,8 @@ class Executor:
         timeline: Records when every operation ran.
         sequences: Runs a forward over a whole sequence (the default) or over a slice.
         window: Runs parameter operations; None when parameters are always whole.
+        vocabulary: Runs the output layer; None when the last stage does so in its forward.
+        offload: Moves activations to the host and back; None when they stay.
     """
 
     def __init__(
@@ -90,6 +94,8 @@ class Executor:
         timeline: Timeline,
         sequences: Sequences | None = None,
         window: ParameterWindow | None = None,
+        vocabulary: SplitVocabulary | None = None,
+        offload: ActivationOffload | None = None,
     ) -> None:
         self._sequences = sequences or WholeSequences()
         self._programs = programs
@@ -110,6 +116,12 @@ class Executor:
         }
         if window is not None:
             self._handlers |= dict.fromkeys(PARAMETER_KINDS, lambda op, call, state: window.handle(op))
+        self._vocabulary = vocabulary
+        if vocabulary is not None:
+            self._handlers |= vocabulary.handlers()
+        self._offload = offload
+        if offload is not None:
+            self._handlers |= offload.handlers()
 
     def run(self, call: Call) -> Iteration:
         """Run one iteration and return what it left (reports of the last stage, token count)."""
@@ -124,10 +136,17 @@ class Executor:
         self._hold_gradient_sync(program, call, state)
         if self._window is not None:
             self._window.begin()
+        offload = None if call.forward_only else self._offload
+        if offload is not None:
+            offload.begin(call.models)
         for op in program.ops:
             self.current = op.label
             with record_function(op.label), self._timeline.measure(op):
                 self._handlers[op.kind](op, call, state)
+        if self._vocabulary is not None:
+            self._vocabulary.finish(call, state)
+        if offload is not None:
+            offload.finish()
         self._channels.wait_sends()
         self._check_nothing_left(state)
         self._sequences.finish()
@@ -140,13 +159,21 @@ class Executor:
 
         key, model = op.key, call.models[op.chunk]
         is_last = self._is_last and op.chunk == self._num_chunks - 1
+        # With a split vocabulary the model ends with hidden states, and the loss comes later.
+        split = self._vocabulary if is_last else None
+        forward_step_func = call.forward_step_func if split is None else split.capture(call.forward_step_func)
+        if self._vocabulary is not None:
+            self._vocabulary.enter(op)
         source = self._arrived(Kind.RECV_FORWARD, key, state)
         if source is not None and not call.forward_only:
             source.requires_grad_()
         whole = call.data_iterators[op.chunk]
-        with self._sequences.forward(op, whole, call.forward_only) as data_iterator:
+        saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._offload is not None and not call.forward_only:
+            saving = self._offload.saving(op, source)
+        with saving, self._sequences.forward(op, whole, call.forward_only) as data_iterator:
             output, num_tokens = schedules.forward_step(
-                call.forward_step_func,
+                forward_step_func,
                 data_iterator,
                 model,
                 call.num_microbatches,
@@ -157,15 +184,18 @@ class Executor:
                 call.collect_non_loss_data,
                 is_first_microbatch=op.chunk not in state.forwarded,
                 current_microbatch=op.microbatch,
-                is_last_stage=is_last,
+                is_last_stage=is_last and split is None,
                 **({"vp_stage": op.chunk} if self._num_chunks > 1 else {}),
             )
         state.forwarded.add(op.chunk)
         state.num_tokens += num_tokens
-        if not is_last:
+        if not is_last or split is not None:
             # The transfer needs the values, autograd only the node: Megatron's backward expects
             # the output to be deallocated, so the values are kept by a detached alias.
-            self._keep_for_send(Kind.SEND_FORWARD, key, output.detach(), call, state)
+            if split is not None:
+                split.put(op, output.detach())
+            else:
+                self._keep_for_send(Kind.SEND_FORWARD, key, output.detach(), call, state)
             if not call.forward_only:
                 schedules.deallocate_output_tensor(output, call.config.deallocate_pipeline_outputs)
         if not call.forward_only:
@@ -178,12 +208,16 @@ class Executor:
         if self._window is not None:
             self._window.before_backward(op.chunk, state.num_tokens)
         gradient = self._arrived(Kind.RECV_BACKWARD, key, state)
+        if self._vocabulary is not None and self._is_last and op.chunk == self._num_chunks - 1:
+            gradient = self._vocabulary.hidden_gradient(op)
         state.backwards_left[op.chunk] -= 1
         if state.backwards_left[op.chunk] == 0:
             state.no_sync.pop(op.chunk).close()  # the last backward starts the reduction
         result = schedules.backward_step(
             state.inputs.pop(key), state.outputs.pop(key), gradient, call.config
         )
+        if self._offload is not None:
+            self._offload.release(op)
         if result is not None:
             self._keep_for_send(Kind.SEND_BACKWARD, key, result, call, state)
 

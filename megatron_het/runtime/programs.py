@@ -5,13 +5,23 @@ from __future__ import annotations
 import inspect
 
 from megatron_het.plan import Placement
-from megatron_het.plan.slices import slices_of
+from megatron_het.plan.slices import OFFLOAD, VOCABULARY, offload_ratio, slices_of, splits_vocabulary
 from megatron_het.runtime.window_options import PARAMETER_KINDS, split_parameters
 from megatron_het.schedule.generators import GENERATORS, generate
 from megatron_het.schedule.ir import TRANSFERS, Kind, Program, Shape
-from megatron_het.schedule.passes import add_parameters, add_transfers
+from megatron_het.schedule.passes import (
+    add_activation_offload,
+    add_embedding,
+    add_parameters,
+    add_transfers,
+    add_vocabulary,
+)
 
-_EXECUTED = frozenset((Kind.FORWARD, Kind.BACKWARD, *TRANSFERS, *PARAMETER_KINDS))
+_EXECUTED = frozenset((
+        Kind.FORWARD, Kind.BACKWARD, Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD, Kind.EMBED_FORWARD, Kind.EMBED_BACKWARD,
+        Kind.ACT_OFFLOAD, Kind.ACT_FETCH, *TRANSFERS, *PARAMETER_KINDS,
+    )
+)  # fmt: skip
 
 
 def schedule_shape(placement: Placement) -> Shape:
@@ -35,12 +45,15 @@ def build_programs(placement: Placement) -> dict[bool, Program]:
     spec, shape = placement.plan.schedule, schedule_shape(placement)
     speeds = [r.speed for s in placement.plan.stages for r in s.replicas]
     parameters, window = split_parameters(spec)
-    parameters.pop("slices", None)
+    for name in ("slices", VOCABULARY, OFFLOAD):
+        parameters.pop(name, None)
     if spec.name in GENERATORS and "speeds" in inspect.signature(GENERATORS[spec.name]).parameters:
         parameters["speeds"] = speeds
     programs = {}
     for forward_only in (False, True):
         program = generate(spec.name, shape, forward_only=forward_only, **parameters)
+        if splits_vocabulary(placement.plan):
+            program = add_embedding(add_vocabulary(program, speeds=speeds), speeds=speeds)
         program = add_transfers(program, speeds=speeds)
         if window is not None:
             program = add_parameters(
@@ -52,6 +65,8 @@ def build_programs(placement: Placement) -> dict[bool, Program]:
                 per_operation=window.per_microbatch,
                 step="ministage" if window.update == "at-once" else "none",
             )
+        if offload_ratio(placement.plan) and not forward_only:
+            program = add_activation_offload(program)
         _check_operations(program)
         programs[forward_only] = program
     return programs

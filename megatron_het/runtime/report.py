@@ -73,6 +73,7 @@ class RunReport:
         self._validation: list[list[float]] = []
         self._memory: dict[str, int] = {}
         self._window: dict[str, int] = {}
+        self._host: dict[str, int] = {}
         self._last_start_s: float | None = None
         self._head = {
             "rank": rank,
@@ -148,6 +149,10 @@ class RunReport:
         """Bytes and collectives of the parameter window in the latest iteration."""
         self._window = figures
 
+    def set_host(self, peak_bytes: int) -> None:
+        """The most that activations took on the host so far."""
+        self._host = {"activation_peak_bytes": peak_bytes}
+
     def prediction(self) -> RankPrediction | None:
         """What the plan predicts for this rank."""
         predicted = self._plan.predicted
@@ -205,6 +210,7 @@ class RunReport:
             "validation": self._validation,
             "memory": self._memory,
             **({"window": self._window} if self._window else {}),
+            **({"host_memory": self._host} if self._host else {}),
         }
         path = directory / f"rank-{self._rank}.json"
         scratch = path.with_suffix(".tmp")

@@ -17,15 +17,16 @@ import torch.distributed as dist
 from megatron_het.config import HetConfig
 from megatron_het.layers import make_norms_thrifty
 from megatron_het.plan import Placement, PlanError, plan_hash
-from megatron_het.plan.slices import is_sliced, slices_of
+from megatron_het.plan.slices import is_sliced, offload_ratio, slices_of, splits_vocabulary
 from megatron_het.platform import Platform
+from megatron_het.runtime.activation_offload import ActivationOffload
 from megatron_het.runtime.channels import Channels, choose_transport
 from megatron_het.runtime.executor import Call, Executor, iterators_per_chunk
 from megatron_het.runtime.gradients import GradientFinalizer, mark_duplicates
 from megatron_het.runtime.lowering import BoundaryMap, edges, lower
 from megatron_het.runtime.programs import build_programs
 from megatron_het.runtime.report import RunReport
-from megatron_het.runtime.slicing import SlicedSequences
+from megatron_het.runtime.slicing import SlicedSequences, WholeSequences
 from megatron_het.runtime.timeline import Timeline
 from megatron_het.runtime.window_options import split_parameters
 from megatron_het.schedule.ir import Program
@@ -33,6 +34,7 @@ from megatron_het.topology import PlanGroups, build_groups, install_stage_state,
 
 if TYPE_CHECKING:  # it imports Megatron
     from megatron_het.runtime.window import ParameterWindow
+    from megatron_het.vocab.team import SplitVocabulary
 
 _PENDING_SLICES = 4
 _NOTE = "het: "
@@ -69,6 +71,8 @@ class HetSession:
         self._executor: Executor | None = None
         self._finalizer: GradientFinalizer | None = None
         self._window: ParameterWindow | None = None
+        self._vocabulary: SplitVocabulary | None = None
+        self._offload: ActivationOffload | None = None
         self._timeline = Timeline(
             platform.is_cuda, device_events=bool(config.report_dir or config.trace_dir)
         )
@@ -82,12 +86,20 @@ class HetSession:
         assert self._groups is not None, "the session is not open"
         return self._groups
 
+    @property
+    def tied_copies(self) -> bool:
+        """Whether the first and the last stage hold a copy of the same weights.
+
+        With a split vocabulary every row is held once, by one stage.
+        """
+        return self.plan.model.tied_embeddings and not splits_vocabulary(self.plan)
+
     # -- life --------------------------------------------------------------------------------
 
     def open(self, args: Any) -> None:
         """Create everything that depends on the plan.  Collective; ``torch.distributed`` is up."""
         timeout_s = args.distributed_timeout_minutes * 60
-        tied = self.plan.model.tied_embeddings
+        tied = self.tied_copies
         self._groups = build_groups(
             self.placement,
             tied_embeddings=tied,
@@ -127,14 +139,25 @@ class HetSession:
             self._window = ParameterWindow(
                 window_options, self._groups["tp"], self._is_last and where.tp_rank == 0
             )
+        sequences = self._slicing or WholeSequences()
+        if splits_vocabulary(self.plan):
+            from megatron_het.vocab.team import SplitVocabulary
+
+            self._vocabulary = SplitVocabulary(
+                self.placement, rank, transport, timeout_s, self._groups["tp"], self._timeline, sequences
+            )
+        if offload_ratio(self.plan):
+            self._offload = ActivationOffload(offload_ratio(self.plan), self._platform)
         self._executor = Executor(
             lowered,
             self._channels,
             is_last=self._is_last,
             num_chunks=self._num_chunks,
             timeline=self._timeline,
-            sequences=self._slicing,
+            sequences=sequences,
             window=self._window,
+            vocabulary=self._vocabulary,
+            offload=self._offload,
         )
         self._finalizer = GradientFinalizer(self._groups, tied)
         self.report = RunReport(
@@ -160,12 +183,15 @@ class HetSession:
 
     def close(self) -> None:
         """Destroy channels and groups and forget the stage-local state."""
+        if self._vocabulary is not None:
+            self._vocabulary.close()
         if self._channels is not None:
             self._channels.close()
         if self._groups is not None:
             remove_stage_state()
             self._groups.close()
         self._channels = self._groups = self._executor = self._finalizer = self._slicing = None
+        self._vocabulary = self._offload = None
         self._models = []
 
     # -- what Megatron gets --------------------------------------------------------------------
@@ -187,8 +213,13 @@ class HetSession:
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         assert self._finalizer is not None
+        from megatron_het.recompute import recompute_up_projections
+
         if self.config.thrifty_layers:
             make_norms_thrifty(model)
+        recompute_up_projections(model)
+        if self._vocabulary is not None:
+            self._vocabulary.attach(model)
         if self._slicing is not None:
             self._slicing.attach(model)
         self._finalizer.copy_initial_weights(model)
@@ -250,6 +281,8 @@ class HetSession:
                 with self.explained(lambda: "loss reduction", "stage"):
                     reports = self._reduce_reports(reports)
                 measured.add_losses(reports)
+            if self._offload is not None:
+                self.report.set_host(self._offload.pool.peak_bytes)
             if self._window is not None and not forward_only:
                 self.report.set_window(self._window.use.as_json())
         if config.timers is not None:

@@ -27,6 +27,9 @@ class Sequences(Protocol):
     ) -> contextlib.AbstractContextManager[Any]:
         """A context for the forward; yields the data iterator to give to the training script."""
 
+    def peek(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
+        """What the forward of an operation will read, ahead of it (first TP rank)."""
+
     def finish(self) -> None:
         """All operations of the iteration are done."""
 
@@ -34,10 +37,19 @@ class Sequences(Protocol):
 class WholeSequences:
     """A forward runs a microbatch from its first token to its last."""
 
+    def __init__(self) -> None:
+        self._ahead: dict[tuple[int, int], Mapping[str, Any]] = {}
+
     @contextlib.contextmanager
     def forward(self, op: RankOp, data_iterator: Any, forward_only: bool) -> Iterator[Any]:
         """See :class:`Sequences`."""
-        yield data_iterator
+        ahead = self._ahead.pop((op.microbatch, op.chunk), None)
+        yield data_iterator if ahead is None else iter([ahead])
+
+    def peek(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
+        """See :class:`Sequences`."""
+        found = self._ahead[op.microbatch, op.chunk] = next(data_iterator)
+        return found
 
     def finish(self) -> None:
         """See :class:`Sequences`."""
@@ -107,14 +119,21 @@ class SlicedSequences:
             cache.check_empty()
         self._batches.clear()
 
-    def _cut_batches(self, op: RankOp, data_iterator: Any) -> Iterator[Mapping[str, Any]]:
-        """The batch of an operation: read when its first slice asks for it, kept until the last."""
+    def peek(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
+        """See :class:`Sequences`."""
+        return cut_batch(self._batch(op, data_iterator), op.slice * self._tokens, self._tokens)
+
+    def _batch(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
         key = op.microbatch, op.chunk
         if key not in self._batches:
             self._batches[key] = next(data_iterator)
-        batch = self._batches[key]
+        return self._batches[key]
+
+    def _cut_batches(self, op: RankOp, data_iterator: Any) -> Iterator[Mapping[str, Any]]:
+        """The batch of an operation: read when its first slice asks for it, kept until the last."""
+        batch = self._batch(op, data_iterator)
         if op.slice == self._slices - 1:
-            del self._batches[key]
+            del self._batches[op.microbatch, op.chunk]
         yield cut_batch(batch, op.slice * self._tokens, self._tokens)
 
 

@@ -34,7 +34,7 @@ class PretrainHook:
             session = self._session
             args = _initialize_distributed(keywords.get("store"))
             session.open(args)
-            self._state_dict = StateDictHook(session.groups, session.plan.model.tied_embeddings)
+            self._state_dict = StateDictHook(session.groups, session.tied_copies)
             session.prepare_model_config(cfg_container.model)
             provider = self._route_data(args, provider)
             keywords["skip_model_parallel_init"] = True

@@ -34,6 +34,8 @@ class Value(IntEnum):
     PARTIAL_BACKWARD = 8
     KV = 9
     KV_BACKWARD = 10
+    EMBEDDING = 11
+    """Of the first stage: the tokens; of others: their part of the embeddings."""
 
 
 Key = tuple[int, ...]
@@ -56,6 +58,7 @@ _PRODUCES: dict[int, int] = {
     Kind.VOCAB_BACKWARD: Value.LOGITS_GRADIENT,
     Kind.KV_RECV: Value.KV,
     Kind.KV_RECV_BACKWARD: Value.KV_BACKWARD,
+    Kind.EMBED_FORWARD: Value.EMBEDDING,
 }
 
 _FOR_A_PEER = frozenset({Value.PARTIAL, Value.PARTIAL_BACKWARD, Value.KV, Value.KV_BACKWARD})
@@ -81,11 +84,15 @@ class Dependencies:
         shape: the shape of the program.
         vocabulary: the output layer is split over the devices (``Program.vocabulary``).
         exchange_units: units per slice of the attention exchange (``Program.exchange_units``).
+        embedding: the word embeddings are split over the devices (``Program.embedding``).
     """
 
-    __slots__ = ("shape", "vocabulary", "units", "_before", "_after", "_last", "_runner", "_slices")
+    __slots__ = ("shape", "vocabulary", "units", "embedding", "_before", "_after", "_last", "_runner", "_slices")
 
-    def __init__(self, shape: Shape, vocabulary: bool = False, exchange_units: int = 0) -> None:
+    def __init__(
+        self, shape: Shape, vocabulary: bool = False, exchange_units: int = 0, embedding: bool = False
+    ) -> None:
+        self.embedding = embedding
         self.shape, self.vocabulary, self.units = shape, vocabulary, exchange_units
         self._before = [
             [shape.previous(d.stage, c) for c in range(len(shape.layers[d.stage]))] for d in shape.devices
@@ -102,6 +109,9 @@ class Dependencies:
     def team(self, microbatch: int) -> list[int]:
         """The devices that a microbatch visits, by stage."""
         return [row[microbatch] for row in self._runner]
+
+    def _first(self, microbatch: int) -> int:
+        return self._runner[self.shape.path[0][0]][microbatch]
 
     def source(self, device: int, op: Op) -> tuple[int, int] | None:
         """(device, chunk) whose output feeds a FORWARD, or whose gradient feeds a BACKWARD; None at the ends."""
@@ -127,6 +137,8 @@ class Dependencies:
             place = self._before[device][chunk]
             if place is not None:
                 needs.append((self._runner[place[0]][microbatch], (0, microbatch, piece, place[1])))
+            elif self.embedding:
+                needs += [(d, (11, microbatch, piece, 0)) for d in self.team(microbatch)]
             if piece:
                 needs.append((device, (0, microbatch, piece - 1, chunk)))
             return needs
@@ -154,6 +166,11 @@ class Dependencies:
                 return [(self._runner[stage][microbatch], (Value.OUTPUT, microbatch, piece, last))]
             case Kind.VOCAB_BACKWARD:
                 return [(d, (Value.LOGITS, microbatch, piece, 0)) for d in self.team(microbatch)]
+            case Kind.EMBED_FORWARD:
+                first = self._first(microbatch)
+                return [] if device == first else [(first, (Value.EMBEDDING, microbatch, piece, 0))]
+            case Kind.EMBED_BACKWARD:
+                return [(self._first(microbatch), (Value.GRADIENT, microbatch, piece, self.shape.path[0][1]))]
             case Kind.KV_SEND | Kind.KV_SEND_BACKWARD:
                 newest = -(-op.stop // max(self.units, 1)) - 1
                 if newest >= piece and kind == Kind.KV_SEND:  # its own keys: made in this very pass
@@ -183,6 +200,7 @@ def explain(need: Need, op: Op, shape: Shape, device: int) -> str:
         Value.LOGITS: "the vocabulary forward", Value.LOGITS_GRADIENT: "the vocabulary backward",
         Value.QUERY: "the query", Value.PARTIAL: "the partial attention",
         Value.QUERY_BACKWARD: "the output gradient", Value.PARTIAL_BACKWARD: "the partial attention gradient",
+        Value.EMBEDDING: "the part of the embeddings",
         Value.KV: "the keys and values", Value.KV_BACKWARD: "the keys and values (backward)",
     }  # fmt: skip
     return f"{names[Value(value)]} of {what}"

@@ -68,7 +68,9 @@ class Graph:
         """
         self.program = program
         self._open = open_sends
-        self.deps = Dependencies(program.shape, program.vocabulary, program.exchange_units)
+        self.deps = Dependencies(
+            program.shape, program.vocabulary, program.exchange_units, program.embedding
+        )
         self.ops: list[Op] = []
         self.first = [0]
         self.device: list[int] = []
@@ -163,7 +165,7 @@ class Graph:
         found = []
         for need in self.deps.requires(d, op):
             source, key = need
-            if source != d and key[0] < 2 and deliveries is not None and op[0] != Kind.VOCAB_FORWARD:
+            if source != d and key[0] < 2 and deliveries is not None and op[0] not in _DIRECT:
                 j = deliveries[d].get((Kind.RECV_BACKWARD if key[0] else Kind.RECV_FORWARD, op[1], op[2], op[3]))
             else:
                 j = self.index[source].get(key)
@@ -171,12 +173,30 @@ class Graph:
                 self.missing.append((i, need))
             else:
                 found.append(j)
+        if op[0] == Kind.VOCAB_BACKWARD:
+            found += self._before_loss(d, op)
         if op[0] == Kind.ATTEND_HELP or op[0] == Kind.ATTEND_HELP_BACKWARD:
             value = Value.KV if op[0] == Kind.ATTEND_HELP else Value.KV_BACKWARD
             j = self.index[d].get((value, op[1], op[2], op[3], op[4]))
             if j is not None:
                 found.append(j)
         return found
+
+    def _before_loss(self, d: int, op: Op) -> list[int]:
+        """What a VOCAB_BACKWARD waits for besides values: that the last stage comes to its own one.
+
+        There the loss is made, whose gradient all parts need.  It is sent before the last stage's own part
+        is computed, so the others wait for what comes before that operation, not for its end.
+        """
+        last = self.deps.team(op[1])[-1]
+        node = self.index[last].get((Value.LOGITS_GRADIENT, op[1], op[2], 0))
+        if node is None or last == d:
+            return []
+        while node > self.first[last]:
+            node -= 1
+            if self.ops[node][0] in _ON_COMPUTE:
+                return [node]
+        return []
 
     def unmet(self, node: int, need: Need | None) -> str:
         """A missing need in words."""
@@ -272,6 +292,11 @@ _STATEFUL = frozenset(
         Kind.OPTIMIZER_STEP, Kind.ACT_OFFLOAD, Kind.ACT_FETCH, Kind.KV_SEND, Kind.KV_SEND_BACKWARD,
     }
 )  # fmt: skip
+
+_DIRECT = frozenset({Kind.VOCAB_FORWARD, Kind.EMBED_BACKWARD})
+"""Kinds that get a value of another device by themselves, not by a transfer of the program."""
+
+_ON_COMPUTE = COMPUTE | {Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD}
 
 _REPEATED = frozenset({Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD, Kind.KV_RECV, Kind.KV_RECV_BACKWARD})
 """Kinds that may come several times for one value (a query for several peers, keys in several ranges)."""

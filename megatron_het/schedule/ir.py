@@ -64,6 +64,10 @@ class Kind(IntEnum):
     KV_SEND_BACKWARD = 26
     """As KV_SEND, for the attention's backward pass (when the peer did not keep them)."""
     KV_RECV_BACKWARD = 27
+    EMBED_FORWARD = 28
+    """This device's part of the word embeddings of a slice; on the first stage: the tokens leave."""
+    EMBED_BACKWARD = 29
+    """Gradient of this device's part; on the first stage: the gradient of the embeddings leaves."""
 
 
 MNEMONICS: dict[Kind, str] = {
@@ -95,6 +99,8 @@ MNEMONICS: dict[Kind, str] = {
     Kind.ACT_FETCH: "AF",
     Kind.KV_SEND_BACKWARD: "KSB",
     Kind.KV_RECV_BACKWARD: "KRB",
+    Kind.EMBED_FORWARD: "EF",
+    Kind.EMBED_BACKWARD: "EB",
 }
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
@@ -316,6 +322,11 @@ class Program:
     def __post_init__(self) -> None:
         if len(self.ops) != len(self.shape.devices):
             raise ValueError(f"{len(self.ops)} operation lists for {len(self.shape.devices)} devices")
+
+    @property
+    def embedding(self) -> bool:
+        """Whether the word embeddings are split over the devices of a microbatch (EMBED_* operations)."""
+        return any(op[0] == Kind.EMBED_FORWARD for ops in self.ops for op in ops)
 
     @property
     def devices(self) -> tuple[Device, ...]:

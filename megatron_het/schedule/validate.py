@@ -137,15 +137,17 @@ def _completeness(program: Program) -> Iterator[Problem]:
                         text = f"device {device}: {what} of microbatch {m}, slice {piece}, chunk {chunk}"
                         yield Problem("completeness", d, -1, None, text)
         if program.vocabulary:
-            yield from _vocabulary(program, d)
+            yield from _split(program, d, (Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD))
+        if program.embedding:
+            yield from _split(program, d, (Kind.EMBED_FORWARD, Kind.EMBED_BACKWARD))
 
 
-def _vocabulary(program: Program, d: int) -> Iterator[Problem]:
-    kinds = (Kind.VOCAB_FORWARD,) if program.forward_only else (Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD)
+def _split(program: Program, d: int, kinds: tuple[Kind, Kind]) -> Iterator[Problem]:
+    """What all devices do for every slice that they run: the parts of a split layer."""
     have = {(op[0], op[1], op[2]) for op in program.ops[d]}
     for m in program.shape.microbatches_of(d):
         for piece in range(program.shape.slices):
-            for kind in kinds:
+            for kind in kinds[: 1 if program.forward_only else 2]:
                 if (kind, m, piece) not in have:
                     text = f"device {program.devices[d]}: no {kind.name} of microbatch {m}, slice {piece}"
                     yield Problem("completeness", d, -1, None, text)

@@ -59,7 +59,7 @@ def color_of(op: Op, chunks: int, microbatches: int) -> tuple[float, float, floa
         light, saturation = 0.42 + 0.22 * step, 0.60
     elif op.kind == Kind.BACKWARD_WEIGHT:
         light, saturation = 0.42 + 0.22 * step, 0.25
-    elif op.kind in (Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD):
+    elif op.kind in (Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD, Kind.EMBED_FORWARD, Kind.EMBED_BACKWARD):
         light, saturation = 0.30, 0.90
     elif op.kind in (Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD):
         light, saturation = 0.75, 0.35

@@ -24,6 +24,10 @@ ROWS = {
     "slices-interleaved": {"chunks": 2, "slices": 8, "recompute": "full"},
     "slices-tp": {"tp": 2, "distributed_optimizer": True, "recompute": "selective"},
     "slices-replicas-uneven": {"microbatches": 4, "uneven": True, "tied": True},
+    "split-vocabulary": {
+        "tp": 2, "vocabulary": True, "distributed_optimizer": True, "chunks": 2, "microbatches": 2,
+    },
+    "split-tied-vocabulary-offload": {"tied": True, "vocabulary": True, "offload": 0.75, "slices": 8},
 }
 CASES = {name: sliced_case({**_ROW, **row}, name, random.Random(0)) for name, row in ROWS.items()}
 

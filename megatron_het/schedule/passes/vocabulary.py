@@ -96,14 +96,18 @@ def _slot_numbers(device: int, ops: Sequence[Op], number: dict[tuple[int, ...], 
 
 
 def _by_time(program: Program, speeds: Sequence[float] | None) -> _Inserts:
-    """Inserts before what starts at or after the moment, and behind earlier inserts.
+    """Inserts at the moments when the last chunk ends its forward, or begins its backward, of a slice.
 
-    Such a place never comes after something that depends on it, so the result runs.
+    A vocabulary forward goes before what starts at or after its moment, a backward behind what has ended
+    by then, and both behind earlier inserts.  So on no device does anything before an insert depend on
+    something behind the same insert on another device, and the result runs, even if the devices wait for
+    each other there.
     """
     graph = Graph(program, open_sends=True)
     graph.check_complete()
     start, end, _ = replay(graph, plain_durations(program, graph, speeds))
     starts = [start[a:b] for a, b in zip(graph.first, graph.first[1:])]
+    ends = [end[a:b] for a, b in zip(graph.first, graph.first[1:])]
     inserts: _Inserts = [{} for _ in program.ops]
     latest = [0] * len(program.ops)
     for time, backward, node in _last_chunk(graph, start, end):
@@ -113,7 +117,7 @@ def _by_time(program: Program, speeds: Sequence[float] | None) -> _Inserts:
             if d == owner:
                 place = node - graph.first[d] + (not backward)
             elif backward:  # before what runs at that moment, or it would come too late
-                place = max(bisect_right(starts[d], time - 1e-9) - 1, 0)
+                place = bisect_right(ends[d], time + 1e-9)
             else:
                 place = bisect_left(starts[d], time - 1e-9)
             latest[d] = place = max(place, latest[d])

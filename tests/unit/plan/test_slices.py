@@ -10,6 +10,7 @@ import pytest
 
 from megatron_het.arguments import split_arguments
 from megatron_het.config_slices import check_slices
+from megatron_het.config_vocabulary import check_offload, check_vocabulary
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags
 
@@ -55,7 +56,7 @@ def test_numbers_refused(made: Plan, reason: str) -> None:
 
 def test_other_parameters_refused() -> None:
     made = replace(plan(PP4), schedule=ScheduleSpec("slimpipe", {"slices": 4, "prefetch": True}))
-    with pytest.raises(PlanError, match="parameters.prefetch.*slices only"):
+    with pytest.raises(PlanError, match="parameters.prefetch.*with the parameters slices, "):
         check_slices(made, arguments())
 
 
@@ -129,3 +130,49 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     ):
         found = split_arguments([*given, *words])[0].plan
         assert found is not None and found.schedule == wanted
+
+
+VOCABULARY = {"slices": 4, "vocabulary": True}
+
+
+def vocabulary_arguments(**changed: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"make_vocab_size_divisible_by": 128, **changed})
+
+
+@pytest.mark.parametrize(
+    ("more", "changed", "reason"),
+    [
+        (PP4, {"overlap_grad_reduce": True}, "--overlap-grad-reduce.*outside of the model's backward"),
+        (PP4, {"use_mup": True}, "--use-mup"),
+        (PP4, {"make_vocab_size_divisible_by": 30}, "must divide over 4 stages"),
+        (f"{PP2V2} --tensor-model-parallel-size 2", {"padded_vocab_size": 130}, "over 2 stages of TP size 2"),
+    ],
+)
+def test_split_vocabulary_refused(more: str, changed: dict[str, Any], reason: str) -> None:
+    made = replace(plan(more), schedule=ScheduleSpec("slimpipe", VOCABULARY))
+    check_vocabulary(made, vocabulary_arguments())
+    with pytest.raises(PlanError, match=reason):
+        check_vocabulary(made, vocabulary_arguments(**changed))
+
+
+def test_split_vocabulary_needs_one_tp_size() -> None:
+    made = plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
+    first = replace(made.stages[0], replicas=(replace(made.stages[0].replicas[0], ranks=(0,)),))
+    made = replace(made, stages=(first, made.stages[1]), schedule=ScheduleSpec("slimpipe", VOCABULARY))
+    with pytest.raises(PlanError, match=r"TP sizes \[1, 2\]"):
+        check_vocabulary(made, vocabulary_arguments())
+
+
+@pytest.mark.parametrize("ratio", [0, -0.5, 1.5, True, "half"])
+def test_offload_ratio_refused(ratio: Any) -> None:
+    made = replace(plan(PP4), schedule=ScheduleSpec("slimpipe", {"slices": 4, "offload_activations": ratio}))
+    with pytest.raises(PlanError, match="a share above 0 and at most 1"):
+        check_offload(made, SimpleNamespace())
+
+
+def test_flags_become_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = [*FLAGS, *PP4.split(), "--het-schedule", "slimpipe", "--het-slices", "8"]
+    config, _ = split_arguments([*words, "--het-vocabulary-parallel", "--het-offload-activations", "0.75"])
+    assert config.plan is not None
+    assert config.plan.schedule.parameters == {"slices": 8, "vocabulary": True, "offload_activations": 0.75}

@@ -1,14 +1,21 @@
 """Passes keep the compute order and put their operations where they say."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from schedule_helpers import full
 
 from megatron_het.schedule import COMPUTE, Kind, Op, Program, Shape, add_transfers, generate
 from megatron_het.schedule.exchange import plan_exchange
-from megatron_het.schedule.passes import add_activation_offload, add_exchange, add_parameters, add_vocabulary
-from megatron_het.schedule.validate import validate
+from megatron_het.schedule.passes import (
+    add_activation_offload,
+    add_embedding,
+    add_exchange,
+    add_parameters,
+    add_vocabulary,
+)
+from megatron_het.schedule.validate import check, validate
 
 SLIM = generate("slimpipe", Shape.uniform(4, 2, slices=8))
 MINI = generate("ministage", Shape(((2, 1), (3,), (1, 1, 2)), ((0, 0, 0), (0, 1, 0), (1, 0, 1)), (1, 2, 2)))
@@ -19,6 +26,8 @@ PASSES: dict[str, tuple[Callable[[Program], Program], Program]] = {
     "exchange": (lambda p: add_exchange(p, units=2, helping=True, keep=True), SLIM),
     "vocabulary, aligned": (add_vocabulary, SLIM),
     "vocabulary, not aligned": (add_vocabulary, generate("1f1b", Shape.uniform(4, 6))),
+    "embedding": (add_embedding, SLIM),
+    "embedding, after vocabulary": (lambda p: add_embedding(add_vocabulary(p)), MINI),
     "parameters": (lambda p: add_parameters(p, per_layer=True, offload=True, step="ministage"), MINI),
     "activation offload": (add_activation_offload, MINI),
 }
@@ -233,3 +242,30 @@ def test_gathers_per_microbatch_for_comparison() -> None:
         windowed = add_parameters(program, per_layer=True, **options)
         assert [sum(op.kind == Kind.PARAM_GATHER for op in ops) for ops in windowed.ops] == [count] * 3
         assert validate(windowed) == []
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("order", ["slimpipe", "1f1b"])
+def test_split_embeddings(order: str, forward_only: bool) -> None:
+    """Every part comes before the first FORWARD of its slice, and its gradient after the last BACKWARD."""
+    shape = Shape.uniform(3, 4, slices=3 if order == "slimpipe" else 1)
+    program = add_embedding(add_vocabulary(generate(order, shape, forward_only=forward_only)))
+    check(add_transfers(program))
+    first = program.ops[0]
+    for m in range(4):
+        for piece in range(shape.slices):
+            assert first.index(Op(Kind.EMBED_FORWARD, m, piece)) < first.index(Op(Kind.FORWARD, m, piece))
+            if not forward_only:
+                after = first.index(Op(Kind.EMBED_BACKWARD, m, piece))
+                assert after == first.index(Op(Kind.BACKWARD, m, piece)) + 1
+    with pytest.raises(ValueError, match="split once"):
+        add_embedding(program)
+
+
+def test_split_embeddings_need_all_parts() -> None:
+    program = add_embedding(generate("1f1b", Shape.uniform(2, 2)))
+    lacking = tuple(op for op in program.ops[1] if op.kind != Kind.EMBED_BACKWARD or op.microbatch)
+    problems = validate(replace(program, ops=(program.ops[0], lacking)))
+    assert any("no EMBED_BACKWARD of microbatch 0" in str(p) for p in problems), problems
+    lacking = tuple(op for op in program.ops[1] if op.kind != Kind.EMBED_FORWARD or op.microbatch)
+    assert validate(replace(program, ops=(program.ops[0], lacking)))

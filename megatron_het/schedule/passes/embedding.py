@@ -1,0 +1,79 @@
+"""Splits the word embeddings over the devices of each microbatch (SlimPipe, section 4.3.2)."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_het.schedule.graph import Graph, collection_paused, replay
+from megatron_het.schedule.ir import TRANSFERS, Kind, Op, Program
+from megatron_het.schedule.passes.transfers import plain_durations
+
+_CLOSE = 1e-9
+
+
+@collection_paused()
+def add_embedding(program: Program, *, speeds: Sequence[float] | None = None) -> Program:
+    """The program with EMBED_FORWARD and EMBED_BACKWARD on every device that a microbatch visits.
+
+    Tokens leave the first stage, and the parts of their embeddings come back, while it still runs the
+    operation before the slice's first FORWARD; the gradient of the embeddings leaves it after the slice's
+    last BACKWARD.  A replay of the program with plain durations tells where these moments are elsewhere.
+    Run this after the vocabulary and before transfers are added.
+
+    Args:
+        program: without transfers.
+        speeds: relative speed of each device, for the replay.
+
+    Raises:
+        ValueError: the program has split embeddings or transfers already.
+    """
+    sends = {Kind.KV_SEND, Kind.KV_SEND_BACKWARD}
+    if program.embedding or any(op[0] in TRANSFERS - sends for ops in program.ops for op in ops):
+        raise ValueError(f"program {program.name}: embeddings are split once, before transfers are added")
+    graph = Graph(program, open_sends=True)
+    graph.check_complete()
+    start, end, _ = replay(graph, plain_durations(program, graph, speeds))
+    starts = [start[a:b] for a, b in zip(graph.first, graph.first[1:])]
+    ends = [end[a:b] for a, b in zip(graph.first, graph.first[1:])]
+    inserts: list[dict[int, list[Op]]] = [{} for _ in program.ops]
+    latest = [0] * len(program.ops)
+    for time, backward, node in _first_chunk(graph, start, end):
+        op, owner = graph.ops[node], graph.device[node]
+        kind = Kind.EMBED_BACKWARD if backward else Kind.EMBED_FORWARD
+        for d in graph.deps.team(op[1]):
+            # On all devices: everything before a forward has ended by its moment, and everything behind
+            # it has not; so nothing before it depends on anything behind it, and the result runs.  On a
+            # backward nothing depends.
+            if not backward:
+                place = bisect_right(ends[d], time + _CLOSE)
+            elif d == owner:
+                place = node - graph.first[d] + 1
+            else:
+                place = bisect_left(starts[d], time - _CLOSE)
+            latest[d] = place = max(place, latest[d])
+            inserts[d].setdefault(place, []).append(Op(kind, op[1], op[2]))
+    out = []
+    for ops, added in zip(program.ops, inserts):
+        row: list[Op] = []
+        for i, op in enumerate(ops):
+            row += added.get(i, ())
+            row.append(op)
+        out.append(tuple(row + added.get(len(ops), [])))
+    return replace(program, ops=tuple(out))
+
+
+def _first_chunk(
+    graph: Graph, start: Sequence[float], end: Sequence[float]
+) -> list[tuple[float, bool, int]]:
+    """(moment, is it a backward, operation) of the model's first chunk, by time."""
+    stage, chunk = graph.program.shape.path[0]
+    found = []
+    for d, device in enumerate(graph.program.devices):
+        before = 0.0  # when the compute operation before began
+        for node in range(graph.first[d], graph.first[d + 1]) if device.stage == stage else ():
+            kind = graph.ops[node][0]
+            if kind < 4:
+                if graph.ops[node][3] == chunk and kind < 3:
+                    found.append((end[node] if kind else before, kind > 0, node))
+                before = start[node]
+    return sorted(found)

@@ -1,0 +1,175 @@
+"""This rank's rows of the output layer and the word embeddings, and their names in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_het.plan import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """Which rows of the vocabulary a rank holds: stages first, TP ranks within a stage.
+
+    Attributes:
+        stages: Stages that share the vocabulary.
+        tp: TP size, the same in all of them.
+        stage: This rank's stage.
+        tp_rank: This rank's TP rank.
+        rows: Rows of every rank.
+    """
+
+    stages: int
+    tp: int
+    stage: int
+    tp_rank: int
+    rows: int
+
+    @classmethod
+    def of(cls, placement: Placement, rank: int, vocab_size: int) -> VocabularyShard:
+        """The shard of a rank; ``vocab_size`` is padded and divides over all ranks of a team."""
+        where = placement.locate(rank)
+        tp = placement.replica(where.stage, where.replica).tp
+        parts = placement.num_stages * tp
+        if vocab_size % parts:
+            raise ValueError(f"a vocabulary of {vocab_size} rows does not divide over {parts} ranks")
+        return cls(placement.num_stages, tp, where.stage, where.tp_rank, vocab_size // parts)
+
+    @property
+    def first(self) -> int:
+        """Vocabulary id of this rank's first row."""
+        return (self.stage * self.tp + self.tp_rank) * self.rows
+
+    @property
+    def stage_rows(self) -> int:
+        """Rows of all TP ranks of this stage."""
+        return self.tp * self.rows
+
+    def for_checkpoint(self, weight: torch.Tensor, key: str, metadata: dict[str, Any]) -> ShardedTensor:
+        """The rows as what they are: a part of the whole weight, under stock Megatron's key."""
+        offset = (0, self.stage * self.tp + self.tp_rank, self.stages * self.tp)
+        replica = (0, 0, metadata["dp_cp_group"].rank())
+        return ShardedTensor.from_rank_offsets(
+            key, weight, offset, replica_id=replica, allow_shape_mismatch=True
+        )
+
+
+class SplitOutputLayer(ColumnParallelLinear):
+    """Projects hidden states to this rank's part of the vocabulary.
+
+    Args:
+        shard: This rank's rows.
+        config: Megatron's transformer configuration.
+        init_method: For the weight.
+        tp_group: This rank's TP group.
+        has_weight: Without one (tied embeddings) the weight is given to ``logits``.
+    """
+
+    def __init__(
+        self,
+        shard: VocabularyShard,
+        config: Any,
+        init_method: Callable[[torch.Tensor], Any],
+        tp_group: dist.ProcessGroup,
+        has_weight: bool = True,
+    ) -> None:
+        super().__init__(
+            config.hidden_size,
+            shard.stage_rows,
+            config=config,
+            init_method=init_method,
+            bias=False,
+            skip_weight_param_allocation=not has_weight,
+            tp_group=tp_group,
+        )
+        self.shard = shard
+        if has_weight:
+            self.weight.is_embedding_or_output_parameter = True
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """``[s, b, rows]`` from hidden states ``[s, b, h]`` (with sequence parallel: this rank's part)."""
+        return self(hidden, weight)[0]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """See Megatron; the key is that of the whole output layer."""
+        if self.weight is None:
+            return {}
+        key = f"{prefix}weight"
+        return {key: self.shard.for_checkpoint(self.weight, key, metadata or {})}
+
+
+class SplitEmbedding(VocabParallelEmbedding):
+    """Looks up this rank's part of the word embeddings.
+
+    On the first stage it takes the place of the model's own, and adds the other stages' parts.
+
+    Args:
+        shard: This rank's rows.
+        config: Megatron's transformer configuration.
+        reduce_scatter: Whether TP ranks end with a part of the sequence each, ``[s / tp, b, h]``; else
+            with all of it, ``[b, s, h]``.
+        tp_group: This rank's TP group.
+    """
+
+    def __init__(
+        self, shard: VocabularyShard, config: Any, reduce_scatter: bool, tp_group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(
+            shard.stage_rows,
+            config.hidden_size,
+            init_method=config.embedding_init_method,
+            reduce_scatter_embeddings=reduce_scatter,
+            config=config,
+            tp_group=tp_group,
+        )
+        self.shard = shard
+        self.weight.is_embedding_or_output_parameter = True
+        self.complete: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Adds the parts of other stages (first stage)."""
+
+    def part(self, tokens: torch.Tensor) -> torch.Tensor:
+        """This stage's part of the embeddings of ``tokens`` ``[b, s]``: zero where it has no row."""
+        elsewhere = (tokens < self.shard.first) | (tokens >= self.shard.first + self.shard.rows)
+        own = (tokens - self.shard.first).masked_fill(elsewhere, 0)
+        found = self.weight[own] if self.deterministic_mode else F.embedding(own, self.weight)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.reduce_scatter_embeddings:
+            found = found.transpose(0, 1).contiguous()
+            return reduce_scatter_to_sequence_parallel_region(found, group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(found, group=self.tp_group)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Embeddings of ``input_`` ``[b, s]``, in the layout that the model expects."""
+        assert self.complete is not None, "only the first stage embeds tokens in its forward"
+        return self.complete(self.part(input_))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """See Megatron; the key is that of the whole table."""
+        key = f"{prefix}weight"
+        return {key: self.shard.for_checkpoint(self.weight, key, metadata or {})}
+
+
+class EmbeddingHolder(MegatronModule):
+    """Gives the part of a later stage the name that it has in the whole model."""
+
+    def __init__(self, config: Any, word_embeddings: SplitEmbedding) -> None:
+        super().__init__(config=config)
+        self.word_embeddings = word_embeddings

@@ -1,0 +1,333 @@
+"""The output layer, its loss and the embeddings, run by all devices that a microbatch visits (SlimPipe, section 4.3).
+
+Per slice, with ``[s, b, h]`` hidden states from the last stage:
+
+=================  ======================================================================================
+VOCAB_FORWARD      the last stage sends hidden states and labels; every rank computes its part of the
+                   logits and sends three numbers per token back
+VOCAB_BACKWARD     the last stage merges them, calls the training script's loss function, and sends two
+                   numbers per token; every rank computes its part of the gradients of the hidden states
+                   and sends it back
+BACKWARD           the last stage adds them up and goes on as any other stage
+=================  ======================================================================================
+
+The forward of the last stage therefore ends with its hidden states, and its loss is known when the
+vocabulary's backward runs (in evaluation: at the end).  Ranks of equal TP rank talk to each other,
+over groups of their own: one per directed pair.  Embeddings are in ``embedding.py``.  Nothing waits for more than the operation's
+dependencies (``schedule/deps.py``), so that a program that runs cannot be stopped by these messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_het.plan import Placement
+from megatron_het.runtime.channels import Channels, PendingReceive
+from megatron_het.runtime.lowering import RankOp
+from megatron_het.runtime.slicing import Sequences
+from megatron_het.schedule.ir import Kind
+from megatron_het.vocab.cross_entropy import STATISTICS, ShardLogits, log_sum_exp, merge, token_losses
+from megatron_het.vocab.embedding import EmbeddingTeam
+from megatron_het.vocab.messages import PENDING_SENDS, arrived, team
+
+if TYPE_CHECKING:  # they import Megatron, or would import this module again
+    from megatron_het.runtime.executor import Call, Iteration
+    from megatron_het.runtime.timeline import Timeline
+    from megatron_het.vocab.layers import SplitOutputLayer
+
+Slice = tuple[int, int]
+"""(microbatch, slice)"""
+
+
+@dataclass(slots=True)
+class _Work:
+    """One slice between its two vocabulary operations."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    shard: ShardLogits
+    arriving: list[tuple[torch.Tensor, PendingReceive]] = field(default_factory=list)
+    loss_func: Callable[..., Any] | None = None
+
+
+class SplitVocabulary:
+    """One rank's part in the vocabulary operations.
+
+    Args:
+        placement: The plan's lookup tables; all replicas have one TP size.
+        rank: This rank.
+        transport: As for the pipeline's transfers.
+        timeout_s: Bound on every wait, in seconds.
+        tp_group: This rank's TP group.
+        timeline: Is told about waiting.
+        sequences: Knows the batches.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        rank: int,
+        transport: str,
+        timeout_s: float,
+        tp_group: dist.ProcessGroup,
+        timeline: Timeline,
+        sequences: Sequences,
+    ) -> None:
+        where = placement.locate(rank)
+        self._placement = placement
+        self._rank = rank
+        self._where = where
+        self._tp_group = tp_group
+        self._timeline = timeline
+        self._is_last = where.stage == placement.num_stages - 1
+        self._channels = Channels(
+            team_edges(placement), transport, timeout_s, rank, pending_per_edge=PENDING_SENDS
+        )
+        self._embedding = EmbeddingTeam(
+            placement, rank, transport, timeout_s, tp_group, timeline, sequences
+        )
+        self._layer: SplitOutputLayer | None = None
+        self._tied_weight: torch.nn.Parameter | None = None
+        self._labels: torch.Tensor | None = None
+        self._output_dtype = torch.float32
+        self._loss_func: Callable[..., Any] | None = None
+        self._ready: dict[Slice, tuple[torch.Tensor, torch.Tensor, Callable[..., Any]]] = {}
+        self._work: dict[Slice, _Work] = {}
+        self._gradients: dict[Slice, tuple[torch.Tensor, list[tuple[torch.Tensor, PendingReceive]]]] = {}
+
+    # -- the model -------------------------------------------------------------------------------
+
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        """Give this rank its rows: embeddings in its first chunk, output layer in its last one.
+
+        Args:
+            models: GPTModels, not wrapped.
+        """
+        from megatron_het.vocab.layers import SplitOutputLayer, VocabularyShard
+
+        model = models[-1]
+        shard = VocabularyShard.of(self._placement, self._rank, model.vocab_size)  # type: ignore[arg-type]
+        config: Any = model.config
+        if self._is_last:
+            # The model now ends with its last layer's hidden states; the rest is done here.
+            model.post_process = False
+            del model.output_layer
+            model.register_forward_pre_hook(self._keep_labels, with_kwargs=True)
+        tied = bool(model.share_embeddings_and_output_weights)
+        self._layer = SplitOutputLayer(shard, config, config.init_method, self._tp_group, has_weight=not tied)
+        model.output_layer = self._layer
+        rows = self._embedding.attach(models[0])
+        if tied:
+            # One shard serves both; fused gradient accumulation of the output layer must leave zeros
+            # where autograd looks for the embedding's gradient.
+            self._tied_weight = rows
+            rows.zero_out_wgrad = True  # type: ignore[attr-defined]
+
+    def _keep_labels(
+        self, _model: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._labels = kwargs.get("labels")
+
+    # -- FORWARD and BACKWARD of the model's ends ------------------------------------------------
+
+    def enter(self, op: RankOp) -> None:
+        """A FORWARD begins."""
+        if op.chunk == 0:
+            self._embedding.enter(op)
+
+    def capture(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+        """The script's forward step, for the last chunk of the last stage; keeps its loss function."""
+
+        def forward_step(*positional: Any, **keywords: Any) -> Any:
+            output, self._loss_func = forward_step_func(*positional, **keywords)
+            return output, self._loss_func
+
+        return forward_step
+
+    def put(self, op: RankOp, hidden: torch.Tensor) -> None:
+        """Keep what the FORWARD of the last chunk left, for the VOCAB_FORWARD that follows.
+
+        Args:
+            op: The FORWARD.
+            hidden: Its output ``[s, b, h]``, detached.
+        """
+        if self._labels is None or self._loss_func is None:
+            raise RuntimeError(
+                f"{op.label}: the training script gave the model no labels, which a split vocabulary needs"
+            )
+        labels = self._labels.t().contiguous()
+        self._ready[op.microbatch, op.slice] = hidden, labels, self._loss_func
+        self._labels = self._loss_func = None
+        self._output_dtype = hidden.dtype  # under bf16 Megatron widens what the last stage returns
+
+    def hidden_gradient(self, op: RankOp) -> torch.Tensor:
+        """Gradient of the last chunk's output: the sum over all parts of the vocabulary."""
+        own, arriving = self._gradients.pop((op.microbatch, op.slice))
+        total = own.to(self._output_dtype)
+        if arriving:
+            total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
+        for part in self._arrived(arriving):
+            total += part
+        return total.to(self._output_dtype)
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def handlers(self) -> dict[Kind, Callable[[RankOp, Call, Iteration], None]]:
+        """What the executor runs."""
+        own = {Kind.VOCAB_FORWARD: self._forward, Kind.VOCAB_BACKWARD: self._backward}
+        return own | self._embedding.handlers()
+
+    def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
+        key, owner = (op.microbatch, op.slice), self._owner(op)
+        loss_func = None
+        if owner is None:
+            hidden, labels, loss_func = self._ready.pop(key)
+            hidden = hidden.to(call.dtype)
+            for peer in self._helpers(op):
+                self._channels.send(hidden, peer, op.label)
+                self._channels.send(labels, peer, op.label)
+        else:
+            hidden, labels = self._receive(owner, op, self._shapes(call), (call.dtype, torch.int64), call)
+        work = self._compute(hidden, labels, call.forward_only)
+        work.loss_func = loss_func
+        statistics = self._over_tp(work.shard.statistics)
+        if owner is None:
+            work.shard.statistics = statistics
+            work.arriving = [self._expect(peer, op, statistics) for peer in self._helpers(op)]
+            self._work[key] = work
+        else:
+            self._channels.send(statistics, owner, op.label)
+            if not call.forward_only:
+                self._work[key] = work
+
+    def _compute(self, hidden: torch.Tensor, labels: torch.Tensor, forward_only: bool) -> _Work:
+        assert self._layer is not None
+        hidden.requires_grad_(not forward_only)
+        logits = self._layer.logits(hidden, self._tied_weight)
+        shard = ShardLogits(logits.detach(), labels, self._layer.shard.first)
+        logits.data = torch.empty(1, dtype=logits.dtype, device=logits.device)  # only its node is needed
+        return _Work(hidden, logits, shard)
+
+    def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:
+        from megatron.core.pipeline_parallel.schedules import custom_backward
+
+        key, owner = (op.microbatch, op.slice), self._owner(op)
+        work = self._work.pop(key)
+        if owner is None:
+            losses, statistics = self._losses(work)
+            losses.requires_grad_()
+            self._run_loss(work, losses, call, state)
+            assert losses.grad is not None
+            back = torch.stack((log_sum_exp(statistics), losses.grad.t()))
+            for peer in self._helpers(op):
+                self._channels.send(back, peer, op.label)
+        else:
+            shape = (2, *work.shard.statistics.shape[1:])
+            (back,) = self._receive(owner, op, (shape,), (torch.float32,), call)
+        gradient = work.shard.gradient(back[0], back[1]).to(work.logits.dtype)
+        custom_backward(work.logits, gradient)
+        assert work.hidden.grad is not None
+        if owner is None:
+            arriving = [self._expect(peer, op, work.hidden.grad) for peer in self._helpers(op)]
+            self._gradients[key] = work.hidden.grad, arriving
+        else:
+            self._channels.send(work.hidden.grad, owner, op.label)
+
+    def finish(self, call: Call, state: Iteration) -> None:
+        """All operations of the iteration are issued: losses of an evaluation, and the last sends."""
+        for key in sorted(self._work) if call.forward_only else ():
+            work = self._work.pop(key)
+            losses, _ = self._losses(work)
+            self._run_loss(work, losses, call, state)
+        self._channels.wait_sends()
+        self._embedding.finish()
+        left = [*self._ready, *self._work, *self._gradients]
+        if left:
+            raise RuntimeError(f"vocabulary operations are missing for (microbatch, slice) {sorted(set(left))}")
+
+    def close(self) -> None:
+        """Destroy the groups."""
+        self._embedding.close()
+        self._channels.close()
+
+    # -- the loss --------------------------------------------------------------------------------
+
+    def _losses(self, work: _Work) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token losses ``[b, s]`` and the statistics that they come from."""
+        statistics = merge([work.shard.statistics, *self._arrived(work.arriving)])
+        return token_losses(statistics).t().contiguous(), statistics
+
+    def _run_loss(self, work: _Work, losses: torch.Tensor, call: Call, state: Iteration) -> None:
+        """The script's loss function, as Megatron's own forward step calls it; then its gradient."""
+        from megatron.core.pipeline_parallel import schedules
+
+        if call.config.timers is not None:
+            call.config.timers("forward-compute", log_level=2).start()
+        with torch.set_grad_enabled(not call.forward_only):
+            loss, num_tokens = schedules.forward_step_calc_loss(
+                call.models[-1], losses, work.loss_func, call.config, None, call.collect_non_loss_data,
+                call.num_microbatches, state.reports, 1, is_last_stage=True,
+            )  # fmt: skip
+        state.num_tokens += num_tokens
+        if not call.forward_only:
+            scale = call.config.grad_scale_func
+            (loss if scale is None else scale(loss)).backward()
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def _owner(self, op: RankOp) -> int | None:
+        """The rank of the last stage that this rank works for; None on the last stage."""
+        if self._is_last:
+            return None
+        return team(self._placement, op.microbatch, self._where.tp_rank)[-1]
+
+    def _helpers(self, op: RankOp) -> list[int]:
+        """The ranks that work for this one."""
+        return team(self._placement, op.microbatch, self._where.tp_rank)[:-1]
+
+    def _shapes(self, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of hidden states and labels on a rank."""
+        length, batch, _ = call.shape
+        assert self._layer is not None
+        tokens = length * self._tp_group.size() if self._layer.sequence_parallel else length
+        return call.shape, (tokens, batch)
+
+    def _receive(
+        self, src: int, op: RankOp, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], call: Call
+    ) -> list[torch.Tensor]:
+        """Receive several tensors and wait for them."""
+        buffers = [torch.empty(s, dtype=t, device=call.device) for s, t in zip(shapes, dtypes, strict=True)]
+        pending = [self._channels.receive(buffer, src, op.label) for buffer in buffers]
+        return list(self._arrived(list(zip(buffers, pending, strict=True))))
+
+    def _expect(self, src: int, op: RankOp, like: torch.Tensor) -> tuple[torch.Tensor, PendingReceive]:
+        """Post a receive of a tensor of a known shape."""
+        buffer = torch.empty_like(like)
+        return buffer, self._channels.receive(buffer, src, op.label)
+
+    def _arrived(self, arriving: Sequence[tuple[torch.Tensor, PendingReceive]]) -> Iterator[torch.Tensor]:
+        return arrived(arriving, self._timeline, self._channels)
+
+    def _over_tp(self, statistics: torch.Tensor) -> torch.Tensor:
+        """Statistics of the whole replica, the same on all of its ranks."""
+        assert statistics.shape[0] == STATISTICS
+        if self._tp_group.size() == 1:
+            return statistics
+        parts = [torch.empty_like(statistics) for _ in range(self._tp_group.size())]
+        dist.all_gather(parts, statistics, group=self._tp_group)
+        return merge(parts)
+
+
+def team_edges(placement: Placement) -> list[tuple[int, int]]:
+    """Directed pairs that the vocabulary's messages use, in an order that is the same on every rank."""
+    found: set[tuple[int, int]] = set()
+    for microbatch in range(placement.plan.num_microbatches):
+        for tp_rank in range(placement.max_tp()):
+            *helpers, owner = team(placement, microbatch, tp_rank)
+            found.update(edge for peer in helpers for edge in ((owner, peer), (peer, owner)))
+    return sorted(found)
