@@ -8,6 +8,7 @@ allocated in one iteration (saved tensors, logits, buffers, workspace) plus the 
   does not grow with them (the logits and the loss, above all) is added on the last stage.
 - The simulator gets M_a and the logits and predicts the peak of every stage.
 - Stock 1F1B runs unmodified Megatron with the same attention kernel.
+- What the features save: the same run with each of them, and with a vocabulary that is worth splitting.
 - The longest sequence: what stock needs on its fullest rank for a sequence of ``--tokens`` is the
   limit; SlimPipe's longest sequence under it is measured in steps of a quarter of ``--tokens``.
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -24,7 +24,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner import Runner
+from benchmarks.machine import machine
+from benchmarks.runner import Runner, words
 from benchmarks.slimpipe_runs import Model, Setting, run
 from megatron_het.schedule.cost import Costs, Memory
 from megatron_het.schedule.generators import generate
@@ -33,7 +34,17 @@ from megatron_het.schedule.passes import add_transfers
 from megatron_het.schedule.simulate import simulate
 
 MODEL = Model(layers=8, hidden=64, ffn=176, vocabulary=31)
+_WIDE = replace(MODEL, vocabulary=2047)
 _MICROBATCHES = 4
+_FEATURES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "thrifty layers": ("--het-thrifty-layers",),
+    "vocabulary": ("--het-vocabulary-parallel",),
+    "offload 0.75": ("--het-offload-activations", "0.75"),
+    "up projection recomputed": ("--recompute-granularity", "selective", "--recompute-modules", "mlp"),
+    "all recomputed": words("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+}
+_ALL = ("thrifty layers", "vocabulary", "offload 0.75", "up projection recomputed")
 
 
 class Bench:
@@ -45,13 +56,23 @@ class Bench:
         self.tokens = tokens
         self.layer_bytes = self.other_bytes = 0.0
 
-    def peaks(self, setting: Setting, model: Model = MODEL) -> list[int]:
-        """Activation bytes of every rank."""
-        folder = self._folder / f"layers-{model.layers}"
-        found = run(self._runner, setting, model, folder, iterations=2, memory=True)
+    def peaks(
+        self, setting: Setting, model: Model = MODEL, more: tuple[str, ...] = (), what: str = ""
+    ) -> list[int]:
+        """Activation bytes of every rank; ``more`` flags are known as ``what``."""
+        folder = self._folder / f"layers-{model.layers}-{model.vocabulary}-{what.replace(' ', '-')}"
+        found = run(self._runner, setting, model, folder, iterations=2, memory=True, more=more)
         peaks = [watch["activation_bytes"] for watch in found]
-        print(f"{setting.name:28} {[round(b / 2**20, 2) for b in peaks]} MiB", flush=True)
+        print(f"{setting.name:28} {[round(b / 2**20, 2) for b in peaks]} MiB {what}", flush=True)
         return peaks
+
+    def features(self) -> dict[str, list[int]]:
+        """Activation bytes of every rank with each feature, and with those that go together."""
+        setting = Setting("slimpipe", 4, self.tokens // 2, _MICROBATCHES, 16)
+        found = {name: self.peaks(setting, _WIDE, flags, name) for name, flags in _FEATURES.items()}
+        together = tuple(word for name in _ALL for word in _FEATURES[name])
+        found[", ".join(_ALL)] = self.peaks(setting, _WIDE, together, "all together")
+        return found
 
     def calibrate(self, slices: int) -> None:
         """Bytes of one layer and of everything else, for one microbatch."""
@@ -125,7 +146,7 @@ def main() -> int:
             report = _report(Bench(runner, folder, options.tokens), options.quick)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    report.update(tokens=options.tokens, elapsed_s=time.monotonic() - start_s, cores=os.cpu_count())
+    report.update(tokens=options.tokens, elapsed_s=time.monotonic() - start_s, machine=machine())
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({k: v for k, v in report.items() if k != "cases"}, indent=1))
@@ -152,6 +173,7 @@ def _report(bench: Bench, quick: bool) -> dict[str, Any]:
         "cases": cases,
     }
     if not quick:
+        report["features"] = bench.features()
         longest = bench.longest(4, 32, 1, max(stock))
         report.update(
             limit_bytes=max(stock), longest_sequence=longest, max_sequence_ratio=longest / bench.tokens

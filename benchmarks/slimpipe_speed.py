@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.slimpipe_speed --json OUT``.  The same model and attention kernel on all
 sides, runs alternate, and each side counts by the median of its iterations over all runs.  The cost of
-slicing is that of one process with n slices against one slice.
+slicing is that of one process with n slices against one slice.  The bubble of one more SlimPipe run
+is compared with the simulator's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.machine import machine
 from benchmarks.runner import Runner
+from benchmarks.slimpipe_bubble import bubble
 from benchmarks.slimpipe_runs import Model, Setting, run
 
 MODEL = Model(layers=8, hidden=128, ffn=352, heads=4, groups=1)
@@ -57,6 +60,7 @@ def main() -> int:
                         median_s(runner, setting, folder / str(index), options.iterations)
                     )
                     print(f"round {index} {name:14} {times[name][-1]:.3f} s", flush=True)
+            bubbles = bubble(runner, pipeline["slimpipe"], MODEL, folder / "bubble", options.iterations)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     medians = {name: statistics.median(values) for name, values in times.items()}
@@ -67,11 +71,12 @@ def main() -> int:
         "slicing_overhead": medians["sliced"] / medians["whole"] - 1,
         "ideal_speedup_over_1f1b": (1 + (_STAGES - 1) / _MICROBATCHES)
         / (1 + (_STAGES - 1) / (_MICROBATCHES * _SLICES)),
+        **bubbles,
         "medians_s": medians,
         "runs_s": times,
         "tokens": options.tokens,
         "elapsed_s": time.monotonic() - start_s,
-        "cores": os.cpu_count(),
+        "machine": machine(),
         "load_average": os.getloadavg(),
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)

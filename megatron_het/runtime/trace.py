@@ -19,7 +19,9 @@ def trace_events(records: Iterable[Record], rank: int, title: str) -> list[dict[
     ]
     for record in records:
         begin = record.start_s + record.wait_s
-        events.append(_event(record.op.label, rank, 0, begin, record.stop_s))
+        op = record.op
+        names = {"kind": op.kind.name, "microbatch": op.microbatch, "slice": op.slice, "chunk": op.chunk}
+        events.append({**_event(op.label, rank, 0, begin, record.stop_s), "args": names})
         if record.wait_s > 0:
             events.append(_event(f"wait for {record.op.label}", rank, 1, record.start_s, begin))
     return events

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from benchmarks.cases import MICROBATCHES, Weights, build_plan, common_flags
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job
-from megatron_het.plan import Plan, save_plan
+from megatron_het.plan import Plan, ScheduleSpec, save_plan
 
 STEPS, SAVED_AT = 8, 4
 BAR = 1e-5
@@ -41,7 +41,16 @@ def _kind(first: tuple[list, list], second: tuple[list, list], **more: Any) -> K
     return Kind(plan("first", *first, **more), plan("second", *second, **more))
 
 
+def _sliced(made: Kind, **parameters: Any) -> Kind:
+    """The same with the first plan's sequences cut into slices."""
+    return replace(made, first=replace(made.first, schedule=ScheduleSpec("slimpipe", parameters)))
+
+
 KINDS = {
+    "split-vocabulary": _sliced(
+        _kind(([[1], [1]], [2, 3]), ([[1], [1]], [4, 1]), tied=True, distributed_optimizer=True),
+        slices=4, vocabulary=True,
+    ),
     "tied": _kind(([[1], [2, 1]], [2, 3]), ([[2, 1], [1], [1]], [1, 2, 2]), tied=True),
     "distributed-optimizer": _kind(
         ([[1, 1], [2, 1]], [2, 3]), ([[1], [4], [1, 1]], [1, 3, 1]),
