@@ -12,7 +12,8 @@ from benchmarks.lab import Lab
 _STAGES, _FACTORS, _CHUNKS = (1, 2, 4), (1, 2, 4), (1, 2)
 _MICROBATCHES = (1, 2, 3, 4)
 _RANDOM, _MAX_RANKS = 10, 8
-_RECOMPUTE = ("none", "selective", "full")
+_RECOMPUTE = ("none", "selective", "full", "up projection")
+_OFFLOAD = (0.0, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,10 @@ class SlicedCase(Case):
 
     def plan_flags(self) -> tuple[str, ...]:
         """As in Case, with the plan's own micro batch size."""
-        return (*super().plan_flags(), "--micro-batch-size", str(self.plan.training.micro_batch_size))
+        flags = [*super().plan_flags(), "--micro-batch-size", str(self.plan.training.micro_batch_size)]
+        flags += ["--het-thrifty-layers"] if self.chosen.get("thrifty") else []
+        flags += ["--recompute-modules", "mlp"] if self.chosen["recompute"] == "up projection" else []
+        return tuple(flags)
 
 
 class MultiHeadLab(Lab):
@@ -43,7 +47,7 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
     Args:
         row: ``stages``, ``slices``, ``chunks``, ``microbatches`` (of one replica), ``tp``,
             ``recompute``, ``tied``, ``distributed_optimizer``, ``multi_head``, ``uneven``; may have
-            ``vocabulary`` (split over the stages) and ``offload`` (share of activations).
+            ``vocabulary`` (split over the stages), ``offload`` (share of activations) and ``thrifty`` (layers).
         name: Name of the case.
         rng: For uneven layers.
     """
@@ -56,7 +60,7 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
         rng,
         tied=row["tied"],
         sequence_parallel=row["tp"] > 1,
-        recompute=row["recompute"],
+        recompute="selective" if row["recompute"] == "up projection" else row["recompute"],
         distributed_optimizer=row["distributed_optimizer"],
     )
     model = replace(plan.model, num_query_groups=HEADS) if row["multi_head"] else plan.model
@@ -95,11 +99,14 @@ def slimpipe_cases(seed: int, quick: bool) -> list[SlicedCase]:
             "chunks": chunks,
             "microbatches": microbatches,
             "tp": 2 if i % 5 == 3 and stages * replicas_of(microbatches) <= _MAX_RANKS // 2 else 1,
-            "recompute": _RECOMPUTE[i % 3],
+            "recompute": _RECOMPUTE[(i + i // 4) % 4],
             "tied": i % 7 == 6 and (stages > 1 or chunks == 1),
             "distributed_optimizer": i % 2 == 1,
             "multi_head": i % 4 == 1,
             "uneven": chunks == 1 and i % 8 == 4,
+            "vocabulary": i % 3 == 1,
+            "offload": _OFFLOAD[i % 5] if i % 5 < len(_OFFLOAD) else 0.0,
+            "thrifty": i % 6 == 5,
         }
         cases.append(sliced_case(row, f"p{stages}-n{slices}-v{chunks}", rng))
     for i in range(_RANDOM):
@@ -124,4 +131,7 @@ def _random_row(rng: random.Random) -> dict[str, Any]:
             "distributed_optimizer": rng.random() < 0.5,
             "multi_head": rng.random() < 0.5,
             "uneven": chunks == 1 and rng.random() < 0.5,
+            "vocabulary": rng.random() < 0.5,
+            "offload": rng.choice(_OFFLOAD),
+            "thrifty": rng.random() < 0.3,
         }
