@@ -1,5 +1,7 @@
 """SlimPipe against stock 1F1B and interleaved 1F1B: long sequences, few microbatches, two stages.
 
+Interleaved 1F1B and SlimPipe are each a small sweep, of which the best setting counts.
+
 ``python -m benchmarks.slimpipe_speed --json OUT``.  The same model and attention kernel on all
 sides, runs alternate, and each side counts by the median of its iterations over all runs.  The cost of
 slicing is that of one process with n slices against one slice.  The bubble of one more SlimPipe run
@@ -24,6 +26,7 @@ from benchmarks.slimpipe_runs import Model, Setting, run
 
 MODEL = Model(layers=8, hidden=128, ffn=352, heads=4, groups=1)
 _STAGES, _MICROBATCHES, _SLICES = 2, 2, 8
+_SWEEP = ((8, 1), (16, 2), (16, 4))  # SlimPipe's slices and chunks
 _WARMUP = 2  # iterations that do not count
 
 
@@ -46,7 +49,10 @@ def main() -> int:
         "1f1b": Setting("stock", _STAGES, options.tokens, _MICROBATCHES),
         "interleaved-2": Setting("stock", _STAGES, options.tokens, _MICROBATCHES, chunks=2),
         "interleaved-4": Setting("stock", _STAGES, options.tokens, _MICROBATCHES, chunks=4),
-        "slimpipe": Setting("slimpipe", _STAGES, options.tokens, _MICROBATCHES, _SLICES),
+        **{
+            f"slimpipe-{n}-{v}": Setting("slimpipe", _STAGES, options.tokens, _MICROBATCHES, n, v)
+            for n, v in _SWEEP
+        },
         "whole": Setting("slimpipe", 1, options.tokens, _MICROBATCHES, 1),
         "sliced": Setting("slimpipe", 1, options.tokens, _MICROBATCHES, _SLICES),
     }
@@ -60,17 +66,20 @@ def main() -> int:
                         median_s(runner, setting, folder / str(index), options.iterations)
                     )
                     print(f"round {index} {name:14} {times[name][-1]:.3f} s", flush=True)
-            bubbles = bubble(runner, pipeline["slimpipe"], MODEL, folder / "bubble", options.iterations)
+            medians = {name: statistics.median(values) for name, values in times.items()}
+            best = min((name for name in pipeline if name.startswith("slimpipe")), key=medians.__getitem__)
+            bubbles = bubble(runner, pipeline[best], MODEL, folder / "bubble", options.iterations)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    n, v = pipeline[best].slices, pipeline[best].chunks
     interleaved = min(medians["interleaved-2"], medians["interleaved-4"])
     report = {
-        "speedup_over_1f1b": medians["1f1b"] / medians["slimpipe"],
-        "speedup_over_best_interleaved": interleaved / medians["slimpipe"],
+        "speedup_over_1f1b": medians["1f1b"] / medians[best],
+        "speedup_over_best_interleaved": interleaved / medians[best],
+        "best_slimpipe": {"slices": n, "chunks": v},
         "slicing_overhead": medians["sliced"] / medians["whole"] - 1,
         "ideal_speedup_over_1f1b": (1 + (_STAGES - 1) / _MICROBATCHES)
-        / (1 + (_STAGES - 1) / (_MICROBATCHES * _SLICES)),
+        / (1 + (_STAGES - 1) / (_MICROBATCHES * n * v)),
         **bubbles,
         "medians_s": medians,
         "runs_s": times,
