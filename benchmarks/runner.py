@@ -52,7 +52,7 @@ class Job:
     entry: str = ENTRY
     setup: tuple[str, dict[str, Any]] | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    timeout_s: float = 120.0
+    timeout_s: float = 300.0
     grace_s: float = 10.0
 
 

@@ -11,11 +11,14 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_het.arguments import het_help, split_arguments
 from megatron_het.config import HetConfig, apply_chunks, apply_plan, check_arguments
 from megatron_het.plan import Placement, PlanError
+
+if TYPE_CHECKING:  # it imports torch
+    from megatron_het.platform import Platform
 
 
 def install(argv: list[str] | None = None) -> HetConfig:
@@ -60,7 +63,7 @@ def _exit_with(error: PlanError) -> NoReturn:
     raise SystemExit(2)
 
 
-def _install_plan(config: HetConfig, device: Any) -> None:
+def _install_plan(config: HetConfig, device: Platform) -> None:
     from megatron_het import upstream
     from megatron_het.checkpoint.loading import LoadHook
     from megatron_het.runtime.session import HetSession
@@ -75,7 +78,7 @@ def _install_plan(config: HetConfig, device: Any) -> None:
     upstream.install(
         "plan",
         builders={
-            "plan_arguments": _validate_args_hook(config, device.is_cuda),
+            "plan_arguments": _validate_args_hook(config, device),
             "plan_schedule": pretrain.wrap_schedule_getter,
             "plan_pretrain": pretrain.wrap,
             "plan_save": pretrain.wrap_generate_state_dict,
@@ -93,8 +96,19 @@ def _check_transport(transport: str, backend: str, on_cuda: bool) -> None:
         raise PlanError("--het-transport", transport, str(error)) from error
 
 
+def _check_platform(device: Platform, args: Any) -> None:
+    """Name the flags that this machine needs at once; without them Megatron fails one by one, late."""
+    missing = device.unmet_flags(args)
+    if missing:
+        raise PlanError(
+            "--" + missing[0].attribute.replace("_", "-"), getattr(args, missing[0].attribute),
+            f"this machine ({device.device_name}) needs other flags",
+            "Add " + ", ".join(str(flag) for flag in missing),
+        )  # fmt: skip
+
+
 def _validate_args_hook(
-    config: HetConfig, on_cuda: bool
+    config: HetConfig, device: Platform
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Builds the replacement of ``megatron.training.arguments.validate_args``."""
     from megatron_het.layers import use_thrifty_activation
@@ -107,7 +121,8 @@ def _validate_args_hook(
         def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
             try:
                 check_arguments(plan, args, args.world_size)
-                _check_transport(config.transport, args.distributed_backend, on_cuda)
+                _check_platform(device, args)
+                _check_transport(config.transport, args.distributed_backend, device.is_cuda)
             except PlanError as error:
                 _exit_with(error)
             world_size = args.world_size

@@ -161,6 +161,14 @@ def test_a_missing_flag_is_named(lab: Lab, tmp_path: Path):
     assert_refused(lab.runner.run(job, check=False), ("--calculate-per-token-loss", "False"))
 
 
+def test_a_flag_that_the_machine_needs_is_named(lab: Lab, tmp_path: Path):
+    save_plan(PLAN, tmp_path / "plan.json")
+    job = _job(tmp_path, tmp_path / "plan.json", drop="--no-persist-layer-norm")
+    assert_refused(
+        lab.runner.run(job, check=False), ("--no-persist-layer-norm", "False", "Add --no-persist-layer-norm")
+    )
+
+
 def test_an_optimizer_format_that_depends_on_the_layout_is_refused(lab: Lab, tmp_path: Path):
     plan = replace(PLAN, training=replace(PLAN.training, distributed_optimizer=True))
     save_plan(plan, tmp_path / "plan.json")
@@ -221,6 +229,25 @@ def test_a_killed_rank_stops_the_others(victim: int, lab: Lab, tmp_path: Path):
     checkpoints = job.log_dir / "checkpoints"
     tracker = checkpoints / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == str(SAVED_AT)
+    again = _training(lab, PLAN, tmp_path / "again", "--load", str(checkpoints))
+    lab.runner.run(again)
+    report = json.loads((again.log_dir / f"rank-{PLAN.world_size - 1}.json").read_text())
+    assert [i for i, _ in report["losses"]] == list(range(SAVED_AT + 1, 7))
+
+
+def test_a_save_cut_short_leaves_the_previous_checkpoint(lab: Lab, tmp_path: Path):
+    """A rank dies while it writes; the next start continues from the checkpoint before."""
+    victim = 1
+    options = {"which": victim, "save": 2}
+    job = replace(
+        _training(lab, PLAN, tmp_path / "run"), setup=("benchmarks.probe:die_while_saving", options)
+    )
+    finished = lab.runner.run(job, check=False)
+    assert finished.returncodes[victim] == -9 and all(finished.returncodes), finished.returncodes
+    assert not finished.timed_out
+    checkpoints = job.log_dir / "checkpoints"
+    assert (checkpoints / f"iter_{2 * SAVED_AT:07}").exists(), "the second save did not begin"
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(SAVED_AT)
     again = _training(lab, PLAN, tmp_path / "again", "--load", str(checkpoints))
     lab.runner.run(again)
     report = json.loads((again.log_dir / f"rank-{PLAN.world_size - 1}.json").read_text())
