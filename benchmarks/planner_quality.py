@@ -15,6 +15,7 @@ from tools.planner.estimate import Estimator
 from tools.planner.layercost import CatalogCosts
 from tools.planner.model import Model
 from tools.planner.search.auto import search_auto
+from tools.planner.search.book import LESS
 from tools.planner.search.exact import stage_options
 from tools.planner.search.goal import Goal
 from tools.planner.simulation import simulate_block
@@ -96,6 +97,11 @@ def brute_force(estimator: Estimator, start: float) -> tuple[float, int, int]:
             for candidate in all_plans(estimator, Candidate((), batch, recompute), best):
                 seen += 1
                 estimate = estimator.estimate(candidate)
+                for slack in LESS:
+                    if estimate is None or estimator.fits(estimate):
+                        break
+                    candidate = candidate.with_(slack=slack)
+                    estimate = estimator.estimate(candidate)
                 if estimate is None or not estimator.fits(estimate) or max(estimate.stage_busy_s) >= best[0]:
                     continue
                 try:

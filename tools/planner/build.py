@@ -16,10 +16,12 @@ from megatron_het.plan import (
 )
 from megatron_het.plan import Stage as PlanStage
 from megatron_het.plan.validate import check_plan
+from megatron_het.schedule.generators.one_f_one_b import SLACK
 from tools.planner.candidate import Candidate, Group, Stage, normalised
 from tools.planner.cluster import Cluster
 from tools.planner.errors import PlannerError
 from tools.planner.estimate import Estimate, Estimator, allocate
+from tools.planner.formulas import divided_alike
 from tools.planner.model import Model
 
 
@@ -150,11 +152,12 @@ def build_plan(
         total = -(-total // candidate.blocks)
         batch = total * candidate.micro_batch_size
         candidate = candidate.block()
-    stages, rank, per_rank = [], 0, []
+    stages, rank, per_rank, all_routes = [], 0, [], []
     fastest = max(layers / _unit_time(estimator, candidate, s, g)
                   for s, (layers, groups) in enumerate(candidate.stages) for g in groups)
     for s, (layers, groups) in enumerate(candidate.stages):
         routes = _stage_routes(estimator, candidate, s, total)
+        all_routes.append(routes)
         counts = [len(r) for r in routes]
         times = [_unit_time(estimator, candidate, s, g) for g in groups for _ in range(g.count)]
         speeds = [layers / t / fastest for t in times]
@@ -176,6 +179,8 @@ def build_plan(
         parameters |= {"window": True, "offload": candidate.offload}
     elif candidate.zero_stage >= 2:
         parameters["zero_stage"] = candidate.zero_stage
+    elif candidate.schedule == "1f1b" and any(r != all_routes[0] for r in all_routes):
+        parameters["slack"] = 0.0 if divided_alike(candidate, estimate.microbatches) else candidate.slack
     plan = Plan(
         model=model_shape(model),
         training=TrainingShape(
@@ -244,5 +249,5 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
     return Candidate(
         normalised(stages), training.micro_batch_size, training.recompute, plan.schedule.name,
         max(len(s.layers) for s in plan.stages), int(parameters.get("slices", 1)), zero,
-        bool(parameters.get("offload", False)),
+        bool(parameters.get("offload", False)), slack=float(parameters.get("slack", SLACK)),
     ), counts

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
 
+from megatron_het.schedule.generators.one_f_one_b import SLACK
+
 
 class Group(NamedTuple):
     """Equal replicas of one stage: ``count`` TP groups of size ``tp`` from one pool (entry of ``cluster.nodes``)."""
@@ -36,6 +38,7 @@ class Candidate:
         zero_stage: 0 plain data parallelism, 1 distributed optimizer, 2 and 3 sharded gradients and parameters.
         offload: Parameters and boundary activations live in host memory when unused (ministage).
         even: Every replica of a stage gets the same number of microbatches.
+        slack: Further microbatches in flight where stages divide them differently (1F1B), as a share.
     """
 
     stages: tuple[Stage, ...]
@@ -47,6 +50,7 @@ class Candidate:
     zero_stage: int = 0
     offload: bool = False
     even: bool = False
+    slack: float = SLACK
 
     def with_(self, **changes: object) -> Candidate:
         """A changed copy."""

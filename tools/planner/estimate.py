@@ -218,6 +218,6 @@ class Estimator:
         before = sum(used[:i])
         return before // per_node == (before + used[i] + used[i + 1] - 1) // per_node
 
-    def max_in_flight(self, later_replicas: int, mine: int, total: int) -> int:
-        """Microbatches a 1F1B replica holds: its share of what the later stages keep busy, and its own."""
-        return min(mine, 1 + ceil(mine / total * later_replicas - 1e-9))
+    def max_in_flight(self, later_replicas: int, mine: int, total: int, slack: float = 0.0) -> int:
+        """Microbatches a 1F1B replica holds: its share of what the later stages keep busy, slack, and its own."""
+        return min(mine, 1 + ceil((1 + slack) * mine / total * later_replicas - 1e-9))

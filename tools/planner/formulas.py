@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
 from typing import TYPE_CHECKING
@@ -13,11 +14,13 @@ if TYPE_CHECKING:
 
 
 MISMATCH = (0.02, 0.01, 0.015, 0.08)
+MISMATCH_WITH_SLACK = (0.01, 0.003, 0.0, 0.03)
 
 
 def _irregular(candidate: Candidate) -> float:
     """Expected share of the busy time lost where stages of different width meet; see ``_pipeline``."""
-    base, per_stage, per_doubling, mixed = MISMATCH
+    slack = candidate.schedule == "1f1b" and candidate.slack > 0
+    base, per_stage, per_doubling, mixed = MISMATCH_WITH_SLACK if slack else MISMATCH
     loss = 0.0
     if len(candidate.stages) > 2 and candidate.schedule != "ministage":
         counts = [sum(g.count for g in s.groups) for s in candidate.stages]
@@ -26,6 +29,17 @@ def _irregular(candidate: Candidate) -> float:
     if len(candidate.stages) > 1 and any(len(s.groups) > 1 for s in candidate.stages):
         loss += mixed
     return loss
+
+
+def divided_alike(candidate: Candidate, microbatches: Sequence[Sequence[int]]) -> bool:
+    """Whether all stages divide the microbatches in the same way over their replicas (1F1B needs no slack)."""
+    first: list[tuple[int, int]] | None = None
+    for stage, counts in zip(candidate.stages, microbatches):
+        mine = [(g.count, k) for g, k in zip(stage.groups, counts)]
+        if first is not None and mine != first:
+            return False
+        first = mine
+    return True
 
 
 @dataclass(slots=True)
@@ -121,9 +135,9 @@ def _stages(estimator: Estimator, candidate: Candidate, total: int, transfers: l
         out.append(StageTimes(units, forward, backward, shares, busy,
                               sum(w * f for w, f in zip(weight, forward)) / whole,
                               sum(w * b for w, b in zip(weight, backward)) / whole, []))
-    later = 0
+    later, slack = 0, 0.0 if divided_alike(candidate, [s.microbatches for s in out]) else candidate.slack
     for s in range(last, -1, -1):
-        out[s].in_flight = [estimator.max_in_flight(later, k, total) for k in out[s].microbatches]
+        out[s].in_flight = [estimator.max_in_flight(later, k, total, slack) for k in out[s].microbatches]
         later += sum(g.count for g in candidate.stages[s].groups) // blocks
     return out
 
@@ -136,19 +150,24 @@ def _pipeline(
     Three or more stages with different numbers of replicas, or stages with replicas of different
     speeds, hand microbatches over at times that do not match.  What that costs depends on details that
     only the simulator sees; ``MISMATCH`` holds rounded regression coefficients over random plans
-    (constant, per stage, per doubling of the ratio of widths, for mixed stages).  Even divisions, where
-    replicas form fixed pipelines, do not meet it.
+    (constant, per stage, per doubling of the ratio of widths, for mixed stages), with and without slack in
+    the number of microbatches in flight.  Even divisions, where replicas form fixed pipelines, do not meet it.
     """
     if candidate.schedule == "ministage":
         pipe_s, busy_s, bottleneck, gather_s = _ministage(estimator, candidate, stages, transfers, total)
     else:
-        pipe_s, busy_s, bottleneck = _one_f_one_b(estimator, candidate, stages, transfers)
+        pipe_s, busy_s, bottleneck, alone = _one_f_one_b(estimator, candidate, stages, transfers)
         gather_s = 0.0
     if not candidate.even:
         pipe_s += busy_s * _irregular(candidate)
     ends, before = [], 0.0
+    ahead = 0.0
     for s, stage in enumerate(stages):
-        ends.append(pipe_s - before)
+        if s and candidate.schedule == "1f1b" and not estimator.runtime.blocking_transfers:
+            ahead = max(before, ahead + _lead(stages[s - 1], stage, transfers[s - 1]))
+            ends.append(max(pipe_s - ahead, alone[s]))
+        else:
+            ends.append(pipe_s - before)
         step = (stage.backward_s / (candidate.chunks * candidate.slices)) + (transfers[s] if s < len(transfers) else 0.0)
         before += step
     return pipe_s, busy_s, bottleneck, gather_s, ends
@@ -156,8 +175,11 @@ def _pipeline(
 
 def _one_f_one_b(
     estimator: Estimator, candidate: Candidate, stages: list[StageTimes], transfers: list[float]
-) -> tuple[float, float, int]:
+) -> tuple[float, float, int, list[float]]:
     """1F1B and its relatives: for each stage, what must come before, between and after its own compute.
+
+    Returns the end of the pipeline, the compute of the deciding stage, which one it is, and the earliest
+    end of each stage's last backward.
 
     A stage starts after one forward of every earlier stage and ends one backward of each before the
     end.  Its first backward needs a round trip through the later stages, of which its warm-up
@@ -175,6 +197,7 @@ def _one_f_one_b(
         slow = max(f + b for f, b in zip(nxt.replica_f, nxt.replica_b))
         slowest[s] = slowest[s + 1] + slow / cut + 2 * transfers[s]
     before, worst, busy, which = 0.0, 0.0, 0.0, 0
+    drain, alone = 0.0, []
     for s, stage in enumerate(stages):
         rt = round_trip[s]
         mine = stage.busy_s
@@ -196,11 +219,19 @@ def _one_f_one_b(
                 idle = max(idle, _link_time(s, transfers) * k * candidate.chunks - own)
                 stall = max(stall, own + idle - mine)
         end = before + mine + stall
+        alone.append(end - drain)
+        drain += stage.backward_s / cut + (transfers[s] if s < len(transfers) else 0.0)
         if end > worst:
             worst, busy, which = end, mine, s
         step = (stage.forward_s + stage.backward_s) / cut
         before += step + 2 * (transfers[s] if s < len(transfers) else 0.0)
-    return worst, busy, which
+    return worst, busy, which, alone
+
+
+def _lead(earlier: StageTimes, stage: StageTimes, transfer_s: float) -> float:
+    """How long before the earlier stage a stage can end: the backwards it holds, less its last round trip."""
+    left = min(min(held, k) * b for held, k, b in zip(earlier.in_flight, earlier.microbatches, earlier.replica_b))
+    return left - max(f + b for f, b in zip(stage.replica_f, stage.replica_b)) - 2 * transfer_s
 
 
 def _link_time(s: int, transfers: list[float]) -> float:

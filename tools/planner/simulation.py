@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_het.plan import Plan
 from megatron_het.schedule.cost import Costs, Link, Memory
@@ -55,10 +56,12 @@ def program_of(plan: Plan, candidate: Candidate) -> Program:
         PlannerError: the schedule cannot run this shape.
     """
     shape = shape_of(plan, candidate)
-    parameters = {}
+    parameters: dict[str, Any] = {}
     speeds = [r.speed for s in plan.stages for r in s.replicas]
     if candidate.schedule in ("1f1b", "interleaved"):
         parameters["speeds"] = speeds
+    if candidate.schedule == "1f1b" and "slack" in plan.schedule.parameters:
+        parameters["slack"] = plan.schedule.parameters["slack"]
     try:
         return add_transfers(generate(candidate.schedule, shape, **parameters), speeds=speeds)
     except ValueError as error:

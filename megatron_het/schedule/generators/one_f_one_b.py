@@ -24,21 +24,32 @@ def _orders(shape: Shape, kind: Kind) -> list[list[Op]]:
     return [compute_ops(kind, shape.microbatches_of(d), (0,), 0) for d in range(len(shape.devices))]
 
 
-def in_flight_limits(shape: Shape) -> list[int]:
+SLACK = 1.0
+"""Default of ``slack`` in :func:`in_flight_limits`."""
+
+
+def in_flight_limits(shape: Shape, slack: float = SLACK) -> list[int]:
     """Microbatches that each device may hold between forward and backward in 1F1B.
 
     Stages after ``s`` keep one microbatch per device busy; a device of stage ``s`` feeds them in
     proportion to its share of the microbatches, and works on one itself.  With one replica per stage this
     is ``stages - s``, as in Megatron.
+
+    Where stages divide the microbatches differently, their devices become free at times that do not match.
+    They then hold ``slack`` times as many more, so that a device finds its next input waiting.  Stages that
+    divide them alike form fixed pipelines that run in step; these get none.
     """
+    spread = 1.0 if len(set(shape.route)) == 1 else 1.0 + slack
     limits = []
     for d, (stage, _) in enumerate(shape.devices):
         share = len(shape.microbatches_of(d)) / shape.microbatches
-        limits.append(1 + math.ceil(share * sum(shape.replicas[stage + 1 :]) - 1e-9))
+        limits.append(1 + math.ceil(spread * share * sum(shape.replicas[stage + 1 :]) - 1e-9))
     return limits
 
 
-def one_f_one_b(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None) -> Program:
+def one_f_one_b(
+    shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None, slack: float = SLACK
+) -> Program:
     """1F1B.
 
     With one replica per stage the order is Megatron's: ``stages - 1 - stage`` warm-up forwards, then pairs
@@ -50,11 +61,14 @@ def one_f_one_b(shape: Shape, *, forward_only: bool = False, speeds: Sequence[fl
         shape: one chunk per stage, no slices.
         forward_only: forwards only.
         speeds: relative speed of each device, used with several replicas; all equal by default.
+        slack: share of further microbatches in flight where stages divide them differently, 0 for least memory.
 
     Raises:
-        ValueError: the shape has chunks or slices, or ``speeds`` do not fit the devices.
+        ValueError: the shape has chunks or slices, ``speeds`` do not fit the devices, or ``slack`` is negative.
     """
     _check("1f1b", shape)
+    valid = isinstance(slack, (int, float)) and 0 <= slack < math.inf
+    require("1f1b", valid, f"slack = {slack!r}: must be a number of at least 0")
     forward = _orders(shape, Kind.FORWARD)
     if forward_only:
         return forward_program("1f1b", shape, forward)
@@ -63,7 +77,7 @@ def one_f_one_b(shape: Shape, *, forward_only: bool = False, speeds: Sequence[fl
     if single_replicas(shape):
         ops = tuple(alternate(f, b, shape.stages - 1 - s) for s, (f, b) in enumerate(zip(forward, backward)))
     else:
-        ops = merge(shape, forward, backward, in_flight_limits(shape), costs)
+        ops = merge(shape, forward, backward, in_flight_limits(shape, slack), costs)
     return Program("1f1b", shape, ops)
 
 

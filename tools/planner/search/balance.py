@@ -43,7 +43,7 @@ def _cap(estimator: Estimator, groups: tuple[Group, ...], units: list[Unit], lat
         elif like.schedule == "slimpipe":
             held = 1.0 + 2 * later / (like.slices * like.chunks)
         else:
-            held = min(max(1.0, share * total), 1 + ceil(share * later - 1e-9))
+            held = min(max(1.0, share * total), 1 + ceil((1 + like.slack) * share * later - 1e-9))
         free = u.capacity_bytes * estimator.memory_margin - u.reserved_bytes - u.workspace_bytes / like.slices - boundary
         if first:
             free -= u.embedding_parameters * per + held * u.embedding_bytes
@@ -70,6 +70,8 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
         return None
     total = model.global_batch_size // like.micro_batch_size
     loads: list[_Load] = []
+    widths = {sum(g.count for g in stage) for stage in groups}
+    capped = like if len(widths) > 1 else like.with_(slack=0.0)
     later = sum(g.count for stage in groups for g in stage)
     for s, stage in enumerate(groups):
         units = []
@@ -80,7 +82,7 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
             units.append(unit)
         later -= sum(g.count for g in stage)
         load = _Load(stage, units, s == 0, s == count - 1)
-        load.cap = max(1, _cap(estimator, stage, units, later, total, s == 0, s == count - 1, like))
+        load.cap = max(1, _cap(estimator, stage, units, later, total, s == 0, s == count - 1, capped))
         loads.append(load)
     layers = _split(loads, wanted)
     return like.with_(stages=tuple(Stage(n, g) for n, g in zip(layers, groups)))

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from math import inf
 
+from megatron_het.schedule.generators.one_f_one_b import SLACK
 from tools.planner.candidate import Candidate, Group
 from tools.planner.estimate import Estimate, Estimator
 from tools.planner.search.balance import balance
-from tools.planner.search.goal import Goal
+from tools.planner.search.goal import PENALTY, Goal
 from tools.planner.search.outcome import Progress
 
 Groups = tuple[tuple[Group, ...], ...]
+
+LESS = (0.5, 0.0)
+"""Slack to try, in this order, where the full slack does not fit."""
+NEARLY = 1.6 * PENALTY
+"""Scores above this multiple of the best are hopeless: too slow, or more than about half too large for memory."""
 
 
 class Book:
@@ -34,13 +40,36 @@ class Book:
             if not self._there(groups):
                 self.scores[key] = (inf, None)
                 return inf, None
-            candidate = balance(self.estimator, groups, like)
+            candidate = balance(self.estimator, groups, like if like.slack else like.with_(slack=SLACK))
             found = (inf, None) if candidate is None else (self.try_candidate(candidate), candidate)
+            for slack in LESS if candidate is not None and self._needs_less(candidate, found[0]) else ():
+                tight = balance(self.estimator, groups, like.with_(slack=slack))
+                found = min(found, (self.try_candidate(tight), tight), key=lambda f: f[0])
+                if tight in self.good:
+                    break
+            candidate = found[1]
             old = self.by_stages.get(len(groups))
             if candidate is not None and (old is None or found[0] < old[0]):
                 self.by_stages[len(groups)] = (found[0], candidate)
             self.scores[key] = found
         return found
+
+    def try_slack(self, candidate: Candidate) -> tuple[float, Candidate]:
+        """With slack in flight where that fits, without it where only that fits."""
+        found = (self.try_candidate(candidate), candidate)
+        for slack in LESS if self._needs_less(candidate, found[0]) else ():
+            tight = candidate.with_(slack=slack)
+            found = min(found, (self.try_candidate(tight), tight), key=lambda f: f[0])
+            if tight in self.good:
+                break
+        return found
+
+    def _needs_less(self, candidate: Candidate, score: float) -> bool:
+        """Whether a promising 1F1B pipeline is unusable as it is, so that fewer microbatches in flight may help."""
+        if candidate.schedule != "1f1b" or not candidate.slack or candidate in self.good or score > NEARLY * self.best:
+            return False
+        first = candidate.stages[0].groups
+        return any(len(s.groups) > 1 or s.groups[0].count != first[0].count for s in candidate.stages)
 
     def try_candidate(self, candidate: Candidate) -> float:
         """Evaluate a complete candidate."""

@@ -97,7 +97,7 @@ class _Tree:
                 return
             here = [*stages, Stage(n, groups)]
             if last:
-                self.book.try_candidate(self.point.with_(stages=tuple(here)))
+                self.book.try_slack(self.point.with_(stages=tuple(here)))
                 return
             if not rate_left:
                 continue
