@@ -25,3 +25,8 @@ def machine() -> dict[str, object]:
         "torch": version("torch"),
         "megatron_core": version("megatron-core"),
     }
+
+
+def pin(*, rank: int, cores: list[int]) -> None:
+    """Keep a rank process on one core (a ``Job.setup``); ``cores`` names the core of every rank."""
+    os.sched_setaffinity(0, {cores[rank]})

@@ -97,11 +97,12 @@ def zorse() -> dict[str, Any]:
         outcome = search_auto(estimator, Goal())
         flops = cases.hardware_flops(model) / 1e12
         best = outcome.best.iteration_s if outcome.best else None
-        even = best_even_split(estimator)
+        even = best_even_split(estimator, 2)
         rows.append({
             "cluster": name, "model": model_name, "tflops": flops / best if best else None,
             "hfu": flops / best / peak if best else None, "paper_tflops": paper, "paper_hfu": paper / peak,
             "even_split_tflops": flops / even[1].iteration_s if even else None, "paper_even_split_tflops": paper_even,
+            "even_split_plan": f"{describe(estimator, even[0])}, ZeRO-2" if even else None,
             "plan": describe(estimator, outcome.best.candidate) if outcome.best else None, "cpu_s": outcome.cpu_s,
         })  # fmt: skip
     return {"cases": rows}

@@ -89,11 +89,16 @@ def _with_nodes(estimator: Estimator, nodes: tuple[Any, ...]) -> Estimator:
     return Estimator(cluster, estimator.model, estimator.costs, estimator.runtime, estimator.memory_margin)
 
 
-def even_splits(estimator: Estimator) -> list[Candidate]:
-    """What a homogeneous framework would run: all GPUs, equal stages of each size, equal batches, ZeRO-1."""
+def even_splits(estimator: Estimator, zero: int | None = None) -> list[Candidate]:
+    """What a homogeneous framework would run: all GPUs, equal stages of each size, equal batches.
+
+    Args:
+        zero: ZeRO stage; by default that of Megatron's distributed optimizer where the model allows it.
+    """
     model = estimator.model
     singles = [p for p, n in enumerate(estimator.cluster.nodes) for _ in range(n.quota)]
-    zero = 1 if model.distributed_optimizer else 0
+    if zero is None:
+        zero = 1 if model.distributed_optimizer else 0
     out = []
     for count in (k for k in range(1, min(len(singles), model.num_layers) + 1) if len(singles) % k == 0):
         if model.num_layers % count:
@@ -109,9 +114,9 @@ def even_splits(estimator: Estimator) -> list[Candidate]:
     return out
 
 
-def best_even_split(estimator: Estimator) -> tuple[Candidate, Estimate] | None:
+def best_even_split(estimator: Estimator, zero: int | None = None) -> tuple[Candidate, Estimate] | None:
     """The fastest even split that fits."""
-    fitting = [(c, e) for c in even_splits(estimator) if (e := estimator.estimate(c)) and estimator.fits(e)]
+    fitting = [(c, e) for c in even_splits(estimator, zero) if (e := estimator.estimate(c)) and estimator.fits(e)]
     return min(fitting, key=lambda pair: pair[1].iteration_s) if fitting else None
 
 

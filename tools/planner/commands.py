@@ -27,10 +27,12 @@ def plan(options: argparse.Namespace) -> int:
     estimator, goal = estimator_from(options), goal_from(options)
     outcome = run_search(estimator, goal, options)
     best = require(outcome, estimator, goal, options)
-    if best.candidate.zero_stage >= 2 and best.candidate.schedule != "ministage":
-        raise PlannerError("plan", "zero_stage", best.candidate.zero_stage,
-                           "the runtime shards gradients and parameters only in ministage schedules",
-                           "Use --search auto, or more memory")
+    if not best.runnable:
+        raise PlannerError(
+            "command line", "--search", options.search,
+            f"the plan needs ZeRO-{best.candidate.zero_stage}, which the runtime has only as ministages",
+            "Allow them (--schedules ministage, distributed_optimizer: true in the model file, at least 2 layers), "
+            "use --search auto, or GPUs with more memory")
     made = build_plan(estimator, best.candidate, best.estimate, notes=f"made by the planner, --search {options.search}")
     predicted = dataclasses.replace(made.predicted, iteration_s=best.iteration_s)  # type: ignore[type-var]
     save_plan(dataclasses.replace(made, predicted=predicted), options.out)

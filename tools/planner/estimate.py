@@ -41,6 +41,7 @@ class Unit:
     head_workspace_bytes: float
     capacity_bytes: float
     reserved_bytes: float
+    sliced_share: float = 1.0
 
 
 class GroupMemory(NamedTuple):
@@ -110,6 +111,9 @@ def allocate(times: list[float], counts: list[int], total: int) -> tuple[float, 
         (time of the slowest, largest number per replica of each kind), or None when some replica
         would get nothing.
     """
+    if len(times) == 1:
+        share = -(-total // counts[0])
+        return (share * times[0], [share]) if total >= counts[0] else None
     limit = total / sum(n / t for n, t in zip(counts, times))
     limit = max(limit, max(times))
     while True:
@@ -177,6 +181,7 @@ class Estimator:
             layer.parameters, first.parameters, last.parameters,
             layer.activation_bytes, first.activation_bytes, last.activation_bytes,
             layer.workspace_bytes, last.workspace_bytes, gpu.memory_bytes, reserved,
+            self.costs.sliced_share(node.gpu, batch, tp, recompute),
         )  # fmt: skip
 
     @property
@@ -201,22 +206,22 @@ class Estimator:
     def transfer_times(self, candidate: Candidate) -> list[float]:
         """Seconds of one transfer over each boundary: the slowest pair of replicas."""
         size = self.boundary_bytes_per_sequence * candidate.micro_batch_size
-        stages, out = candidate.stages, []
+        stages, out, taken = candidate.stages, [], {}
+        transfer_s = self.network.transfer_s
         for i in range(len(stages) - 1):
             a, b = stages[i].groups, stages[i + 1].groups
-            local = len(a) == len(b) == 1 and a[0].pool == b[0].pool and self._same_node(candidate, i)
-            out.append(max(
-                self.network.transfer_s(g.pool, g.tp, h.pool, h.tp, size, local) for g in a for h in b
-            ))
+            if len(a) == len(b) == 1:
+                (pool, tp, count), (other, other_tp, more) = a[0], b[0]
+                before = taken.get(pool, 0)
+                # Nodes are filled in order: both stages inside one node?
+                per_node = self.cluster.nodes[pool].gpus_per_node
+                local = pool == other and before // per_node == (before + tp * count + other_tp * more - 1) // per_node
+                out.append(transfer_s(pool, tp, other, other_tp, size, local))
+            else:
+                out.append(max(transfer_s(g.pool, g.tp, h.pool, h.tp, size, False) for g in a for h in b))
+            for g in a:
+                taken[g.pool] = taken.get(g.pool, 0) + g.tp * g.count
         return out
-
-    def _same_node(self, candidate: Candidate, i: int) -> bool:
-        """Whether stages i and i + 1, of one pool, lie inside one node when nodes are filled in order."""
-        pool = candidate.stages[i].groups[0].pool
-        per_node = self.cluster.nodes[pool].gpus_per_node
-        used = [sum(g.tp * g.count for g in s.groups if g.pool == pool) for s in candidate.stages]
-        before = sum(used[:i])
-        return before // per_node == (before + used[i] + used[i + 1] - 1) // per_node
 
     def max_in_flight(self, later_replicas: int, mine: int, total: int, slack: float = 0.0) -> int:
         """Microbatches a 1F1B replica holds: its share of what the later stages keep busy, slack, and its own."""

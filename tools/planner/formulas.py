@@ -113,6 +113,9 @@ def _stages(estimator: Estimator, candidate: Candidate, total: int, transfers: l
             units.append(u)
             forward.append(f)
             backward.append(b)
+        if candidate.zero_stage >= 2 and candidate.schedule != "ministage":
+            least_f, least_b = sharding_s(estimator, candidate, units, s)
+            forward, backward = [max(f, least_f) for f in forward], [max(b, least_b) for b in backward]
         counts = [g.count // blocks for g in groups]
         both = [f + b for f, b in zip(forward, backward)]
         if estimator.runtime.blocking_transfers:
@@ -230,8 +233,8 @@ def _one_f_one_b(
 
 def _lead(earlier: StageTimes, stage: StageTimes, transfer_s: float) -> float:
     """How long before the earlier stage a stage can end: the backwards it holds, less its last round trip."""
-    left = min(min(held, k) * b for held, k, b in zip(earlier.in_flight, earlier.microbatches, earlier.replica_b))
-    return left - max(f + b for f, b in zip(stage.replica_f, stage.replica_b)) - 2 * transfer_s
+    left = min([min(held, k) * b for held, k, b in zip(earlier.in_flight, earlier.microbatches, earlier.replica_b)])
+    return left - max([f + b for f, b in zip(stage.replica_f, stage.replica_b)]) - 2 * transfer_s
 
 
 def _link_time(s: int, transfers: list[float]) -> float:
@@ -299,7 +302,7 @@ def _tails(
     """(end of the iteration, longest gradient reduction, longest update)."""
     end = longest_sync = longest_update = 0.0
     for s, stage in enumerate(stages):
-        sync, update = _tail(estimator, candidate, stage.units, max(stage.microbatches), s)
+        sync, update = _tail(estimator, candidate, stage.units, s)
         end = max(end, ends[s] + sync + update)
         longest_sync, longest_update = max(longest_sync, sync), max(longest_update, update)
     return end, longest_sync, longest_update
@@ -310,21 +313,35 @@ def stage_tails(estimator: Estimator, candidate: Candidate, estimate: Estimate) 
     out = []
     for s, stage in enumerate(candidate.stages):
         units = [estimator.unit(g.pool, g.tp, candidate.micro_batch_size, candidate.recompute) for g in stage.groups]
-        out.append(sum(_tail(estimator, candidate, units, max(estimate.microbatches[s]), s)))  # type: ignore[arg-type]
+        out.append(sum(_tail(estimator, candidate, units, s)))  # type: ignore[arg-type]
     return out
 
 
-def _tail(estimator: Estimator, candidate: Candidate, units: list[Unit], steps: int, s: int) -> tuple[float, float]:
-    """(gradient reduction, update) of one stage.  ``steps`` matters to ZeRO-2 and 3 only."""
+def sharding_s(estimator: Estimator, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
+    """Least time of a forward and of a backward of one microbatch with plain ZeRO-2 or 3, without ministages.
+
+    Gradients are reduce-scattered after every microbatch (only shards of them are kept), and ZeRO-3
+    gathers parameters before every forward and every backward.  All of it overlaps with the compute of the
+    same pass, layer by layer; what takes longer than the compute shows.
+    """
+    groups = candidate.stages[s].groups
+    element = float(estimator.model.element_bytes)
+    size = {g: _rank_parameters(candidate, u, s) * element for g, u in zip(groups, units)}
+    half = estimator.network.sync_s(groups, size, 0.5)
+    return (half, 2 * half) if candidate.zero_stage == 3 else (0.0, half)
+
+
+def _tail(estimator: Estimator, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
+    """(gradient reduction or gather of parameters, update) of one stage after its last backward."""
     groups, network = candidate.stages[s].groups, estimator.network
     element = float(estimator.model.element_bytes)
     counts = [_rank_parameters(candidate, u, s) for u in units]
     sync = network.sync_s(groups, {g: n * 4.0 for g, n in zip(groups, counts)})
     if candidate.zero_stage >= 1 and sync:
-        small = {g: n * element for g, n in zip(groups, counts)}
-        sync = sync / 2 + network.sync_s(groups, small, 0.5)
-        if candidate.zero_stage >= 2 and candidate.schedule != "ministage":
-            sync = (0.5 if candidate.zero_stage == 2 else 1.5) * steps * network.sync_s(groups, small)
+        gather = network.sync_s(groups, {g: n * element for g, n in zip(groups, counts)}, 0.5)
+        sync = sync / 2 + gather
+        if candidate.zero_stage >= 2 and candidate.schedule != "ministage":  # gradients have gone with each microbatch
+            sync = gather if candidate.zero_stage == 2 else 0.0
     update = 0.0
     for g, n in zip(groups, counts):
         mine = n / g.count if candidate.zero_stage >= 1 else n
@@ -367,12 +384,13 @@ def _memory(estimator: Estimator, candidate: Candidate, stages: list[StageTimes]
             parameters, gradients = count * element, count * 4.0
             optimizer = count * estimator.optimizer_per_parameter / (shards if candidate.zero_stage >= 1 else 1)
             gradients += count * 4.0 * runtime.extra_parameter_copies
-            if candidate.zero_stage >= 2:
-                gradients /= shards
+            if candidate.zero_stage >= 2:  # shards, and whole gradients of the layer that is being reduced
+                gradients = gradients / shards + 4.0 * u.layer_parameters
             if candidate.zero_stage >= 3:
                 parameters = parameters / shards + 2 * u.layer_parameters * element
             held = _in_flight(candidate, stages, s, i)
-            kept = layers * u.layer_bytes + (u.embedding_bytes if s == 0 else 0.0)
+            layer_bytes = u.layer_bytes * (u.sliced_share if candidate.schedule == "slimpipe" else 1.0)
+            kept = layers * layer_bytes + (u.embedding_bytes if s == 0 else 0.0)
             activations = held * kept
             if candidate.schedule == "ministage":
                 window = min(1.0, 2.0 / candidate.chunks)
@@ -387,6 +405,10 @@ def _memory(estimator: Estimator, candidate: Candidate, stages: list[StageTimes]
                 activations += u.head_bytes / candidate.slices
             if last > 0:
                 activations += 2 * boundary
+                if runtime.keeps_sent and candidate.schedule != "slimpipe":
+                    mine = stage.microbatches[i]  # until the last forward, which is when most is held
+                    forward, backward = candidate.chunks - (s == last), candidate.chunks - (s == 0)
+                    activations += boundary * (mine * forward + (mine - held) * backward)
             workspace = max(u.workspace_bytes, u.head_workspace_bytes if s == last else 0.0) / candidate.slices
             yield GroupMemory(s, g, parameters, gradients, optimizer, activations, workspace, u.reserved_bytes,
                               u.capacity_bytes)

@@ -52,6 +52,9 @@ class LayerCosts(Protocol):
     def update_s(self, gpu: str, parameters: float) -> float:
         """Optimizer step over so many parameters on one rank."""
 
+    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
+        """Kept activations of a layer under SlimPipe, as a share of the others': its attention keeps no matrices."""
+
 
 def activation_bytes(model: Model, kind: LayerKind, batch: int, tp: int, recompute: str, fused: bool) -> float:
     """Bytes kept from forward to backward by one layer and microbatch on one rank.
@@ -113,6 +116,13 @@ class CatalogCosts:
         if self.model.attention == "fused":
             return True
         return self.model.attention == "flash" and self.gpu(gpu).flash_attention_2
+
+    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
+        """By the formula of ``activation_bytes`` with and without matrices."""
+        if self.fused(gpu):
+            return 1.0
+        return (activation_bytes(self.model, "layer", batch, tp, recompute, True)
+                / activation_bytes(self.model, "layer", batch, tp, recompute, False))
 
     def update_s(self, gpu: str, parameters: float) -> float:
         """Fused Adam: reads parameters, gradients and two moments, writes three of them, in fp32."""
@@ -203,6 +213,10 @@ class MeasuredCosts:
         """Twice the largest measured micro batch (times beyond it are extrapolated)."""
         found = [p[-1].micro_batch_size for (k, layer, t, _), p in self.points.items() if (k, layer, t) == (gpu, "layer", tp)]
         return 2 * max(found, default=0)
+
+    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
+        """As in the catalog's model."""
+        return self.analytic.sliced_share(gpu, batch, tp, recompute)
 
     def update_s(self, gpu: str, parameters: float) -> float:
         """From the measured steps where there are any: memory bandwidth otherwise."""

@@ -30,6 +30,8 @@ class Runtime:
             peak besides those kept for the backward; nothing with a fused attention kernel.
         host_blocks: The process posts transfers only when the compute before them is done (CPU); else
             it is far ahead (CUDA streams).
+        keeps_sent: gloo cannot tell that a send is done, so that what was sent stays until the end of the
+            iteration (not in sliced schedules, which bound the number of sends under way).
         reserved_bytes: Context, communicators and libraries of one rank; None = the catalog's figure.
     """
 
@@ -43,8 +45,10 @@ class Runtime:
     extra_parameter_copies: float = 0.0
     attention_copies: float = 2.0
     host_blocks: bool = False
+    keeps_sent: bool = False
     reserved_bytes: float | None = None
 
 
 MEGATRON_HET = Runtime()
-CPU_GLOO = Runtime(name="megatron_het on CPU over gloo", host_blocks=True, reserved_bytes=0.0, transfer_latency_s=0.0)
+CPU_GLOO = Runtime(name="megatron_het on CPU over gloo", host_blocks=True, keeps_sent=True, reserved_bytes=0.0,
+                   transfer_latency_s=0.0)

@@ -15,7 +15,7 @@ from tools.planner.build import build_plan, seats
 from tools.planner.candidate import Candidate, Group
 from tools.planner.errors import PlannerError
 from tools.planner.estimate import Estimate, Estimator, Unit
-from tools.planner.formulas import stage_tails
+from tools.planner.formulas import sharding_s, stage_tails
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,11 @@ def costs_of(estimator: Estimator, whole: Candidate, candidate: Candidate, estim
 
     forward, backward, kept, static = [], [], [], []
     chunks = candidate.chunks
+    least: dict[int, tuple[float, float]] = {}
+    if candidate.zero_stage >= 2 and candidate.schedule != "ministage":
+        for s, stage in enumerate(whole.stages):
+            units = [estimator.unit(g.pool, g.tp, whole.micro_batch_size, whole.recompute) for g in stage.groups]
+            least[s] = sharding_s(estimator, whole, units, s)  # type: ignore[arg-type]
     for s, _, u in devices:
         layers = plan.stages[s].layers
         f, b, a = ([n * x for n in layers] for x in (u.layer_f, u.layer_b, u.layer_bytes))
@@ -107,6 +112,8 @@ def costs_of(estimator: Estimator, whole: Candidate, candidate: Candidate, estim
         if s == last:
             f[-1] += u.head_f
             b[-1] += u.head_b
+        if s in least:
+            f, b = [max(x, least[s][0]) for x in f], [max(x, least[s][1]) for x in b]
         forward.append(tuple(f))
         backward.append(tuple(b))
         kept.append(tuple(a))

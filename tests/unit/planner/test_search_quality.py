@@ -105,18 +105,53 @@ def test_sailor_keeps_data_parallelism_in_a_region():
 
 def test_split_cuts_the_slow_links():
     """Two regions of two nodes each: the 2-cut separates the regions."""
-    from tools.planner.search.zorse import bandwidth_graph, split
+    from tools.planner.search.zorse import split
 
     cluster = Cluster(
         nodes=(NodeGroup(gpu="T4", count=2, gpus_per_node=8, zone="a"), NodeGroup(gpu="T4", count=2, gpus_per_node=8, zone="b")),
         links=(ZoneLink(between=("a", "b"), bytes_per_s=1e8),),
     )
     _, model = zoned()
-    graph = bandwidth_graph(estimator_of(cluster, model), 1)
-    parts = split(graph, 4)
-    assert [len(p) for p in parts] == [1, 2, 3, 4]
-    assert sorted({v[0] for v in part} for part in parts[1]) == [{0}, {1}] or {frozenset(p) for p in parts[1]} == {
-        frozenset({(0, 0, 0), (0, 1, 0)}), frozenset({(1, 0, 0), (1, 1, 0)})}  # fmt: skip
+    partitions = split(estimator_of(cluster, model), 1, 4)
+    assert [len(p) for p in partitions] == [1, 2, 3, 4]
+    assert sorted(map(tuple, partitions[1])) == [((0, 1),), ((1, 1),)]
+    assert [sorted(p) for p in partitions[3]] == [[(0, 1)], [(0, 1)], [(1, 1)], [(1, 1)]]
+
+
+@given(st.integers(0, 10_000), st.sampled_from([1, 2, 4]))
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_cuts_are_those_of_stoer_and_wagner(seed, parts):
+    """The cut between classes of twins weighs as much as the one of the graph of all node parts."""
+    import networkx as nx
+
+    from tools.planner.search.zorse import minimum_cut
+
+    rng = random.Random(seed)
+    nodes = tuple(
+        NodeGroup(gpu=rng.choice(["T4", "A100-40", "V100-16"]), count=rng.randint(1, 3), gpus_per_node=rng.choice([2, 4]),
+                  zone=rng.choice("ab"), network_bytes_per_s=rng.choice([1e9, 3e9, 2e10]))
+        for _ in range(rng.randint(1, 3))
+    )  # fmt: skip
+    links = (ZoneLink(between=("a", "b"), bytes_per_s=rng.choice([1e8, 5e9])),) if {n.zone for n in nodes} == {"a", "b"} else ()
+    estimator = estimator_of(Cluster(nodes=nodes, links=links), zoned()[1])
+    vertices = []
+    part: dict[tuple[int, int], int] = {}
+    for p, node in enumerate(nodes):
+        for n in range(node.count):
+            size = rng.randint(1, min(parts, node.gpus_per_node))
+            part[p, size] = part.get((p, size), 0) + 1
+            vertices += [(p, n, k) for k in range(size)]
+    if len(vertices) < 2:
+        return
+    graph = nx.Graph()
+    for i, a in enumerate(vertices):
+        for b in vertices[i + 1 :]:
+            network = estimator.network
+            graph.add_edge(a, b, weight=network.intra[a[0]] if a[:2] == b[:2] else network.rate(a[0], b[0], 8))
+    weight, first, second = minimum_cut(estimator, part)
+    assert weight == pytest.approx(nx.stoer_wagner(graph)[0])
+    count = sum(n * size for side in (first, second) for (_, size), n in side.items())
+    assert first and second and count == len(vertices)
 
 
 def test_poplar_allocations_use_the_whole_batch():
@@ -149,3 +184,18 @@ def test_an_interrupted_search_has_its_best_so_far(monkeypatch):
     outcome = search_auto(estimator_of(cluster, model), ONE, effort=Effort(seeds=50))
     assert outcome.interrupted
     assert outcome.best is not None
+
+
+@given(st.integers(0, 10_000), st.sampled_from(METHODS[1:]), st.sampled_from(["throughput", "cost"]), st.booleans())
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_auto_is_never_worse_than_a_published_method(seed, method, objective, sharded):
+    """On the same input, all schedules allowed."""
+    cluster, model = random_case(seed, largest=6)
+    cluster = Cluster(nodes=tuple(n.model_copy(update={"usd_per_gpu_hour": 0.5 + i}) for i, n in enumerate(cluster.nodes)))
+    model = model.model_copy(update={"distributed_optimizer": sharded, "recompute": ("none", "full")})
+    estimator, goal = estimator_of(cluster, model), Goal(objective)
+    theirs = [f for f in search(method, estimator, goal).found if f.runnable]
+    mine = search_auto(estimator, goal).best
+    if theirs:
+        assert mine is not None
+        assert mine.value(goal) <= theirs[0].value(goal) * (1 + 1e-9)

@@ -41,7 +41,7 @@ class Effort:
     """
 
     seeds: int = 700
-    beam: int = 5
+    beam: int = 4
     steps: int = 350
     cut_nodes: int = 16
     exact_gpus: int = 8
@@ -52,7 +52,7 @@ class Effort:
     exact_operations: int = 80_000
 
 
-LARGE = Effort(seeds=1500, beam=6, steps=600, simulated_operations=20_000)
+LARGE = Effort(seeds=1500, beam=10, steps=600, simulated_operations=20_000)
 """For clusters of more than 160 GPUs, where a better plan is worth a few seconds."""
 
 
@@ -81,6 +81,8 @@ def search_auto(estimator: Estimator, goal: Goal, progress: Progress | None = No
     except KeyboardInterrupt:
         outcome.interrupted = True
     finish(book, outcome, estimator, goal, effort, lambda c: expand(merged, estimator.cluster, c))
+    if not outcome.interrupted:
+        _published_methods(outcome, estimator, goal, progress, effort)
     outcome.cpu_s = time.process_time() - started
     return outcome
 
@@ -159,6 +161,38 @@ def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort) -> None:
         _climb(book, book.top(1)[0][0], effort.steps)
 
 
+def _published_methods(outcome: Outcome, estimator: Estimator, goal: Goal, progress: Progress, effort: Effort) -> None:
+    """The searches of Poplar, Zorse and Sailor: what they find joins the outcome, so that ``auto`` is never worse.
+
+    They leave out what certainly takes longer than the best plan so far, which makes them short except
+    Sailor's on clusters of very many kinds of nodes; each ends when it has taken as long as everything before it.
+    """
+    from tools.planner.search.poplar import search_poplar
+    from tools.planner.search.sailor import search_sailor
+    from tools.planner.search.zorse import search_zorse
+
+    for search in (search_poplar, search_zorse, search_sailor):
+        now = time.process_time() - progress.started
+        share = Progress(limit_s=min(progress.limit_s - now, max(2.0, now)))
+        progress.text = f"the method of {search.__name__.removeprefix('search_').capitalize()}"
+        more: dict[str, float] = {}
+        if outcome.best is not None and goal.objective == "throughput" and search is not search_poplar:
+            more["bound_s"] = outcome.best.iteration_s
+        theirs = search(estimator, goal, share, **more)
+        known = {found.candidate for found in outcome.found}
+        outcome.found += [found for found in theirs.found if found.candidate not in known and found.runnable]
+        outcome.found.sort(key=lambda f: (f.value(goal), f.candidate.world_size))
+        outcome.evaluations = max(outcome.evaluations, theirs.evaluations)  # counted by the estimator
+        outcome.simulations += theirs.simulations
+        if outcome.best is not None:
+            outcome.nearest = None
+        elif outcome.nearest is None:
+            outcome.nearest = theirs.nearest
+        if progress.limit_s <= time.process_time() - progress.started:
+            outcome.interrupted = True
+            return
+
+
 def _polish(book: Book) -> None:
     """Every number of ministages, and single layers shifted between stages, for the best candidates."""
     for candidate, _ in book.top(3):
@@ -184,8 +218,13 @@ def _polish(book: Book) -> None:
                         current, score, improved = shifted, found, True
 
 
-def finish(book: Book, outcome: Outcome, estimator: Estimator, goal: Goal, effort: Effort, place) -> None:  # noqa: ANN001
-    """Put the finalists into real zones, simulate them, and order them."""
+def finish(book: Book, outcome: Outcome, estimator: Estimator, goal: Goal, effort: Effort, place,  # noqa: ANN001, PLR0913
+           bound_s: float = inf) -> None:
+    """Put the finalists into real zones, simulate them, and order them.
+
+    Args:
+        bound_s: Finalists with a replica that computes for longer are left out.
+    """
     found: list[Found] = []
     left = effort.exact_operations if outcome.exact else effort.simulated_operations
     window = effort.exact_window if outcome.exact else effort.window
@@ -193,7 +232,7 @@ def finish(book: Book, outcome: Outcome, estimator: Estimator, goal: Goal, effor
     finalists = _finalists(book, 1000 if outcome.exact else 120)
     affordable = [entry for entry in finalists if entry[2] <= left]
     for candidate, estimate, operations in affordable or sorted(finalists, key=lambda entry: entry[2])[:1]:
-        if goal.value(estimate) * (1 - window) > best:
+        if goal.value(estimate) * (1 - window) > best or max(estimate.stage_busy_s) > bound_s:
             continue
         if operations > left and found:
             continue

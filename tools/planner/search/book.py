@@ -34,7 +34,8 @@ class Book:
 
     def try_groups(self, groups: Groups, like: Candidate) -> tuple[float, Candidate | None]:
         """Balance the layers of these stages and evaluate."""
-        key = (groups, like.micro_batch_size, like.recompute, like.schedule, like.chunks, like.slices, like.zero_stage)
+        key = (groups, like.micro_batch_size, like.recompute, like.schedule, like.chunks, like.slices, like.zero_stage,
+               like.offload)
         found = self.scores.get(key)
         if found is None:
             if not self._there(groups):

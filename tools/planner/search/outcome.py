@@ -28,6 +28,11 @@ class Found:
         return self.simulated_s if self.simulated_s is not None else self.estimate.iteration_s
 
     @property
+    def runnable(self) -> bool:
+        """Whether the runtime can run it: gradients and parameters are sharded (ZeRO-2, 3) only in ministages."""
+        return self.candidate.zero_stage < 2 or self.candidate.schedule == "ministage"
+
+    @property
     def usd_per_iteration(self) -> float:
         """Price with the best knowledge of the iteration time."""
         e = self.estimate
@@ -61,8 +66,8 @@ class Outcome:
 
     @property
     def best(self) -> Found | None:
-        """The best plan, None when nothing holds the constraints."""
-        return self.found[0] if self.found else None
+        """The best plan that the runtime can run, else the best, None when nothing holds the constraints."""
+        return next((f for f in self.found if f.runnable), self.found[0] if self.found else None)
 
 
 @dataclass(slots=True)

@@ -114,28 +114,41 @@ def search_poplar(estimator: Estimator, goal: Goal, progress: Progress | None = 
     """ZeRO-0, and the next stage whenever one sample does not fit; batches after measured speed.
 
     A plan has one micro batch size for all GPUs, so each of Poplar's batch sizes becomes a number of
-    microbatches of the common size that serves the curves best.
+    microbatches of the common size that serves the curves best.  ZeRO-2 and 3 are run by the parameter
+    window (schedule ``ministage`` on one stage, all its chunk counts): parameters and gradients are sharded, and
+    gathered and reduced once per ministage instead of once per microbatch.  Only where these are not allowed,
+    the outcome holds the plain forms, which ``Found.runnable`` marks as not for this runtime.
     """
     progress = progress or Progress()
     started = time.process_time()
     book = Book(estimator, goal, progress)
     outcome = Outcome("poplar")
-    nodes = estimator.cluster.nodes
+    nodes, last = estimator.cluster.nodes, 3 if estimator.model.distributed_optimizer else 0
+    plain: list[Candidate] = []
     try:
         for recompute in estimator.model.recompute:
-            for zero in range(4):
+            for zero in range(last + 1):
                 progress.text = f"ZeRO-{zero}"
                 curves = {p: curve(estimator, p, zero, recompute) for p in range(len(nodes))}
                 usable = [p for p, c in curves.items() if c is not None]
-                if len(usable) < len(nodes) and zero < 3:
+                if len(usable) < len(nodes) and zero < last:
                     continue
                 groups = tuple(Group(p, 1, nodes[p].quota) for p in usable if nodes[p].quota)
                 for batch in estimator.model.batch_sizes if groups else ():
                     stage = Stage(estimator.model.num_layers, groups)
-                    book.try_candidate(Candidate((stage,), batch, recompute, zero_stage=zero))
+                    candidate = Candidate((stage,), batch, recompute, zero_stage=zero)
+                    if zero < 2:
+                        book.try_candidate(candidate)
+                        continue
+                    plain.append(candidate)
+                    for chunks in range(2, estimator.model.num_layers + 1):
+                        book.try_candidate(candidate.with_(schedule="ministage", chunks=chunks, zero_stage=1))
                 break
     except KeyboardInterrupt:
         outcome.interrupted = True
+    if not book.good:
+        for candidate in plain:
+            book.try_candidate(candidate)
     finish(book, outcome, estimator, goal, effort, lambda c: c)
     outcome.cpu_s = time.process_time() - started
     return outcome

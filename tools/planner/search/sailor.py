@@ -22,8 +22,13 @@ PARTS = 4
 """A stage's replicas are dealt to GPU types in quarters (the paper enumerates all combinations)."""
 
 
-def search_sailor(estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = Effort()) -> Outcome:
-    """H1 TP inside nodes, H2 smallest TP that fits, H3/H4 order of D with early stop, H5 and H6 regions."""
+def search_sailor(estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = Effort(),
+                  bound_s: float = inf) -> Outcome:
+    """H1 TP inside nodes, H2 smallest TP that fits, H3/H4 order of D with early stop, H5 and H6 regions.
+
+    Args:
+        bound_s: Branches whose iterations are certainly longer are left out.
+    """
     progress = progress or Progress()
     started = time.process_time()
     merged = merge(estimator)
@@ -36,17 +41,17 @@ def search_sailor(estimator: Estimator, goal: Goal, progress: Progress | None = 
             for batch in estimator.model.batch_sizes:
                 for recompute in estimator.model.recompute:
                     progress.text = f"{stages} stage(s), micro batch {batch}"
-                    _degrees(book, stages, Candidate((), batch, recompute, even=True))
+                    _degrees(book, stages, Candidate((), batch, recompute, even=True), bound_s)
                     if progress.out_of_time:
                         raise KeyboardInterrupt
     except KeyboardInterrupt:
         outcome.interrupted = True
-    finish(book, outcome, estimator, goal, effort, lambda c: expand(merged, estimator.cluster, c))
+    finish(book, outcome, estimator, goal, effort, lambda c: expand(merged, estimator.cluster, c), bound_s)
     outcome.cpu_s = time.process_time() - started
     return outcome
 
 
-def _degrees(book: Book, stages: int, like: Candidate) -> None:
+def _degrees(book: Book, stages: int, like: Candidate, bound_s: float) -> None:
     """Data-parallel degrees in decreasing order until throughput stops rising (H3), or the reverse for cost (H4)."""
     estimator = book.estimator
     total = estimator.model.global_batch_size // like.micro_batch_size
@@ -57,7 +62,9 @@ def _degrees(book: Book, stages: int, like: Candidate) -> None:
     degrees = [d for d in _divisors(total) if d * stages <= units]
     best, misses = inf, 0
     for degree in degrees if book.goal.objective == "cost" else reversed(degrees):
-        found = _solve(book, layers, tps, degree, like)
+        if bound_s < inf and total / degree * _straggler_s(estimator, layers, tps, degree, like) > bound_s:
+            continue
+        found = _solve(book, layers, tps, degree, like, bound_s)
         if found is None:
             continue
         score = book.try_candidate(found)
@@ -67,6 +74,22 @@ def _degrees(book: Book, stages: int, like: Candidate) -> None:
             misses += 1
             if misses == 2:
                 return
+
+
+def _straggler_s(estimator: Estimator, layers: tuple[int, ...], tps: list[dict[int, int]], degree: int, like: Candidate) -> float:
+    """At least this long takes a microbatch on the slowest replica: the fastest pools fill up first."""
+    fastest: list[tuple[float, int]] = []
+    for pool, node in enumerate(estimator.cluster.nodes):
+        kinds = [(layers[s] * (u.layer_f + u.layer_b), tp[pool]) for s, tp in enumerate(tps) if pool in tp
+                 and (u := estimator.unit(pool, tp[pool], like.micro_batch_size, like.recompute))]
+        if kinds:
+            fastest.append((min(t for t, _ in kinds), node.quota // min(tp for _, tp in kinds)))
+    wanted = degree * len(layers)
+    for seconds, replicas in sorted(fastest):
+        wanted -= replicas
+        if wanted <= 0:
+            return seconds
+    return inf
 
 
 def _divisors(total: int) -> list[int]:
@@ -110,7 +133,9 @@ def _combinations(degree: int, pools: list[int], free: tuple[int, ...], tp: dict
                     yield ((p, n), (q, degree - n))
 
 
-def _solve(book: Book, layers: tuple[int, ...], tps: list[dict[int, int]], degree: int, like: Candidate) -> Candidate | None:
+def _solve(  # noqa: PLR0913
+    book: Book, layers: tuple[int, ...], tps: list[dict[int, int]], degree: int, like: Candidate, bound_s: float
+) -> Candidate | None:
     """Listing 1: the straggler time plus the stages' sum, minimal over the resources given to each stage."""
     estimator = book.estimator
     total = estimator.model.global_batch_size // like.micro_batch_size // degree
@@ -130,9 +155,11 @@ def _solve(book: Book, layers: tuple[int, ...], tps: list[dict[int, int]], degre
         """(value, straggler, sum, resources per stage) of stages s to the last."""
         if s > last:
             return 0.0, 0.0, 0.0, ()
+        if book.progress.out_of_time:
+            raise KeyboardInterrupt
         found = None
         for region in regions:
-            pools = [p for p in tps[s] if estimator.network.region[p] == region]
+            pools = [p for p in tps[s] if estimator.network.region[p] == region and total * seconds(s, p) <= bound_s]
             for combination in _combinations(degree, pools, free, tps[s]):
                 rest = list(free)
                 for pool, n in combination:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from math import inf
 
 import networkx as nx
 
@@ -13,77 +14,125 @@ from tools.planner.search.book import Book, Groups
 from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Outcome, Progress
 
-Vertex = tuple[int, int, int]
-"""(pool, node, part of the node)"""
+Part = dict[tuple[int, int], int]
+"""Nodes of a group: ``(pool, parts of the node that are in the group) -> number of such nodes``."""
 
 MAX_GROUPS = 32
 FEW_CHUNKS = (2, 3, 4, 6, 8, 12, 16)
 
 
-def bandwidth_graph(estimator: Estimator, parts: int) -> nx.Graph:
-    """Complete graph of nodes (or of ``parts`` equal parts of each), weighted by bandwidth."""
-    cluster, network = estimator.cluster, estimator.network
-    vertices: list[Vertex] = []
-    for p, node in enumerate(cluster.nodes):
-        for n in range(min(node.count, -(-node.quota // node.gpus_per_node))):
-            vertices += [(p, n, k) for k in range(min(parts, node.gpus_per_node))]
-    graph = nx.Graph()
-    graph.add_nodes_from(vertices)
-    for i, a in enumerate(vertices):
-        for b in vertices[i + 1 :]:
-            same = a[:2] == b[:2]
-            graph.add_edge(a, b, weight=network.intra[a[0]] if same else network.rate(a[0], b[0], 8))
-    return graph
-
-
-def split(graph: nx.Graph, most: int) -> list[list[set[Vertex]]]:
-    """SPLIT (Saran and Vazirani): remove the lightest minimum 2-cut until ``most`` parts are there.
-
-    Returns:
-        The partitions into 1, 2, ..., ``most`` parts; each is within ``2 - 2/k`` of the minimum k-cut.
-    """
-    parts: list[set[Vertex]] = [set(graph.nodes)]
-    cuts: dict[frozenset[Vertex], tuple[float, set[Vertex]]] = {}
-    out = [list(parts)]
-    while len(parts) < most:
-        best: tuple[float, int, set[Vertex]] | None = None
-        for i, part in enumerate(parts):
-            if len(part) < 2:
-                continue
-            key = frozenset(part)
-            if key not in cuts:
-                weight, (first, _) = nx.stoer_wagner(graph.subgraph(part))
-                cuts[key] = (weight, set(first))
-            weight, first = cuts[key]
-            if best is None or weight < best[0]:
-                best = (weight, i, first)
-        if best is None:
-            break
-        _, i, first = best
-        parts = [*parts[:i], first, parts[i] - first, *parts[i + 1 :]]
-        out.append(list(parts))
+def whole_cluster(estimator: Estimator, parts: int) -> Part:
+    """All nodes, each in ``parts`` equal parts: the vertices of the bandwidth graph."""
+    out: Part = {}
+    for p, node in enumerate(estimator.cluster.nodes):
+        nodes = min(node.count, -(-node.quota // node.gpus_per_node))
+        if nodes:
+            out[p, _pieces(estimator, p, parts)] = nodes
     return out
 
 
-def _groups(estimator: Estimator, part: set[Vertex], parts: int) -> tuple[Group, ...]:
+def _pieces(estimator: Estimator, pool: int, parts: int) -> int:
+    """Into how many equal parts the nodes of a pool are cut: at most ``parts``."""
+    size = estimator.cluster.nodes[pool].gpus_per_node
+    return max(n for n in range(1, parts + 1) if size % n == 0)
+
+
+def minimum_cut(estimator: Estimator, part: Part) -> tuple[float, Part, Part]:
+    """A minimum 2-cut of a group's bandwidth graph: its weight and both sides.
+
+    Parts of a node are twins (equal bandwidth to everything else), and so are equal nodes of a pool.  The
+    weight of a cut is concave in the number of twins on one side, so that twins stay together, or a single
+    one of them is cut off alone.  What is left is the cut between classes of twins (Stoer and Wagner).
+    """
+    network = estimator.network
+
+    def weight(a: tuple[int, int], b: tuple[int, int]) -> float:
+        return a[1] * b[1] * network.rate(a[0], b[0], 8)
+
+    options: list[tuple[float, Part, Part]] = []
+    for kind, count in part.items():
+        outside = sum((n - (other == kind)) * weight(kind, other) for other, n in part.items())
+        pool, size = kind
+        if count > 1 or len(part) > 1:
+            options.append((outside, {kind: 1}, _less(part, kind, size)))
+        if size > 1:
+            options.append((outside / size + (size - 1) * network.intra[pool], {(pool, 1): 1}, _less(part, kind, 1)))
+    if len(part) > 2:
+        graph = nx.Graph()
+        kinds = list(part)
+        for i, a in enumerate(kinds):
+            for b in kinds[i + 1 :]:
+                graph.add_edge(a, b, weight=part[a] * part[b] * weight(a, b))
+        value, sides = nx.stoer_wagner(graph)
+        first, second = ({kind: part[kind] for kind in side} for side in sides)
+        options.append((value, first, second))
+    elif len(part) == 2:
+        (a, m), (b, n) = part.items()
+        options.append((m * n * weight(a, b), {a: m}, {b: n}))
+    return min(options, key=lambda option: option[0])
+
+
+def _less(part: Part, kind: tuple[int, int], size: int) -> Part:
+    """The group without ``size`` parts of one node of this kind."""
+    out = dict(part)
+    out[kind] -= 1
+    rest = (kind[0], kind[1] - size)
+    if rest[1]:
+        out[rest] = out.get(rest, 0) + 1
+    return {k: n for k, n in out.items() if n}
+
+
+def split(estimator: Estimator, parts: int, most: int) -> list[list[Part]]:
+    """SPLIT (Saran and Vazirani): remove the lightest minimum 2-cut until ``most`` groups are there.
+
+    Returns:
+        The partitions into 1, 2, ..., ``most`` groups; each is within ``2 - 2/k`` of the minimum k-cut.
+    """
+    groups = [whole_cluster(estimator, parts)]
+    cuts = {}
+    out = [list(groups)]
+    while len(groups) < most:
+        best: tuple[float, int, Part, Part] | None = None
+        for i, part in enumerate(groups):
+            if sum(n * size for (_, size), n in part.items()) < 2:
+                continue
+            key = tuple(sorted(part.items()))
+            if key not in cuts:
+                cuts[key] = minimum_cut(estimator, part)
+            weight, first, second = cuts[key]
+            if best is None or weight < best[0]:
+                best = (weight, i, first, second)
+        if best is None:
+            break
+        _, i, first, second = best
+        groups = [*groups[:i], first, second, *groups[i + 1 :]]
+        out.append(list(groups))
+    return out
+
+
+def _groups(estimator: Estimator, part: Part, parts: int) -> tuple[Group, ...]:
     counts: dict[int, int] = {}
-    for pool, _, k in part:
-        per_node = estimator.cluster.nodes[pool].gpus_per_node
-        mine = min(parts, per_node)
-        counts[pool] = counts.get(pool, 0) + per_node // mine + (1 if k < per_node % mine else 0)
+    for (pool, size), nodes in part.items():
+        each = estimator.cluster.nodes[pool].gpus_per_node // _pieces(estimator, pool, parts)
+        counts[pool] = counts.get(pool, 0) + nodes * size * each
     return tuple(Group(pool, 1, n) for pool, n in sorted(counts.items()))
 
 
-def _inner_bandwidth(estimator: Estimator, part: set[Vertex]) -> float:
+def _inner_bandwidth(estimator: Estimator, part: Part) -> float:
     """The slowest link inside a group."""
-    pools = sorted({p for p, _, _ in part})
-    if len({v[:2] for v in part}) == 1:
+    pools = sorted({pool for pool, _ in part})
+    if sum(part.values()) == 1:
         return estimator.network.intra[pools[0]]
     return min(estimator.network.rate(a, b, 8) for a in pools for b in pools)
 
 
-def search_zorse(estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = Effort()) -> Outcome:
-    """All numbers of groups, batch sizes and ministages; layers in proportion to the groups' speed."""
+def search_zorse(estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = Effort(),
+                 bound_s: float = inf) -> Outcome:
+    """All numbers of groups, batch sizes and ministages; layers in proportion to the groups' speed.
+
+    Args:
+        bound_s: Plans that certainly take longer are left out.
+    """
     progress = progress or Progress()
     started = time.process_time()
     book = Book(estimator, goal, progress)
@@ -94,32 +143,34 @@ def search_zorse(estimator: Estimator, goal: Goal, progress: Progress | None = N
             if nodes * parts > 4 * MAX_GROUPS and parts > 1:
                 break
             progress.text = f"cutting the bandwidth graph, {parts} part(s) per node"
-            configure_groups(book, parts)
+            configure_groups(book, parts, bound_s=bound_s)
             if progress.out_of_time:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         outcome.interrupted = True
-    finish(book, outcome, estimator, goal, effort, lambda c: c)
+    finish(book, outcome, estimator, goal, effort, lambda c: c, bound_s)
     outcome.cpu_s = time.process_time() - started
     return outcome
 
 
-def configure_groups(book: Book, parts: int, few: bool = False) -> None:
+def configure_groups(book: Book, parts: int, few: bool = False, bound_s: float = inf) -> None:
     """Phase 1 for every number of groups, then phase 2 for each (``few``: not every number of ministages)."""
     estimator = book.estimator
     nodes = sum(n.count for n in estimator.cluster.nodes)
     most = min(MAX_GROUPS, nodes * parts, estimator.model.num_layers)
-    for partition in split(bandwidth_graph(estimator, parts), most):
+    for partition in split(estimator, parts, most):
         order = sorted(partition, key=lambda part: -_inner_bandwidth(estimator, part))
-        _configure(book, tuple(_groups(estimator, part, parts) for part in order), few)
+        _configure(book, tuple(_groups(estimator, part, parts) for part in order), few, bound_s)
 
 
-def _configure(book: Book, groups: Groups, few: bool) -> None:
+def _configure(book: Book, groups: Groups, few: bool, bound_s: float) -> None:
     """Phase 2: every batch size and number of ministages, with and without offloading."""
     model = book.estimator.model
     zero = 1 if model.distributed_optimizer else 0
     for batch in model.batch_sizes:
         for recompute in model.recompute:
+            if _least_s(book.estimator, groups, batch, recompute) > bound_s:
+                continue
             plain = Candidate((), batch, recompute, zero_stage=zero)
             book.try_groups(groups, plain)
             if not zero or "ministage" not in book.goal.schedules:
@@ -132,3 +183,17 @@ def _configure(book: Book, groups: Groups, few: bool) -> None:
                     score, candidate = book.try_groups(groups, like)
                     if candidate is not None and min(s.layers for s in candidate.stages) < chunks:
                         return
+
+
+def _least_s(estimator: Estimator, groups: Groups, batch: int, recompute: str) -> float:
+    """All layers of all microbatches, divided perfectly over all GPUs; one layer at least on every stage."""
+    whole, slowest = 0.0, inf
+    for stage in groups:
+        rate = 0.0
+        for g in stage:
+            unit = estimator.unit(g.pool, g.tp, batch, recompute)
+            if unit is None:
+                return inf
+            rate += g.count / (unit.layer_f + unit.layer_b)
+        whole, slowest = whole + rate, min(slowest, rate)
+    return (estimator.model.global_batch_size // batch) * max(estimator.model.num_layers / whole, 1 / slowest)
