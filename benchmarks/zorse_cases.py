@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.cases import STEPS, Case, build_plan, common_flags
 from benchmarks.lab import Lab
 from benchmarks.runner import Job, Runner
-from megatron_het.plan import ScheduleSpec
+from megatron_het.plan import Plan, ScheduleSpec
 
 Row = dict[str, Any]
 
@@ -42,6 +42,20 @@ _ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
 _CLIPS = (1.0, 0.05)  # the second one is below every norm of these models
 _OPTIMIZER_BAR = 0.05  # bf16 rounds gradients; tensors that are mixed up differ by about 1
 _NO_WINDOW = (((1, 2), 1, 2), ((2,), 1, 3), ((1, 1, 1), 1, 2))
+_MORE: tuple[Row, ...] = (
+    {"replicas": (2, 2), "ministages": 2, "window": {"update": "undo"}, "clip": 0.05},
+    {"replicas": (3,), "ministages": 4, "window": {"update": "undo", "offload": True}, "clip": 1.0},
+    {"replicas": (1, 2), "tp": 2, "ministages": 2, "window": {"update": "undo", "offload_optimizer": True}, "clip": 0.05},
+    # One ministage in one stage: its norm is the global one.
+    {"replicas": (4,), "ministages": 1, "window": {"update": "per-ministage"}, "clip": 0.05},
+    {"replicas": (2, 1), "ministages": 2, "window": {"update": "per-ministage"}, "clip": 100.0},
+    {"replicas": (2, 1), "ministages": 2, "window": {"offload": True, "offload_optimizer": True}, "clip": 1.0},
+    {"replicas": (3,), "ministages": 2, "window": {"update": "at-once", "offload_optimizer": True}, "clip": 0.0},
+    # Two microbatches in four stages.
+    {"replicas": (1, 1, 1, 1), "ministages": 1, "window": {"offload": True}, "clip": 1.0, "micro_batch_size": 3},
+    {"replicas": (2, 1, 1), "ministages": 2, "window": {}, "clip": 1.0, "micro_batch_size": 3},
+    {"replicas": (2, 1), "ministages": 2, "window": {"update": "undo", "offload_optimizer": True}, "clip": 0.05, "precision": "bf16"},
+)  # fmt: skip
 
 
 def ministage_cases(seed: int, quick: bool) -> list[Case]:
@@ -65,6 +79,9 @@ def ministage_cases(seed: int, quick: bool) -> list[Case]:
              "recompute": "none", "precision": "fp32"}
         )  # fmt: skip
     rows += [{**rows[i], "precision": "bf16"} for i in (1, 5, 8)]
+    for row in _MORE:
+        common = {"tp": 1, "recompute": "full", "precision": "fp32"}
+        rows.append({**common, **row, "window": {"window": True, **row["window"]}})
     cases = [_case(row, f"{row['precision']}-{i:02}", rng) for i, row in enumerate(rows)]
     return cases[::3] if quick else cases
 
@@ -85,6 +102,8 @@ def _case(row: Row, name: str, rng: random.Random) -> Case:
         distributed_optimizer=True,
     )
     assert sum(sum(s.layers) for s in plan.stages) == LAYERS
+    if "micro_batch_size" in row:
+        plan = _with_larger_microbatches(plan, row["micro_batch_size"])
     plan = replace(
         plan,
         stages=tuple(
@@ -93,6 +112,22 @@ def _case(row: Row, name: str, rng: random.Random) -> Case:
         schedule=ScheduleSpec("ministage", dict(row["window"])),
     )
     return Case(name, plan, clip=row["clip"], chosen=row)
+
+
+def _with_larger_microbatches(plan: Plan, size: int) -> Plan:
+    """The same batch in fewer microbatches."""
+    count = plan.training.global_batch_size // size
+    stages = tuple(
+        replace(
+            stage,
+            replicas=tuple(
+                replace(r, microbatches=tuple(range(q, count, len(stage.replicas))))
+                for q, r in enumerate(stage.replicas)
+            ),
+        )
+        for stage in plan.stages
+    )
+    return replace(plan, training=replace(plan.training, micro_batch_size=size), stages=stages)
 
 
 def _divided(layers: int, chunks: int, rng: random.Random) -> tuple[int, ...]:
@@ -128,7 +163,8 @@ class MinistageLab(Lab):
     def job(self, case: Case, *more: str) -> Job:
         """The run of a case, with a checkpoint after the last step."""
         # At-once updates have used their gradients up when the iteration ends.
-        job = super().job(case, *_saving(self.folder / "cases" / case.name), *more)
+        size = ("--micro-batch-size", str(case.plan.training.micro_batch_size))
+        job = super().job(case, *_saving(self.folder / "cases" / case.name), *size, *more)
         options = {**job.setup[1], "gradients": keeps_gradients(case)}
         return replace(job, timeout_s=600, setup=("benchmarks.probe:observe", options))
 
@@ -150,7 +186,7 @@ class MinistageLab(Lab):
 
 def keeps_gradients(case: Case) -> bool:
     """Whether the gradients of an iteration still exist when it ends."""
-    return case.chosen.get("window", {}).get("update") != "at-once"
+    return case.chosen.get("window", {}).get("update", "exact") == "exact"
 
 
 def _saving(folder: Path) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def build_programs(placement: Placement) -> dict[bool, Program]:
                 offload=window.offload,
                 keep_at_turn=window.keep_at_turn,
                 per_operation=window.per_microbatch,
-                step="ministage" if window.update == "at-once" else "none",
+                step="ministage" if window.updates_early else "none",
             )
         if offload_ratio(placement.plan) and not forward_only:
             program = add_activation_offload(program)

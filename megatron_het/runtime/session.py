@@ -137,7 +137,8 @@ class HetSession:
             from megatron_het.runtime.window import ParameterWindow
 
             self._window = ParameterWindow(
-                window_options, self._groups["tp"], self._is_last and where.tp_rank == 0
+                window_options, self._groups["tp"], self._groups["stage"],
+                self._is_last and where.tp_rank == 0,
             )
         sequences = self._slicing or WholeSequences()
         if splits_vocabulary(self.plan):

@@ -30,16 +30,22 @@ class ParameterWindow:
     Args:
         options: From the plan.
         tp_group: This rank's tensor-parallel group.
+        stage_group: All ranks of this rank's stage.
         counts_tokens: Whether this rank's token counts are part of the global one (one TP rank of
             every replica of the last stage).
     """
 
     def __init__(
-        self, options: WindowOptions, tp_group: dist.ProcessGroup, counts_tokens: bool
+        self,
+        options: WindowOptions,
+        tp_group: dist.ProcessGroup,
+        stage_group: dist.ProcessGroup,
+        counts_tokens: bool,
     ) -> None:
         self.options = options
         self.use = WindowUse()
         self._tp_group = tp_group
+        self._stage_group = stage_group
         self._counts_tokens = counts_tokens
         self._chunks: list[ChunkWindow] = []
         self._optimizer: ChunkedOptimizer | None = None
@@ -60,12 +66,13 @@ class ParameterWindow:
         self._config = get_model_config(models[0])
         self._chunks = [ChunkWindow(model, self.options.offload, self.use) for model in models]
         self._optimizer = ChunkedOptimizer(
-            optimizer, self._chunks, updates_early=self.options.update == "at-once"
+            optimizer, self._chunks, self.options, self._stage_group
         )
         for chunk in self._chunks:
             chunk.close()
             chunk.drop_gradients()
             chunk.store()
+        self._optimizer.store_all()
         self.use.restart()
 
     def open_all(self) -> None:
@@ -77,6 +84,9 @@ class ParameterWindow:
                 chunk.gather(-1, -1)
         for chunk in self._chunks:
             chunk.wait()
+            chunk.side.join()
+        if self._optimizer is not None:
+            self._optimizer.fetch_all()
 
     def begin(self) -> None:
         """Start of an iteration or evaluation: whatever ``open_all`` left open is closed."""
@@ -85,6 +95,7 @@ class ParameterWindow:
             chunk.store()
         if self._optimizer is not None:
             self._optimizer.begin()
+            self._optimizer.store_all()
         self._scale = self._total_tokens = self._counting = None
         self.use.restart()
 
@@ -92,12 +103,13 @@ class ParameterWindow:
 
     def handle(self, op: RankOp) -> None:
         """Run one parameter operation."""
-        if not self._chunks:
+        if self._optimizer is None:
             return
         chunk = self._chunks[op.chunk]
         match op.kind:
             case Kind.PARAM_PREFETCH:
                 chunk.fetch()
+                self._optimizer.fetch(op.chunk)
             case Kind.PARAM_GATHER:
                 self._open(op.chunk)
                 chunk.gather(op.start, op.stop)
@@ -117,7 +129,7 @@ class ParameterWindow:
         for c in sorted(self._reducing):
             if not self._chunks[c].is_reducing():
                 self._finish_reduction(c)
-        if num_tokens is not None and self._total_tokens is None and self.options.update == "at-once":
+        if num_tokens is not None and self._total_tokens is None and self.options.updates_early:
             self._total_tokens = self._own_tokens(num_tokens)
             self._counting = dist.all_reduce(self._total_tokens, async_op=True)
         self._chunks[chunk].wait()
@@ -132,7 +144,7 @@ class ParameterWindow:
         """In place of ``finalize_model_grads``: finish reductions and divide by the global tokens."""
         for c in sorted(self._reducing):
             self._finish_reduction(c)
-        if num_tokens is None or self.options.update == "at-once":
+        if num_tokens is None or self.options.updates_early:
             return
         total = self._own_tokens(num_tokens)
         dist.all_reduce(total)
@@ -151,10 +163,11 @@ class ParameterWindow:
     def _open(self, c: int) -> None:
         assert self._optimizer is not None
         if not self._chunks[c].is_open:
-            for bucket in self._chunks[c].buckets:
-                if bucket.host is not None:
-                    bucket.host.wait()
-            self._optimizer.apply_pending(c)
+            with self._chunks[c].side.following():
+                for bucket in self._chunks[c].buckets:
+                    if bucket.host is not None:
+                        bucket.host.wait()
+                self._optimizer.apply_pending(c)
             self._chunks[c].open()
 
     def _reduce(self, c: int, start: int, stop: int) -> None:

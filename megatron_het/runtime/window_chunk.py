@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
 from megatron_het.runtime.window_layout import layer_of, num_layers_of
-from megatron_het.runtime.window_memory import HostCopy, WindowUse
+from megatron_het.runtime.window_memory import HostCopy, SideStream, WindowUse
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Bucket:
     shard: torch.Tensor
     gradient: torch.Tensor | None = None
     host: HostCopy | None = None
-    gathering: dist.Work | None = None
+    gathering: dist.Work | torch.cuda.Event | None = None
     reducing: dist.Work | None = None
 
 
@@ -59,6 +59,8 @@ class ChunkWindow:
 
     def __post_init__(self) -> None:
         self.group: dist.ProcessGroup = self.ddp.intra_dp_cp_group
+        buffers = self.ddp.buffers  # none in a ministage without layers
+        self.side = SideStream(buffers[0].param_data.device if buffers else torch.device("cpu"))
         # A rank that is alone in its group owns all of every bucket: without offload there is
         # nothing to free.
         self.is_resident = self.group.size() == 1 and not self.offload
@@ -111,18 +113,19 @@ class ChunkWindow:
     @torch.no_grad()
     def gather(self, start: int, stop: int) -> None:
         """Start the all-gather of layers ``[start, stop)``; -1 stands for all."""
-        for bucket in self._selected(start, stop):
-            if self.is_resident:
-                continue
-            if bucket.host is not None:
-                bucket.host.wait()
-            if self.group.size() == 1:
-                bucket.source.param_data.copy_(bucket.shard)
-                continue
-            self.use.gathers += 1
-            bucket.gathering = dist.all_gather_into_tensor(
-                bucket.source.param_data, bucket.shard, group=self.group, async_op=True
-            )
+        with self.side.following():
+            for bucket in self._selected(start, stop):
+                if bucket.host is not None:
+                    bucket.host.wait()
+                if self.group.size() > 1:
+                    self.use.gathers += 1
+                    bucket.gathering = dist.all_gather_into_tensor(
+                        bucket.source.param_data, bucket.shard, group=self.group, async_op=True
+                    )
+                    continue
+                if not self.is_resident:
+                    bucket.source.param_data.copy_(bucket.shard)
+                bucket.gathering = self.side.mark()
 
     def wait(self) -> None:
         """Wait for all gathers that were started."""

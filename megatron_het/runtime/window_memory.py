@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +14,8 @@ class WindowUse:
     """Bytes held by a rank's window, by kind, and the collectives that it ran.
 
     Kinds: ``parameter`` (whole parameters of open ministages), ``shard`` (parameter shards on the
-    device), ``gradient`` (whole gradients), ``gradient_shard`` (reduced, waiting for the update).
+    device), ``gradient`` (whole gradients), ``gradient_shard`` (reduced, waiting for the update), and
+    ``optimizer`` (its state on the device, when it is offloaded between updates).
     """
 
     gathers: int = 0
@@ -51,22 +54,28 @@ class HostCopy:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._on_cuda = tensor.is_cuda
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=self._on_cuda)
-        self._stream = _copy_stream(tensor.device) if self._on_cuda else None
+        on_cuda = tensor.is_cuda
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_cuda)
+        self._stream = _stream(tensor.device, "copy") if on_cuda else None
         self._fetched: torch.cuda.Event | None = None
 
-    def store(self, tensor: torch.Tensor) -> None:
-        """Copy to the host and free the tensor on the device."""
+    @torch.no_grad()
+    def store(self, tensor: torch.Tensor, *, free: bool = True) -> None:
+        """Copy to the host; ``free`` the tensor on the device, or let it be changed at once."""
         if self._stream is None:
             self._host.copy_(tensor)
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 self._host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._stream)  # not handed out again before the copy has read it
-        tensor.untyped_storage().resize_(0)
+            if free:
+                tensor.record_stream(self._stream)  # not handed out before the copy has read it
+            else:
+                torch.cuda.current_stream().wait_stream(self._stream)
+        if free:
+            tensor.untyped_storage().resize_(0)
 
+    @torch.no_grad()
     def fetch(self, tensor: torch.Tensor) -> None:
         """Allocate the tensor on the device and start the copy; ``wait`` before use."""
         tensor.untyped_storage().resize_(tensor.nbytes)
@@ -79,6 +88,19 @@ class HostCopy:
             self._fetched = torch.cuda.Event()
             self._fetched.record(self._stream)
 
+    @torch.no_grad()
+    def restore(self, tensor: torch.Tensor) -> None:
+        """Copy back into a tensor that is on the device."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        tensor.copy_(self._host, non_blocking=True)
+
+    def read(self, device: torch.device) -> torch.Tensor:
+        """A copy of what was stored last, on a device."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self._host.to(device, non_blocking=True)
+
     def wait(self) -> None:
         """Order the current stream after the last ``fetch``."""
         if self._fetched is not None:
@@ -86,11 +108,55 @@ class HostCopy:
             self._fetched = None
 
 
-_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+_STREAMS: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream per device for all copies between host and device."""
-    if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream(device)
-    return _STREAMS[device]
+def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """One stream per device and purpose."""
+    key = device, purpose
+    if key not in _STREAMS:
+        _STREAMS[key] = torch.cuda.Stream(device)
+    return _STREAMS[key]
+
+
+class SideStream:
+    """A stream beside the one that computes, on which the next ministage is opened.
+
+    On the CPU it does nothing.  Tensors are allocated and freed in the order of the computing
+    stream: entering orders the side stream after what the computing stream has been given so far,
+    and ``join`` orders the computing stream after the side stream.
+
+    Args:
+        device: Where the tensors are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _stream(device, "open") if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """What runs inside is queued on the side stream."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event behind what the side stream has been given so far."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def join(self) -> None:
+        """Order the computing stream after the side stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """A tensor that may be let go of while the side stream still reads it."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)

@@ -9,6 +9,10 @@ The exact update leaves ``optimizer.step()`` to Megatron up to the inner step: u
 check, norm, clipping.  Instead of stepping, the gradients (clipped by then) and the parameter
 groups (with this iteration's learning rate) are kept, and each ministage is stepped when it is next
 opened.  An iteration that overflows never gets there, so nothing is undone.
+
+Updates inside the iteration take the gradients as they are.  Under ``undo`` the state before the
+update and the gradients go to the host; when Megatron's ``optimizer.step()`` then skips or clips,
+the old state comes back when the ministage is next opened, and a clipped update is made there.
 """
 
 from __future__ import annotations
@@ -17,9 +21,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_het.runtime.window_chunk import Bucket, ChunkWindow
+from megatron_het.runtime.window_chunk import ChunkWindow
+from megatron_het.runtime.window_options import WindowOptions
+from megatron_het.runtime.window_state import Entry, OffloadedState, UndoLog
 
 Groups = list[dict[str, Any]]
 
@@ -30,25 +37,46 @@ class ChunkedOptimizer:
     Args:
         optimizer: What ``get_megatron_optimizer`` returned.
         chunks: The windows, by chunk.
-        updates_early: Updates happen inside the iteration; ``optimizer.step()`` does nothing.
+        options: When updates are made, and where the state lives.
+        owners: Ranks that hold parts of this rank's ministages: the ranks of its stage.
     """
 
-    def __init__(self, optimizer: Any, chunks: Sequence[ChunkWindow], updates_early: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        chunks: Sequence[ChunkWindow],
+        options: WindowOptions,
+        owners: dist.ProcessGroup,
+    ) -> None:
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         if len(parts) != 1 or not isinstance(parts[0], DistributedOptimizer):
             names = ", ".join(type(part).__name__ for part in parts)
             raise TypeError(f"the parameter window needs one DistributedOptimizer, found: {names}")
         self._optimizer: DistributedOptimizer = parts[0]
         self._chunks = chunks
-        self._updates_early = updates_early
-        self._entries: list[list[_Entry]] = [[] for _ in chunks]
+        self._options = options
+        self._owners = owners
+        self._entries: list[list[Entry]] = [[] for _ in chunks]
         self._pending: dict[int, tuple[Groups, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._groups: dict[int, Groups] = {}
         self._collect_entries()
+        inner = self._optimizer.optimizer
+        self._states = [
+            OffloadedState(entries, inner, chunk.use) if options.offload_optimizer else None
+            for entries, chunk in zip(self._entries, chunks, strict=True)
+        ]
+        self._undo = [
+            UndoLog(entries, inner, chunk.use)
+            for entries, chunk in zip(self._entries, chunks, strict=True)
+            if options.update == "undo"
+        ]
+        self._squares: torch.Tensor | None = None
         # Instance attributes: this optimizer's gradients and parameters are not where the methods
         # of its class look for them.
         self._optimizer._copy_model_grads_to_main_grads = self._attach_all  # type: ignore[method-assign]
         self._optimizer.step_with_ready_grads = self._defer  # type: ignore[method-assign]
+        if options.update in ("at-once", "per-ministage"):
+            self._optimizer.get_grads_for_grad_norm = self._norm_so_far  # type: ignore[method-assign]
 
     def _collect_entries(self) -> None:
         """Find every main parameter's shard, and let fp32 main parameters live in the shards."""
@@ -67,7 +95,7 @@ class ChunkedOptimizer:
                 for model, main in zip(model_group, main_group, strict=True):
                     c, bucket = owner[model]
                     span = optimizer._get_model_param_range_map(model)["gbuf_local"]
-                    entry = _Entry(main, bucket, span.start, span.end, group, in_shard)
+                    entry = Entry(main, bucket, span.start, span.end, group, in_shard)
                     if in_shard:
                         main.data = entry.of(bucket.shard)
                     self._entries[c].append(entry)
@@ -78,16 +106,29 @@ class ChunkedOptimizer:
     def _attach_all(self) -> None:
         """In place of the copy from the (freed) gradient buffers."""
         for c in range(len(self._chunks)):
+            if self._undo:
+                self._undo[c].fetch_gradients()
             self._attach(c)
+
+    def _norm_so_far(self, *_unused: Any) -> list[torch.Tensor]:
+        """The norm of this rank's gradients, which an update has used up when Megatron asks for it."""
+        return [] if self._squares is None else [self._squares.sqrt()]
 
     @torch.no_grad()
     def _defer(self) -> bool:
         """In place of the inner step and the gather: keep what the steps need."""
-        if self._updates_early:
+        if self._options.update in ("at-once", "per-ministage"):
             return True
         for c, entries in enumerate(self._entries):
+            if self._undo and self._undo[c].was_right():
+                self._undo[c].confirm()
+                for entry in entries:
+                    entry.main.grad = None
+                self._chunks[c].drop_gradient_shards()
+                continue
             kept = [(e.main, e.main.grad) for e in entries if e.main.grad is not None]
-            self._pending[c] = (self._groups_of(c), kept)
+            groups = self._groups[c] if self._undo else self._groups_of(c)
+            self._pending[c] = (groups, kept)
         return True
 
     # -- what the window calls -----------------------------------------------------------------
@@ -95,38 +136,101 @@ class ChunkedOptimizer:
     def begin(self) -> None:
         """A new iteration: shards of gradients that nobody waits for (a skipped step) are dropped."""
         self._groups.clear()
+        self._squares = None
         for c, chunk in enumerate(self._chunks):
             if c not in self._pending:
                 chunk.drop_gradient_shards()
 
-    def has_pending(self, chunk: int) -> bool:
-        """Whether a chunk's update is due before its parameters are used."""
-        return chunk in self._pending
+    def store_all(self) -> None:
+        """Bring all state to where it lives between updates."""
+        for state in self._states:
+            if state is not None:
+                state.store()
+
+    def fetch(self, chunk: int) -> None:
+        """Start to bring the chunk's state to the device, if an update is due."""
+        state = self._states[chunk]
+        if state is not None and self._is_due(chunk):
+            state.fetch()
+
+    def fetch_all(self) -> None:
+        """Bring all state to the device, e.g. for a checkpoint."""
+        for state in self._states:
+            if state is not None:
+                state.fetch()
+                state.wait()
 
     @torch.no_grad()
     def apply_pending(self, chunk: int) -> None:
-        """Make the chunk's update that was kept by ``optimizer.step()``, if there is one."""
-        if chunk not in self._pending:
+        """Bring the chunk up to date before its parameters are used.
+
+        Takes back an update that ``optimizer.step()`` did not confirm, and makes the one that it
+        kept, if there is one.
+        """
+        if not self._is_due(chunk):
             return
-        groups, kept = self._pending.pop(chunk)
-        for main, gradient in kept:
-            main.grad = gradient
-        self._step(chunk, groups)
+        state = self._states[chunk]
+        if state is not None:
+            state.fetch()
+            state.wait()
+        if self._undo and self._undo[chunk].is_open:
+            self._undo[chunk].take_back()
+            self._show(chunk)
+        if chunk in self._pending:
+            groups, kept = self._pending.pop(chunk)
+            for main, gradient in kept:
+                main.grad = gradient
+                if gradient.is_cuda:  # let go of on another stream than the one that made it
+                    gradient.record_stream(torch.cuda.current_stream())
+            self._step(chunk, groups)
+        elif state is not None:
+            state.store()
 
     @torch.no_grad()
     def step_now(self, chunk: int) -> None:
         """Update a chunk with its gradient shards, which are summed and scaled."""
         if not self._groups:
             self._groups = {c: self._groups_of(c) for c in range(len(self._chunks))}
+        state = self._states[chunk]
+        if state is not None:
+            state.fetch()
+            state.wait()
         self._attach(chunk)
-        self._step(chunk, self._groups[chunk])
+        if not self._undo:
+            self._measure(chunk)
+            self._step(chunk, self._groups[chunk])
+            return
+        scaler = self._optimizer.grad_scaler
+        self._undo[chunk].begin(self._groups[chunk], None if scaler is None else scaler.inv_scale)
+        self._step(chunk, [dict(group) for group in self._groups[chunk]], keep_gradients=True)
+        self._undo[chunk].store_gradients()
 
     # -- helpers -------------------------------------------------------------------------------
+
+    def _is_due(self, chunk: int) -> bool:
+        return chunk in self._pending or bool(self._undo and self._undo[chunk].is_open)
 
     def _attach(self, chunk: int) -> None:
         for entry in self._entries[chunk]:
             if entry.bucket.gradient is not None:
                 entry.main.grad = entry.of(entry.bucket.gradient).float()
+
+    def _measure(self, chunk: int) -> None:
+        """Add to the norm that is reported, and clip by the chunk's own norm if told to."""
+        from megatron.core.optimizer.clip_grads import (
+            clip_grad_by_total_norm_fp32,
+            get_grad_norm_fp32,
+        )
+
+        mains = [entry.main for entry in self._entries[chunk]]
+        counted = self._optimizer._filter_grads_for_norm(mains)
+        for gradient in counted:
+            square = gradient.float().square().sum()
+            self._squares = square if self._squares is None else self._squares + square
+        clip = self._optimizer.config.clip_grad
+        if self._options.update == "per-ministage" and clip > 0:
+            norm = get_grad_norm_fp32(counted, grad_stats_parallel_group=self._owners)
+            clip_grad_by_total_norm_fp32(mains, clip, norm)
 
     def _groups_of(self, chunk: int) -> Groups:
         """The chunk's part of the parameter groups, with their present hyperparameters."""
@@ -135,7 +239,7 @@ class ChunkedOptimizer:
             for g, group in enumerate(self._optimizer.optimizer.param_groups)
         ]
 
-    def _step(self, chunk: int, groups: Groups) -> None:
+    def _step(self, chunk: int, groups: Groups, *, keep_gradients: bool = False) -> None:
         inner = self._optimizer.optimizer
         whole = inner.param_groups
         inner.param_groups = groups
@@ -146,24 +250,17 @@ class ChunkedOptimizer:
         for group, stepped in zip(whole, groups, strict=True):
             if "step" in stepped:  # optimizers that count steps per group
                 group["step"] = stepped["step"]
+        self._show(chunk)
         for entry in self._entries[chunk]:
             entry.main.grad = None
+        state = self._states[chunk]
+        if state is not None:
+            state.store()
+        if not keep_gradients:
+            self._chunks[chunk].drop_gradient_shards()
+
+    def _show(self, chunk: int) -> None:
+        """Write main parameters into the shards that will be gathered."""
+        for entry in self._entries[chunk]:
             if not entry.in_shard:
                 entry.of(entry.bucket.shard).copy_(entry.main)
-        self._chunks[chunk].drop_gradient_shards()
-
-
-class _Entry:
-    """A main parameter and its place ``[start, stop)`` in the shard of its bucket."""
-
-    __slots__ = ("bucket", "group", "in_shard", "main", "start", "stop")
-
-    def __init__(
-        self, main: torch.Tensor, bucket: Bucket, start: int, stop: int, group: int, in_shard: bool
-    ) -> None:
-        self.main, self.bucket, self.start, self.stop = main, bucket, start, stop
-        self.group, self.in_shard = group, in_shard
-
-    def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """The parameter's part of a shard (of parameters or gradients)."""
-        return shard[self.start : self.stop]

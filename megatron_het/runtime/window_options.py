@@ -6,6 +6,7 @@ them: ``{"name": "ministage", "parameters": {"window": true, "prefetch": 1, ...}
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_het.plan import Placement, Plan, PlanError, ScheduleSpec
 from megatron_het.schedule.ir import Kind
 
 SCHEDULE = "ministage"
-UPDATES = ("exact", "at-once")
+UPDATES = ("exact", "at-once", "undo", "per-ministage")
 PARAMETER_KINDS = (
     Kind.PARAM_PREFETCH,
     Kind.PARAM_GATHER,
@@ -35,8 +36,13 @@ class WindowOptions:
         per_layer: Gather and reduce layer by layer instead of a whole ministage at once.
         per_microbatch: Open and release around every microbatch, as ZeRO-3 does; for comparison.
         offload: Shards live in host memory while their ministage is closed.
+        offload_optimizer: The optimizer's state of a ministage lives in host memory while it is not
+            being updated.
         update: ``exact``: a ministage is updated when it is next opened, after the global gradient
-            norm and overflow are known; ``at-once``: as soon as its gradients are reduced.
+            norm and overflow are known; ``at-once``: as soon as its gradients are reduced; ``undo``:
+            likewise, with the old state kept on the host and the update undone and made again when
+            the global norm or an overflow asks for it; ``per-ministage``: as soon as its gradients
+            are reduced, clipped by the norm of this ministage alone.
     """
 
     prefetch: int = 1
@@ -44,7 +50,13 @@ class WindowOptions:
     per_layer: bool = True
     per_microbatch: bool = False
     offload: bool = False
+    offload_optimizer: bool = False
     update: str = "exact"
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether updates are operations of the program, inside the iteration."""
+        return self.update != "exact"
 
 
 def split_parameters(spec: ScheduleSpec) -> tuple[dict[str, Any], WindowOptions | None]:
@@ -138,15 +150,18 @@ def check_window(plan: Plan, args: Any) -> None:
             raise PlanError(flag, getattr(args, name), f"cannot be used with a parameter window: {reason}")
     if getattr(args, "optimizer", "adam") != "adam":
         raise PlanError("--optimizer", args.optimizer, "the parameter window supports adam only")
-    if options.update == "at-once":
-        _check_at_once(plan, args)
+    if options.update in ("at-once", "per-ministage"):
+        _check_early(plan, args, options.update)
 
 
-def _check_at_once(plan: Plan, args: Any) -> None:
-    where, advice = "schedule.parameters.update", 'Use "exact", or switch the option off'
-    if args.clip_grad > 0:
-        raise PlanError(where, "at-once", f"--clip-grad {args.clip_grad} needs the norm of all gradients", advice)
+def _check_early(plan: Plan, args: Any, update: str) -> None:
+    """What needs all gradients cannot go with updates that are never taken back."""
+    where, advice = "schedule.parameters.update", 'Use "exact" or "undo", or switch the option off'
+    if args.clip_grad > 0 and update == "at-once":
+        raise PlanError(where, update, f"--clip-grad {args.clip_grad} needs the norm of all gradients", advice)
     if plan.training.precision == "fp16":
-        raise PlanError(where, "at-once", "fp16 skips a whole step when any gradient overflows", advice)
+        raise PlanError(where, update, "fp16 skips a whole step when any gradient overflows", advice)
     if args.log_num_zeros_in_grad:
-        raise PlanError(where, "at-once", "--log-num-zeros-in-grad needs all gradients at once", advice)
+        raise PlanError(where, update, "--log-num-zeros-in-grad needs all gradients at once", advice)
+    if math.isfinite(getattr(args, "grad_norm_skip_threshold", math.inf)):
+        raise PlanError(where, update, "--grad-norm-skip-threshold needs the norm of all gradients", advice)

@@ -1,0 +1,256 @@
+"""Speed of Zorse's two ideas on processes of unequal speed.
+
+``python -m benchmarks.zorse_speed --json OUT``: four ranks on two cores.  Rank 0 has a core of its own,
+the others share one, so they are really slower.  Every figure is a ratio of runs that alternate.
+
+``speedup_over_even_split``: a stage of ranks 0, 1 and 2 and a stage of rank 3.  Microbatches in equal
+shares against shares and routes by Zorse's rule from times measured before (``plan/routing.py``).
+
+``speedup_over_zero3``: two stages of two ranks, equal shares.  Ministages (parameters gathered once per
+pass) against PP + ZeRO-3: the same window told to gather for every microbatch, as one chunk per stage
+and as ministages; the faster of the two counts.  A microbatch has few tokens, because a core here does
+some 75 operations in the time that the loopback moves a byte; with 32 tokens the gathers of ZeRO-3 take
+about as much of the time as with 8,192 tokens on the A10G cluster of the paper (60 TFLOP/s, 1.5 GB/s).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import machine_flags
+from benchmarks.machine import machine
+from benchmarks.runner import Job, Runner, words
+from megatron_het.plan import (
+    ModelShape,
+    Plan,
+    Replica,
+    ScheduleSpec,
+    Stage,
+    TrainingShape,
+    save_plan,
+)
+from megatron_het.plan.routing import route, shares
+
+LAYERS, HIDDEN, FFN, HEADS, VOCABULARY = 8, 256, 768, 4, 127
+_WARMUP = 3
+BAR_EVEN, BAR_ZERO3 = 1.25, 1.5
+Ids = Sequence[Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one side of a comparison runs.
+
+    Attributes:
+        name: For output.
+        layers: Per stage and ministage.
+        ids: Microbatches per stage and replica.
+        tokens: Sequence length; a microbatch is one sequence.
+        options: Of the window.
+        speeds: Relative speed per stage and replica, which orders transfers.
+    """
+
+    name: str
+    layers: tuple[tuple[int, ...], ...]
+    ids: Ids
+    tokens: int
+    options: Mapping[str, Any]
+    speeds: Sequence[Sequence[float]] | None = None
+
+    def plan(self) -> Plan:
+        """The plan; ranks are numbered in order."""
+        total = sum(len(own) for own in self.ids[0])
+        stages, rank = [], 0
+        for s, (layers, owned) in enumerate(zip(self.layers, self.ids, strict=True)):
+            replicas = []
+            for q, own in enumerate(owned):
+                speed = self.speeds[s][q] if self.speeds else 1.0
+                replicas.append(Replica((rank,), tuple(own), speed=speed))
+                rank += 1
+            stages.append(Stage(layers, tuple(replicas)))
+        return Plan(
+            ModelShape(LAYERS, HIDDEN, HEADS, HEADS, self.tokens, FFN),
+            TrainingShape(1, total, recompute="full", distributed_optimizer=True),
+            tuple(stages),
+            ScheduleSpec("ministage", {"window": True, "update": "at-once", **self.options}),
+        )
+
+
+def pin(*, rank: int, cores: list[list[int]]) -> None:
+    """A job's setup: this rank runs on its cores only; threads started later inherit that."""
+    os.sched_setaffinity(0, set(cores[rank]))
+
+
+def unequal_cores(ranks: int) -> list[list[int]]:
+    """Rank 0 has the first core for itself, all others share the second."""
+    available = sorted(os.sched_getaffinity(0))
+    if len(available) < 2:
+        sys.exit("error: this benchmark needs two cores, so that one process has one of its own")
+    return [available[:1], *([available[1:2]] * (ranks - 1))]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: seconds per iteration, and per rank the compute seconds of a microbatch."""
+
+    iteration_s: float
+    microbatch_s: tuple[float, ...]
+
+
+def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> Measured:
+    """Train and read the reports of the ranks."""
+    plan = setting.plan()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    save_plan(plan, folder / "plan.json")
+    flags = words(
+        f"""
+        --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
+        --num-attention-heads {HEADS} --seq-length {setting.tokens}
+        --max-position-embeddings {setting.tokens}
+        --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
+        --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+        --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32
+        --mock-data --split 90,10,0 --micro-batch-size 1 --global-batch-size {plan.num_microbatches}
+        --calculate-per-token-loss --clip-grad 0 --train-iters {_WARMUP + iterations}
+        --lr 1e-3 --eval-iters 0 --eval-interval 1000 --log-interval 1000
+        --distributed-timeout-minutes 2
+        """
+    )
+    argv = (*flags, *machine_flags(), "--het-plan", str(folder / "plan.json"),
+            "--het-report", str(folder), "--het-transport", "gloo")  # fmt: skip
+    setup = ("benchmarks.zorse_speed:pin", {"cores": unequal_cores(plan.world_size)})
+    runner.run(Job(setting.name, plan.world_size, argv, folder, setup=setup, timeout_s=300.0))
+    reports = [json.loads((folder / f"rank-{r}.json").read_text("utf-8")) for r in range(plan.world_size)]
+    rows = [[i for i in r["iterations"] if not i["metered"] and i["elapsed_s"]][_WARMUP - 1 :] for r in reports]
+    counts = [len(replica.microbatches) for stage in plan.stages for replica in stage.replicas]
+    return Measured(
+        statistics.median(max(i["elapsed_s"] for i in row) for row in zip(*rows, strict=True)),
+        tuple(
+            statistics.median(i["compute_s"] for i in row) / count
+            for row, count in zip(rows, counts, strict=True)
+        ),
+    )
+
+
+def even_ids(replicas: Sequence[int], total: int) -> Ids:
+    """Equal shares, dealt in turn."""
+    return [[tuple(range(q, total, count)) for q in range(count)] for count in replicas]
+
+
+class Bench:
+    """Runs and remembers.
+
+    Args:
+        runner: Where jobs run.
+        folder: For their files.
+        iterations: Timed per run.
+        rounds: How often each side runs.
+    """
+
+    def __init__(self, runner: Runner, folder: Path, iterations: int, rounds: int) -> None:
+        self.runner, self.folder = runner, folder
+        self.iterations, self.rounds = iterations, rounds
+
+    def alternate(self, settings: Sequence[Setting]) -> dict[str, list[float]]:
+        """Seconds per iteration of every run."""
+        found: dict[str, list[float]] = {setting.name: [] for setting in settings}
+        for turn in range(self.rounds):
+            for setting in settings:
+                seconds = run(self.runner, setting, self.folder / setting.name, self.iterations).iteration_s
+                found[setting.name].append(seconds)
+                sys.stdout.write(f"round {turn} {setting.name:24} {seconds * 1e3:8.1f} ms\n")
+                sys.stdout.flush()
+        return found
+
+    def mixed_stage(self, tokens: int, total: int) -> dict[str, Any]:
+        """Routed microbatches against an even split of a mixed stage."""
+        layers, replicas = ((3, 3), (1, 1)), (3, 1)
+        even = Setting("even split", layers, even_ids(replicas, total), tokens, {})
+        profile = run(self.runner, even, self.folder / "profile", self.iterations)
+        seconds = [profile.microbatch_s[:3], profile.microbatch_s[3:]]
+        fastest = min(seconds[0])
+        routed = Setting(
+            "routed", layers, route(seconds, total), tokens, {},
+            [[min(1.0, fastest / s) for s in row] for row in seconds],
+        )  # fmt: skip
+        times = self.alternate([even, routed])
+        return {
+            "speedup_over_even_split": ratio(times, "even split", "routed"),
+            "profiled_microbatch_s": seconds,
+            "shares": [shares(row, total) for row in seconds],
+            "routes": [[list(own) for own in stage] for stage in routed.ids],
+            "tokens": tokens, "microbatches": total, "layers": layers, "runs_s": times,
+        }  # fmt: skip
+
+    def zero3(self, tokens: int, total: int, ministages: int) -> dict[str, Any]:
+        """Ministages against gathers for every microbatch."""
+        ids = even_ids((2, 2), total)
+        cut = ((LAYERS // 2 // ministages,) * ministages,) * 2
+        whole = ((LAYERS // 2,),) * 2
+        per_microbatch = {"per_microbatch": True, "keep_at_turn": False}
+        zero3 = [
+            Setting("ZeRO-3", whole, ids, tokens, per_microbatch),
+            Setting("ZeRO-3, ministages", cut, ids, tokens, per_microbatch),
+        ]
+        times = self.alternate([Setting("ministages", cut, ids, tokens, {"keep_at_turn": False}), *zero3])
+        return {
+            "speedup_over_zero3": min(ratio(times, side.name, "ministages") for side in zero3),
+            "tokens": tokens, "microbatches": total, "ministages": ministages, "runs_s": times,
+        }  # fmt: skip
+
+
+def ratio(times: Mapping[str, Sequence[float]], slower: str, faster: str) -> float:
+    """Median of the ratios of neighbouring runs."""
+    return statistics.median(a / b for a, b in zip(times[slower], times[faster], strict=True))
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zorse_speed", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser.add_argument("--iterations", type=int, default=8, help="timed iterations per run")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each side runs")
+    parser.add_argument("--tokens", type=int, default=32, help="per microbatch, against ZeRO-3")
+    parser.add_argument("--only", choices=["even", "zero3"], help="one of the two comparisons")
+    options = parser.parse_args()
+    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="zorse-speed-"))
+    mixed: dict[str, Any] = {}
+    zero3: dict[str, Any] = {}
+    try:
+        with Runner() as runner:
+            bench = Bench(runner, folder, options.iterations, options.rounds)
+            if options.only != "zero3":
+                mixed = bench.mixed_stage(tokens=128, total=12)
+            if options.only != "even":
+                zero3 = bench.zero3(options.tokens, total=16, ministages=4)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    figures = {k: d[k] for d in (mixed, zero3) for k in d if k.startswith("speedup")}
+    passed = (
+        figures.get("speedup_over_even_split", 0) >= BAR_EVEN
+        and figures.get("speedup_over_zero3", 0) >= BAR_ZERO3
+    )
+    report = {
+        **figures, "passed": passed, "bars": [BAR_EVEN, BAR_ZERO3], "machine": machine(),
+        "mixed_stage": mixed, "zero3": zero3, "elapsed_s": round(time.monotonic() - start_s, 1),
+    }  # fmt: skip
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps({**figures, "passed": passed}, indent=1) + "\n")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
