@@ -14,7 +14,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -124,7 +124,7 @@ class Runner:
             env=environment,
         )
         self._pending = b""
-        self._answers: list[dict[str, Any]] = []
+        self._unclaimed: dict[int, dict[str, Any]] = {}
         self._is_ready = False
         self._next_id = 0
 
@@ -165,9 +165,7 @@ class Runner:
             if not running:
                 break
             limit = max(s + j.timeout_s + j.grace_s + 30 for j, s in running.values())
-            answer = self._read(limit)
-            if answer["id"] not in running:
-                continue  # of a job whose caller did not wait for it
+            answer = self._answer_for(running, limit)
             job, _ = running.pop(answer["id"])
             yield Finished(
                 job,
@@ -177,6 +175,15 @@ class Runner:
                 answer["elapsed_s"],
                 answer["cpu_s"],
             )
+
+    def _answer_for(self, wanted: Collection[int], limit_s: float) -> dict[str, Any]:
+        """The next answer to one of the wanted jobs; answers to others wait for those who run them."""
+        while True:
+            for identity in wanted:
+                if identity in self._unclaimed:
+                    return self._unclaimed.pop(identity)
+            answer = self._read(limit_s)
+            self._unclaimed[answer["id"]] = answer
 
     def _submit(self, job: Job) -> int:
         job.log_dir.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,9 @@ case and of the reference.
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,10 +211,12 @@ def compare_parameters(*, rank: int, first: str, second: str, out: str) -> None:
     for key, expected in b.items():
         if not expected.is_floating_point() or not expected.numel():
             continue
-        if key not in a:
+        # Main parameters have another name in the distributed optimizer than in the plain one.
+        mine = key if key in a else key.replace(".fp32_param.", ".param.")
+        if mine not in a:
             raise ValueError(f"{first} lacks {key}")
         scale = expected.double().norm().clamp(min=1e-30)
-        difference = ((a[key].double() - expected.double()).norm() / scale).item()
+        difference = ((a[mine].double() - expected.double()).norm() / scale).item()
         of_optimizer = key.startswith("optimizer")
         worst[of_optimizer] = max(worst[of_optimizer], (difference, key))
     report = {
@@ -224,3 +228,34 @@ def compare_parameters(*, rank: int, first: str, second: str, out: str) -> None:
     Path(out).write_text(json.dumps(report), encoding="utf-8")
     if not 0 <= worst[True][0] < _OPTIMIZER_BAR:
         raise ValueError(f"{first}: {worst[True][1]} differs by {worst[True][0]} from {second}")
+
+
+def die_in_update(*, rank: int, which: int, update: int, out: str | None = None) -> None:
+    """That rank kills itself in its ``update``-th update of a ministage, counted from 0.
+
+    The optimizer has stepped by then, and a part of its state has gone to the host.
+    """
+    from benchmarks.probe import observe
+
+    observe(rank=rank, out=out)
+    if rank != which:
+        return
+    from megatron_het.runtime.window_memory import HostCopy
+    from megatron_het.runtime.window_optimizer import ChunkedOptimizer
+
+    step, store = ChunkedOptimizer._step, HostCopy.store
+    updates, stores = [], []
+
+    def counted_step(self: Any, *positional: Any, **keywords: Any) -> None:
+        updates.append(None)
+        stores.clear()
+        step(self, *positional, **keywords)
+
+    def counted_store(self: Any, *positional: Any, **keywords: Any) -> None:
+        stores.append(None)
+        if len(updates) == update + 1 and len(stores) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        store(self, *positional, **keywords)
+
+    ChunkedOptimizer._step = counted_step
+    HostCopy.store = counted_store

@@ -25,30 +25,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-TRANSPORTS = ("auto", "nccl", "gloo", "staged")
-
 
 class TransferError(RuntimeError):
     """A transfer failed or timed out.  The message names operation, peer and cause."""
-
-
-def choose_transport(requested: str, backend: str, on_cuda: bool) -> str:
-    """Resolve ``auto`` and refuse what cannot work.
-
-    Args:
-        requested: One of ``TRANSPORTS``.
-        backend: The default process group's backend.
-        on_cuda: Whether activations live on a CUDA device.
-    """
-    if requested == "auto":
-        if not on_cuda:
-            return "gloo"
-        return "nccl" if "nccl" in backend else "staged"
-    if requested == "nccl" and not on_cuda:
-        raise ValueError("--het-transport nccl needs CUDA devices; use gloo or staged")
-    if requested == "gloo" and on_cuda:
-        raise ValueError("--het-transport gloo moves host tensors only; use nccl or staged")
-    return requested
 
 
 @dataclass(slots=True)

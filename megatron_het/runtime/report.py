@@ -17,6 +17,7 @@ from megatron_het.plan import Placement, RankPrediction
 from megatron_het.platform import Platform
 from megatron_het.runtime.timeline import Timeline
 from megatron_het.runtime.trace import write_trace
+from megatron_het.runtime.transport import Choice
 
 _METERED_ITERATION = 1  # peak memory is metered in the second iteration of a run
 
@@ -60,7 +61,7 @@ class RunReport:
         placement: Placement,
         rank: int,
         plan_hash: str,
-        transport: str,
+        transport: Choice,
         platform: Platform,
     ) -> None:
         where = placement.locate(rank)
@@ -83,7 +84,8 @@ class RunReport:
             "device": placement.replica(where.stage, where.replica).device or platform.device_name,
             "plan_hash": plan_hash,
             "world_size": placement.world_size,
-            "transport": transport,
+            "transport": transport.transport,
+            "transport_reason": transport.reason,
         }
 
     @contextlib.contextmanager
@@ -166,7 +168,8 @@ class RunReport:
         text = (
             f"het: plan {self._head['plan_hash']}: {len(self._plan.stages)} stages, "
             f"{self._plan.world_size} ranks, {self._plan.num_microbatches} microbatches, "
-            f"schedule {self._plan.schedule.name}, transport {self._head['transport']}"
+            f"schedule {self._plan.schedule.name}, transport {self._head['transport']} "
+            f"({self._head['transport_reason']})"
         )
         if predicted is not None:
             text += (

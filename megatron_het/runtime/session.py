@@ -20,7 +20,7 @@ from megatron_het.plan import Placement, PlanError, plan_hash
 from megatron_het.plan.slices import is_sliced, offload_ratio, slices_of, splits_vocabulary
 from megatron_het.platform import Platform
 from megatron_het.runtime.activation_offload import ActivationOffload
-from megatron_het.runtime.channels import Channels, choose_transport
+from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.executor import Call, Executor, iterators_per_chunk
 from megatron_het.runtime.gradients import GradientFinalizer, mark_duplicates
 from megatron_het.runtime.lowering import BoundaryMap, edges, lower
@@ -28,6 +28,7 @@ from megatron_het.runtime.programs import build_programs
 from megatron_het.runtime.report import RunReport
 from megatron_het.runtime.slicing import SlicedSequences, WholeSequences
 from megatron_het.runtime.timeline import Timeline
+from megatron_het.runtime.transport import choose_transport
 from megatron_het.runtime.window_options import split_parameters
 from megatron_het.schedule.ir import Program
 from megatron_het.topology import PlanGroups, build_groups, install_stage_state, remove_stage_state
@@ -115,9 +116,10 @@ class HetSession:
             (args.decoder_seq_length or args.seq_length) // slices_of(self.plan),
             self.plan.training.sequence_parallel,
         )
-        transport = choose_transport(
-            self.config.transport, dist.get_backend(), self._platform.is_cuda
+        choice = choose_transport(
+            self.config.transport, dist.get_backend(), self._platform.is_cuda, programs.values()
         )
+        transport = choice.transport
         self._channels = Channels(
             edges(list(programs.values()), boundaries), transport, timeout_s, rank,
             pending_per_edge=_PENDING_SLICES if is_sliced(self.plan) else None,
@@ -162,7 +164,7 @@ class HetSession:
         )
         self._finalizer = GradientFinalizer(self._groups, tied)
         self.report = RunReport(
-            self.config, self.placement, rank, plan_hash(self.plan), transport, self._platform
+            self.config, self.placement, rank, plan_hash(self.plan), choice, self._platform
         )
 
     def finish_report(self) -> None:

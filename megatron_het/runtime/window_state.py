@@ -43,14 +43,14 @@ class OffloadedState:
     def __init__(self, entries: Sequence[Entry], inner: torch.optim.Optimizer, use: WindowUse) -> None:
         self._entries, self._inner, self._use = entries, inner, use
         self._hosts: dict[torch.Tensor, HostCopy] = {}
-        self._is_counted = False
+        self._held_bytes = 0
 
     def fetch(self) -> None:
         """Bring the state to the device; ``wait`` before use."""
         for tensor in self._tensors():
             if tensor.numel() and tensor.untyped_storage().size() == 0:
                 self._hosts[tensor].fetch(tensor)
-        self._count(True)
+        self._count(self._bytes())
 
     def wait(self) -> None:
         """Order the current stream after ``fetch``."""
@@ -59,13 +59,13 @@ class OffloadedState:
 
     def store(self) -> None:
         """Bring the state, including what an update has created, to the host."""
-        self._count(True)
+        self._count(self._bytes())
         for tensor in self._tensors():
             if tensor.untyped_storage().size():
                 if tensor not in self._hosts:
                     self._hosts[tensor] = HostCopy(tensor)
                 self._hosts[tensor].store(tensor)
-        self._count(False)
+        self._count(0)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for entry in self._entries:
@@ -73,11 +73,12 @@ class OffloadedState:
                 yield entry.main
             yield from moments(self._inner, entry.main)
 
-    def _count(self, is_here: bool) -> None:
-        if is_here != self._is_counted:
-            self._is_counted = is_here
-            count = sum(tensor.nbytes for tensor in self._tensors())
-            self._use.add("optimizer", count if is_here else -count)
+    def _bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _count(self, held_bytes: int) -> None:
+        self._use.add("optimizer", held_bytes - self._held_bytes)
+        self._held_bytes = held_bytes
 
 
 class Backup:

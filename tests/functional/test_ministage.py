@@ -7,20 +7,24 @@ several stages, TP, offload, updates at the next opening and at once, checkpoint
 from __future__ import annotations
 
 import json
+import random
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case
+from benchmarks.cases import Case, Weights, build_plan, common_flags
 from benchmarks.compare import compare
-from benchmarks.runner import Runner
+from benchmarks.runner import Finished, Job, Runner
 from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases
-from megatron_het.plan import Placement
+from megatron_het.plan import Placement, Plan, ScheduleSpec, save_plan
 from megatron_het.runtime.programs import build_programs
 from megatron_het.schedule.ir import Kind, Op
 
 FP32_BAR = 1e-5
-NAMES = ("fp32-05", "fp32-08", "fp32-12", "fp32-14")
+NAMES = ("fp32-05", "fp32-08", "fp32-12", "fp32-14", "fp32-26", "fp32-30")
 CASES = {case.name: case for case in ministage_cases(0, quick=False) if case.name in NAMES}
 
 
@@ -63,3 +67,81 @@ def _buckets(case: Case, stage: int, op: Op) -> int:
         return chunks[op.chunk] if op.start < 0 else op.stop - op.start
     ends = (stage == 0 and op.chunk == 0, stage == len(case.plan.stages) - 1 and op.chunk == len(chunks) - 1)
     return int(any(ends))
+
+
+# -- updates -------------------------------------------------------------------------------------
+
+STEPS, SAVED_AT = 6, 2
+CLIP = "0.9"
+_SHARDED = build_plan([[1, 1], [1]], [3, 2], random.Random(0), even_routing=False, distributed_optimizer=True)
+
+
+def under_window(precision: str = "fp32", **window: Any) -> Plan:
+    """Two ministages in each of two stages of 2 and 1 ranks."""
+    stages = tuple(
+        replace(s, layers=cut) for s, cut in zip(_SHARDED.stages, ((2, 1), (1, 1)), strict=True)
+    )
+    return replace(
+        _SHARDED, stages=stages, training=replace(_SHARDED.training, precision=precision),
+        schedule=ScheduleSpec("ministage", {"window": True, **window}),
+    )  # fmt: skip
+
+
+def train(
+    lab: MinistageLab, plan: Plan, folder: Path, *more: str, setup: Any = None, check: bool = True
+) -> Finished:
+    """A short training that saves every SAVED_AT iterations."""
+    folder.mkdir()
+    save_plan(plan, folder / "plan.json")
+    weights = Weights(plan.training.precision)
+    flags = [*common_flags(weights, steps=STEPS), *lab.data_flags(), *more]
+    if "--load" not in more:
+        flags += lab.start_flags(Weights())
+    flags += ["--save", str(folder / "checkpoints"), "--save-interval", str(SAVED_AT)]
+    flags += ["--het-plan", str(folder / "plan.json"), "--het-report", str(folder)]
+    job = Job("training", plan.world_size, tuple(flags), folder, setup=setup, timeout_s=240.0, grace_s=90.0)
+    return lab.runner.run(job, check=check)
+
+
+def assert_equal_at_the_end(lab: MinistageLab, first: Path, second: Path, out: Path) -> None:
+    """Bit-equal parameters and optimizer states after the last step."""
+    last = f"checkpoints/iter_{STEPS:07}"
+    options = {"first": str(first / last), "second": str(second / last), "out": str(out / "found.json")}
+    lab.runner.run(
+        Job("compare", 1, (), out, "benchmarks.probe:nothing",
+            ("benchmarks.probe:compare_checkpoints", options))
+    )  # fmt: skip
+    found = json.loads((out / "found.json").read_text())
+    assert found["missing"] == [] and found["different"] == {}
+    assert any("exp_avg_sq" in key for key in found["keys"])
+
+
+@pytest.fixture(scope="module")
+def exact(lab: MinistageLab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run with exact updates, clipping in some iterations."""
+    folder = tmp_path_factory.mktemp("exact") / "run"
+    log = train(lab, under_window(offload=True, offload_optimizer=True), folder, "--clip-grad", CLIP).log()
+    norms = [float(norm) for norm in re.findall(r"grad norm: ([0-9.]+)", log)]
+    assert len(norms) == STEPS and min(norms) < float(CLIP) < max(norms), norms
+    return folder
+
+
+def test_undone_updates_are_bit_equal_to_exact_ones(lab: MinistageLab, exact: Path, tmp_path: Path):
+    plan = under_window(offload=True, offload_optimizer=True, update="undo")
+    train(lab, plan, tmp_path / "undo", "--clip-grad", CLIP)
+    assert_equal_at_the_end(lab, exact, tmp_path / "undo", tmp_path)
+
+
+def test_killed_in_the_middle_of_an_update(lab: MinistageLab, exact: Path, tmp_path: Path):
+    """The optimizer has stepped, half of its state has left: the last checkpoint goes on as if nothing was."""
+    # The second ministage's update of the fifth iteration, made in the sixth; two per iteration before.
+    victim, update = 1, 9
+    setup = ("benchmarks.zorse_cases:die_in_update", {"which": victim, "update": update})
+    plan = under_window(offload=True, offload_optimizer=True)
+    killed = train(lab, plan, tmp_path / "killed", "--clip-grad", CLIP, setup=setup, check=False)
+    assert killed.returncodes[victim] == -9
+    assert all(code > 0 for rank, code in enumerate(killed.returncodes) if rank != victim)
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(2 * SAVED_AT)
+    train(lab, plan, tmp_path / "again", "--clip-grad", CLIP, "--load", str(checkpoints))
+    assert_equal_at_the_end(lab, exact, tmp_path / "again", tmp_path)
