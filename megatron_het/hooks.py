@@ -88,10 +88,10 @@ def _install_plan(config: HetConfig, device: Platform) -> None:
 
 
 def _check_transport(transport: str, backend: str, on_cuda: bool) -> None:
-    from megatron_het.runtime.channels import choose_transport
+    from megatron_het.runtime.transport import choose_transport
 
     try:
-        choose_transport(transport, backend, on_cuda)
+        choose_transport(transport, backend, on_cuda, ())
     except ValueError as error:
         raise PlanError("--het-transport", transport, str(error)) from error
 

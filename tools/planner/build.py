@@ -15,6 +15,7 @@ from megatron_het.plan import (
     TrainingShape,
 )
 from megatron_het.plan import Stage as PlanStage
+from megatron_het.plan.routing import route
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 from tools.planner.candidate import Candidate, Group, Stage, normalised
@@ -105,7 +106,10 @@ def _stage_routes(estimator: Estimator, candidate: Candidate, s: int, total: int
     per_block: list[list[list[int]]] = []
     for j in range(blocks):
         ids = range(j, total, blocks)
-        routes = _route(_block_counts(estimator, candidate, s, len(ids)), len(ids))
+        if candidate.schedule == "ministage":
+            routes = _zorse_route(estimator, candidate, s, len(ids))
+        else:
+            routes = _route(_block_counts(estimator, candidate, s, len(ids)), len(ids))
         per_block.append([[ids[m] for m in route] for route in routes])
     out: list[list[int]] = []
     first = 0
@@ -114,6 +118,15 @@ def _stage_routes(estimator: Estimator, candidate: Candidate, s: int, total: int
             out += per_block[j][first : first + g.count]
         first += g.count
     return out
+
+
+def _zorse_route(estimator: Estimator, candidate: Candidate, s: int, total: int) -> list[list[int]]:
+    """The i-th microbatch that a stage completes goes where the i-th most work is left (Zorse, section 4.2)."""
+    stages = candidate.block().stages[: s + 1]
+    seconds = [[_unit_time(estimator, candidate, t, g) for g in stage.groups for _ in range(g.count)]
+               for t, stage in enumerate(stages)]
+    counts = [_block_counts(estimator, candidate, t, total) for t in range(len(stages))]
+    return [list(ids) for ids in route(seconds, total, counts)[s]]
 
 
 def _route(counts: list[int], total: int) -> list[list[int]]:
