@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron_het.schedule.cost import PerChunk
 from megatron_het.schedule.durations import layer_share, message_bytes
 from megatron_het.schedule.graph import collection_paused
-from megatron_het.schedule.ir import RECEIVES, Kind
+from megatron_het.schedule.ir import COMPUTE, RECEIVES, Kind
 
 if TYPE_CHECKING:
     from megatron_het.schedule.simulate import Result
@@ -205,25 +205,36 @@ def _state_changes(result: "Result", device: int, kinds: set[int]) -> Iterator[C
     stepped = Kind.OPTIMIZER_STEP in kinds
     open_gradients: set[int] = set()
     gathered: dict[int, float] = {}
+    # Without steps in the program a chunk is updated when it is first opened, by the gradients of the
+    # iteration before, which were there from the start.
+    updated: set[int] = set()
+    # What a gather or a copy fills is allocated when the operation is issued, in the order of the list:
+    # after the compute before it, however long the collectives ahead of it take.
+    issued = 0.0
     for i, op in enumerate(program.ops[device], result.graph.first[device]):
         kind, chunk = op[0], op[3]
+        if kind in COMPUTE:
+            issued = end[i]
         match kind:
             case Kind.PARAM_GATHER:
                 share = layer_share(program, device, op)
                 gathered[chunk] = gathered.get(chunk, 0.0) + share
-                yield start[i], full(chunk) * share, _PARAMETERS
+                if not stepped and not program.forward_only and chunk not in updated:
+                    updated.add(chunk)
+                    yield min(start[i], issued), -reduced(chunk), _GRADIENTS
+                yield min(start[i], issued), full(chunk) * share, _PARAMETERS
             case Kind.PARAM_RELEASE:
                 share = layer_share(program, device, op) if op.start >= 0 else gathered.get(chunk, 0.0)
                 gathered[chunk] = gathered.get(chunk, 0.0) - share
                 yield end[i], -full(chunk) * share, _PARAMETERS
             case Kind.PARAM_PREFETCH:
-                yield start[i], shard(chunk), _PARAMETERS
+                yield min(start[i], issued), shard(chunk), _PARAMETERS
             case Kind.PARAM_OFFLOAD:
                 yield end[i], -shard(chunk), _PARAMETERS
             case Kind.GRAD_REDUCE:
                 share = layer_share(program, device, op)
                 yield end[i], -gradient(chunk) * share, _GRADIENTS
-                if stepped:
+                if not program.forward_only:
                     yield start[i], reduced(chunk) * share, _GRADIENTS
             case Kind.OPTIMIZER_STEP:
                 yield end[i], -reduced(chunk), _GRADIENTS

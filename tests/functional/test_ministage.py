@@ -72,7 +72,7 @@ def _buckets(case: Case, stage: int, op: Op) -> int:
 # -- updates -------------------------------------------------------------------------------------
 
 STEPS, SAVED_AT = 6, 2
-CLIP = "0.9"
+CLIP = "2.7"
 _SHARDED = build_plan([[1, 1], [1]], [3, 2], random.Random(0), even_routing=False, distributed_optimizer=True)
 
 
