@@ -108,6 +108,29 @@ def test_zorse_table_2() -> None:
             assert most == formulas.ministage_materialized_layers(layers, ministages)
 
 
+def test_zorse_allocates_when_a_gather_is_issued() -> None:
+    """A reduction that delays the next gather does not delay the allocation of what it fills."""
+    shape = Shape.uniform(1, 2, chunks=4)
+    program = add_parameters(full("ministage", shape), keep_at_turn=False, step="ministage")
+    ones = ((1.0,) * 4,)
+    costs = Costs(((1.0,) * 4,), ((3.0,) * 4,), gather_s=((0.1,) * 4,))
+    costs = replace(costs, memory=replace(costs.memory, parameter_bytes=ones, gradient_bytes=ones))
+    for reduce_s in (0.0, 2.5):
+        (use,) = simulate(program, replace(costs, reduce_s=((reduce_s,) * 4,))).memory
+        # Two open ministages and one in backward, and the one before while it is being reduced.
+        assert use.peak_bytes == (4.0 if reduce_s else 3.0)
+
+
+def test_zorse_keeps_gradient_shards_until_the_next_opening() -> None:
+    """Exact updates: all shards at the start, each gone when its ministage is opened, all back at the end."""
+    program = add_parameters(full("ministage", Shape.uniform(1, 2, chunks=4)), keep_at_turn=False, step="none")
+    costs = Costs(((1.0,) * 4,), ((3.0,) * 4,))
+    costs = replace(costs, memory=replace(costs.memory, gradient_shard_bytes=((1.0,) * 4,)))
+    (use,) = simulate(program, costs).memory
+    held = [value for _, value in use.curve("gradients")]
+    assert held[0] == 2.0 and min(held) == 0.0 and held[-1] == 4.0 and max(held) <= 4.0
+
+
 def test_exchange_table() -> None:
     """p = 4, n = 8: loads, transfers and loads after, through the juncture of two microbatches."""
     plan = plan_exchange(generate("slimpipe", Shape.uniform(4, 2, slices=8)), units=1)
