@@ -57,6 +57,9 @@ _MORE: tuple[Row, ...] = (
     {"replicas": (1, 1, 1, 1), "ministages": 1, "window": {"offload": True}, "clip": 1.0, "micro_batch_size": 3},
     {"replicas": (2, 1, 1), "ministages": 2, "window": {}, "clip": 1.0, "micro_batch_size": 3},
     {"replicas": (2, 1), "ministages": 2, "window": {"update": "undo", "offload_optimizer": True}, "clip": 0.05, "precision": "bf16"},
+    {"replicas": (2, 1), "ministages": 2, "window": {"offload": True, "offload_activations": 1.0}, "clip": 1.0},
+    {"replicas": (1, 2), "tp": 2, "ministages": 2, "window": {"offload_activations": 0.5}, "clip": 1.0, "recompute": "none"},
+    {"replicas": (2,), "ministages": 3, "window": {"update": "undo", "offload_activations": 1.0}, "clip": 0.05},
 )  # fmt: skip
 
 

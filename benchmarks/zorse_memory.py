@@ -3,8 +3,8 @@
 ``python -m benchmarks.zorse_memory --json OUT``: one model on two stages of four ranks, with 1, 2, 4
 and 8 ministages per stage as in the paper: shards offloaded, updated at once, released at the turn.
 PP + ZeRO-2 keeps the whole stage and updates at the end; PP + ZeRO-3 is the same window told to gather
-one layer at a time for every microbatch.  Beside them the exact update, and the optimizer's state on
-the host.  Reported per rank and configuration: peaks of whole parameters, gradients, optimizer state
+one layer at a time for every microbatch.  Beside them the exact update, and the optimizer's state or
+the activations between layers on the host.  Reported per rank and configuration: peaks of whole parameters, gradients, optimizer state
 and activations in bytes, and collectives per iteration, beside Table 2 of the paper and beside the
 simulation of the very programs that ran.
 
@@ -81,6 +81,7 @@ def configurations() -> list[Configuration]:
         *(Configuration(f"{n} ministages", n, paper) for n in MINISTAGES),
         Configuration(f"{most} ministages, exact", most, {**paper, "update": "exact"}),
         Configuration(f"{most} ministages, optimizer offloaded", most, {**paper, "offload_optimizer": True}),
+        Configuration(f"{most} ministages, activations offloaded", most, {**paper, "offload_activations": 1.0}),
     ]
 
 
@@ -248,8 +249,11 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
         "memory_saving": 1 - total(most) / total(one),
         "memory_saving_over_zero2": 1 - total(most) / total(by_name[ZERO2]),
         "memory_over_zero3": total(most) / total(zero3),
-        "memory_saving_optimizer_offloaded": 1
-        - total(by_name[f"{MINISTAGES[-1]} ministages, optimizer offloaded"]) / total(one),
+        **{
+            f"memory_saving_{what}_offloaded": 1
+            - total(by_name[f"{MINISTAGES[-1]} ministages, {what} offloaded"]) / total(one)
+            for what in ("optimizer", "activations")
+        },
         "gathers_per_layer": max(map(per_layer, window)),
         "gathers_per_layer_zero3": per_layer(zero3),
         "max_ministages_materialised": max(
@@ -270,7 +274,7 @@ def line(entry: dict[str, Any]) -> str:
     rank = max(entry["ranks"], key=lambda r: r["state_bytes"] + r["activation_bytes"])
     table = rank["table_2"]
     return (
-        f"{entry['name']:34} {total(entry) / 2**20:6.2f} MiB per rank "
+        f"{entry['name']:36} {total(entry) / 2**20:6.2f} MiB per rank "
         f"({rank['activation_bytes'] / 2**20:.2f} activations); whole parameters "
         f"{rank['parameter_bytes'] / 2**20:.2f} MiB (Table 2: {table['materialised'] / 2**20:.2f}), "
         f"gathers {rank['gathers']} (Table 2: {table['gathers']:.0f})\n"

@@ -29,10 +29,15 @@ _SMALLEST_BYTES = 4096
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """One storage that a forward saved, however many tensors share it."""
+    """One storage that a forward saved, however many tensors share it.
+
+    ``in_place``: somebody else holds the storage too (the input of a FORWARD, to which its gradient
+    belongs), so it is emptied and filled again instead of being dropped.
+    """
 
     storage: torch.UntypedStorage | None
     device: torch.device
+    in_place: bool = False
     host: torch.Tensor | None = None
     arrived: torch.cuda.Event | None = None
 
@@ -50,12 +55,8 @@ class _Saved:
 
 @dataclass(slots=True)
 class _Forward:
-    """What one FORWARD saved, in the order in which it did; keyed by storage while it runs.
+    """What one FORWARD saved, in the order in which it did; keyed by storage while it runs."""
 
-    ``source`` is the address of its input, which is needed for the input's gradient and stays.
-    """
-
-    source: int
     blocks: list[_Block] = field(default_factory=list)
     known: dict[int, _Block] = field(default_factory=dict)
 
@@ -78,16 +79,18 @@ class ActivationOffload:
         self._staying: set[int] = set()
 
     def begin(self, models: Sequence[torch.nn.Module]) -> None:
-        """Start an iteration: note where the parameters are, which never leave."""
-        self._staying = {
-            p.untyped_storage().data_ptr() for model in models for p in model.parameters()
-        }
+        """Start an iteration: note the storages of parameters, which never leave.
+
+        A parameter window empties and fills them again, but they stay the same storages.
+        """
+        self._staying = {p.untyped_storage()._cdata for model in models for p in model.parameters()}
 
     @contextlib.contextmanager
     def saving(self, op: RankOp, source: torch.Tensor | None) -> Iterator[None]:
         """Around a FORWARD with an input (None on the first stage): sees what it saves."""
-        address = 0 if source is None else source.untyped_storage().data_ptr()
-        forward = self._forwards[op.key] = _Forward(address)
+        forward = self._forwards[op.key] = _Forward()
+        if source is not None:
+            self._add_source(op, source, forward)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
             return self._pack(tensor, forward)
@@ -118,10 +121,21 @@ class ActivationOffload:
 
     # -- saved tensors ---------------------------------------------------------------------------
 
+    def _add_source(self, op: RankOp, source: torch.Tensor, forward: _Forward) -> None:
+        """The input is first: it is the boundary that a recomputing backward starts from."""
+        storage = source.untyped_storage()
+        if storage.nbytes() < _SMALLEST_BYTES:
+            return
+        microbatch, piece, chunk = op.key
+        before = self._forwards.get((microbatch, piece, chunk - 1))
+        if before is not None and any(b.storage is not None and b.storage._cdata == storage._cdata for b in before.blocks):
+            return  # handed over on this device, and the chunk before has saved it too
+        forward.blocks.append(_Block(storage, source.device, in_place=True))
+        forward.known[storage._cdata] = forward.blocks[0]
+
     def _pack(self, tensor: torch.Tensor, forward: _Forward) -> torch.Tensor | _Saved:
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        stays = address in self._staying or address == forward.source or isinstance(tensor, torch.nn.Parameter)
+        stays = storage._cdata in self._staying or isinstance(tensor, torch.nn.Parameter)
         if stays or storage.nbytes() < _SMALLEST_BYTES or tensor.layout != torch.strided:
             return tensor
         # Storages that were seen are alive, held by their blocks, so an address names one of them.
@@ -145,22 +159,25 @@ class ActivationOffload:
     def _copy_out(self, block: _Block, storage: torch.UntypedStorage) -> None:
         block.host = self.pool.take(storage.nbytes())
         source = _bytes(storage, block.device)
-        block.storage = None
         if self._to_host is None:
             block.host.copy_(source)
-            return
-        self._to_host.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._to_host):
-            block.host.copy_(source, non_blocking=True)
-        source.record_stream(self._to_host)  # the allocator gives the memory away only after the copy
+        else:
+            self._to_host.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._to_host):
+                block.host.copy_(source, non_blocking=True)
+            source.record_stream(self._to_host)  # the allocator gives the memory away only after the copy
+        if block.in_place:
+            storage.resize_(0)
+            _bytes(storage, block.device)  # an operator, by which memory meters see the change
+        else:
+            block.storage = None
 
     def _fetch(self, op: RankOp) -> None:
         self._reclaim(wait=False)
         for block in self._forwards[op.key].blocks:
             if block.host is None:
                 continue
-            target = torch.empty(block.host.nbytes, dtype=torch.uint8, device=block.device)
-            block.storage = target.untyped_storage()
+            target = self._room(block, block.host.nbytes)
             if self._to_device is None or self._to_host is None:
                 target.copy_(block.host)
                 self.pool.give_back(block.host)
@@ -175,6 +192,16 @@ class ActivationOffload:
                 self._returning.append((block.arrived, block.host))
             block.host = None
 
+    def _room(self, block: _Block, size: int) -> torch.Tensor:
+        """Memory on the device for a block that comes back."""
+        if block.in_place:
+            assert block.storage is not None
+            block.storage.resize_(size)
+            return _bytes(block.storage, block.device)
+        target = torch.empty(size, dtype=torch.uint8, device=block.device)
+        block.storage = target.untyped_storage()
+        return target
+
     def _reclaim(self, *, wait: bool) -> None:
         """Take back the host's blocks that copies have finished with (CUDA)."""
         while self._returning and (wait or self._returning[0][0].query()):
@@ -187,7 +214,7 @@ def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
     block = saved.block
-    if block.storage is None:
+    if block.host is not None or block.storage is None:
         raise RuntimeError("a backward needs activations that are on the host: the fetch is missing")
     if block.arrived is not None:
         torch.cuda.current_stream().wait_event(block.arrived)

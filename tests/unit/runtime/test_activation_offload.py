@@ -35,13 +35,14 @@ def _move(offload: ActivationOffload, kind: Kind) -> None:
 
 @pytest.mark.parametrize("ratio", [0.3, 0.75, 1.0])
 def test_gradients_and_bytes(ratio: float) -> None:
-    model, source, plain = _model(), _source(), _source()
+    model, plain = _model(), _source()
     model(plain).square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     offload = ActivationOffload(ratio, CPU)
     offload.begin([model])
     with memory_meter(CPU) as meter:
+        source = _source()
         with offload.saving(_op(), source):
             loss = model(source).square().sum()
         kept = meter.live_bytes()
@@ -59,16 +60,37 @@ def test_gradients_and_bytes(ratio: float) -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))  # type: ignore[arg-type]
 
 
-def test_weights_and_input_stay() -> None:
+def test_weights_stay_and_the_input_is_emptied_where_it_is() -> None:
+    model, source, plain = _model(), _source(), _source()
+    model(plain).sum().backward()
+    offload = ActivationOffload(1.0, CPU)
+    offload.begin([model])
+    with offload.saving(_op(), source):
+        loss = model(source).sum()
+    weights = {p.data_ptr() for p in model.parameters()}
+    blocks = offload._forwards[0, 0, 0].blocks
+    assert len(blocks) > 1
+    assert not weights & {b.storage.data_ptr() for b in blocks if b.storage is not None}
+    before = source.detach().clone()
+    _move(offload, Kind.ACT_OFFLOAD)
+    assert source.untyped_storage().nbytes() == 0
+    _move(offload, Kind.ACT_FETCH)
+    assert torch.equal(source, before)
+    loss.backward()
+    assert torch.equal(source.grad, plain.grad)  # type: ignore[arg-type]
+
+
+def test_an_input_that_the_chunk_before_has_saved_stays() -> None:
     model, source = _model(), _source()
     offload = ActivationOffload(1.0, CPU)
     offload.begin([model])
     with offload.saving(_op(), source):
-        model(source).sum()
-    staying = {source.data_ptr(), *(p.data_ptr() for p in model.parameters())}
-    blocks = offload._forwards[0, 0, 0].blocks
-    assert blocks
-    assert not staying & {b.storage.data_ptr() for b in blocks if b.storage is not None}
+        handed_over = torch.nn.functional.softmax(source, dim=0)  # saves its result
+    second = RankOp(Kind.FORWARD, 0, 0, 1, "F")
+    with offload.saving(second, handed_over.detach().requires_grad_()):
+        pass
+    offload.handlers()[Kind.ACT_OFFLOAD](second, None, None)  # type: ignore[arg-type]
+    assert handed_over.untyped_storage().nbytes()
 
 
 def test_backward_without_fetch_says_so() -> None:
