@@ -1,16 +1,17 @@
 """Speed of Zorse's two ideas on processes of unequal speed.
 
-``python -m benchmarks.zorse_speed --json OUT``: four ranks on two cores.  Rank 0 has a core of its own,
-the others share one, so they are really slower.  Every figure is a ratio of runs that alternate.
+``python -m benchmarks.zorse_speed --json OUT``: four or five ranks on two cores.  Rank 0 has a core of
+its own, the others share one, so they are really slower.  Every figure is a ratio of runs that alternate.
 
-``speedup_over_even_split``: a stage of ranks 0, 1 and 2 and a stage of rank 3.  Microbatches in equal
+``speedup_over_even_split``: a stage of ranks 0 to 3 and a stage of rank 4.  Microbatches in equal
 shares against shares and routes by Zorse's rule from times measured before (``plan/routing.py``).
 
 ``speedup_over_zero3``: two stages of two ranks, equal shares.  Ministages (parameters gathered once per
 pass) against PP + ZeRO-3: the same window told to gather for every microbatch, as one chunk per stage
 and as ministages; the faster of the two counts.  A microbatch has few tokens, because a core here does
-some 75 operations in the time that the loopback moves a byte; with 32 tokens the gathers of ZeRO-3 take
-about as much of the time as with 8,192 tokens on the A10G cluster of the paper (60 TFLOP/s, 1.5 GB/s).
+some 50 operations in the time that the loopback moves a byte: with T tokens the gathers of ZeRO-3 take
+about 50 / T of the computing time.  On the paper's A10G machines (some 60 TFLOP/s and 1.5 GB/s per GPU
+between them, bf16) it is 20,000 / T, so that 16 tokens here stand for 6,400 tokens there.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from megatron_het.plan import (
 )
 from megatron_het.plan.routing import route, shares
 
-LAYERS, HIDDEN, FFN, HEADS, VOCABULARY = 8, 256, 768, 4, 127
+LAYERS, HEADS, VOCABULARY = 8, 4, 127
+HIDDEN = {"even": 256, "zero3": 512}  # the feed-forward is three times as wide
 _WARMUP = 3
 BAR_EVEN, BAR_ZERO3 = 1.25, 1.5
 Ids = Sequence[Sequence[Sequence[int]]]
@@ -57,6 +59,7 @@ class Setting:
         layers: Per stage and ministage.
         ids: Microbatches per stage and replica.
         tokens: Sequence length; a microbatch is one sequence.
+        hidden: Width of the model.
         options: Of the window.
         speeds: Relative speed per stage and replica, which orders transfers.
     """
@@ -65,6 +68,7 @@ class Setting:
     layers: tuple[tuple[int, ...], ...]
     ids: Ids
     tokens: int
+    hidden: int
     options: Mapping[str, Any]
     speeds: Sequence[Sequence[float]] | None = None
 
@@ -80,7 +84,7 @@ class Setting:
                 rank += 1
             stages.append(Stage(layers, tuple(replicas)))
         return Plan(
-            ModelShape(LAYERS, HIDDEN, HEADS, HEADS, self.tokens, FFN),
+            ModelShape(LAYERS, self.hidden, HEADS, HEADS, self.tokens, 3 * self.hidden),
             TrainingShape(1, total, recompute="full", distributed_optimizer=True),
             tuple(stages),
             ScheduleSpec("ministage", {"window": True, "update": "at-once", **self.options}),
@@ -116,7 +120,7 @@ def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> Meas
     save_plan(plan, folder / "plan.json")
     flags = words(
         f"""
-        --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
+        --num-layers {LAYERS} --hidden-size {setting.hidden} --ffn-hidden-size {3 * setting.hidden}
         --num-attention-heads {HEADS} --seq-length {setting.tokens}
         --max-position-embeddings {setting.tokens}
         --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
@@ -176,13 +180,13 @@ class Bench:
 
     def mixed_stage(self, tokens: int, total: int) -> dict[str, Any]:
         """Routed microbatches against an even split of a mixed stage."""
-        layers, replicas = ((3, 3), (1, 1)), (3, 1)
-        even = Setting("even split", layers, even_ids(replicas, total), tokens, {})
+        layers, replicas, hidden = ((3, 3), (1, 1)), (4, 1), HIDDEN["even"]
+        even = Setting("even split", layers, even_ids(replicas, total), tokens, hidden, {})
         profile = run(self.runner, even, self.folder / "profile", self.iterations)
-        seconds = [profile.microbatch_s[:3], profile.microbatch_s[3:]]
+        seconds = [profile.microbatch_s[: replicas[0]], profile.microbatch_s[replicas[0] :]]
         fastest = min(seconds[0])
         routed = Setting(
-            "routed", layers, route(seconds, total), tokens, {},
+            "routed", layers, route(seconds, total), tokens, hidden, {},
             [[min(1.0, fastest / s) for s in row] for row in seconds],
         )  # fmt: skip
         times = self.alternate([even, routed])
@@ -191,23 +195,24 @@ class Bench:
             "profiled_microbatch_s": seconds,
             "shares": [shares(row, total) for row in seconds],
             "routes": [[list(own) for own in stage] for stage in routed.ids],
-            "tokens": tokens, "microbatches": total, "layers": layers, "runs_s": times,
+            "tokens": tokens, "hidden": hidden, "microbatches": total, "layers": layers, "runs_s": times,
         }  # fmt: skip
 
     def zero3(self, tokens: int, total: int, ministages: int) -> dict[str, Any]:
         """Ministages against gathers for every microbatch."""
-        ids = even_ids((2, 2), total)
+        ids, hidden = even_ids((2, 2), total), HIDDEN["zero3"]
         cut = ((LAYERS // 2 // ministages,) * ministages,) * 2
         whole = ((LAYERS // 2,),) * 2
         per_microbatch = {"per_microbatch": True, "keep_at_turn": False}
         zero3 = [
-            Setting("ZeRO-3", whole, ids, tokens, per_microbatch),
-            Setting("ZeRO-3, ministages", cut, ids, tokens, per_microbatch),
+            Setting("ZeRO-3", whole, ids, tokens, hidden, per_microbatch),
+            Setting("ZeRO-3, ministages", cut, ids, tokens, hidden, per_microbatch),
         ]
-        times = self.alternate([Setting("ministages", cut, ids, tokens, {"keep_at_turn": False}), *zero3])
+        ministages_only = Setting("ministages", cut, ids, tokens, hidden, {"keep_at_turn": False})
+        times = self.alternate([ministages_only, *zero3])
         return {
             "speedup_over_zero3": min(ratio(times, side.name, "ministages") for side in zero3),
-            "tokens": tokens, "microbatches": total, "ministages": ministages, "runs_s": times,
+            "tokens": tokens, "hidden": hidden, "microbatches": total, "ministages": ministages, "runs_s": times,
         }  # fmt: skip
 
 
@@ -220,9 +225,9 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zorse_speed", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
-    parser.add_argument("--iterations", type=int, default=8, help="timed iterations per run")
+    parser.add_argument("--iterations", type=int, default=6, help="timed iterations per run")
     parser.add_argument("--rounds", type=int, default=3, help="how often each side runs")
-    parser.add_argument("--tokens", type=int, default=32, help="per microbatch, against ZeRO-3")
+    parser.add_argument("--tokens", type=int, default=16, help="per microbatch, against ZeRO-3")
     parser.add_argument("--only", choices=["even", "zero3"], help="one of the two comparisons")
     options = parser.parse_args()
     start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="zorse-speed-"))
@@ -232,7 +237,7 @@ def main() -> int:
         with Runner() as runner:
             bench = Bench(runner, folder, options.iterations, options.rounds)
             if options.only != "zero3":
-                mixed = bench.mixed_stage(tokens=128, total=12)
+                mixed = bench.mixed_stage(tokens=256, total=12)
             if options.only != "even":
                 zero3 = bench.zero3(options.tokens, total=16, ministages=4)
     finally:
