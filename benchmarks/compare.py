@@ -91,7 +91,8 @@ def compare_gradients(folder: Path, plan: Plan, reference: Arrays) -> tuple[floa
     worst, where, seen = -1.0, "", set()
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
-            for name, gradient in gathered(folder, replica.ranks).items():
+            groups = [gathered(folder, replica.tp_group(c)) for c in range(replica.cp)]
+            for name, gradient in (item for group in groups for item in group.items()):
                 expected = _expected(reference[name], name, s, plan)
                 if gradient.shape != expected.shape:
                     raise ComparisonError(f"{name}: {gradient.shape}, expected {expected.shape}")

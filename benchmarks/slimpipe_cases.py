@@ -6,14 +6,50 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.cases import HEADS, MICROBATCHES, Case, build_plan, split_layers, with_schedule
+from benchmarks.cases import HEADS, LAYERS, MICROBATCHES, SEQUENCE, Case, build_plan, split_layers, with_schedule
 from benchmarks.lab import Lab
+from megatron_het.plan import Stage
 
 _STAGES, _FACTORS, _CHUNKS = (1, 2, 4), (1, 2, 4), (1, 2)
 _MICROBATCHES = (1, 2, 3, 4)
 _RANDOM, _MAX_RANKS = 10, 8
 _RECOMPUTE = ("none", "selective", "full", "up projection")
 _OFFLOAD = (0.0, 0.75, 1.0)
+_RANDOM_SHARED = 6
+_PLAIN: dict[str, Any] = {
+    "stages": 2, "slices": 4, "chunks": 1, "microbatches": 2, "tp": 1, "recompute": "none", "tied": False,
+    "distributed_optimizer": False, "multi_head": False, "uneven": False, "layers": 4,
+}  # fmt: skip
+_ON = {"context_exchange": True}
+_ALL = {"context_exchange": True, "exchange_idle": True, "exchange_keep": True}
+_EXCHANGE: dict[str, dict[str, Any]] = {
+    "exchange-p2-n4": {"exchange": _ON, "microbatches": 1},
+    "exchange-p2-n8-v2-tp2": {
+        "exchange": _ON, "slices": 8, "chunks": 2, "tp": 2, "distributed_optimizer": True, "recompute": "selective",
+    },
+    "exchange-p2-replicas": {"exchange": {**_ON, "exchange_units": 4}, "microbatches": 4, "tied": True},
+    "exchange-p4-n4-keep": {"exchange": {**_ON, "exchange_keep": True}, "stages": 4, "microbatches": 3},
+    "exchange-p4-n8": {"exchange": {**_ON, "exchange_units": 1}, "stages": 4, "slices": 8, "multi_head": True},
+    "exchange-p4-n8-v2-all": {
+        "exchange": _ALL, "stages": 4, "slices": 8, "chunks": 2, "microbatches": 3, "recompute": "full",
+    },
+    "exchange-p4-n16-idle": {
+        "exchange": {**_ON, "exchange_idle": True}, "stages": 4, "slices": 16, "distributed_optimizer": True,
+    },
+    "exchange-p4-tp2-all": {"exchange": _ALL, "stages": 4, "slices": 8, "tp": 2, "microbatches": 1},
+}  # fmt: skip
+_UNSLICED = {"schedule": "1f1b", "slices": 1}
+_CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
+    "cp2-1f1b": {"cp": 2, **_UNSLICED},
+    "cp2-1f1b-replicas": {"cp": 2, **_UNSLICED, "microbatches": 4, "tied": True, "recompute": "selective"},
+    "cp2-tp2": {"cp": 2, **_UNSLICED, "stages": 1, "tp": 2, "distributed_optimizer": True, "recompute": "full"},
+    "cp2-p2-n4": {"cp": 2, "multi_head": True},
+    "cp2-p2-n8-v2": {"cp": 2, "slices": 8, "chunks": 2, "distributed_optimizer": True, "microbatches": 1},
+    "cp2-p2-tp2-uneven": {"cp": 2, "tp": 2, "uneven": True, "microbatches": 3},
+    "cp4-p1": {"cp": 4, "stages": 1, "slices": 2},
+    "cp2-exchange": {"cp": 2, "exchange": _ALL, "recompute": "selective"},
+    "cp2-exchange-p4-v2": {"cp": 2, "exchange": _ON, "stages": 4, "slices": 4, "chunks": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +83,8 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
     Args:
         row: ``stages``, ``slices``, ``chunks``, ``microbatches`` (of one replica), ``tp``,
             ``recompute``, ``tied``, ``distributed_optimizer``, ``multi_head``, ``uneven``; may have
-            ``vocabulary`` (split over the stages), ``offload`` (share of activations) and ``thrifty`` (layers).
+            ``vocabulary`` (split over the stages), ``offload`` (share of activations), ``thrifty`` (layers),
+            ``layers``, ``cp``, ``schedule`` and ``exchange`` (parameters of the context exchange).
         name: Name of the case.
         rng: For uneven layers.
     """
@@ -56,7 +93,7 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
     size = 1 if replicas == 2 else MICROBATCHES // count
     plan = build_plan(
         [[row["tp"]] * replicas] * row["stages"],
-        split_layers(row["stages"], not row["uneven"], rng),
+        split_layers(row["stages"], not row["uneven"], rng, row.get("layers", LAYERS)),
         rng,
         tied=row["tied"],
         sequence_parallel=row["tp"] > 1,
@@ -74,16 +111,32 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
         )
         for s in plan.stages
     )
+    stages = with_context_parallel(stages, row.get("cp", 1))
     training = replace(plan.training, micro_batch_size=size)
     plan = replace(plan, model=model, training=training, stages=stages)
     case = SlicedCase(name, plan, chosen={"precision": "fp32", **row})
-    parameters: dict[str, Any] = {"slices": row["slices"]}
+    schedule = row.get("schedule", "slimpipe")
+    parameters: dict[str, Any] = {"slices": row["slices"]} if schedule == "slimpipe" else {}
+    parameters |= row.get("exchange", {})
     if row.get("vocabulary"):
         parameters["vocabulary"] = True
     if row.get("offload"):
         parameters["offload_activations"] = row["offload"]
-    sliced = with_schedule(case, "slimpipe", row["chunks"], parameters)
+    sliced = with_schedule(case, schedule, row["chunks"], parameters)
     return replace(sliced, name=name)
+
+
+def with_context_parallel(stages: tuple[Stage, ...], cp: int) -> tuple[Stage, ...]:
+    """The same stages with ``cp`` ranks in the place of each."""
+    return tuple(
+        replace(
+            s,
+            replicas=tuple(
+                replace(r, ranks=tuple(range(cp * r.ranks[0], cp * (r.ranks[-1] + 1))), cp=cp) for r in s.replicas
+            ),
+        )
+        for s in stages
+    )
 
 
 def slimpipe_cases(seed: int, quick: bool) -> list[SlicedCase]:
@@ -111,6 +164,10 @@ def slimpipe_cases(seed: int, quick: bool) -> list[SlicedCase]:
         cases.append(sliced_case(row, f"p{stages}-n{slices}-v{chunks}", rng))
     for i in range(_RANDOM):
         cases.append(sliced_case(_random_row(rng), f"random-{i}", rng))
+    for name, row in {**_EXCHANGE, **_CONTEXT_PARALLEL}.items():
+        cases.append(sliced_case({**_PLAIN, **row}, name, rng))
+    for i in range(_RANDOM_SHARED):
+        cases.append(sliced_case(_random_shared_row(rng), f"random-shared-{i}", rng))
     return cases[3::4] if quick else cases
 
 
@@ -135,3 +192,22 @@ def _random_row(rng: random.Random) -> dict[str, Any]:
             "offload": rng.choice(_OFFLOAD),
             "thrifty": rng.random() < 0.3,
         }
+
+
+def _random_shared_row(rng: random.Random) -> dict[str, Any]:
+    """A case with the context exchange, context parallelism or both."""
+    while True:
+        row = {**_random_row(rng), "uneven": False, "layers": 4, "cp": rng.choice((1, 2))}
+        tokens = SEQUENCE // row["slices"] // row["cp"]
+        exchange: dict[str, Any] = {}
+        if row["stages"] > 1 and (row["cp"] == 1 or rng.random() < 0.5):
+            units = rng.choice([u for u in (1, 2, 4) if tokens % u == 0])
+            exchange = {"context_exchange": True, "exchange_units": units}
+            exchange |= {name: True for name in ("exchange_keep", "exchange_idle") if rng.random() < 0.5}
+        ranks = row["stages"] * row["tp"] * row["cp"] * replicas_of(row["microbatches"])
+        blocks = 2 * row["cp"] if row["cp"] > 1 else 1
+        if ranks <= _MAX_RANKS and SEQUENCE // row["slices"] % blocks == 0 and (exchange or row["cp"] > 1):
+            if row["tp"] == 1 or tokens % row["tp"] == 0:
+                # Refused with context parallelism, and by the exchange with several replicas.
+                split = row["vocabulary"] and row["cp"] == 1 and replicas_of(row["microbatches"]) == 1
+                return {**row, "exchange": exchange, "vocabulary": split}

@@ -56,6 +56,29 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "for its backward, where the schedule leaves time for it",
     )
     group.add_argument(
+        "--het-context-exchange",
+        action="store_true",
+        help="devices with short prefixes attend for those with long ones, so that slices take equal "
+        "time on all stages (SlimPipe, section 4.2)",
+    )
+    group.add_argument(
+        "--het-exchange-units",
+        metavar="Q",
+        type=int,
+        help="the context exchange moves attention in units of 1/Q of a slice (default: 2)",
+    )
+    group.add_argument(
+        "--het-exchange-keep",
+        action="store_true",
+        help="keys and values stay where they were sent until their microbatch is done: less traffic, "
+        "more memory",
+    )
+    group.add_argument(
+        "--het-exchange-idle",
+        action="store_true",
+        help="stages that wait for work at the start and the end of an iteration attend for others too",
+    )
+    group.add_argument(
         "--het-thrifty-layers",
         action="store_true",
         help="RMSNorm and SwiGLU keep only their input from forward to backward",
@@ -128,14 +151,9 @@ def _plan(namespace: argparse.Namespace, rest: list[str]) -> tuple[Plan, list[st
     """The plan of the file or, without one, of Megatron's flags; with the schedule asked for."""
     from megatron_het.plan import load_plan
     from megatron_het.plan.from_flags import plan_from_flags
-    from megatron_het.plan.slices import OFFLOAD, VOCABULARY
     from megatron_het.plan.validate import check_plan
 
-    parameters: dict[str, Any] = {} if namespace.het_slices is None else {"slices": namespace.het_slices}
-    if namespace.het_vocabulary_parallel:
-        parameters[VOCABULARY] = True
-    if namespace.het_offload_activations is not None:
-        parameters[OFFLOAD] = namespace.het_offload_activations
+    parameters = _schedule_parameters(namespace)
     if namespace.het_plan is None:
         schedule = ScheduleSpec(namespace.het_schedule, parameters)
         plan, rest = plan_from_flags(rest, int(os.environ.get("WORLD_SIZE", "1")), schedule)
@@ -148,6 +166,22 @@ def _plan(namespace: argparse.Namespace, rest: list[str]) -> tuple[Plan, list[st
         schedule = replace(plan.schedule, parameters={**plan.schedule.parameters, **parameters})
         return replace(plan, schedule=schedule), rest
     return plan, rest
+
+
+def _schedule_parameters(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The schedule's parameters among the flags that were given."""
+    from megatron_het.plan.slices import OFFLOAD, VOCABULARY
+
+    found = {
+        "slices": namespace.het_slices,
+        VOCABULARY: namespace.het_vocabulary_parallel or None,
+        OFFLOAD: namespace.het_offload_activations,
+        "context_exchange": namespace.het_context_exchange or None,
+        "exchange_units": namespace.het_exchange_units,
+        "exchange_keep": namespace.het_exchange_keep or None,
+        "exchange_idle": namespace.het_exchange_idle or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def het_help() -> str:

@@ -16,7 +16,7 @@ from megatron_het.config_slices import check_slices
 from megatron_het.config_vocabulary import check_offload, check_vocabulary
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.runtime.window_options import check_window
-from megatron_het.plan.slices import is_sliced
+from megatron_het.plan.slices import cuts_sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,6 @@ def _more_than_one(value: Any) -> bool:
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("num_experts", _truthy, "mixture of experts is not supported with a plan yet"),
     ("expert_model_parallel_size", _more_than_one, "expert parallelism is not supported with a plan yet"),
-    ("context_parallel_size", _more_than_one, "context parallelism is not supported with a plan yet"),
     ("use_torch_fsdp2", _truthy, "FSDP replaces the process groups that a plan sets up"),
     ("use_megatron_fsdp", _truthy, "FSDP replaces the process groups that a plan sets up"),
     ("fp8", _truthy, "fp8 scaling statistics are reduced over groups that a plan does not have"),
@@ -158,6 +157,7 @@ def _check_parallelism(plan: Plan, args: Any) -> None:
     for name, fits in (
         ("tensor_model_parallel_size", sizes),
         ("pipeline_model_parallel_size", [len(plan.stages)]),
+        ("context_parallel_size", [plan.context_parallel]),
     ):
         value = getattr(args, name)
         if value not in (1, *fits):
@@ -241,6 +241,8 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     # and by TP if it is left open, which may exceed the ranks per stage.
     args.expert_tensor_parallel_size = 1
     args.pipeline_model_parallel_size = placement.num_stages
+    # To Megatron, ranks that share sequences are like data-parallel ones; attention knows better.
+    args.context_parallel_size = 1
     if placement.num_stages > 1:
         args.pipeline_model_parallel_layout = pipeline_layout(plan)
     args.micro_batch_size = plan.training.micro_batch_size
@@ -253,7 +255,7 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
         # True of the executor: it posts every transfer asynchronously.  Megatron's check of it is
         # about its own interleaved schedule, which does not run.
         args.overlap_p2p_comm = True
-    if is_sliced(plan):
+    if cuts_sequences(plan):
         args.create_attention_mask_in_dataloader = False  # slices are causal; a mask grows as s^2
     _apply_recompute(plan, args)
     sizes = {r.tp for s in plan.stages for r in s.replicas}

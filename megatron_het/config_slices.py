@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_het.config_exchange import check_context_parallel, check_exchange
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.slices import OFFLOAD, SLICED_SCHEDULES, VOCABULARY, is_sliced
+from megatron_het.plan.slices import (
+    EXCHANGE_PARAMETERS,
+    OFFLOAD,
+    SLICED_SCHEDULES,
+    VOCABULARY,
+    cuts_sequences,
+    is_sliced,
+    slices_of,
+)
 
 
 def _truthy(value: Any) -> bool:
@@ -31,7 +40,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("heterogeneous_layers_config_path", _truthy, "layers without attention are not supported with slices"),
     ("logits_load_dir", _truthy, "saved logits are read by whole sequences"),
 )  # fmt: skip
-_PARAMETERS = ("slices", VOCABULARY, OFFLOAD)
+_PARAMETERS = ("slices", VOCABULARY, OFFLOAD, *EXCHANGE_PARAMETERS)
 _POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 
 
@@ -46,19 +55,26 @@ def check_slices(plan: Plan, args: Any) -> None:
         PlanError: The first thing that does not fit.
     """
     if not is_sliced(plan):
-        if "slices" in plan.schedule.parameters:
+        given = next((n for n in ("slices", *EXCHANGE_PARAMETERS) if n in plan.schedule.parameters), None)
+        if given is not None:
             raise PlanError(
-                "schedule.parameters.slices", plan.schedule.parameters["slices"],
+                f"schedule.parameters.{given}", plan.schedule.parameters[given],
                 f"schedule {plan.schedule.name} does not cut sequences",
                 f"Schedules that do: {', '.join(SLICED_SCHEDULES)}",
             )
-        return
-    _check_numbers(plan)
+        if not cuts_sequences(plan):
+            return
+    else:
+        _check_numbers(plan)
+    _check_lengths(plan)
+    check_exchange(plan)
+    check_context_parallel(plan)
+    what = "slices" if is_sliced(plan) else "context parallelism, which cuts sequences as slices do"
     for name, is_refused, reason in _REFUSED:
         value = getattr(args, name, None)
         if is_refused(value):
             flag = "--" + name.replace("_", "-")
-            raise PlanError(flag, value, f"cannot be used with slices: {reason}")
+            raise PlanError(flag, value, f"cannot be used with {what}: {reason}")
     if args.position_embedding_type not in _POSITIONS:
         raise PlanError(
             "--position-embedding-type", args.position_embedding_type,
@@ -92,13 +108,19 @@ def _check_numbers(plan: Plan) -> None:
             where, slices, f"with {chunks} chunks per stage the {stages} stages must divide it: "
             "groups of slices take turns between chunks", f"Use a multiple of {stages}",
         )
-    if plan.training.sequence_parallel:
-        tp = max(r.tp for stage in plan.stages for r in stage.replicas)
-        sizes = {r.tp for stage in plan.stages for r in stage.replicas}
-        if any((length // slices) % size for size in sizes):
-            raise PlanError(
-                where, slices, f"with sequence parallel, slices of {length // slices} tokens "
-                f"must divide over TP size {tp}",
-            )
 
 
+def _check_lengths(plan: Plan) -> None:
+    """Slices must divide over the context-parallel ranks, and those parts over TP ranks."""
+    cp, tokens = plan.context_parallel, plan.model.seq_length // slices_of(plan)
+    if cp > 1 and tokens % (2 * cp):
+        raise PlanError(
+            "--context-parallel-size", cp, f"a rank holds two of {2 * cp} equal blocks of every slice, or of the "
+            f"sequence without slices; {tokens} tokens do not divide",
+        )
+    sizes = sorted({r.tp for stage in plan.stages for r in stage.replicas})
+    if plan.training.sequence_parallel and any(tokens // cp % size for size in sizes):
+        raise PlanError(
+            "--het-slices", slices_of(plan), f"with sequence parallel, slices of {tokens // cp} tokens "
+            f"must divide over TP size {sizes[-1]}",
+        )

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_het.attention.blocks import Blocks, take_blocks
+from megatron_het.attention.context_parallel import ALONE, ContextParallel
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.attention.slice_attention import NO_EXCHANGE, LayerExchange, slice_attention
 
 
 @dataclass
@@ -27,15 +29,15 @@ class SliceParams(PackedSeqParams):
     Attributes:
         microbatch: Global index of the microbatch.
         index: Index of the slice.
-        tokens: Tokens per slice, over all ranks of the replica.
+        blocks: The tokens of the sequence that it is, for this context-parallel rank.
     """
 
     microbatch: int = 0
     index: int = 0
-    tokens: int = 0
+    blocks: Blocks = ()
 
     @classmethod
-    def make(cls, microbatch: int, index: int, tokens: int, seq_length: int) -> SliceParams:
+    def make(cls, microbatch: int, index: int, blocks: Blocks, seq_length: int) -> SliceParams:
         """The parameters of one slice of a sequence of ``seq_length`` tokens."""
         # The lengths decide for how many positions rotary embeddings are made: for the whole
         # sequence, once; each slice then takes its part.
@@ -45,7 +47,7 @@ class SliceParams(PackedSeqParams):
             max_seqlen_kv=seq_length,
             microbatch=microbatch,
             index=index,
-            tokens=tokens,
+            blocks=blocks,
         )
 
 
@@ -61,6 +63,8 @@ class SliceCoreAttention(torch.nn.Module):
     def __init__(self, slots: int, softmax_scale: float | None = None, kernel: str | None = None) -> None:
         super().__init__()
         self.cache = KVCache(slots)
+        self.exchange: LayerExchange = NO_EXCHANGE
+        self.parallel: ContextParallel = ALONE
         self._scale = softmax_scale
         self._kernel_name = kernel
         self._kernel: Kernel | None = None
@@ -107,6 +111,8 @@ class SliceCoreAttention(torch.nn.Module):
             microbatch=packed_seq_params.microbatch,
             index=packed_seq_params.index,
             scale=query.shape[-1] ** -0.5 if self._scale is None else self._scale,
+            exchange=self.exchange,
+            parallel=self.parallel,
         )
         return out.view(*out.shape[:2], -1)
 
@@ -163,8 +169,7 @@ def _cut_positions(
     """Rotary embeddings of the slice, out of those of the sequence (first dimension)."""
     table, params = kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params")
     if isinstance(table, torch.Tensor) and isinstance(params, SliceParams):
-        first = params.index * params.tokens
-        kwargs = {**kwargs, "rotary_pos_emb": table[first : first + params.tokens]}
+        kwargs = {**kwargs, "rotary_pos_emb": take_blocks(table, params.blocks, dim=0)}
     return args, kwargs
 
 

@@ -11,6 +11,7 @@ anything.  Where they do not, the prefix is several views.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -28,11 +29,13 @@ class Run:
         keys: ``[len(slices) * slice_tokens, b, groups, d]``, a view of the slab.
         values: The same of the values.
         slices: Index of the slice in each chunk of the run, in the order of the views.
+        skipped_tokens: Tokens left out at the start of the only slice of the run.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     slices: tuple[int, ...]
+    skipped_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -72,7 +75,7 @@ class KVCache:
             return 0
         return self._keys.nbytes + self._values.nbytes
 
-    def append(self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def append(self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Copy a slice's keys and values into the pool; once only, so that recomputation is safe.
 
         Args:
@@ -80,6 +83,9 @@ class KVCache:
             index: Index of the slice; the one after the last cached one, or a cached one.
             key: ``[slice_tokens, b, groups, d]``.
             value: The same of the values.  Both are copied: they are views of larger tensors.
+
+        Returns:
+            Whether it is new: False in a recomputed forward.
 
         Raises:
             CacheError: A slice was left out, another shape, or no slot is free.
@@ -89,7 +95,7 @@ class KVCache:
             sequence = self._sequences[microbatch] = _Sequence(self._opened % 2 == 0)
             self._opened += 1
         if index < len(sequence.slots):
-            return
+            return False
         if index > len(sequence.slots):
             raise CacheError(
                 f"microbatch {microbatch}: slice {index} after {len(sequence.slots)} cached slices"
@@ -105,20 +111,55 @@ class KVCache:
         sequence.slots.append(slot)
         keys[self._span(slot)].copy_(key)
         values[self._span(slot)].copy_(value)
+        return True
 
     def own(self, microbatch: int, index: int) -> Run:
         """The chunk of one slice."""
         return self._run(((self._sequences[microbatch].slots[index], index),))
 
-    def prefix(self, microbatch: int, index: int) -> list[Run]:
-        """The chunks of the slices before one, as few contiguous runs as they form."""
+    def prefix(self, microbatch: int, index: int, skipped_tokens: int = 0) -> list[Run]:
+        """The chunks of the slices before one, as few contiguous runs as they form.
+
+        Args:
+            microbatch: Global index of the microbatch.
+            index: Index of the slice.
+            skipped_tokens: Tokens at the start of the sequence to leave out.
+        """
+        slots = self._sequences[microbatch].slots
+        cut, rest = divmod(skipped_tokens, self._slice_tokens)
+        whole = cut + (rest > 0)
         found: list[list[tuple[int, int]]] = []
-        for slot, piece in sorted((s, i) for i, s in enumerate(self._sequences[microbatch].slots[:index])):
+        for slot, piece in sorted((slots[i], i) for i in range(whole, index)):
             if found and found[-1][-1][0] == slot - 1:
                 found[-1].append((slot, piece))
             else:
                 found.append([(slot, piece)])
-        return [self._run(tuple(chunks)) for chunks in found]
+        runs = [self._run(tuple(chunks)) for chunks in found]
+        if rest:
+            part = self._run(((slots[cut], cut),))
+            runs.append(Run(part.keys[rest:], part.values[rest:], part.slices, rest))
+        return runs
+
+    def copy_tokens(self, microbatch: int, start: int, stop: int, out: torch.Tensor) -> None:
+        """Copy the keys and values of tokens ``[start, stop)`` of a sequence.
+
+        Args:
+            microbatch: Global index of the microbatch.
+            start: First token.
+            stop: End of the tokens; all of them are cached.
+            out: ``[2, stop - start, b, groups, d]``: keys, then values.
+        """
+        for piece, lo, hi in self._pieces(start, stop):
+            run = self.own(microbatch, piece)
+            first = piece * self._slice_tokens + lo - start
+            out[0, first : first + hi - lo].copy_(run.keys[lo:hi])
+            out[1, first : first + hi - lo].copy_(run.values[lo:hi])
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(slice, first row, end row) of every slice that tokens ``[start, stop)`` touch."""
+        tokens = self._slice_tokens
+        for piece in range(start // tokens, -(-stop // tokens)):
+            yield piece, max(start - piece * tokens, 0), min(stop - piece * tokens, tokens)
 
     def check_last(self, microbatch: int, index: int) -> None:
         """Raise unless a slice is the last one cached, the only one whose backward may run."""
@@ -132,23 +173,37 @@ class KVCache:
     def add_gradient(
         self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor
     ) -> None:
-        """Add a later slice's contribution to the gradients of cached chunks.
+        """Add a later slice's contribution to the gradients of cached chunks."""
+        tokens, row = self._slice_tokens, 0
+        for piece in run.slices:
+            size = tokens - run.skipped_tokens
+            part = slice(row, row + size)
+            self._add(microbatch, piece, run.skipped_tokens, tokens, grad_keys[part], grad_values[part])
+            row += size
 
-        The first contribution is kept as it is, views of it per chunk; later ones are added to it.
-        """
+    def add_token_gradient(
+        self, microbatch: int, start: int, stop: int, grad_keys: torch.Tensor, grad_values: torch.Tensor
+    ) -> None:
+        """Add a later slice's contribution to the gradients of tokens ``[start, stop)``."""
+        row = 0
+        for piece, lo, hi in self._pieces(start, stop):
+            part = slice(row, row + hi - lo)
+            self._add(microbatch, piece, lo, hi, grad_keys[part], grad_values[part])
+            row += hi - lo
+
+    def _add(
+        self, microbatch: int, piece: int, lo: int, hi: int, grad_key: torch.Tensor, grad_value: torch.Tensor
+    ) -> None:
+        """The first contribution to a whole chunk is kept as it is; later ones are added to it."""
         gradients = self._sequences[microbatch].gradients
-        chunks = zip(
-            run.slices,
-            grad_keys.split(self._slice_tokens),
-            grad_values.split(self._slice_tokens),
-            strict=True,
-        )
-        for piece, grad_key, grad_value in chunks:
-            if piece in gradients:
-                gradients[piece][0].add_(grad_key)
-                gradients[piece][1].add_(grad_value)
-            else:
-                gradients[piece] = grad_key, grad_value
+        if piece not in gradients and hi - lo == self._slice_tokens:
+            gradients[piece] = grad_key, grad_value
+            return
+        if piece not in gradients:
+            shape = (self._slice_tokens, *grad_key.shape[1:])
+            gradients[piece] = grad_key.new_zeros(shape), grad_value.new_zeros(shape)
+        for total, part in zip(gradients[piece], (grad_key, grad_value), strict=True):
+            total[lo:hi].add_(part)
 
     def release(
         self, microbatch: int, index: int

@@ -30,8 +30,8 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int)
     for name in ("global-batch-size", "ffn-hidden-size", "num-query-groups"):
         parser.add_argument(f"--{name}", type=int)
-    for name in ("tensor", "pipeline"):
-        parser.add_argument(f"--{name}-model-parallel-size", type=int, default=1)
+    for name in ("tensor-model", "pipeline-model", "context"):
+        parser.add_argument(f"--{name}-parallel-size", type=int, default=1)
     for name in _CHUNK_FLAGS:
         parser.add_argument(name, type=int)
     for name in (
@@ -86,7 +86,7 @@ def plan_from_flags(
 
 
 def _global_batch_size(flags: argparse.Namespace, world_size: int) -> int:
-    replicas = world_size // (flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size)
+    replicas = world_size // (_replica_size(flags) * flags.pipeline_model_parallel_size)
     size = flags.global_batch_size or flags.micro_batch_size * replicas
     if size % (flags.micro_batch_size * replicas):
         raise PlanError(
@@ -96,25 +96,31 @@ def _global_batch_size(flags: argparse.Namespace, world_size: int) -> int:
     return size
 
 
+def _replica_size(flags: argparse.Namespace) -> int:
+    """Ranks of one replica of a stage."""
+    return flags.tensor_model_parallel_size * flags.context_parallel_size
+
+
 def _stages(flags: argparse.Namespace, world_size: int) -> tuple[Stage, ...]:
-    tp, pp = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
-    if world_size % (tp * pp):
-        raise PlanError(
-            "WORLD_SIZE", world_size, f"is not a multiple of tensor {tp} x pipeline {pp} parallel size"
-        )
-    replicas = world_size // (tp * pp)
+    size, pp = _replica_size(flags), flags.pipeline_model_parallel_size
+    if world_size % (size * pp):
+        tp, cp = flags.tensor_model_parallel_size, flags.context_parallel_size
+        named = f"tensor {tp} x pipeline {pp}" + (f" x context {cp}" if cp > 1 else "")
+        raise PlanError("WORLD_SIZE", world_size, f"is not a multiple of {named} parallel size")
+    replicas = world_size // (size * pp)
     microbatches = _global_batch_size(flags, world_size) // flags.micro_batch_size
     layers = _layers(flags, pp)
     stages = []
     for s in range(pp):
-        first = s * replicas * tp
+        first = s * replicas * size
         stages.append(
             Stage(
                 layers,
                 tuple(
                     Replica(
-                        tuple(range(first + q * tp, first + (q + 1) * tp)),
+                        tuple(range(first + q * size, first + (q + 1) * size)),
                         tuple(range(q, microbatches, replicas)),
+                        cp=flags.context_parallel_size,
                     )
                     for q in range(replicas)
                 ),

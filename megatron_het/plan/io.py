@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from megatron_het.plan.errors import PlanError
-from megatron_het.plan.schema import Plan, _plain
+from megatron_het.plan.schema import Plan, Replica, _plain
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -67,7 +67,11 @@ def topology_hash(plan: Plan) -> str:
 
     Two runs with the same topology hash have the same per-rank state, e.g. random-number states.
     """
-    return _digest([[_plain(s.layers), [list(r.ranks) for r in s.replicas]] for s in plan.stages])
+    return _digest([[_plain(s.layers), [_ranks(r) for r in s.replicas]] for s in plan.stages])
+
+
+def _ranks(replica: Replica) -> list[int]:
+    return [*replica.ranks, *((-replica.cp,) if replica.cp > 1 else ())]
 
 
 def _digest(value: object) -> str:

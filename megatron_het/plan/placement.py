@@ -14,6 +14,7 @@ class Location:
     stage: int
     replica: int
     tp_rank: int
+    cp_rank: int = 0
 
 
 class Placement:
@@ -28,8 +29,8 @@ class Placement:
         self._where: dict[int, Location] = {}
         for s, stage in enumerate(plan.stages):
             for q, replica in enumerate(stage.replicas):
-                for t, rank in enumerate(replica.ranks):
-                    self._where[rank] = Location(s, q, t)
+                for i, rank in enumerate(replica.ranks):
+                    self._where[rank] = Location(s, q, i % replica.tp, i // replica.tp)
         self.route: tuple[tuple[int, ...], ...] = tuple(
             _route_of_stage(stage.replicas, plan.num_microbatches) for stage in plan.stages
         )
@@ -70,8 +71,13 @@ class Placement:
         return len(self.class_sizes(stage)) > 1
 
     def class_ranks(self, stage: int, tp: int, tp_rank: int) -> list[int]:
-        """Ranks at position ``tp_rank`` of all replicas of one TP class, ascending."""
-        return sorted(r.ranks[tp_rank] for r in self.plan.stages[stage].replicas if r.tp == tp)
+        """Ranks at position ``tp_rank`` of all replicas of one TP class, ascending.
+
+        All context-parallel ranks are among them: to gradients, tokens elsewhere in a sequence are
+        like other sequences.
+        """
+        replicas = (r for r in self.plan.stages[stage].replicas if r.tp == tp)
+        return sorted(rank for r in replicas for rank in r.cp_group(tp_rank))
 
     def max_tp(self) -> int:
         """The largest TP size of the plan."""

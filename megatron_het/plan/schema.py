@@ -65,8 +65,11 @@ class ScheduleSpec:
 class Replica:
     """One copy of a stage: a tensor-parallel group on one kind of device inside one node.
 
+    With context parallelism it is ``cp`` such groups, each of which holds a part of every sequence.
+
     Attributes:
-        ranks: World ranks in tensor-parallel order; TP size = ``len(ranks)``.
+        ranks: World ranks; TP size = ``len(ranks) / cp``.  The first TP size of them are the
+            tensor-parallel group of context-parallel rank 0, in tensor-parallel order, and so on.
         microbatches: Ids (0 .. M-1) of the microbatches this replica processes, ascending.
         device: Name of the device kind, for people and reports.
         speed: Speed relative to the other replicas (1.0 = as fast as the fastest).  Orders
@@ -77,11 +80,21 @@ class Replica:
     microbatches: tuple[int, ...]
     device: str = ""
     speed: float = 1.0
+    cp: int = field(default=1, metadata={"omit_default": True})
+    """Context-parallel size; the same in the whole plan."""
 
     @property
     def tp(self) -> int:
         """Tensor-parallel size of this replica."""
-        return len(self.ranks)
+        return len(self.ranks) // self.cp
+
+    def tp_group(self, cp_rank: int = 0) -> tuple[int, ...]:
+        """World ranks of the tensor-parallel group of a context-parallel rank."""
+        return self.ranks[cp_rank * self.tp : (cp_rank + 1) * self.tp]
+
+    def cp_group(self, tp_rank: int) -> tuple[int, ...]:
+        """World ranks of the context-parallel group of a tensor-parallel rank."""
+        return self.ranks[tp_rank :: self.tp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +150,12 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Number of ranks over all stages."""
-        return sum(r.tp for s in self.stages for r in s.replicas)
+        return sum(len(r.ranks) for s in self.stages for r in s.replicas)
+
+    @property
+    def context_parallel(self) -> int:
+        """Ranks that share every sequence."""
+        return self.stages[0].replicas[0].cp
 
     @property
     def num_microbatches(self) -> int:
@@ -177,7 +195,9 @@ class Plan:
 def _plain(value: Any) -> Any:
     """Dataclasses and tuples to dicts and lists, in field order."""
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = dataclasses.fields(value)
+        shown = [f for f in fields if not (f.metadata.get("omit_default") and getattr(value, f.name) == f.default)]
+        return {f.name: _plain(getattr(value, f.name)) for f in shown}
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
     if isinstance(value, dict):

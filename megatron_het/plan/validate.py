@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_het.plan.errors import PlanError
-from megatron_het.plan.schema import ModelShape, Plan, Stage, TrainingShape
+from megatron_het.plan.schema import ModelShape, Plan, Replica, Stage, TrainingShape
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 RECOMPUTE = ("none", "selective", "full")
@@ -57,6 +57,7 @@ def _check_ranks(plan: Plan) -> None:
             where = f"stages[{s}].replicas[{q}].ranks"
             if not replica.ranks:
                 raise PlanError(where, [], "a replica needs at least one rank")
+            _check_context_parallel(replica, f"stages[{s}].replicas[{q}].cp", plan.context_parallel)
             for rank in replica.ranks:
                 if rank in seen:
                     raise PlanError(
@@ -77,6 +78,16 @@ def _check_ranks(plan: Plan) -> None:
     for s, stage in enumerate(plan.stages):
         _check_crossing_ranks(stage, s)
     _check_special_ranks(plan)
+
+
+def _check_context_parallel(replica: Replica, where: str, expected: int) -> None:
+    if replica.cp < 1 or len(replica.ranks) % replica.cp:
+        raise PlanError(where, replica.cp, f"must divide the {len(replica.ranks)} ranks of the replica")
+    if replica.cp != expected:
+        raise PlanError(
+            where, replica.cp, f"the first replica has {expected}: each context-parallel rank talks to the one "
+            "with the same part of the sequence in the next stage", "Use one size in the whole plan",
+        )
 
 
 def _check_crossing_ranks(stage: Stage, s: int) -> None:
@@ -168,6 +179,11 @@ def _check_divisibility(stage: Stage, s: int, model: ModelShape, training: Train
                 raise PlanError(
                     where, list(replica.ranks), f"TP size {tp} does not divide model.{name} = {size}"
                 )
+        if replica.cp > 1 and model.seq_length % (2 * replica.cp):
+            raise PlanError(
+                f"stages[{s}].replicas[{q}].cp", replica.cp,
+                f"twice as many blocks must divide model.seq_length = {model.seq_length}",
+            )
         if training.sequence_parallel and model.seq_length % tp:
             raise PlanError(
                 where, list(replica.ranks),

@@ -21,10 +21,11 @@ from megatron_het.runtime.lowering import RankOp, RankProgram
 from megatron_het.runtime.slicing import Sequences, WholeSequences
 from megatron_het.runtime.timeline import Timeline
 from megatron_het.runtime.window_options import PARAMETER_KINDS
-from megatron_het.schedule.ir import Kind
+from megatron_het.schedule.ir import EXCHANGE, Kind
 
 if TYPE_CHECKING:  # it imports Megatron
     from megatron_het.runtime.activation_offload import ActivationOffload
+    from megatron_het.runtime.exchange import ContextExchange
     from megatron_het.runtime.window import ParameterWindow
     from megatron_het.vocab.team import SplitVocabulary
 
@@ -82,6 +83,7 @@ class Executor:
         window: Runs parameter operations; None when parameters are always whole.
         vocabulary: Runs the output layer; None when the last stage does so in its forward.
         offload: Moves activations to the host and back; None when they stay.
+        exchange: Runs the operations of the attention context exchange.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Executor:
         window: ParameterWindow | None = None,
         vocabulary: SplitVocabulary | None = None,
         offload: ActivationOffload | None = None,
+        exchange: ContextExchange | None = None,
     ) -> None:
         self._sequences = sequences or WholeSequences()
         self._programs = programs
@@ -122,6 +125,8 @@ class Executor:
         self._offload = offload
         if offload is not None:
             self._handlers |= offload.handlers()
+        if exchange is not None:
+            self._handlers |= dict.fromkeys(EXCHANGE, lambda op, call, state: exchange.handle(op))
 
     def run(self, call: Call) -> Iteration:
         """Run one iteration and return what it left (reports of the last stage, token count)."""
@@ -213,9 +218,10 @@ class Executor:
         state.backwards_left[op.chunk] -= 1
         if state.backwards_left[op.chunk] == 0:
             state.no_sync.pop(op.chunk).close()  # the last backward starts the reduction
-        result = schedules.backward_step(
-            state.inputs.pop(key), state.outputs.pop(key), gradient, call.config
-        )
+        with self._sequences.backward(op):
+            result = schedules.backward_step(
+                state.inputs.pop(key), state.outputs.pop(key), gradient, call.config
+            )
         if self._offload is not None:
             self._offload.release(op)
         if result is not None:

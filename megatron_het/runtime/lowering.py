@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from megatron_het.plan import Placement
 from megatron_het.runtime.boundary import Piece, Side, pieces
 from megatron_het.schedule.deps import Dependencies
-from megatron_het.schedule.ir import MNEMONICS, RECEIVES, SENDS, Kind, Op, Program
+from megatron_het.schedule.ir import EXCHANGE, MNEMONICS, RECEIVES, SENDS, Kind, Op, Program
+from megatron_het.schedule.joint import HELPS, joint_slots
 
 
 Slot = tuple[Kind, tuple[int, int, int]]
@@ -20,8 +21,10 @@ class RankOp:
     """One operation of one rank.
 
     ``lo`` and ``hi`` are rows of the *local* tensor ``[s, b, h]``; ``peer`` is a world rank.
-    ``is_final_piece`` marks the last piece of a transfer, after which the tensor may go.
-    ``start`` and ``stop`` are those of the schedule's operation (layers of a parameter operation).
+    ``is_final_piece`` marks the last piece of a transfer, after which the tensor may go; of ATTEND_HELP
+    operations, the one in which a rank without a pass in the slot does the work.
+    ``start`` and ``stop`` are those of the schedule's operation (layers of a parameter operation, units of
+    the context exchange).
     """
 
     kind: Kind
@@ -64,14 +67,17 @@ class BoundaryMap:
 
     Args:
         placement: The plan's lookup tables.
-        seq_length: Length of the sequence that travels, in tokens.
+        seq_length: Length of the sequence that travels, in tokens; a context-parallel rank's part.
         sequence_parallel: Whether replicas with TP > 1 split the sequence.
+        cp_rank: Which part of the sequence; the ranks that have it keep to themselves.
     """
 
-    def __init__(self, placement: Placement, seq_length: int, sequence_parallel: bool) -> None:
+    def __init__(
+        self, placement: Placement, seq_length: int, sequence_parallel: bool, cp_rank: int = 0
+    ) -> None:
         self._seq_length = seq_length
         self._sides = [
-            Side(r.ranks, sequence_parallel) for s in placement.plan.stages for r in s.replicas
+            Side(r.tp_group(cp_rank), sequence_parallel) for s in placement.plan.stages for r in s.replicas
         ]
         self._cache: dict[tuple[int, int], list[Piece]] = {}
 
@@ -81,6 +87,14 @@ class BoundaryMap:
             found = pieces(self._sides[sender], self._sides[receiver], self._seq_length)
             self._cache[sender, receiver] = found
         return self._cache[sender, receiver]
+
+    def rank(self, device: int, tp_rank: int) -> int:
+        """World rank of a TP rank of a device."""
+        return self._sides[device].ranks[tp_rank]
+
+    def pairs(self, sender: int, receiver: int) -> list[tuple[int, int]]:
+        """World ranks of equal TP rank of two devices of equal TP size."""
+        return list(zip(self._sides[sender].ranks, self._sides[receiver].ranks, strict=True))
 
     def offset(self, device: int, tp_rank: int) -> int:
         """First token of the interval that a rank holds."""
@@ -97,8 +111,11 @@ def lower(program: Program, boundaries: BoundaryMap, device: int, tp_rank: int, 
     offset = boundaries.offset(device, tp_rank)
     ops: list[RankOp] = []
     backwards = [0] * len(program.shape.layers[program.devices[device].stage])
+    idle = _idle_work(program, device)
     for op in program.ops[device]:
-        if op.kind in SENDS or op.kind in RECEIVES:
+        if op.kind in EXCHANGE:
+            ops.append(_exchange(op, boundaries.rank(op.peer, tp_rank), op in idle))
+        elif op.kind in SENDS or op.kind in RECEIVES:
             ops.extend(_transfer(op, boundaries, device, rank, offset))
         else:
             if op.kind == Kind.BACKWARD:
@@ -108,7 +125,7 @@ def lower(program: Program, boundaries: BoundaryMap, device: int, tp_rank: int, 
                     op.kind, op.microbatch, op.slice, op.chunk, _label(op), start=op.start, stop=op.stop
                 )
             )
-    sends = frozenset((op.kind, op.key) for op in ops if op.kind in SENDS)
+    sends = frozenset((op.kind, op.key) for op in ops if op.kind in SENDS - EXCHANGE)
     return RankProgram(
         tuple(ops), program.shape.microbatches, tuple(backwards), sends, _handovers(program, device)
     )
@@ -132,6 +149,20 @@ def _handovers(program: Program, device: int) -> dict[Slot, Slot]:
                 key = (op.microbatch, op.slice, op.chunk)
                 found[send, key] = (receive, (op.microbatch, op.slice, target[1]))
     return found
+
+
+def _idle_work(program: Program, device: int) -> frozenset[Op]:
+    """The ATTEND_HELP operations in which a device works because it has no pass in their slot."""
+    slots = joint_slots(program) if program.exchange_units else []
+    events = (slot.event(device) for slot in slots)
+    return frozenset(op for op in events if op is not None and op.kind in HELPS)
+
+
+def _exchange(op: Op, peer: int, is_work: bool) -> RankOp:
+    return RankOp(
+        op.kind, op.microbatch, op.slice, op.chunk, _label(op), peer,
+        is_final_piece=is_work, start=op.start, stop=op.stop,
+    )  # fmt: skip
 
 
 def _transfer(op: Op, boundaries: BoundaryMap, device: int, rank: int, offset: int) -> list[RankOp]:
@@ -161,12 +192,35 @@ def _label(op: Op) -> str:
     return text + (f" slice {op.slice}" if op.slice else "")
 
 
-def edges(programs: Sequence[Program], boundaries: BoundaryMap) -> list[tuple[int, int]]:
-    """Directed rank pairs that the programs use, in an order that is the same on every rank."""
+def edges(programs: Sequence[Program], parts: Sequence[BoundaryMap]) -> list[tuple[int, int]]:
+    """Directed rank pairs that the programs use, in an order that is the same on every rank.
+
+    Keys and values of the context exchange included, its queries and results not.
+
+    Args:
+        programs: Training and evaluation.
+        parts: The boundaries of every context-parallel rank.
+    """
     found: set[tuple[int, int]] = set()
     for program in programs:
         for device, ops in enumerate(program.ops):
             for op in ops:
-                if op.kind in SENDS:
-                    found.update((p.src, p.dst) for p in boundaries.pieces(device, op.peer))
+                for boundaries in parts if op.kind in SENDS else ():
+                    if op.kind in EXCHANGE:
+                        found.update(boundaries.pairs(device, op.peer))
+                    else:
+                        found.update((p.src, p.dst) for p in boundaries.pieces(device, op.peer))
     return sorted(found)
+
+
+def exchange_edges(programs: Sequence[Program], parts: Sequence[BoundaryMap]) -> list[tuple[int, int]]:
+    """Directed rank pairs over which queries and results of the context exchange travel."""
+    pairs = {
+        pair
+        for program in programs
+        for device, ops in enumerate(program.ops)
+        for peer in {op.peer for op in ops if op.kind in HELPS}
+        for boundaries in parts
+        for pair in boundaries.pairs(device, peer)
+    }
+    return sorted(pairs | {(dst, src) for src, dst in pairs})

@@ -5,21 +5,32 @@ from __future__ import annotations
 import inspect
 
 from megatron_het.plan import Placement
-from megatron_het.plan.slices import OFFLOAD, VOCABULARY, offload_ratio, slices_of, splits_vocabulary
+from megatron_het.plan.slices import (
+    EXCHANGE_PARAMETERS,
+    OFFLOAD,
+    VOCABULARY,
+    exchange_of,
+    offload_ratio,
+    slices_of,
+    splits_vocabulary,
+)
 from megatron_het.runtime.window_options import PARAMETER_KINDS, split_parameters
 from megatron_het.schedule.generators import GENERATORS, generate
-from megatron_het.schedule.ir import TRANSFERS, Kind, Program, Shape
+from megatron_het.schedule.ir import EXCHANGE, TRANSFERS, Kind, Program, Shape
+from megatron_het.schedule.joint import unequal_layers
 from megatron_het.schedule.passes import (
     add_activation_offload,
     add_embedding,
+    add_exchange,
     add_parameters,
     add_transfers,
     add_vocabulary,
 )
+from megatron_het.schedule.validate import check
 
 _EXECUTED = frozenset((
         Kind.FORWARD, Kind.BACKWARD, Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD, Kind.EMBED_FORWARD, Kind.EMBED_BACKWARD,
-        Kind.ACT_OFFLOAD, Kind.ACT_FETCH, *TRANSFERS, *PARAMETER_KINDS,
+        Kind.ACT_OFFLOAD, Kind.ACT_FETCH, *TRANSFERS, *EXCHANGE, *PARAMETER_KINDS,
     )
 )  # fmt: skip
 
@@ -45,16 +56,20 @@ def build_programs(placement: Placement) -> dict[bool, Program]:
     spec, shape = placement.plan.schedule, schedule_shape(placement)
     speeds = [r.speed for s in placement.plan.stages for r in s.replicas]
     parameters, window = split_parameters(spec)
-    for name in ("slices", VOCABULARY, OFFLOAD):
+    for name in ("slices", VOCABULARY, OFFLOAD, *EXCHANGE_PARAMETERS):
         parameters.pop(name, None)
     if spec.name in GENERATORS and "speeds" in inspect.signature(GENERATORS[spec.name]).parameters:
         parameters["speeds"] = speeds
     programs = {}
     for forward_only in (False, True):
         program = generate(spec.name, shape, forward_only=forward_only, **parameters)
+        if not forward_only:
+            program = _with_exchange(program, placement)
         if splits_vocabulary(placement.plan):
             program = add_embedding(add_vocabulary(program, speeds=speeds), speeds=speeds)
         program = add_transfers(program, speeds=speeds)
+        if program.exchange_units:
+            check(program)
         if window is not None:
             program = add_parameters(
                 program,
@@ -70,6 +85,17 @@ def build_programs(placement: Placement) -> dict[bool, Program]:
         _check_operations(program)
         programs[forward_only] = program
     return programs
+
+
+def _with_exchange(program: Program, placement: Placement) -> Program:
+    """The program with the plan's context exchange; evaluation goes without."""
+    options = exchange_of(placement.plan)
+    if options is None:
+        return program
+    reason = unequal_layers(program)
+    if reason is not None:
+        raise ValueError(reason)
+    return add_exchange(program, units=options.units, keep=options.keep, helping=options.idle)
 
 
 def _check_operations(program: Program) -> None:

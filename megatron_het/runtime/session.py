@@ -17,13 +17,20 @@ import torch.distributed as dist
 from megatron_het.config import HetConfig
 from megatron_het.layers import make_norms_thrifty
 from megatron_het.plan import Placement, PlanError, plan_hash
-from megatron_het.plan.slices import is_sliced, offload_ratio, slices_of, splits_vocabulary
+from megatron_het.plan.slices import (
+    cuts_sequences,
+    exchange_of,
+    is_sliced,
+    offload_ratio,
+    slices_of,
+    splits_vocabulary,
+)
 from megatron_het.platform import Platform
 from megatron_het.runtime.activation_offload import ActivationOffload
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.executor import Call, Executor, iterators_per_chunk
 from megatron_het.runtime.gradients import GradientFinalizer, mark_duplicates
-from megatron_het.runtime.lowering import BoundaryMap, edges, lower
+from megatron_het.runtime.lowering import BoundaryMap, edges, exchange_edges, lower
 from megatron_het.runtime.programs import build_programs
 from megatron_het.runtime.report import RunReport
 from megatron_het.runtime.slicing import SlicedSequences, WholeSequences
@@ -34,6 +41,7 @@ from megatron_het.schedule.ir import Program
 from megatron_het.topology import PlanGroups, build_groups, install_stage_state, remove_stage_state
 
 if TYPE_CHECKING:  # it imports Megatron
+    from megatron_het.runtime.exchange import ContextExchange
     from megatron_het.runtime.window import ParameterWindow
     from megatron_het.vocab.team import SplitVocabulary
 
@@ -79,6 +87,7 @@ class HetSession:
         )
         self._models: list[torch.nn.Module] = []
         self._slicing: SlicedSequences | None = None
+        self._exchange: ContextExchange | None = None
         self.report: RunReport | None = None
 
     @property
@@ -111,17 +120,19 @@ class HetSession:
         rank = dist.get_rank()
         where = self.placement.locate(rank)
         programs = self._programs
-        boundaries = BoundaryMap(
-            self.placement,
-            (args.decoder_seq_length or args.seq_length) // slices_of(self.plan),
-            self.plan.training.sequence_parallel,
-        )
+        cp = self.plan.context_parallel
+        length = (args.decoder_seq_length or args.seq_length) // slices_of(self.plan) // cp
+        parts = [
+            BoundaryMap(self.placement, length, self.plan.training.sequence_parallel, part)
+            for part in range(cp)
+        ]
+        boundaries = parts[where.cp_rank]
         choice = choose_transport(
             self.config.transport, dist.get_backend(), self._platform.is_cuda, programs.values()
         )
         transport = choice.transport
         self._channels = Channels(
-            edges(list(programs.values()), boundaries), transport, timeout_s, rank,
+            edges(list(programs.values()), parts), transport, timeout_s, rank,
             pending_per_edge=_PENDING_SLICES if is_sliced(self.plan) else None,
         )  # fmt: skip
         device = programs[False].shape.device(where.stage, where.replica)
@@ -132,8 +143,24 @@ class HetSession:
             forward_only: lower(program, boundaries, device, where.tp_rank, rank)
             for forward_only, program in programs.items()
         }
-        if is_sliced(self.plan):
-            self._slicing = SlicedSequences(args, slices_of(self.plan), lowered)
+        options = exchange_of(self.plan)
+        if options is not None:
+            from megatron_het.runtime.exchange import ContextExchange
+
+            pairs = exchange_edges(list(programs.values()), parts)
+            self._exchange = ContextExchange(
+                lowered[False],
+                length // options.units,
+                self.plan.stages[where.stage].layers[0],
+                self._channels,
+                Channels(pairs, transport, timeout_s, rank, pending_per_edge=_PENDING_SLICES),
+                self._timeline,
+                self._platform.device,
+            )
+        if cuts_sequences(self.plan):
+            self._slicing = SlicedSequences(
+                args, slices_of(self.plan), lowered, self._exchange, self._groups.get("cp")
+            )
         _, window_options = split_parameters(self.plan.schedule)
         if window_options is not None:
             from megatron_het.runtime.window import ParameterWindow
@@ -161,6 +188,7 @@ class HetSession:
             window=self._window,
             vocabulary=self._vocabulary,
             offload=self._offload,
+            exchange=self._exchange,
         )
         self._finalizer = GradientFinalizer(self._groups, tied)
         self.report = RunReport(
@@ -188,6 +216,8 @@ class HetSession:
         """Destroy channels and groups and forget the stage-local state."""
         if self._vocabulary is not None:
             self._vocabulary.close()
+        if self._exchange is not None:
+            self._exchange.close()
         if self._channels is not None:
             self._channels.close()
         if self._groups is not None:
@@ -195,6 +225,7 @@ class HetSession:
             self._groups.close()
         self._channels = self._groups = self._executor = self._finalizer = self._slicing = None
         self._vocabulary = self._offload = None
+        self._exchange = None
         self._models = []
 
     # -- what Megatron gets --------------------------------------------------------------------
@@ -315,12 +346,12 @@ class HetSession:
             raise
 
     def _reduce_reports(self, reports: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """One entry for the whole last stage when its replicas have unequal work or TP.
+        """One entry for the whole last stage when its replicas have unequal work or TP, or share sequences.
 
         Megatron sums entries over the data-parallel group, which here is one TP class only.
         """
         where = self.placement.locate(self.groups.rank)
-        if len(self.plan.stages[where.stage].replicas) == 1:
+        if len(self.plan.stages[where.stage].replicas) == 1 and self.plan.context_parallel == 1:
             return reports
         summed = {}
         for name in reports[0]:

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 
+from megatron_het.attention.blocks import Blocks, take_blocks, token_blocks
 from megatron_het.runtime.lowering import RankOp, RankProgram
 from megatron_het.schedule.ir import Kind
+
+if TYPE_CHECKING:  # it imports Megatron
+    from megatron_het.runtime.exchange import ContextExchange
 
 _CUT = ("tokens", "labels", "loss_mask", "position_ids")  # [b, s]
 
@@ -29,6 +34,9 @@ class Sequences(Protocol):
 
     def peek(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
         """What the forward of an operation will read, ahead of it (first TP rank)."""
+
+    def backward(self, op: RankOp) -> contextlib.AbstractContextManager[None]:
+        """A context for the backward of one operation."""
 
     def finish(self) -> None:
         """All operations of the iteration are done."""
@@ -51,27 +59,53 @@ class WholeSequences:
         found = self._ahead[op.microbatch, op.chunk] = next(data_iterator)
         return found
 
+    def backward(self, op: RankOp) -> contextlib.AbstractContextManager[None]:
+        """See :class:`Sequences`."""
+        return contextlib.nullcontext()
+
     def finish(self) -> None:
         """See :class:`Sequences`."""
 
 
 class SlicedSequences:
-    """A forward runs one of ``slices`` equal slices of a microbatch.
+    """A forward runs one of ``slices`` equal slices of a microbatch, or this rank's part of one.
 
     Args:
         args: Megatron's arguments; ``args.seq_length`` is the slice's while a slice runs, because
             scripts allocate what they receive from other TP ranks by it.
         slices: Slices per sequence.
         programs: This rank's programs; they decide how many key-value chunks live at once.
+        exchange: Attention that is computed for and by other devices, None for none.
+        group: The context-parallel group, None when this rank holds whole slices.
     """
 
-    def __init__(self, args: Any, slices: int, programs: Mapping[bool, RankProgram]) -> None:
+    def __init__(
+        self,
+        args: Any,
+        slices: int,
+        programs: Mapping[bool, RankProgram],
+        exchange: ContextExchange | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        from megatron_het.attention.context_parallel import (
+            ALONE,
+            CommutedContextParallel,
+            ContextParallel,
+        )
         from megatron_het.attention.core import CurrentSlice
 
         self._args = args
         self._slices = slices
+        self._exchange = exchange
         self._seq_length = args.seq_length
-        self._tokens = args.seq_length // slices
+        self._parallel: ContextParallel = ALONE if group is None else CommutedContextParallel(group)
+        whole, rank = args.seq_length // slices, 0 if group is None else dist.get_rank(group)
+        self._tokens = whole // self._parallel.size
+        # Blocks of tokens of the sequence that this rank holds of each slice.
+        self._blocks = [
+            tuple((s * whole + a, s * whole + b) for a, b in token_blocks(rank, self._parallel.size, whole))
+            for s in range(slices)
+        ]
         self._slots = {
             chunk: max(live_slices(program, chunk, slices) for program in programs.values())
             for chunk in range(len(programs[False].backwards))
@@ -85,8 +119,12 @@ class SlicedSequences:
         from megatron_het.attention.core import replace_core_attention
 
         self._models = list(models)
-        for chunk, model in enumerate(self._models):
-            replace_core_attention(model, self._slots[chunk])
+        placed = [replace_core_attention(m, self._slots[chunk]) for chunk, m in enumerate(self._models)]
+        if self._exchange is not None:
+            query_tokens = self._tokens * self._parallel.size
+            self._exchange.attach(placed, self._models, query_tokens, self._args.micro_batch_size)
+        for module in (m for modules in placed for m in modules):
+            module.parallel = self._parallel
         self._current.attach(self._models)
 
     @contextlib.contextmanager
@@ -95,17 +133,25 @@ class SlicedSequences:
         from megatron_het.attention.core import SliceParams, slice_caches
 
         self._current.params = SliceParams.make(
-            op.microbatch, op.slice, self._tokens, self._seq_length
+            op.microbatch, op.slice, self._blocks[op.slice], self._seq_length
         )
         self._args.seq_length = self._tokens
         try:
-            yield self._cut_batches(op, data_iterator)
+            with self._joint(op):
+                yield self._cut_batches(op, data_iterator)
         finally:
             self._args.seq_length = self._seq_length
             self._current.params = None
         if forward_only and op.slice == self._slices - 1:
             for cache in slice_caches([self._models[op.chunk]]):
                 cache.drop(op.microbatch)
+
+    def backward(self, op: RankOp) -> contextlib.AbstractContextManager[None]:
+        """See :class:`Sequences`."""
+        return self._joint(op)
+
+    def _joint(self, op: RankOp) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._exchange is None else self._exchange.joint(op)
 
     def finish(self) -> None:
         """See :class:`Sequences`.
@@ -118,10 +164,12 @@ class SlicedSequences:
         for cache in slice_caches(self._models):
             cache.check_empty()
         self._batches.clear()
+        if self._exchange is not None:
+            self._exchange.finish()
 
     def peek(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
         """See :class:`Sequences`."""
-        return cut_batch(self._batch(op, data_iterator), op.slice * self._tokens, self._tokens)
+        return cut_batch(self._batch(op, data_iterator), self._blocks[op.slice])
 
     def _batch(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
         key = op.microbatch, op.chunk
@@ -134,15 +182,15 @@ class SlicedSequences:
         batch = self._batch(op, data_iterator)
         if op.slice == self._slices - 1:
             del self._batches[op.microbatch, op.chunk]
-        yield cut_batch(batch, op.slice * self._tokens, self._tokens)
+        yield cut_batch(batch, self._blocks[op.slice])
 
 
-def cut_batch(batch: Mapping[str, Any], first: int, tokens: int) -> dict[str, Any]:
-    """Tokens ``[first, first + tokens)`` of a batch; the attention mask goes: slices are causal."""
+def cut_batch(batch: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
+    """Some blocks of tokens of a batch; the attention mask goes: slices are causal."""
     found = {k: v for k, v in batch.items() if k != "attention_mask"}
     for name in _CUT:
         if found.get(name) is not None:
-            found[name] = found[name][:, first : first + tokens].contiguous()
+            found[name] = take_blocks(found[name], blocks, dim=1).contiguous()
     return found
 
 

@@ -15,7 +15,7 @@ Given away are always the earliest keys and values: they need no mask and can be
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_het.schedule.generators.listing import require, single_replicas
+from megatron_het.schedule.generators.listing import require
 from megatron_het.schedule.ir import Kind, Op, Program
 
 
@@ -169,19 +169,28 @@ def pair_up(loads: Mapping[int, int], floors: Mapping[int, int], units: int) -> 
 def aligned_slots(program: Program) -> list[tuple[int, bool, dict[int, Op]]]:
     """(index, backward, pass per device) of every slot, in the one order that all devices' lists agree with.
 
+    Of several pipelines the slots of one come after those of another.
+
     Raises:
-        ValueError: the lists do not agree with any order of slots.
+        ValueError: the lists do not agree with any order of slots, or microbatches change between replicas.
     """
-    lists = [program.compute(d) for d in range(len(program.ops))]
+    pipelines = program.shape.pipelines()
+    if pipelines is None:
+        raise ValueError(f"program {program.name}: replicas are not separate pipelines, so their slots are not aligned")
+    return [slot for devices in pipelines for slot in _pipeline_slots(program, devices)]
+
+
+def _pipeline_slots(program: Program, devices: Sequence[int]) -> list[tuple[int, bool, dict[int, Op]]]:
+    lists = {d: program.compute(d) for d in devices}
     passes: tuple[list[dict[int, Op]], list[dict[int, Op]]] = ([], [])
-    for d, ops in enumerate(lists):
+    for stage, d in enumerate(devices):
         for backward in (False, True):
-            shift = len(lists) - 1 - d if backward else d
-            for i, op in enumerate(op for op in ops if (op.kind != Kind.FORWARD) == backward):
+            shift = len(devices) - 1 - stage if backward else stage
+            for i, op in enumerate(op for op in lists[d] if (op.kind != Kind.FORWARD) == backward):
                 slots = passes[backward]
                 slots.extend({} for _ in range(shift + i + 1 - len(slots)))
                 slots[shift + i][d] = op
-    at, position = [0, 0], [0] * len(lists)
+    at, position = [0, 0], dict.fromkeys(devices, 0)
     out: list[tuple[int, bool, dict[int, Op]]] = []
     while at[0] < len(passes[0]) or at[1] < len(passes[1]):
         for backward in (False, True):
@@ -211,7 +220,7 @@ def plan_exchange(
     """Plans the exchange of a SlimPipe (or TeraPipe) compute order.
 
     Args:
-        program: one replica per stage, forwards and joint backwards.
+        program: one replica per stage or separate pipelines; forwards and joint backwards.
         units: exchange units per slice.
         helping: devices without a pass of their own in a slot attend for others.
         keep: keys and values stay at the helper until their microbatch's backward is done; later passes
@@ -220,15 +229,15 @@ def plan_exchange(
         diagonal: a slice's own keys and values may be given away too (the helper then needs a mask).
 
     Raises:
-        ValueError: several replicas per stage, units below 1, or passes that are not aligned.
+        ValueError: microbatches that change between replicas, units below 1, or passes that are not aligned.
     """
-    require("exchange", single_replicas(program.shape), f"replicas = {program.shape.replicas}: one per stage only")
     require("exchange", units >= 1, f"units = {units}: must be at least 1")
     devices = range(len(program.ops))
     kept: dict[tuple[int, int, int, int], set[int]] = {}
     slots = []
     for index, backward, passes in aligned_slots(program):
-        loads = {d: (passes[d].slice + 1) * units if d in passes else 0 for d in devices if d in passes or helping}
+        team = next(t for t in program.shape.pipelines() or () if not passes.keys().isdisjoint(t))
+        loads = {d: (passes[d].slice + 1) * units if d in passes else 0 for d in team if d in passes or helping}
         floors = {d: 0 if diagonal or d not in passes else units for d in loads}
         moves: list[Move] = []
         given: dict[int, int] = {}

@@ -114,6 +114,14 @@ _ENDS = {
 SENDS = frozenset(_ENDS)
 RECEIVES = frozenset(_ENDS.values())
 TRANSFERS = SENDS | RECEIVES
+EXCHANGE = frozenset(
+    {
+        Kind.KV_SEND, Kind.KV_RECV, Kind.ATTEND_GIVE, Kind.ATTEND_HELP, Kind.ATTEND_MERGE,
+        Kind.KV_SEND_BACKWARD, Kind.KV_RECV_BACKWARD,
+        Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD, Kind.ATTEND_MERGE_BACKWARD,
+    }
+)  # fmt: skip
+"""The kinds of the attention context exchange."""
 PARTNER: dict[Kind, Kind] = _ENDS | {receive: send for send, receive in _ENDS.items()}
 """The kind at the other end of a transfer."""
 
@@ -282,6 +290,12 @@ class Shape:
     def runner(self, stage: int, microbatch: int) -> int:
         """Index of the device that runs ``microbatch`` in ``stage``."""
         return self.first_device[stage] + self.route[stage][microbatch]
+
+    def pipelines(self) -> list[tuple[int, ...]] | None:
+        """Devices by stage of each pipeline, when every microbatch stays within one; None when replicas mix."""
+        if any(row != self.route[0] for row in self.route):
+            return None
+        return [tuple(first + r for first in self.first_device) for r in range(self.replicas[0])]
 
     def microbatches_of(self, device: int) -> tuple[int, ...]:
         """Microbatches of a device, ascending."""

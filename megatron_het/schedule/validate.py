@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from megatron_het.schedule.deps import Dependencies, explain
 from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe
 from megatron_het.schedule.ir import TRANSFERS, Kind, Op, Program
+from megatron_het.schedule.joint import stuck_events
 from megatron_het.schedule.lifetimes import Lifetimes
 from megatron_het.schedule.transports import TRANSPORTS, deadlock
 
@@ -224,9 +225,24 @@ def _collectives(graph: Graph) -> Iterator[Problem]:
             yield Problem("deadlock", d, -1, None, text + str(program.devices[first]))
 
 
+def _joint_passes(graph: Graph) -> Iterator[Problem]:
+    """Passes that attend for each other, and wait for each other by another way too."""
+    try:
+        stuck = list(stuck_events(graph))
+    except ValueError as error:  # no slots, or attention for a pass that is not there
+        yield Problem("deadlock", -1, -1, None, str(error))
+        return
+    for node in stuck:
+        device, position = graph.where(node)
+        reason = "devices that attend for each other in one slot, or their transfers, wait for each other"
+        yield _problem(graph.program, "deadlock", device, position, reason)
+
+
 def _deadlocks(graph: Graph, transports: Sequence[str]) -> Iterator[Problem]:
     if any(op[0] == Kind.PARAM_GATHER or op[0] == Kind.GRAD_REDUCE for op in graph.ops):
         yield from _collectives(graph)
+    if graph.program.exchange_units:
+        yield from _joint_passes(graph)
     blocking = deadlock(graph, "blocking")
     if not blocking:
         return

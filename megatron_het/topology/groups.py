@@ -15,7 +15,8 @@ from megatron_het.plan import Placement
 class GroupSpec:
     """One group: its role and its world ranks, ascending.
 
-    Roles: ``self`` (one rank), ``tp`` (a replica), ``class`` (equal TP rank over the replicas of
+    Roles: ``self`` (one rank), ``tp`` (a replica, or the part of it with one part of the sequence),
+    ``cp`` (the ranks of a replica that share sequences), ``class`` (equal TP rank over the replicas of
     one TP class of a stage: Megatron's data-parallel group), ``stage`` (all ranks of a stage),
     ``leaders`` (first member of each class group of a stage), ``ends`` (leaders of the first and
     the last stage, for tied embeddings).
@@ -30,7 +31,10 @@ def group_specs(placement: Placement, tied_embeddings: bool = False) -> list[Gro
     specs = [GroupSpec("self", (rank,)) for rank in range(placement.world_size)]
     for s, stage in enumerate(placement.plan.stages):
         specs.append(GroupSpec("stage", tuple(placement.stage_ranks(s))))
-        specs.extend(GroupSpec("tp", r.ranks) for r in stage.replicas)
+        specs.extend(GroupSpec("tp", r.tp_group(c)) for r in stage.replicas for c in range(r.cp))
+        specs.extend(
+            GroupSpec("cp", r.cp_group(t)) for r in stage.replicas if r.cp > 1 for t in range(r.tp)
+        )
         for tp in placement.class_sizes(s):
             specs.extend(
                 GroupSpec("class", tuple(placement.class_ranks(s, tp, t))) for t in range(tp)

@@ -8,7 +8,8 @@ the module's globals, so on every rank they are set to what is true *for its own
   and success flags are global without further code.
 - the data-parallel *size* seen by the microbatch calculator is 1: microbatches are routed by the
   plan, every rank counts all of them.
-- axes of size one (context, experts, weight rematerialisation) get a group of one rank.
+- axes of size one (experts, weight rematerialisation) get a group of one rank, and so does the context
+  axis: ranks that share sequences are like data-parallel ones to everything but attention.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def stage_state(groups: PlanGroups) -> dict[str, Any]:
     me, world = [groups.rank], list(range(placement.world_size))
     chunks = len(placement.plan.stages[where.stage].layers)
     state: dict[str, Any] = {
-        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(replica.ranks),
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(replica.tp_group(where.cp_rank)),
         "_MODEL_PARALLEL_GLOBAL_RANKS": world,
         "_DATA_PARALLEL_GLOBAL_RANKS": class_ranks,
         "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": class_ranks,

@@ -22,6 +22,20 @@ def positions(**options: Any) -> None:
     observe(**options)
 
 
+def weights(**options: Any) -> None:
+    """What is attended to for other devices counts twice as much as it should."""
+    from megatron_het.runtime import exchange
+
+    original = exchange.attend
+
+    def heavier(*positional: Any) -> Any:
+        out, lse = original(*positional)
+        return out, lse + 0.7
+
+    exchange.attend = heavier
+    observe(**options)
+
+
 def _at_zero(params: Any) -> Any:
     from dataclasses import replace
 

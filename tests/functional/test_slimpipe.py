@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,8 @@ _ROW = {
     "stages": 2, "slices": 4, "chunks": 1, "microbatches": 3, "tp": 1, "recompute": "none",
     "tied": False, "distributed_optimizer": False, "multi_head": False, "uneven": False,
 }  # fmt: skip
-ROWS = {
+_EXCHANGE = {"context_exchange": True}
+ROWS: dict[str, dict[str, Any]] = {
     "slices-plain": {},
     "slices-interleaved": {"chunks": 2, "slices": 8, "recompute": "full"},
     "slices-tp": {"tp": 2, "distributed_optimizer": True, "recompute": "selective"},
@@ -28,6 +30,13 @@ ROWS = {
         "tp": 2, "vocabulary": True, "distributed_optimizer": True, "chunks": 2, "microbatches": 2,
     },
     "split-tied-vocabulary-offload": {"tied": True, "vocabulary": True, "offload": 0.75, "slices": 8},
+    "exchange": {"exchange": _EXCHANGE, "layers": 4, "stages": 4, "slices": 8, "recompute": "selective"},
+    "exchange-interleaved-tp": {
+        "exchange": {**_EXCHANGE, "exchange_keep": True, "exchange_idle": True}, "layers": 4, "tp": 2,
+        "slices": 8, "chunks": 2, "microbatches": 2, "distributed_optimizer": True, "recompute": "full",
+    },
+    "context-parallel": {"schedule": "1f1b", "slices": 1, "cp": 2, "uneven": True},
+    "context-parallel-slices-exchange": {"exchange": _EXCHANGE, "layers": 4, "cp": 2, "microbatches": 2},
 }
 CASES = {name: sliced_case({**_ROW, **row}, name, random.Random(0)) for name, row in ROWS.items()}
 
@@ -85,5 +94,15 @@ def test_the_comparison_can_fail(lab: Lab, tmp_path: Path) -> None:
     job = replace(lab.job(case), timeout_s=240.0)
     assert job.setup is not None
     done = lab.runner.run(replace(job, setup=("tests.functional.break_slices:positions", job.setup[1])))
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert found.gradient > 100 * BAR, found
+
+
+def test_exchanged_attention_matters(lab: Lab) -> None:
+    """Helpers that answer with wrong weights train something else."""
+    case = replace(CASES["exchange"], name="exchange-wrong-weights")
+    job = replace(lab.job(case), timeout_s=240.0)
+    assert job.setup is not None
+    done = lab.runner.run(replace(job, setup=("tests.functional.break_slices:weights", job.setup[1])))
     found = compare(done.job.log_dir, case.plan, lab.reference(case))
     assert found.gradient > 100 * BAR, found

@@ -50,13 +50,14 @@ def _check_chunks(name: str, shape: Shape) -> int:
 def _sliced(
     name: str, shape: Shape, warmup: Sequence[int], forward_only: bool, speeds: Sequence[float] | None
 ) -> Program:
-    """Merges the slice orders; ``warmup`` per stage, for one replica per stage."""
+    """Merges the slice orders; ``warmup`` per stage, for one replica per stage and for separate pipelines."""
     orders = _all_orders(shape)
     if forward_only:
         return forward_program(name, shape, [forward for forward, _ in orders])
     costs = Speeds.of(shape, speeds)
-    if single_replicas(shape):
-        return Program(name, shape, tuple(alternate(f, b, w) for (f, b), w in zip(orders, warmup)))
+    if shape.pipelines() is not None:
+        stages = (d.stage for d in shape.devices)
+        return Program(name, shape, tuple(alternate(f, b, warmup[s]) for (f, b), s in zip(orders, stages)))
     chunks, limits = len(shape.layers[0]), []
     for d, (stage, _) in enumerate(shape.devices):
         share = len(shape.microbatches_of(d)) / shape.microbatches

@@ -14,6 +14,7 @@ from dataclasses import replace
 from megatron_het.schedule.generators.listing import Speeds
 from megatron_het.schedule.graph import Graph, collection_paused, replay
 from megatron_het.schedule.ir import COMPUTE, PARTNER, TRANSFERS, Kind, Op, Program
+from megatron_het.schedule.joint import HELPS, joint_slots
 
 
 def plain_durations(program: Program, graph: Graph, speeds: Sequence[float] | None = None) -> list[float]:
@@ -49,12 +50,36 @@ def add_transfers(program: Program, *, speeds: Sequence[float] | None = None, or
         raise ValueError(f"order = {order!r}: must be global or late")
     graph = Graph(program, open_sends=True)
     graph.check_complete()
-    duration = plain_durations(program, graph, speeds)
+    if program.exchange_units:
+        duration = _lockstep(graph)
+    else:
+        duration = plain_durations(program, graph, speeds)
     _, end, runnable = replay(graph, duration)
     runnable.sort(key=end.__getitem__)  # stable: what ends together stays in a runnable order
     if order == "late":
         return _place_late(program, graph, runnable)
     return _place_global(program, graph, runnable, duration, end)
+
+
+def _lockstep(graph: Graph) -> list[float]:
+    """Durations of a program with exchange, after making every slot wait for all of the slot before it.
+
+    That is what joint passes come to, and it makes their transfers projections of one order too; see
+    ``joint.py``.
+    """
+    duration = plain_durations(graph.program, graph)
+    nodes = {(d, op): i for i, (op, d) in enumerate(zip(graph.ops, graph.device)) if op.kind in COMPUTE | HELPS}
+    before: dict[int, list[int]] = {}  # by replica: pipelines go on by themselves
+    for slot in joint_slots(graph.program):
+        present = [*slot.passes, *slot.idle]
+        pipeline = graph.program.devices[present[0]].replica
+        now = [nodes[d, op] for d in present if (op := slot.event(d)) is not None]
+        longest = max(duration[node] for node in now)
+        for node in now:
+            graph.waits[node] = [*graph.waits[node], *before.get(pipeline, ())]
+            duration[node] = longest
+        before[pipeline] = now
+    return duration
 
 
 def _message(graph: Graph, node: int) -> tuple[Op, int, Op] | None:

@@ -11,8 +11,11 @@ import pytest
 from megatron_het.arguments import split_arguments
 from megatron_het.config_slices import check_slices
 from megatron_het.config_vocabulary import check_offload, check_vocabulary
-from megatron_het.plan import Plan, PlanError, ScheduleSpec
+from megatron_het.plan import Placement, Plan, PlanError, ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags
+from megatron_het.plan.placement import Location
+from megatron_het.plan.slices import ExchangeOptions, exchange_of
+from megatron_het.plan.validate import check_plan
 
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --group-query-attention "
@@ -60,6 +63,37 @@ def test_other_parameters_refused() -> None:
         check_slices(made, arguments())
 
 
+UNEVEN = replace(plan(PP4), stages=tuple(replace(s, layers=(n,)) for s, n in zip(plan(PP4).stages, (1, 3, 2, 2))))
+MIXED = replace(
+    plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
+    stages=(plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2").stages[0],
+            plan("--pipeline-model-parallel-size 2", 2).stages[1]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "reason"),
+    [
+        (plan(PP4), {"context_exchange": 1}, "context_exchange = 1: must be true or false"),
+        (plan(PP4), {"exchange_keep": True}, "exchange_keep = True: there is no context exchange"),
+        (plan(PP4), {"context_exchange": True, "exchange_units": 3}, "--het-exchange-units = 3.*16 tokens of a slice"),
+        (plan(PP4), {"context_exchange": True, "exchange_units": 0}, "whole number"),
+        (UNEVEN, {"context_exchange": True}, r"chunks have \[1, 2, 3\] layers.*layer by layer"),
+        (MIXED, {"context_exchange": True}, r"TP sizes \[1, 2\].*the same heads"),
+    ],
+)
+def test_exchange_refused(made: Plan, given: dict[str, Any], reason: str) -> None:
+    made = replace(made, schedule=ScheduleSpec("slimpipe", {"slices": 4, **given}))
+    with pytest.raises(PlanError, match=reason):
+        check_slices(made, arguments())
+
+
+def test_exchange_needs_slices() -> None:
+    made = replace(plan(PP4), schedule=ScheduleSpec("1f1b", {"context_exchange": True}))
+    with pytest.raises(PlanError, match="schedule 1f1b does not cut sequences"):
+        check_slices(made, arguments())
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
@@ -95,6 +129,46 @@ def test_even_plan() -> None:
     assert len(rest) == len(flags)
 
 
+def test_context_parallel_plan() -> None:
+    flags = [*FLAGS, *"--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel".split()]
+    made, _ = plan_from_flags(flags, 8, ScheduleSpec("1f1b"))
+    check_plan(made)
+    assert [r.ranks for r in made.stages[0].replicas] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert (made.world_size, made.context_parallel) == (8, 2)
+    replica = made.stages[0].replicas[1]
+    assert (replica.tp, replica.tp_group(1), replica.cp_group(1)) == (2, (6, 7), (5, 7))
+    placement = Placement(made)
+    assert placement.locate(6) == Location(0, 1, tp_rank=0, cp_rank=1)
+    assert placement.class_ranks(0, 2, 1) == [1, 3, 5, 7]
+    assert Plan.from_json(made.to_json()) == made
+    assert "cp" not in plan(PP4).to_json()["stages"][0]["replicas"][0]
+    check_slices(made, arguments())
+
+
+@pytest.mark.parametrize(
+    ("more", "changed", "reason"),
+    [
+        ("--seq-length 62", {}, "--context-parallel-size = 2.*62 tokens do not divide"),
+        ("", {"attention_dropout": 0.1}, "--attention-dropout.*context parallelism"),
+        ("", {"window_size": (8, 0)}, "sliding windows"),
+    ],
+)
+def test_context_parallel_refused(more: str, changed: dict[str, Any], reason: str) -> None:
+    words = [*FLAGS, "--context-parallel-size", "2", *more.split()]
+    made, _ = plan_from_flags(words, 4, ScheduleSpec("1f1b"))
+    with pytest.raises(PlanError, match=reason):
+        check_slices(made, arguments(**changed))
+
+
+def test_context_parallel_sizes_must_fit() -> None:
+    made, _ = plan_from_flags([*FLAGS, "--context-parallel-size", "2"], 4, ScheduleSpec("1f1b"))
+    stage = made.stages[0]
+    for cp, reason in ((1, "first replica has 2"), (3, "must divide the 2 ranks")):
+        replicas = (stage.replicas[0], replace(stage.replicas[1], cp=cp))
+        with pytest.raises(PlanError, match=reason):
+            check_plan(replace(made, stages=(replace(stage, replicas=replicas),)))
+
+
 @pytest.mark.parametrize(
     ("more", "world_size", "reason"),
     [
@@ -122,6 +196,9 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     config, rest = split_arguments([*FLAGS, *PP4.split(), "--het-schedule", "slimpipe", "--het-slices", "8"])
     assert config.plan is not None and config.plan.schedule == ScheduleSpec("slimpipe", {"slices": 8})
     assert rest == [*FLAGS, *PP4.split()]
+    words = ["--het-schedule", "slimpipe", "--het-slices", "8", "--het-context-exchange", "--het-exchange-units", "4"]
+    exchange = split_arguments([*FLAGS, *PP4.split(), *words])[0].plan
+    assert exchange is not None and exchange_of(exchange) == ExchangeOptions(4, keep=False, idle=False)
     save_plan(replace(config.plan, schedule=ScheduleSpec("1f1b")), tmp_path / "plan.json")
     given = ["--het-plan", str(tmp_path / "plan.json")]
     for words, wanted in (

@@ -31,7 +31,7 @@ def test_every_send_has_its_receive_in_the_same_order_on_each_edge(
             elif op.kind in RECEIVES:
                 received.setdefault((op.peer, rank), []).append((op.microbatch, op.hi - op.lo))
     assert sent == received
-    assert set(sent) <= set(edges([program], boundaries))
+    assert set(sent) <= set(edges([program], [boundaries]))
 
 
 def test_a_rank_without_a_piece_of_a_replicated_result_keeps_nothing_to_send() -> None:

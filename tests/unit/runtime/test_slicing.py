@@ -39,7 +39,7 @@ def test_live_slices_interleaved() -> None:
 def test_cut_batch() -> None:
     tokens = torch.arange(24).view(2, 12)
     batch = {"tokens": tokens, "labels": tokens + 1, "attention_mask": torch.ones(2, 1, 12, 12), "max_seqlen": None}
-    cut = cut_batch(batch, 4, 4)
+    cut = cut_batch(batch, [(4, 8)])
     assert torch.equal(cut["tokens"], tokens[:, 4:8]) and cut["tokens"].is_contiguous()
     assert torch.equal(cut["labels"], tokens[:, 4:8] + 1)
     assert "attention_mask" not in cut and cut["max_seqlen"] is None

@@ -148,7 +148,7 @@ def test_exchange_refuses() -> None:
     """What it cannot align, and what comes after other passes."""
     with pytest.raises(ValueError, match="not aligned"):
         plan_exchange(generate("1f1b", Shape.uniform(4, 8)))
-    with pytest.raises(ValueError, match="one per stage"):
+    with pytest.raises(ValueError, match="not separate pipelines"):
         plan_exchange(generate("slimpipe", Shape(((1,), (1,)), ((0, 0), (0, 1)), (1, 2), 4)))
     with pytest.raises(ValueError, match="units = 0"):
         plan_exchange(SLIM, units=0)

@@ -1,0 +1,143 @@
+"""The tensors of the attention context exchange (section 4.2): what is packed and computed for others.
+
+Keys and values travel ahead of time, queries when they are made; the helper merges its own parts and returns
+one output and log-sum-exp.  In the backward pass the owner's merged output and log-sum-exp make the
+helper's gradients exact.  Everything that goes to one device at one time is one message of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_het.attention.kernels import Kernel
+from megatron_het.attention.merge import merge_
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""Output ``[s, b, heads, d]`` and log-sum-exp ``[b, heads, s]``, or keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What an attention layer of this rank works on; equal on all devices that exchange.
+
+    Attributes:
+        slice_tokens: Tokens per slice.
+        batch: Sequences per microbatch.
+        heads: Query heads of this TP rank.
+        groups: Key-value groups of this TP rank.
+        channels: Channels per head.
+        dtype: Of queries, keys and values.
+        device: Where they are.
+    """
+
+    slice_tokens: int
+    batch: int
+    heads: int
+    groups: int
+    channels: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        """Type of log-sum-exps."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def query(self) -> tuple[int, ...]:
+        """Shape of a query, an output and their gradients."""
+        return self.slice_tokens, self.batch, self.heads, self.channels
+
+    @property
+    def lse(self) -> tuple[int, ...]:
+        """Shape of a log-sum-exp."""
+        return self.batch, self.heads, self.slice_tokens
+
+    def keys(self, tokens: int) -> tuple[int, ...]:
+        """Shape of the keys, or the values, of so many tokens."""
+        return tokens, self.batch, self.groups, self.channels
+
+    def message(self, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> torch.Tensor:
+        """An empty message for tensors of these shapes and types."""
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def forward_query(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What the owner sends in a forward pass: the query."""
+        return [(self.query, self.dtype)]
+
+    def forward_result(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What it gets back: log-sum-exp and output."""
+        return [(self.lse, self.lse_dtype), (self.query, self.dtype)]
+
+    def backward_query(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What the owner sends in a backward pass: log-sum-exp, gradient, query, output."""
+        return [(self.lse, self.lse_dtype), *[(self.query, self.dtype)] * 3]
+
+    def backward_result(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What it gets back: gradients of the query and of so many keys and values."""
+        return [(self.query, self.dtype), *[(self.keys(tokens), self.dtype)] * 2]
+
+
+def pack(*tensors: torch.Tensor) -> torch.Tensor:
+    """Tensors as one message; those of larger elements first, so that all are aligned."""
+    return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
+
+
+def unpack(
+    message: torch.Tensor, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]
+) -> list[torch.Tensor]:
+    """Views of the tensors in a message."""
+    found, at = [], 0
+    for shape, dtype in parts:
+        size = math.prod(shape) * dtype.itemsize
+        found.append(message[at : at + size].view(dtype).view(shape))
+        at += size
+    return found
+
+
+def attend(
+    query: torch.Tensor, keys: Sequence[Part], kernel: Kernel, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Full attention over several pieces of keys and values; output in the query's type."""
+    first, *rest = keys
+    out, lse = kernel.forward(query, *first, False, scale)
+    if rest:
+        out = out.to(torch.promote_types(query.dtype, torch.float32))
+        for piece in rest:
+            lse = merge_(out, lse, *kernel.forward(query, *piece, False, scale))
+    return out.to(query.dtype), lse
+
+
+def attend_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    keys: Sequence[Part],
+    kernel: Kernel,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the query, and of the pieces' keys and values, joined in the order of the pieces.
+
+    Args:
+        grad: Gradient of the whole output.
+        query: The owner's query.
+        out: The whole output.
+        lse: The whole log-sum-exp.
+        keys: (keys, values) of the pieces.
+        kernel: Does the work.
+        scale: Factor of the scores.
+    """
+    total = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+    grads = []
+    for key, value in keys:
+        part, *rest = kernel.backward(grad, query, key, value, out, lse, False, scale)
+        total += part
+        grads.append(rest)
+    dk, dv = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*grads, strict=True))
+    return total.to(query.dtype), dk, dv

@@ -1,0 +1,58 @@
+"""Inputs, the full attention that slices must equal, and a microbatch that runs slice by slice."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron_het.attention.kernels import Setting, choose_kernel
+from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.slice_attention import slice_attention
+
+CPU = choose_kernel(Setting("cpu", torch.float32, 16))
+SCALE = 0.25
+
+
+def full_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention written out; ``[s, b, heads, d]``."""
+    times = q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(times, dim=2) for t in (k, v))
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * SCALE
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+def inputs(n: int, heads: int, groups: int, dtype: torch.dtype, batch: int = 2) -> list[torch.Tensor]:
+    torch.manual_seed(n * 100 + heads * 10 + groups)
+    return [torch.randn(8 * n, batch, h, 16, dtype=dtype) for h in (heads, groups, groups, heads)]
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+class Sliced:
+    """One microbatch, slice by slice: forwards and backwards in any order."""
+
+    def __init__(self, cache: KVCache, tensors: list[torch.Tensor], n: int, microbatch: int = 0) -> None:
+        self.cache, self.microbatch, self.outs = cache, microbatch, []
+        self.leaves = [[p.clone().requires_grad_() for p in t.chunk(n)] for t in tensors[:3]]
+        self.grads = tensors[3].chunk(n)
+
+    def forward(self, index: int) -> None:
+        q, k, v = (t[index] for t in self.leaves)
+        place = {"cache": self.cache, "kernel": CPU, "microbatch": self.microbatch, "index": index}
+        self.outs.append(slice_attention(q, k, v, scale=SCALE, **place))
+
+    def backward(self, index: int) -> None:
+        self.outs[index].backward(self.grads[index])
+
+    def errors(self, tensors: list[torch.Tensor]) -> list[float]:
+        whole = [t.double().requires_grad_() for t in tensors[:3]]
+        out = full_attention(*whole)
+        out.backward(tensors[3].double())
+        found = [torch.cat([p.grad for p in leaf]) for leaf in self.leaves]
+        pairs = [(torch.cat(self.outs).detach(), out.detach())]
+        pairs += [(f, w.grad) for f, w in zip(found, whole, strict=True)]
+        return [relative(f, w) for f, w in pairs]
