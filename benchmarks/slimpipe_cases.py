@@ -36,6 +36,9 @@ _EXCHANGE: dict[str, dict[str, Any]] = {
     "exchange-p4-n16-idle": {
         "exchange": {**_ON, "exchange_idle": True}, "stages": 4, "slices": 16, "distributed_optimizer": True,
     },
+    "exchange-p4-n8-vocabulary": {
+        "exchange": {**_ON, "exchange_idle": True}, "stages": 4, "slices": 8, "vocabulary": True, "offload": 0.5,
+    },
     "exchange-p4-tp2-all": {"exchange": _ALL, "stages": 4, "slices": 8, "tp": 2, "microbatches": 1},
 }  # fmt: skip
 _UNSLICED = {"schedule": "1f1b", "slices": 1}

@@ -59,10 +59,10 @@ def check_context_parallel(plan: Plan) -> None:
 def _check_stages(plan: Plan) -> None:
     sizes = sorted({r.tp for stage in plan.stages for r in stage.replicas})
     where = "--het-context-exchange"
-    if splits_vocabulary(plan):
+    if splits_vocabulary(plan) and any(len(stage.replicas) > 1 for stage in plan.stages):
         raise PlanError(
-            where, True, "cannot be used with --het-vocabulary-parallel: the places of the embedding's operations "
-            "do not follow the slots in which devices attend for each other",
+            where, True, "cannot be used with --het-vocabulary-parallel and several replicas: the places of the "
+            "vocabulary's operations follow the slots of one pipeline only", "Leave one of them out",
         )
     if len(sizes) > 1:
         raise PlanError(

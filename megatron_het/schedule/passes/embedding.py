@@ -4,9 +4,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_het.schedule.exchange import aligned_slots
+from megatron_het.schedule.generators.listing import single_replicas
 from megatron_het.schedule.graph import Graph, collection_paused, replay
 from megatron_het.schedule.ir import TRANSFERS, Kind, Op, Program
 from megatron_het.schedule.passes.transfers import plain_durations
+from megatron_het.schedule.passes.vocabulary import Inserts, slot_inserts
 
 _CLOSE = 1e-9
 
@@ -30,12 +33,30 @@ def add_embedding(program: Program, *, speeds: Sequence[float] | None = None) ->
     sends = {Kind.KV_SEND, Kind.KV_SEND_BACKWARD}
     if program.embedding or any(op[0] in TRANSFERS - sends for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name}: embeddings are split once, before transfers are added")
+    if program.exchange_units and single_replicas(program.shape):
+        return _inserted(program, _by_slot(program))
+    return _inserted(program, _by_time(program, speeds))
+
+
+def _by_slot(program: Program) -> Inserts:
+    """Devices that attend for each other go slot by slot: a slot ahead of the forward, and behind the backward."""
+    chunk = program.shape.path[0][1]
+    wanted = []
+    for s, (_, backward, passes) in enumerate(aligned_slots(program)):
+        op = passes.get(0)
+        if op is not None and op.chunk == chunk:
+            kind = Kind.EMBED_BACKWARD if backward else Kind.EMBED_FORWARD
+            wanted.append((s + 1 if backward else max(s - 1, 0), Op(kind, op.microbatch, op.slice)))
+    return slot_inserts(program, sorted(wanted, key=lambda place: place[0]))
+
+
+def _by_time(program: Program, speeds: Sequence[float] | None) -> Inserts:
     graph = Graph(program, open_sends=True)
     graph.check_complete()
     start, end, _ = replay(graph, plain_durations(program, graph, speeds))
     starts = [start[a:b] for a, b in zip(graph.first, graph.first[1:])]
     ends = [end[a:b] for a, b in zip(graph.first, graph.first[1:])]
-    inserts: list[dict[int, list[Op]]] = [{} for _ in program.ops]
+    inserts: Inserts = [{} for _ in program.ops]
     latest = [0] * len(program.ops)
     for time, backward, node in _first_chunk(graph, start, end):
         op, owner = graph.ops[node], graph.device[node]
@@ -52,6 +73,10 @@ def add_embedding(program: Program, *, speeds: Sequence[float] | None = None) ->
                 place = bisect_left(starts[d], time - _CLOSE)
             latest[d] = place = max(place, latest[d])
             inserts[d].setdefault(place, []).append(Op(kind, op[1], op[2]))
+    return inserts
+
+
+def _inserted(program: Program, inserts: Inserts) -> Program:
     out = []
     for ops, added in zip(program.ops, inserts):
         row: list[Op] = []

@@ -48,21 +48,16 @@ def add_vocabulary(program: Program, *, speeds: Sequence[float] | None = None) -
     return replace(program, ops=tuple(out), vocabulary=True)
 
 
-_Inserts = list[dict[int, list[Op]]]
+Inserts = list[dict[int, list[Op]]]
 """Per device: operations to insert before a position."""
 
 
-def _by_slot(program: Program) -> _Inserts | None:
+def _by_slot(program: Program) -> Inserts | None:
     """Inserts at slot boundaries; None when passes are not aligned."""
     try:
         slots = aligned_slots(program)
     except ValueError:
         return None
-    number = {
-        (d, backward, op[1], op[2], op[3]): s
-        for s, (_, backward, passes) in enumerate(slots)
-        for d, op in passes.items()
-    }
     last = len(program.ops) - 1
     chunk = program.shape.path[-1][1]
     wanted = [
@@ -71,7 +66,23 @@ def _by_slot(program: Program) -> _Inserts | None:
         for d, op in passes.items()
         if d == last and op[3] == chunk
     ]
-    inserts: _Inserts = []
+    return slot_inserts(program, wanted)
+
+
+def slot_inserts(program: Program, wanted: Sequence[tuple[int, Op]]) -> Inserts:
+    """Inserts of ``wanted`` operations on all devices at the starts of slots.
+
+    Args:
+        program: its passes are aligned; one replica per stage.
+        wanted: (slot, operation), in the order of slots.
+    """
+    slots = aligned_slots(program)
+    number = {
+        (d, backward, op[1], op[2], op[3]): s
+        for s, (_, backward, passes) in enumerate(slots)
+        for d, op in passes.items()
+    }
+    inserts: Inserts = []
     for d, ops in enumerate(program.ops):
         of_op = _slot_numbers(d, ops, number, len(slots))
         row: dict[int, list[Op]] = {}
@@ -95,7 +106,7 @@ def _slot_numbers(device: int, ops: Sequence[Op], number: dict[tuple[int, ...], 
     return out
 
 
-def _by_time(program: Program, speeds: Sequence[float] | None) -> _Inserts:
+def _by_time(program: Program, speeds: Sequence[float] | None) -> Inserts:
     """Inserts at the moments when the last chunk ends its forward, or begins its backward, of a slice.
 
     A vocabulary forward goes before what starts at or after its moment, a backward behind what has ended
@@ -108,7 +119,7 @@ def _by_time(program: Program, speeds: Sequence[float] | None) -> _Inserts:
     start, end, _ = replay(graph, plain_durations(program, graph, speeds))
     starts = [start[a:b] for a, b in zip(graph.first, graph.first[1:])]
     ends = [end[a:b] for a, b in zip(graph.first, graph.first[1:])]
-    inserts: _Inserts = [{} for _ in program.ops]
+    inserts: Inserts = [{} for _ in program.ops]
     latest = [0] * len(program.ops)
     for time, backward, node in _last_chunk(graph, start, end):
         op, owner = graph.ops[node], graph.device[node]

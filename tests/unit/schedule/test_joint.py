@@ -6,7 +6,7 @@ from schedule_helpers import with_device
 from megatron_het.schedule import Kind, Op, Program, Shape, add_transfers, generate
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.joint import joint_slots, stuck_events, unequal_layers
-from megatron_het.schedule.passes import add_exchange, transfers
+from megatron_het.schedule.passes import add_embedding, add_exchange, add_vocabulary, transfers
 from megatron_het.schedule.validate import validate
 
 
@@ -38,6 +38,15 @@ def test_separate_pipelines() -> None:
     mixed = Shape(((1,),) * 2, ((0, 1), (1, 0)), (2, 2), slices=2)
     with pytest.raises(ValueError, match="not separate pipelines"):
         add_exchange(generate("slimpipe", mixed))
+
+
+@pytest.mark.parametrize("options", [{}, {"helping": True}], ids=str)
+@pytest.mark.parametrize(("stages", "slices", "chunks"), [(2, 4, 1), (4, 8, 2), (4, 4, 1)])
+def test_with_a_split_vocabulary(stages: int, slices: int, chunks: int, options: dict[str, object]) -> None:
+    """Its operations come between slots."""
+    shape = Shape.uniform(stages, 2, slices=slices, chunks=chunks)
+    program = add_exchange(generate("slimpipe", shape), **options)
+    assert validate(add_transfers(add_embedding(add_vocabulary(program)))) == []
 
 
 def test_idle_devices_work_in_their_last_help() -> None:
