@@ -9,6 +9,7 @@ of 10 steps (lr 1e-3, dropout 0) and of the evaluations, and of every gradient a
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import math
 import os
@@ -132,13 +133,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of pairwise choice and random plans")
     parser.add_argument("--quick", action="store_true", help="a small part of the cases")
     parser.add_argument("--schedule", choices=sorted([*SCHEDULES, "ministage", "slimpipe"]), default="1f1b")
-    parser.add_argument("--only", metavar="NAME", help="one case, by the name of its entry")
+    parser.add_argument("--only", metavar="NAME", default="*", help="cases by name; * stands for anything")
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
     parser.add_argument("--keep", type=Path, help="keep logs and gradients in this folder")
     options = parser.parse_args()
     start_s = time.monotonic()
     cases, impossible = all_cases(options.seed, options.schedule, options.quick)
-    cases = [case for case in cases if options.only in (None, case.name)]
+    cases = [case for case in cases if fnmatch.fnmatchcase(case.name, options.only)]
     if not cases:
         parser.error(f"--only {options.only}: no such case")
     folder = options.keep or Path(tempfile.mkdtemp(prefix="parity-"))
