@@ -16,9 +16,10 @@ import torch
 from megatron_het.runtime.lowering import RankOp
 from megatron_het.schedule.ir import Kind
 
-_FORWARD = (Kind.FORWARD, Kind.VOCAB_FORWARD, Kind.EMBED_FORWARD)
+_FORWARD = (Kind.FORWARD, Kind.VOCAB_FORWARD, Kind.EMBED_FORWARD, Kind.ATTEND_HELP)
 _BACKWARD = (
     Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.VOCAB_BACKWARD, Kind.EMBED_BACKWARD,
+    Kind.ATTEND_HELP_BACKWARD,
 )  # fmt: skip
 
 

@@ -39,4 +39,5 @@ def weights(**options: Any) -> None:
 def _at_zero(params: Any) -> Any:
     from dataclasses import replace
 
-    return replace(params, index=0)
+    length = sum(end - first for first, end in params.blocks)
+    return replace(params, blocks=((0, length),))
