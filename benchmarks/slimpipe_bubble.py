@@ -15,7 +15,7 @@ from benchmarks.slimpipe_runs import Model, Setting, run
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Shape
-from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.passes import add_exchange, add_transfers
 from megatron_het.schedule.simulate import simulate
 
 _WARMUP = 3  # iterations that do not count; memory is metered in the second one
@@ -73,7 +73,10 @@ def _simulated(setting: Setting, model: Model, report: Path) -> float:
         diagonal=_DIAGONAL,
         host_blocks=True,
     )
-    return simulate(add_transfers(generate("slimpipe", shape)), costs).bubble_fraction
+    program = generate("slimpipe", shape)
+    if "--het-context-exchange" in setting.flags:
+        program = add_exchange(program, units=2, helping="--het-exchange-idle" in setting.flags)
+    return simulate(add_transfers(program), costs).bubble_fraction
 
 
 def _fit(events: list[dict[str, Any]], kind: str, chunk: int, slices: int) -> tuple[float, float]:

@@ -48,6 +48,7 @@ class Setting:
         microbatches: Per iteration, of one sequence each.
         slices: Slices per sequence.
         chunks: Chunks per stage.
+        flags: More ``--het-*`` flags.
     """
 
     schedule: str
@@ -56,13 +57,14 @@ class Setting:
     microbatches: int
     slices: int = 1
     chunks: int = 1
+    flags: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Unique, for folders."""
         return (
             f"{self.schedule}-p{self.stages}-s{self.seq_length}-m{self.microbatches}"
-            f"-n{self.slices}-v{self.chunks}"
+            f"-n{self.slices}-v{self.chunks}{''.join(self.flags).replace('--', '-')}"
         )
 
 
@@ -88,6 +90,7 @@ def job(
     if s.schedule != "stock":
         flags += ["--het-schedule", s.schedule]
         flags += ["--het-slices", str(s.slices)] if s.schedule == "slimpipe" else []
+        flags += s.flags
     watch = {"out": str(folder), "memory": memory, "fused": s.schedule != "slimpipe"}
     return Job(
         s.name, s.stages, (*flags, *more), folder,

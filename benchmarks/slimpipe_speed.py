@@ -26,7 +26,11 @@ from benchmarks.slimpipe_runs import Model, Setting, run
 
 MODEL = Model(layers=8, hidden=128, ffn=352, heads=4, groups=1)
 _STAGES, _MICROBATCHES, _SLICES = 2, 2, 8
-_SWEEP = ((8, 1), (16, 2), (16, 4))  # SlimPipe's slices and chunks
+_EXCHANGE = ("--het-context-exchange", "--het-exchange-idle")
+# SlimPipe's slices, chunks and further flags
+_SWEEP: tuple[tuple[int, int, tuple[str, ...]], ...] = (
+    (8, 1, ()), (16, 2, ()), (16, 4, ()), (8, 1, _EXCHANGE), (8, 2, _EXCHANGE),
+)  # fmt: skip
 _WARMUP = 2  # iterations that do not count
 
 
@@ -50,8 +54,10 @@ def main() -> int:
         "interleaved-2": Setting("stock", _STAGES, options.tokens, _MICROBATCHES, chunks=2),
         "interleaved-4": Setting("stock", _STAGES, options.tokens, _MICROBATCHES, chunks=4),
         **{
-            f"slimpipe-{n}-{v}": Setting("slimpipe", _STAGES, options.tokens, _MICROBATCHES, n, v)
-            for n, v in _SWEEP
+            f"slimpipe-{n}-{v}{'-exchange' if flags else ''}": Setting(
+                "slimpipe", _STAGES, options.tokens, _MICROBATCHES, n, v, flags
+            )
+            for n, v, flags in _SWEEP
         },
         "whole": Setting("slimpipe", 1, options.tokens, _MICROBATCHES, 1),
         "sliced": Setting("slimpipe", 1, options.tokens, _MICROBATCHES, _SLICES),
@@ -76,7 +82,7 @@ def main() -> int:
     report = {
         "speedup_over_1f1b": medians["1f1b"] / medians[best],
         "speedup_over_best_interleaved": interleaved / medians[best],
-        "best_slimpipe": {"slices": n, "chunks": v},
+        "best_slimpipe": best,
         "slicing_overhead": medians["sliced"] / medians["whole"] - 1,
         "ideal_speedup_over_1f1b": (1 + (_STAGES - 1) / _MICROBATCHES)
         / (1 + (_STAGES - 1) / (_MICROBATCHES * n * v)),

@@ -183,6 +183,9 @@ class SplitVocabulary:
         return own | self._embedding.handlers()
 
     def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
+        if call.collect_non_loss_data:
+            raise RuntimeError(f"{op.label}: data that is not the loss comes from whole logits, which a split "
+                               "vocabulary never has")  # fmt: skip
         key, owner = (op.microbatch, op.slice), self._owner(op)
         loss_func = None
         if owner is None:
