@@ -13,10 +13,12 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks import planner_cases as cases
+from benchmarks.machine import machine
 from tools.planner.files import write_json
 from tools.planner.report import describe
 from tools.planner.search.auto import search_auto
@@ -87,8 +89,6 @@ def _warm_up() -> None:
 
 def zorse() -> dict[str, Any]:
     """The Zorse paper's clusters: this planner, and even splits with ZeRO-2, beside the paper's Table 5."""
-    from tools.planner.analysis import best_even_split
-
     rows = []
     for (name, model_name), (paper, paper_even) in cases.ZORSE_TABLE_5.items():
         cluster, sequence, peak = cases.zorse_cluster(name)
@@ -97,12 +97,12 @@ def zorse() -> dict[str, Any]:
         outcome = search_auto(estimator, Goal())
         flops = cases.hardware_flops(model) / 1e12
         best = outcome.best.iteration_s if outcome.best else None
-        even = best_even_split(estimator, 2)
+        even = cases.even_split_with_zero_2(cluster, model)
         rows.append({
             "cluster": name, "model": model_name, "tflops": flops / best if best else None,
             "hfu": flops / best / peak if best else None, "paper_tflops": paper, "paper_hfu": paper / peak,
-            "even_split_tflops": flops / even[1].iteration_s if even else None, "paper_even_split_tflops": paper_even,
-            "even_split_plan": f"{describe(estimator, even[0])}, ZeRO-2" if even else None,
+            "even_split_tflops": even[0] if even else None, "paper_even_split_tflops": paper_even,
+            "even_split_plan": even[1] if even else None,
             "plan": describe(estimator, outcome.best.candidate) if outcome.best else None, "cpu_s": outcome.cpu_s,
         })  # fmt: skip
     return {"cases": rows}
@@ -122,12 +122,12 @@ def methods() -> dict[str, Any]:
     return {"cases": rows}
 
 
-def gloo() -> dict[str, Any]:
+def gloo(saved: Path | None) -> dict[str, Any]:
     """Real runs over gloo on this machine."""
-    from benchmarks.planner_gloo import gloo as measure
+    from benchmarks.planner_gloo import measure
 
-    found = measure()
-    return {f"gloo_{k}" if k.endswith("_error") else k: v for k, v in found.items()}
+    found = measure(3) if saved is None else measure(0, saved)
+    return {f"gloo_{k}" if k.endswith("_error") else k: v for k, v in found.items() if k != "rounds"}
 
 
 def main() -> None:
@@ -136,17 +136,22 @@ def main() -> None:
     parser.add_argument("--json", required=True, metavar="OUT")
     parser.add_argument("--only", default="accuracy,quality,speed,growth,zorse,methods,gloo")
     parser.add_argument("--cases", type=int, default=30, help="random clusters for the comparison with brute force")
+    parser.add_argument("--gloo", type=Path, metavar="FILE", help="compare with these rounds of benchmarks.planner_gloo again")
+    parser.add_argument("--add", action="store_true", help="keep what the file holds of other sections")
     options = parser.parse_args()
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "accuracy": accuracy, "quality": lambda: quality(options.cases), "speed": speed, "growth": growth,
-        "zorse": zorse, "methods": methods, "gloo": gloo,
+        "zorse": zorse, "methods": methods, "gloo": lambda: gloo(options.gloo),
     }  # fmt: skip
     out: dict[str, Any] = {}
+    if options.add and Path(options.json).exists():
+        out = json.loads(Path(options.json).read_text())
     for name in options.only.split(","):
         if name not in sections:
             parser.error(f"--only: unknown section {name!r}; known: {', '.join(sections)}")
         print(name, file=sys.stderr, flush=True)
         out[name] = sections[name]()
+        out["machine"] = machine()
         for key in ("time_error", "memory_error", "worst_gap_to_brute_force", "search_cpu_s", "gloo_time_error",
                     "gloo_memory_error"):
             if key in out[name]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import product
 
+from tools.planner.analysis import even_splits
 from tools.planner.catalog import catalog
 from tools.planner.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.estimate import Estimator
 from tools.planner.layercost import CatalogCosts, MeasuredCosts
 from tools.planner.model import Model
 from tools.planner.reference import reference_model, reference_nodes, reference_profile
+from tools.planner.report import describe
 
 SEARCH_BARS_S = {
     "OPT-350, 32 A100-40 + 96 V100-16": 0.6,
@@ -120,6 +122,28 @@ ZORSE_TABLE_5 = {
 def with_catalog(cluster: Cluster, model: Model) -> Estimator:
     """With datasheet costs."""
     return Estimator(cluster, model, CatalogCosts(model, lambda gpu: catalog()[gpu]), memory_margin=0.92)
+
+
+def even_split_with_zero_2(cluster: Cluster, model: Model) -> tuple[float, str] | None:
+    """(TFLOP/s, plan) of the best even split: all GPUs, equal stages, equal batches, gradients sharded (ZeRO-2).
+
+    Equal batches over a number of replicas that does not divide the batch need another batch: the next
+    larger one, compared by rate.
+    """
+    best: tuple[float, str] | None = None
+    for width in (n for n in range(1, cluster.total_gpus + 1) if cluster.total_gpus % n == 0):
+        wider = model.model_copy(update={"global_batch_size": -(-model.global_batch_size // width) * width, "micro_batch_sizes": ()})
+        estimator = with_catalog(cluster, wider)
+        for candidate in even_splits(estimator, 2):
+            if sum(g.count for g in candidate.stages[0].groups) != width:
+                continue
+            estimate = estimator.estimate(candidate)
+            if estimate is None or not estimator.fits(estimate):
+                continue
+            rate = hardware_flops(wider) / estimate.iteration_s / 1e12
+            if best is None or rate > best[0]:
+                best = (rate, f"{describe(estimator, candidate)}, ZeRO-2, global batch {wider.global_batch_size}")
+    return best
 
 
 def hardware_flops(model: Model) -> float:

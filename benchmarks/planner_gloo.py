@@ -1,9 +1,13 @@
 """The cost model against real runs on this machine: profile pinned processes, predict plans, run them.
 
-    python -m benchmarks.planner_gloo --json OUT [--profile FILE] [--plans 0,3,5]
+    python -m benchmarks.planner_gloo --json OUT [--rounds N]
 
 The processes sit on cores of their own, and the profile is taken with all of them busy at once, as training
 keeps them.  One set of predictions from the profile; nothing is fitted to the runs.
+
+Virtual machines change their speed by tens of percent within minutes, so everything is measured in
+rounds: profile, all plans, profile, all plans, ...  Predictions come from the medians of the profiles, and are
+compared with the medians of the runs.  A file that exists gets further rounds.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from tools.planner.files import write_json
 from tools.planner.layercost import MeasuredCosts
 from tools.planner.model import Model
 from tools.planner.profile import WORKER, default_environment, run_profile
-from tools.planner.profile_schema import Profile, ProfiledModel
+from tools.planner.profile_schema import Profile, ProfiledModel, load_profile
 from tools.planner.profile_settings import ProfileSettings
 from tools.planner.report import describe
 from tools.planner.runtime import CPU_GLOO
@@ -47,7 +51,7 @@ MODEL = Model(
     vocab_size=384, seq_length=256, global_batch_size=16, precision="fp32", attention="unfused", recompute=("none",),
     distributed_optimizer=True,
 )  # fmt: skip
-ITERATIONS = 8
+ITERATIONS = 7
 PROCESSES = 2
 
 
@@ -76,7 +80,7 @@ def measured_profile(folder: Path, devices: list[CpuDevice]) -> Profile:
         model=ProfiledModel(MODEL.hidden_size, MODEL.ffn_hidden_size, MODEL.num_attention_heads, MODEL.groups,
                             MODEL.vocab_size, MODEL.seq_length, "fp32", "tiny"),
         out=str(folder / "profile.json"), kinds=("core",) * len(devices), devices_per_node=1, micro_batch_sizes=(1, 2, 4),
-        link_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 23),
+        window_s=0.6, link_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 23),
     )  # fmt: skip
     return run_profile(settings, len(devices), {PINNING_VARIABLE: pinning(devices)}, ("examples.llama.pinned", *WORKER))
 
@@ -118,70 +122,98 @@ def job_of(file: Path, devices: list[CpuDevice], data: DataFiles) -> Job:
                setup=("benchmarks.machine:pin", {"cores": [d.core for d in devices]}), timeout_s=120.0)
 
 
-def compare(row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A prediction with what the ranks' reports say."""
-    reports = [json.loads(p.read_text()) for p in sorted((folder / "ranks").glob("rank-*.json"))]
-    steady = [i for i in reports[-1]["iterations"][2:] if i["elapsed_s"]]
-    measured_s = median(i["elapsed_s"] for i in steady)
-    measured_bytes = max(sum(v for k, v in r["memory"].items() if k.endswith("_bytes")) for r in reports)
-    return row | {
-        "measured_s": measured_s, "time_error": row["predicted_s"] / measured_s - 1,
-        "measured_schedule_s": median(i["schedule_s"] for i in steady),
-        "measured_compute_s": [median(i["compute_s"] for i in r["iterations"][2:]) for r in reports],
-        "measured_bytes": measured_bytes, "memory_error": row["predicted_bytes"] / measured_bytes - 1,
-        "measured_memory": [r["memory"] for r in reports],
-    }  # fmt: skip
-
-
-def measure(folder: Path, chosen: list[int] | None = None, profile_file: Path | None = None) -> dict[str, Any]:
-    """Profile (unless a file is given), predict and run; errors of iteration time and memory."""
+def measure_round(folder: Path) -> dict[str, Any]:
+    """Profile, then run every plan: raw figures."""
     cores = available_cores()[:PROCESSES]
     if len(cores) < PROCESSES:
-        return {"skipped": f"needs {PROCESSES} cores"}
+        raise SystemExit(f"this machine offers {len(cores)} core(s); the runs need {PROCESSES}")
     devices = [CpuDevice(f"core-{i}", "core", core, 1) for i, core in enumerate(cores)]
     done = subprocess.run([sys.executable, "-m", "examples.llama.data", "--out", str(folder / "data")],
                           env=default_environment(), capture_output=True, text=True, check=True)
     data = DataFiles(**json.loads(done.stdout))
-    if profile_file is not None and profile_file.exists():
-        from tools.planner.profile_schema import load_profile
-
-        profile = load_profile(profile_file)
-    else:
-        profile = measured_profile(folder, devices)
-        if profile_file is not None:
-            profile_file.write_text((folder / "profile.json").read_text())
+    profile = measured_profile(folder, devices)
     estimator = estimator_of(profile)
-    rows = []
+    runs = []
     with Runner() as runner:
         for i, candidate in enumerate(plans()):
-            if chosen is not None and i not in chosen:
-                continue
             file = folder / f"run-{i}" / "plan.json"
-            row = predict(estimator, candidate, file)
+            predict(estimator, candidate, file)
             runner.run(job_of(file, devices, data))
-            rows.append(compare(row, file.parent))
-            print(f"  {rows[-1]['plan']}: {rows[-1]['measured_s']:.3f} s ({100 * rows[-1]['time_error']:+.1f} %), "
-                  f"memory {100 * rows[-1]['memory_error']:+.1f} %", file=sys.stderr, flush=True)
-    return {"time_error": mean(abs(r["time_error"]) for r in rows), "memory_error": mean(abs(r["memory_error"]) for r in rows),
-            "machine": machine(), "runs": rows}
+            reports = [json.loads(p.read_text()) for p in sorted((file.parent / "ranks").glob("rank-*.json"))]
+            times = [t["elapsed_s"] for t in reports[-1]["iterations"][2:] if t["elapsed_s"]]
+            used = max(sum(v for k, v in r["memory"].items() if k.endswith("_bytes")) for r in reports)
+            runs.append({"iterations_s": times, "bytes": used})
+            print(f"  {describe(estimator, candidate)}: {median(times):.3f} s", file=sys.stderr, flush=True)
+    return {"profile": json.loads((folder / "profile.json").read_text()), "runs": runs}
 
 
-def gloo() -> dict[str, Any]:
-    """All of it in a temporary folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        return measure(Path(folder))
+def median_profile(profiles: list[Profile]) -> Profile:
+    """The median of every time and rate."""
+    first = profiles[0]
+    devices = []
+    for d, device in enumerate(first.devices):
+        timings = []
+        for t, timing in enumerate(device.timings):
+            same = [p.devices[d].timings[t] for p in profiles]
+            times = {n: median(getattr(x, n) for x in same) for n in ("forward_s", "backward_s", "update_s")}
+            timings.append(dataclasses.replace(timing, **times))
+        devices.append(dataclasses.replace(device, timings=timings))
+    links = [
+        dataclasses.replace(link, latency_s=median(p.links[i].latency_s for p in profiles),
+                            bytes_per_s=median(p.links[i].bytes_per_s for p in profiles))
+        for i, link in enumerate(first.links)
+    ]  # fmt: skip
+    return dataclasses.replace(first, devices=devices, links=links)
+
+
+def summary(rounds: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Predicted beside measured, over all rounds."""
+    profiles = []
+    for i, one in enumerate(rounds):
+        (folder / f"profile-{i}.json").write_text(json.dumps(one["profile"]), encoding="utf-8")
+        profiles.append(load_profile(folder / f"profile-{i}.json"))
+    estimator = estimator_of(median_profile(profiles))
+    rows = []
+    for i, candidate in enumerate(plans()):
+        row = predict(estimator, candidate, folder / f"plan-{i}.json")
+        measured_s = median(t for one in rounds for t in one["runs"][i]["iterations_s"])
+        measured_bytes = max(one["runs"][i]["bytes"] for one in rounds)
+        rows.append(row | {
+            "measured_s": measured_s, "time_error": row["predicted_s"] / measured_s - 1,
+            "measured_s_by_round": [median(one["runs"][i]["iterations_s"]) for one in rounds],
+            "measured_bytes": measured_bytes, "memory_error": row["predicted_bytes"] / measured_bytes - 1,
+        })  # fmt: skip
+    return {
+        "time_error": mean(abs(r["time_error"]) for r in rows), "memory_error": mean(abs(r["memory_error"]) for r in rows),
+        "bias": mean(r["time_error"] for r in rows), "machine": machine(), "runs": rows, "rounds": rounds,
+    }  # fmt: skip
+
+
+def measure(count: int, out: Path | None = None) -> dict[str, Any]:
+    """``count`` more rounds; written after each when there is a file."""
+    rounds: list[dict[str, Any]] = json.loads(out.read_text())["rounds"] if out is not None and out.exists() else []
+    result: dict[str, Any] = {}
+    for _ in range(max(1, count) if not rounds else count):
+        with tempfile.TemporaryDirectory() as folder:
+            rounds.append(measure_round(Path(os.path.realpath(folder))))
+            result = summary(rounds, Path(folder))
+        if out is not None:
+            write_json(out, result)
+    if not result:
+        with tempfile.TemporaryDirectory() as folder:
+            result = summary(rounds, Path(folder))
+    return result
 
 
 def main() -> None:
     """Measure and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True, metavar="OUT")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="use this profile, or write it when there is none")
-    parser.add_argument("--plans", default="", metavar="I,J", help="numbers of the plans to run (default: all)")
+    parser.add_argument("--json", required=True, type=Path, metavar="OUT")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds to add (0: only compare again)")
     options = parser.parse_args()
-    chosen = [int(n) for n in options.plans.split(",")] if options.plans else None
-    with tempfile.TemporaryDirectory() as folder:
-        write_json(options.json, measure(Path(os.path.realpath(folder)), chosen, options.profile))
+    result = measure(options.rounds, options.json)
+    write_json(options.json, result)
+    print(json.dumps({k: result[k] for k in ("time_error", "memory_error", "bias")}))
 
 
 if __name__ == "__main__":

@@ -41,11 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        return 0
+    except OSError as error:  # a folder that cannot be written, a full disk
+        what = f"{error.filename or 'file'}: {error.strerror or error}"
+        print(json.dumps({"error": {"file": error.filename, "problem": error.strerror}}) if getattr(options, "json", False)
+              else f"error: {what}", file=sys.stdout if getattr(options, "json", False) else sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        return 0
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
@@ -69,13 +74,17 @@ def _common(parser: argparse.ArgumentParser, *, cluster: bool = True, model: boo
 
 
 def _goal(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--objective", choices=("throughput", "cost"), default="throughput")
-    parser.add_argument("--max-usd-per-iteration", type=float, metavar="USD")
-    parser.add_argument("--min-iterations-per-s", type=float, metavar="RATE")
-    parser.add_argument("--max-gpus", type=int, metavar="N")
-    parser.add_argument("--schedules", default="1f1b,interleaved,ministage,slimpipe", help="schedules to consider")
-    parser.add_argument("--search", choices=("auto", "zorse", "sailor", "poplar"), default="auto")
-    parser.add_argument("--limit-s", type=float, default=600.0, metavar="S", help="CPU seconds the search may take")
+    parser.add_argument("--objective", choices=("throughput", "cost"), default="throughput",
+                        help="shortest iteration (default) or cheapest iteration")
+    parser.add_argument("--max-usd-per-iteration", type=float, metavar="USD", help="budget; needs prices in the cluster file")
+    parser.add_argument("--min-iterations-per-s", type=float, metavar="RATE", help="refuse slower plans")
+    parser.add_argument("--max-gpus", type=int, metavar="N", help="use at most this many GPUs")
+    parser.add_argument("--schedules", default="1f1b,interleaved,ministage,slimpipe", metavar="A,B",
+                        help="schedules to consider (default: 1f1b,interleaved,ministage,slimpipe)")
+    parser.add_argument("--search", choices=("auto", "zorse", "sailor", "poplar"), default="auto",
+                        help="method; auto (default) is never worse than the published ones")
+    parser.add_argument("--limit-s", type=float, default=600.0, metavar="S",
+                        help="CPU seconds the search may take (default 600); then, and on Ctrl-C, the best so far")
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:

@@ -141,7 +141,7 @@ def compare(options: argparse.Namespace) -> int:
     shown = table("Comparison", "what", "s per iteration", "ratio", "USD per iteration", "GPUs", "plan")
     for row in rows:
         if row["iteration_s"] is None:
-            shown.add_row(row["what"], "does not fit", "", "", "", "")
+            shown.add_row(row["what"], "no plan found", "", "", "", "")
         else:
             shown.add_row(row["what"], f"{row['iteration_s']:.4g}", f"{row['ratio']:.2f}", f"{row['usd_per_iteration']:.4g}",
                           str(row["gpus"]), row["plan"])

@@ -7,12 +7,15 @@ import dataclasses
 import json
 import sys
 import threading
+from math import ceil
+from pathlib import Path
 from typing import Any
 
 from tools.planner.build import build_plan, candidate_of, seats
 from tools.planner.candidate import Candidate
 from tools.planner.errors import PlannerError
 from tools.planner.estimate import Estimate, Estimator
+from tools.planner.files import check_target
 from tools.planner.report import GIB, say, summary, summary_tables, table
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
@@ -25,6 +28,7 @@ def plan(options: argparse.Namespace) -> int:
     from megatron_het.plan import save_plan
 
     estimator, goal = estimator_from(options), goal_from(options)
+    check_target(options.out, "--out")
     outcome = run_search(estimator, goal, options)
     best = require(outcome, estimator, goal, options)
     if not best.runnable:
@@ -34,7 +38,9 @@ def plan(options: argparse.Namespace) -> int:
             "Allow them (--schedules ministage, distributed_optimizer: true in the model file, at least 2 layers), "
             "use --search auto, or GPUs with more memory")
     made = build_plan(estimator, best.candidate, best.estimate, notes=f"made by the planner, --search {options.search}")
+    best = _simulated_whole(estimator, best, made)
     predicted = dataclasses.replace(made.predicted, iteration_s=best.iteration_s)  # type: ignore[type-var]
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     save_plan(dataclasses.replace(made, predicted=predicted), options.out)
     body = summary(estimator, best.candidate, best.estimate, best.simulated_s)
     body |= {"plan_file": options.out, "search": search_body(outcome)}
@@ -44,6 +50,20 @@ def plan(options: argparse.Namespace) -> int:
     say(body, options, *tables, f"wrote {options.out}; search took {outcome.cpu_s:.2f} s"
         + (" and was interrupted: this is the best so far" if outcome.interrupted else ""))
     return 0
+
+
+def _simulated_whole(estimator: Estimator, found: Found, made: Any) -> Found:
+    """Simulated again as a whole where that is quick, so that ``simulate`` says the same as ``plan``.
+
+    The search simulates one of the equal pipelines that a plan may consist of; which of their ranks share a
+    node differs a little from pipeline to pipeline.
+    """
+    from tools.planner.simulation import simulate_candidate
+
+    if 2 * len(made.stages) * made.num_microbatches * found.candidate.chunks * found.candidate.slices > 50_000:
+        return found
+    seconds = simulate_candidate(estimator, found.candidate, found.estimate, made).iteration_s
+    return dataclasses.replace(found, simulated_s=seconds)
 
 
 def search_body(outcome: Outcome) -> dict[str, Any]:
@@ -90,7 +110,7 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
             options.model, "num_layers", estimator.model.num_layers,
             f"the model fits nowhere: at best, stage {worst.stage} needs {worst.total_bytes / GIB:.1f} GiB of "
             f"{worst.capacity_bytes * estimator.memory_margin / GIB:.1f} GiB usable on {estimator.cluster.nodes[worst.group.pool].gpu}",
-            _memory_hint(estimator),
+            _memory_hint(estimator, estimate),
         )
     for key, limit, value in (
         ("--max-usd-per-iteration", goal.max_usd_per_iteration, estimate.usd_per_iteration),
@@ -98,11 +118,17 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
     ):
         if limit is not None and value > limit:
             raise PlannerError("command line", key, limit, "no plan meets it", f"The nearest plan found needs {value:.6g}")
+    if goal.min_iterations_per_s is None or estimate.iteration_s * goal.min_iterations_per_s <= 1:
+        raise PlannerError(
+            "command line", "--schedules", ",".join(goal.schedules), "no plan with these schedules was found for this model and cluster",
+            f"The nearest plan uses {candidate.schedule}: add it. Interleaved needs stages with equal numbers of replicas and "
+            "microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true",
+        )
     raise PlannerError("command line", "--min-iterations-per-s", goal.min_iterations_per_s, "no plan meets it",
                        f"The nearest plan found reaches {1 / estimate.iteration_s:.6g}")
 
 
-def _memory_hint(estimator: Estimator) -> str:
+def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
     model = estimator.model
     hints = []
     if "full" not in model.recompute:
@@ -111,7 +137,13 @@ def _memory_hint(estimator: Estimator) -> str:
         hints.append("set distributed_optimizer: true")
     if min(model.batch_sizes) > 1:
         hints.append("allow micro_batch_sizes: [1]")
-    hints.append("add GPUs or GPUs with more memory")
+    over = sum(max(0.0, m.total_bytes - estimator.memory_margin * m.capacity_bytes) * m.group.count * m.group.tp
+               for m in estimate.memory)
+    nodes = estimator.cluster.nodes
+    largest = max({m.group.pool for m in estimate.memory}, key=lambda p: estimator.cluster.gpu(nodes[p].gpu).memory_bytes)
+    gpu = estimator.cluster.gpu(nodes[largest].gpu)
+    count = ceil(over / max(1.0, estimator.memory_margin * gpu.memory_bytes - gpu.reserved_bytes))
+    hints.append(f"add about {count} {nodes[largest].gpu} (by the missing memory), or GPUs with more memory")
     return "Nearest changes: " + "; ".join(hints)
 
 
@@ -124,7 +156,7 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any, Candidate, Estima
     try:
         made = load_plan(options.plan)
     except PlanError as error:
-        raise PlannerError(options.plan, error.where, error.value, error.problem, error.hint) from None
+        raise PlannerError(options.plan, str(error.where).removeprefix(f"{options.plan}:"), error.value, error.problem, error.hint) from None
     mine = model_shape(estimator.model)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length"):
         if getattr(made.model, name) != getattr(mine, name):
@@ -145,6 +177,10 @@ def simulate(options: argparse.Namespace) -> int:
     """Simulate a plan with its own routing."""
     from tools.planner.simulation import simulate_candidate
 
+    if options.trace:
+        check_target(options.trace, "--trace")
+    if options.picture:
+        check_target(options.picture, "--picture", (".svg", ".png", ".pdf", ".txt"))
     estimator, made, candidate, estimate = load(options)
     found = simulate_candidate(estimator, candidate, estimate, made)
     body = summary(estimator, candidate, estimate, found.iteration_s)

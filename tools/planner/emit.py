@@ -27,6 +27,7 @@ from tools.planner.emit_flags import (
 from tools.planner.emit_nodes import Node, NodeKind, place
 from tools.planner.emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
 from tools.planner.errors import PlannerError
+from tools.planner.files import check_target
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ def emit(
 
     Args:
         plan: A checked plan.
-        out: An existing folder.
+        out: A folder, made when it is missing.
         kinds: Node kinds by the plan's device names.
         groups: Megatron flags besides those of the plan, by purpose.
         launch: Settings of the scripts; ``run_dir`` is how the nodes see ``out``.
@@ -84,7 +85,7 @@ def emit(
     else:
         texts["layout.txt"] = layout_string(plan) + "\n"
         result.notes.append("stock Megatron can run this plan: " + shlex.join(stock_arguments(plan)))
-    (out / "logs").mkdir(exist_ok=True)
+    (out / "logs").mkdir(parents=True, exist_ok=True)
     save_plan(plan, out / "plan.json")
     result.files["plan.json"] = out / "plan.json"
     for name, text in texts.items():
@@ -156,7 +157,7 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         extra = shlex.split(options.extra)
     except ValueError as error:
         raise PlannerError("emit", "--lr, --extra", [options.lr, options.extra], str(error)) from error
-    options.out.mkdir(parents=True, exist_ok=True)
+    check_target(options.out / "plan.json", "--out")
     launch = LaunchOptions(
         run_dir=options.run_dir or str(options.out.resolve()),
         job_name=options.job_name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,22 +27,37 @@ class PlannerError(ValueError):
         shown = repr(value)
         if len(shown) > 160:
             shown = shown[:157] + "..."
-        text = f"{self.file}: {key} = {shown}: {problem}"
+        text = f"{self.file}: {key}" + ("" if value is None else f" = {shown}") + f": {problem}"
         if hint:
             text += f". {hint}"
         super().__init__(text)
 
 
 def from_validation_error(file: str, errors: Sequence[Any]) -> PlannerError:
-    """The first of pydantic's error records as a PlannerError that names file, key and value."""
-    first = errors[0]
-    key = ""
-    for part in first["loc"]:
-        key += f"[{part}]" if isinstance(part, int) else (f".{part}" if key else str(part))
+    """One of pydantic's error records as a PlannerError that names file, key and value.
+
+    An unknown key comes first, because it is usually a key that is missing elsewhere, misspelt.
+    """
+    missing = [_key(e["loc"]) for e in errors if e["type"] == "missing"]
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    key = _key(first["loc"])
+    hint = ""
     problem = first["msg"].removeprefix("Value error, ")
     problem = problem[0].lower() + problem[1:] if problem else "is not valid"
     value = None if first["type"] == "missing" else first.get("input")
-    if first["type"] == "extra_forbidden":
+    if first["type"] == "missing":
+        problem = "this key is required"
+    elif first["type"] == "extra_forbidden":
         problem = "unknown key"
+        near = difflib.get_close_matches(key, missing, n=1, cutoff=0.6)
+        hint = f"Did you mean {near[0]}?" if near else ""
     more = f" ({len(errors) - 1} more problems in this file)" if len(errors) > 1 else ""
-    return PlannerError(file, key or "(document)", value, problem + more)
+    return PlannerError(file, key or "(document)", value, problem + more, hint)
+
+
+def _key(location: Sequence[Any]) -> str:
+    """``nodes[1].gpu`` from ``("nodes", 1, "gpu")``."""
+    key = ""
+    for part in location:
+        key += f"[{part}]" if isinstance(part, int) else (f".{part}" if key else str(part))
+    return key

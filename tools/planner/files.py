@@ -33,6 +33,24 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
         raise PlannerError(file, where, None, f"not YAML: {getattr(error, 'problem', error)}") from None
 
 
+def check_target(path: str | os.PathLike[str], option: str, endings: tuple[str, ...] = ()) -> None:
+    """Before long work: whether a file can be written there.
+
+    Raises:
+        PlannerError: a folder, a place inside something that is no folder, no permission, an unknown ending.
+    """
+    target = Path(path)
+    if endings and target.suffix.lower() not in endings:
+        raise PlannerError("command line", option, str(path), "unknown kind of file", f"The name must end in {', '.join(endings)}")
+    if target.is_dir():
+        raise PlannerError("command line", option, str(path), "this is a folder", "Name a file in it")
+    parent = target.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise PlannerError("command line", option, str(path), f"{parent} cannot be written to")
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write through a temporary file and a rename."""
     target = Path(path)

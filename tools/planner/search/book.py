@@ -20,7 +20,11 @@ NEARLY = 1.6 * PENALTY
 
 
 class Book:
-    """Memo of scores; remembers the best candidates that hold all constraints."""
+    """Memo of scores; remembers the best candidates that hold all constraints.
+
+    ``by_stages`` and ``alike`` hold the best of each number of stages, the latter with equal numbers of
+    replicas (interleaved schedules need them), whatever their schedule.
+    """
 
     KEEP = 1000
 
@@ -30,6 +34,7 @@ class Book:
         self.good: dict[Candidate, tuple[float, Estimate]] = {}
         self.best = inf
         self.by_stages: dict[int, tuple[float, Candidate]] = {}
+        self.alike: dict[int, tuple[float, Candidate]] = {}
         self.nearest: tuple[float, Candidate, Estimate] | None = None
 
     def try_groups(self, groups: Groups, like: Candidate) -> tuple[float, Candidate | None]:
@@ -52,6 +57,10 @@ class Book:
             old = self.by_stages.get(len(groups))
             if candidate is not None and (old is None or found[0] < old[0]):
                 self.by_stages[len(groups)] = (found[0], candidate)
+            if candidate is not None and len({sum(g.count for g in stage) for stage in groups}) == 1:
+                old = self.alike.get(len(groups))
+                if old is None or found[0] < old[0]:
+                    self.alike[len(groups)] = (found[0], candidate)
             self.scores[key] = found
         return found
 
