@@ -46,6 +46,12 @@ def _sliced(made: Kind, **parameters: Any) -> Kind:
     return replace(made, first=replace(made.first, schedule=ScheduleSpec("slimpipe", parameters)))
 
 
+def _ministages(under: Plan, layers: tuple[tuple[int, ...], ...], **window: Any) -> Plan:
+    """The plan with every stage cut into ministages, under a parameter window."""
+    stages = tuple(replace(s, layers=cut) for s, cut in zip(under.stages, layers, strict=True))
+    return replace(under, stages=stages, schedule=ScheduleSpec("ministage", {"window": True, **window}))
+
+
 KINDS = {
     "split-vocabulary": _sliced(
         _kind(([[1], [1]], [2, 3]), ([[1], [1]], [4, 1]), tied=True, distributed_optimizer=True),
@@ -59,6 +65,13 @@ KINDS = {
     "bf16": _kind(
         ([[1], [2, 1]], [2, 3]), ([[2], [1, 1]], [4, 1]),
         distributed_optimizer=True, precision="bf16",
+    ),
+    "ministages": Kind(
+        _ministages(
+            plan("first", [[1, 1], [1]], [3, 2], distributed_optimizer=True), ((2, 1), (1, 1)),
+            offload=True, offload_optimizer=True, update="undo",
+        ),
+        plan("second", [[1], [1, 1]], [2, 3], distributed_optimizer=True),
     ),
 }  # fmt: skip
 
