@@ -88,14 +88,15 @@ def under_window(precision: str = "fp32", **window: Any) -> Plan:
 
 
 def train(
-    lab: MinistageLab, plan: Plan, folder: Path, *more: str, setup: Any = None, check: bool = True
+    lab: MinistageLab, plan: Plan, folder: Path, *more: str, setup: Any = None, check: bool = True,
+    fresh: bool = False,
 ) -> Finished:
-    """A short training that saves every SAVED_AT iterations."""
+    """A short training that saves every SAVED_AT iterations; ``fresh`` from random weights."""
     folder.mkdir()
     save_plan(plan, folder / "plan.json")
     weights = Weights(plan.training.precision)
     flags = [*common_flags(weights, steps=STEPS), *lab.data_flags(), *more]
-    if "--load" not in more:
+    if "--load" not in more and not fresh:
         flags += lab.start_flags(Weights())
     flags += ["--save", str(folder / "checkpoints"), "--save-interval", str(SAVED_AT)]
     flags += ["--het-plan", str(folder / "plan.json"), "--het-report", str(folder)]
@@ -145,3 +146,21 @@ def test_killed_in_the_middle_of_an_update(lab: MinistageLab, exact: Path, tmp_p
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(2 * SAVED_AT)
     train(lab, plan, tmp_path / "again", "--clip-grad", CLIP, "--load", str(checkpoints))
     assert_equal_at_the_end(lab, exact, tmp_path / "again", tmp_path)
+
+
+def test_fp16_skips_and_clips_as_without_a_window(lab: MinistageLab, tmp_path: Path):
+    """The loss scale doubles every iteration until gradients overflow; then a step is skipped."""
+    flags = ("--clip-grad", CLIP, "--fp16", "--initial-loss-scale", "256", "--loss-scale-window", "1",
+             "--hysteresis", "1")  # fmt: skip
+    exact = under_window("fp16", offload=True)
+    plans = {
+        "plain": replace(exact, schedule=ScheduleSpec("ministage", {})),
+        "exact": exact,
+        "undo": under_window("fp16", offload=True, offload_optimizer=True, update="undo"),
+    }
+    for name, plan in plans.items():
+        log = train(lab, plan, tmp_path / name, *flags, fresh=True).log()
+        skipped = re.findall(r"skipped iterations: +(\d+)", log)
+        assert {"0", "1"} <= set(skipped), skipped
+    for name in ("exact", "undo"):
+        assert_equal_at_the_end(lab, tmp_path / "plain", tmp_path / name, tmp_path / f"{name}-compared")
