@@ -27,11 +27,8 @@ from benchmarks.slimpipe_runs import Model, Setting, run
 MODEL = Model(layers=8, hidden=128, ffn=352, heads=4, groups=1)
 _STAGES, _MICROBATCHES, _SLICES = 2, 2, 8
 _EXCHANGE = ("--het-context-exchange", "--het-exchange-idle")
-# SlimPipe's slices, chunks and further flags
-_SWEEP: tuple[tuple[int, int, tuple[str, ...]], ...] = (
-    (8, 1, ()), (16, 2, ()), (16, 4, ()), (8, 1, _EXCHANGE), (8, 2, _EXCHANGE),
-)  # fmt: skip
-_WARMUP = 2  # iterations that do not count
+_SWEEP = ((8, 1), (16, 2), (16, 4))  # SlimPipe's slices and chunks
+_WARMUP = 1  # iterations that do not count
 
 
 def median_s(runner: Runner, setting: Setting, folder: Path, iterations: int) -> float:
@@ -45,8 +42,13 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.slimpipe_speed", description=__doc__)
     parser.add_argument("--json", required=True, type=Path)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--iterations", type=int, default=2, help="that count, of each run")
+    parser.add_argument(
+        "--sweep", type=lambda text: tuple(map(int, text.split(","))), nargs="+", metavar="N,V",
+        help="SlimPipe's slices and chunks to try (default: 8,1 16,2 16,4)",
+    )
+    parser.add_argument("--exchange", action="store_true", help="with the attention context exchange")
     parser.add_argument("--rounds", type=int, default=3, help="how often each side runs")
     options = parser.parse_args()
     pipeline = {
@@ -54,10 +56,10 @@ def main() -> int:
         "interleaved-2": Setting("stock", _STAGES, options.tokens, _MICROBATCHES, chunks=2),
         "interleaved-4": Setting("stock", _STAGES, options.tokens, _MICROBATCHES, chunks=4),
         **{
-            f"slimpipe-{n}-{v}{'-exchange' if flags else ''}": Setting(
-                "slimpipe", _STAGES, options.tokens, _MICROBATCHES, n, v, flags
+            f"slimpipe-{n}-{v}": Setting(
+                "slimpipe", _STAGES, options.tokens, _MICROBATCHES, n, v, _EXCHANGE if options.exchange else ()
             )
-            for n, v, flags in _SWEEP
+            for n, v in (options.sweep or _SWEEP)
         },
         "whole": Setting("slimpipe", 1, options.tokens, _MICROBATCHES, 1),
         "sliced": Setting("slimpipe", 1, options.tokens, _MICROBATCHES, _SLICES),
@@ -83,6 +85,7 @@ def main() -> int:
         "speedup_over_1f1b": medians["1f1b"] / medians[best],
         "speedup_over_best_interleaved": interleaved / medians[best],
         "best_slimpipe": best,
+        "context_exchange": options.exchange,
         "slicing_overhead": medians["sliced"] / medians["whole"] - 1,
         "ideal_speedup_over_1f1b": (1 + (_STAGES - 1) / _MICROBATCHES)
         / (1 + (_STAGES - 1) / (_MICROBATCHES * n * v)),
