@@ -6,7 +6,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_het.schedule import Kind, Program, Shape, generate
+from megatron_het.schedule import Costs, Kind, Link, Program, Shape, add_transfers, generate, simulate
+from megatron_het.schedule.generators.one_f_one_b import in_flight_limits
 
 
 def compact(program: Program, device: int) -> list[tuple[str, int, int]]:
@@ -141,3 +142,41 @@ def test_imports_without_torch_and_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def held(program: Program, device: int) -> int:
+    """The most forwards that wait for their backward."""
+    now = most = 0
+    for op in program.compute(device):
+        now += 1 if op.kind == Kind.FORWARD else -1
+        most = max(most, now)
+    return most
+
+
+def test_slack_shortens_pipelines_of_unequal_width() -> None:
+    """One fast device feeds four slow ones: with slack they find their next input waiting; the limit holds."""
+    shape = Shape(layers=((3,), (12,)), route=((0,) * 16, (0, 1, 2, 3) * 4), replicas=(1, 4))
+    seconds = []
+    for slack in (0.0, 0.5, 1.0):
+        program = generate("1f1b", shape, slack=slack)
+        limits = in_flight_limits(shape, slack)
+        assert limits == [1 + round(4 * (1 + slack)), 1, 1, 1, 1]
+        assert [held(program, d) for d in range(5)] == limits
+        costs = Costs(forward_s=((1.0,), *[(4.0,)] * 4), backward_s=((2.0,), *[(8.0,)] * 4), message_bytes=1.0,
+                      link=lambda a, b: Link(0.0, 2.0))  # fmt: skip
+        seconds.append(simulate(add_transfers(program), costs).makespan_s)
+    assert seconds[2] <= seconds[1] < seconds[0]
+    assert seconds[0] > 1.1 * seconds[2]
+
+
+def test_slack_changes_nothing_where_stages_divide_alike() -> None:
+    shape = Shape(layers=((2,),) * 3, route=((0, 1, 0, 1, 0, 1),) * 3, replicas=(2, 2, 2))
+    assert generate("1f1b", shape, slack=0.0) == generate("1f1b", shape) == generate("1f1b", shape, slack=2.0)
+    uniform = Shape.uniform(4, 8)
+    assert generate("1f1b", uniform, slack=0.0) == generate("1f1b", uniform)
+
+
+@pytest.mark.parametrize("slack", [-0.1, float("inf"), "much"])
+def test_slack_must_be_a_number(slack: object) -> None:
+    with pytest.raises(ValueError, match="slack"):
+        generate("1f1b", Shape.uniform(2, 2), slack=slack)

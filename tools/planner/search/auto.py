@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from tools.planner.build import seats
@@ -80,6 +80,7 @@ def search_auto(estimator: Estimator, goal: Goal, progress: Progress | None = No
         _polish(book)
     except KeyboardInterrupt:
         outcome.interrupted = True
+        effort = replace(effort, simulated_operations=1000)  # somebody is waiting
     finish(book, outcome, estimator, goal, effort, lambda c: expand(merged, estimator.cluster, c))
     if not outcome.interrupted:
         _published_methods(outcome, estimator, goal, progress, effort)

@@ -133,7 +133,8 @@ def search_poplar(estimator: Estimator, goal: Goal, progress: Progress | None = 
                 usable = [p for p, c in curves.items() if c is not None]
                 if len(usable) < len(nodes) and zero < last:
                     continue
-                groups = tuple(Group(p, 1, nodes[p].quota) for p in usable if nodes[p].quota)
+                # Where one sample fits nowhere, all of them, so that the caller can say what is missing.
+                groups = tuple(Group(p, 1, nodes[p].quota) for p in usable or curves if nodes[p].quota)
                 for batch in estimator.model.batch_sizes if groups else ():
                     stage = Stage(estimator.model.num_layers, groups)
                     candidate = Candidate((stage,), batch, recompute, zero_stage=zero)
