@@ -1,4 +1,4 @@
-"""The closed forms behind ``Estimator.estimate``: time and memory of each family of schedules."""
+"""The closed forms behind ``Estimator.estimate``: time and price of each family of schedules."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from math import log2
 from typing import TYPE_CHECKING
 
 from tools.planner.candidate import Candidate, Group
+from tools.planner.memory import group_memory, rank_parameters
 
 if TYPE_CHECKING:
     from tools.planner.estimate import Estimate, Estimator, Unit
@@ -76,7 +77,7 @@ def evaluate(estimator: Estimator, candidate: Candidate) -> Estimate | None:
     pipe_s, busy_s, bottleneck, gather_s, ends = _pipeline(estimator, candidate, stages, transfers, total)
     tail_s, sync_s, update_s = _tails(estimator, candidate, stages, ends)
     iteration_s = max(pipe_s, tail_s)
-    memory = tuple(_memory(estimator, candidate, stages, total))
+    memory = tuple(group_memory(estimator, candidate, stages))
     gpu_usd = iteration_s * sum(estimator.price[p] * n for p, n in candidate.gpus().items())
     egress_bytes, egress_usd = _egress(estimator, candidate, stages)
     exposed = max(0.0, iteration_s - pipe_s)
@@ -267,7 +268,7 @@ def _ministage(
         host = 0.0
         if candidate.offload:
             host = max(
-                _rank_parameters(candidate, stages[s].units[i], s) * estimator.model.element_bytes
+                rank_parameters(candidate, stages[s].units[i], s) * estimator.model.element_bytes
                 / estimator.cluster.gpu(estimator.cluster.nodes[g.pool].gpu).host_bytes_per_s / max(1, g.count)
                 for i, g in enumerate(candidate.stages[s].groups)
             )
@@ -280,20 +281,11 @@ def _ministage(
     return busy * (1 + bubble) + exposed + wraps, busy, which, exposed
 
 
-def _rank_parameters(candidate: Candidate, unit: Unit, s: int) -> float:
-    count = float(candidate.stages[s].layers * unit.layer_parameters)
-    if s == 0:
-        count += unit.embedding_parameters
-    if s == len(candidate.stages) - 1:
-        count += unit.head_parameters
-    return count
-
-
 def _rank_bytes(
     estimator: Estimator, candidate: Candidate, stages: list[StageTimes], s: int, per_parameter: float
 ) -> dict[Group, float]:
     groups = candidate.stages[s].groups
-    return {g: _rank_parameters(candidate, stages[s].units[i], s) * per_parameter for i, g in enumerate(groups)}
+    return {g: rank_parameters(candidate, stages[s].units[i], s) * per_parameter for i, g in enumerate(groups)}
 
 
 def _tails(
@@ -326,7 +318,7 @@ def sharding_s(estimator: Estimator, candidate: Candidate, units: list[Unit], s:
     """
     groups = candidate.stages[s].groups
     element = float(estimator.model.element_bytes)
-    size = {g: _rank_parameters(candidate, u, s) * element for g, u in zip(groups, units)}
+    size = {g: rank_parameters(candidate, u, s) * element for g, u in zip(groups, units)}
     half = estimator.network.sync_s(groups, size, 0.5)
     return (half, 2 * half) if candidate.zero_stage == 3 else (0.0, half)
 
@@ -335,7 +327,7 @@ def _tail(estimator: Estimator, candidate: Candidate, units: list[Unit], s: int)
     """(gradient reduction or gather of parameters, update) of one stage after its last backward."""
     groups, network = candidate.stages[s].groups, estimator.network
     element = float(estimator.model.element_bytes)
-    counts = [_rank_parameters(candidate, u, s) for u in units]
+    counts = [rank_parameters(candidate, u, s) for u in units]
     sync = network.sync_s(groups, {g: n * 4.0 for g, n in zip(groups, counts)})
     if candidate.zero_stage >= 1 and sync:
         gather = network.sync_s(groups, {g: n * element for g, n in zip(groups, counts)}, 0.5)
@@ -349,69 +341,6 @@ def _tail(estimator: Estimator, candidate: Candidate, units: list[Unit], s: int)
     if candidate.schedule == "ministage":
         return sync / candidate.chunks, update / candidate.chunks
     return sync, update
-
-
-def _in_flight(candidate: Candidate, stages: list[StageTimes], s: int, i: int) -> float:
-    """Microbatches (whole-stage equivalents) whose activations a replica holds at its peak."""
-    held, count, v = stages[s].in_flight[i], len(stages), candidate.chunks
-    mine = stages[s].microbatches[i]
-    if candidate.schedule == "interleaved":
-        return min(float(mine), (2 * (count - 1 - s) + (v - 1) * count + 1) / v)
-    if candidate.schedule == "slimpipe":
-        n = candidate.slices
-        return min(float(mine), (n * v + 2 * (count - 1 - s)) / (n * v))
-    if candidate.schedule == "ministage":
-        return float(mine)
-    return float(held)
-
-
-def _memory(estimator: Estimator, candidate: Candidate, stages: list[StageTimes], total: int):  # noqa: ANN202
-    """GroupMemory of every group."""
-    from tools.planner.estimate import GroupMemory
-
-    model, runtime = estimator.model, estimator.runtime
-    element, last = model.element_bytes, len(stages) - 1
-    boundary = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size
-    for s, stage in enumerate(stages):
-        layers, groups = candidate.stages[s]
-        same_tp: dict[int, int] = {}
-        for g in groups:
-            same_tp[g.tp] = same_tp.get(g.tp, 0) + g.count
-        for i, g in enumerate(groups):
-            u = stage.units[i]
-            count = _rank_parameters(candidate, u, s)
-            shards = same_tp[g.tp]
-            parameters, gradients = count * element, count * 4.0
-            optimizer = count * estimator.optimizer_per_parameter / (shards if candidate.zero_stage >= 1 else 1)
-            gradients += count * 4.0 * runtime.extra_parameter_copies
-            if candidate.zero_stage >= 2:  # shards, and whole gradients of the layer that is being reduced
-                gradients = gradients / shards + 4.0 * u.layer_parameters
-            if candidate.zero_stage >= 3:
-                parameters = parameters / shards + 2 * u.layer_parameters * element
-            held = _in_flight(candidate, stages, s, i)
-            layer_bytes = u.layer_bytes * (u.sliced_share if candidate.schedule == "slimpipe" else 1.0)
-            kept = layers * layer_bytes + (u.embedding_bytes if s == 0 else 0.0)
-            activations = held * kept
-            if candidate.schedule == "ministage":
-                window = min(1.0, 2.0 / candidate.chunks)
-                parameters = count * element * window + (0.0 if candidate.offload else count * element / shards)
-                gradients = count * 4.0 / candidate.chunks + count * 4.0 / shards
-                if candidate.offload:
-                    optimizer = optimizer * window
-                    activations = 2 * kept
-            if s == last and candidate.schedule == "ministage":
-                activations += u.head_bytes if candidate.recompute == "full" else held * u.head_bytes
-            elif s == last:
-                activations += u.head_bytes / candidate.slices
-            if last > 0:
-                activations += 2 * boundary
-                if runtime.keeps_sent and candidate.schedule != "slimpipe":
-                    mine = stage.microbatches[i]  # until the last forward, which is when most is held
-                    forward, backward = candidate.chunks - (s == last), candidate.chunks - (s == 0)
-                    activations += boundary * (mine * forward + (mine - held) * backward)
-            workspace = max(u.workspace_bytes, u.head_workspace_bytes if s == last else 0.0) / candidate.slices
-            yield GroupMemory(s, g, parameters, gradients, optimizer, activations, workspace, u.reserved_bytes,
-                              u.capacity_bytes)
 
 
 def _egress(estimator: Estimator, candidate: Candidate, stages: list[StageTimes]) -> tuple[float, float]:
@@ -435,7 +364,7 @@ def _egress(estimator: Estimator, candidate: Candidate, stages: list[StageTimes]
         for first, second in zip(pools, pools[1:]):
             rate = estimator.network.usd_per_byte(first, second)
             if rate:
-                volume = 4 * 4.0 * _rank_parameters(candidate, stages[s].units[0], s) * groups[0].tp
+                volume = 4 * 4.0 * rank_parameters(candidate, stages[s].units[0], s) * groups[0].tp
                 moved += volume
                 usd += volume * rate
     return moved, usd

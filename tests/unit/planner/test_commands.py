@@ -117,3 +117,50 @@ def test_help_imports_nothing_heavy():
            "print([m for m in ('pydantic', 'scipy', 'networkx', 'rich', 'torch', 'yaml') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout.strip().endswith("[]")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "key"),
+    [
+        ("plan", ["--out", "{}"], "--out"),
+        ("plan", ["--out", "{}/c.yaml/p.json"], "--out"),
+        ("simulate", ["--picture", "{}/p.bmp"], "--picture"),
+        ("simulate", ["--trace", "{}"], "--trace"),
+    ],
+)
+def test_places_that_cannot_be_written_are_refused_first(files, capsys, command, options, key):
+    words = [option.format(files) for option in options]
+    code, out = call(capsys, command, *(["plan.json"] if command == "simulate" else []), *common(files), *words)
+    assert code == 2
+    assert json.loads(out.out)["error"]["key"] == key
+    assert sorted(p.name for p in files.iterdir()) == ["c.yaml", "m.yaml"]
+
+
+def test_a_misspelt_key_names_the_one_that_is_meant(files, capsys):
+    (files / "m.yaml").write_text(yaml.safe_dump({("num_layer" if k == "num_layers" else k): v for k, v in MODEL.items()}))
+    code, out = call(capsys, "plan", *common(files), "--out", files / "p.json")
+    error = json.loads(out.out)["error"]
+    assert code == 2 and error["key"] == "num_layer" and "num_layers" in error["hint"]
+
+
+def test_poplar_shards_parameters_as_ministages_or_says_why_not(files, capsys):
+    """Too large for one GPU without sharding: the window where ministages are allowed, else a refusal."""
+    large = {**MODEL, "num_layers": 24, "hidden_size": 3072, "ffn_hidden_size": 12288, "num_attention_heads": 16,
+             "distributed_optimizer": True, "micro_batch_sizes": [1]}
+    (files / "m.yaml").write_text(yaml.safe_dump(large))
+    words = [*common(files), "--search", "poplar", "--out", files / "p.json"]
+    code, out = call(capsys, "plan", *words)
+    assert code == 0 and json.loads(out.out)["schedule"] == "ministage"
+    code, out = call(capsys, "check", files / "p.json", *common(files))
+    assert code == 0
+    (files / "p.json").unlink()
+    code, out = call(capsys, "plan", *words, "--schedules", "1f1b")
+    assert code == 2 and "ministages" in json.loads(out.out)["error"]["problem"]
+    assert not (files / "p.json").exists()
+
+
+def test_interleaved_alone_finds_a_plan(files, capsys):
+    """Its stages need equal numbers of replicas, which the best 1F1B plans need not have."""
+    (files / "m.yaml").write_text(yaml.safe_dump({**MODEL, "num_layers": 8}))
+    code, out = call(capsys, "plan", *common(files), "--schedules", "interleaved", "--out", files / "p.json")
+    assert code == 0 and json.loads(out.out)["schedule"] == "interleaved"

@@ -126,3 +126,31 @@ def test_memory_of_the_catalog_follows_recompute_and_zero():
     assert size["full", 0] < size["none", 0]
     assert size["none", 1] < size["none", 0]
     assert size["none", 0] - size["none", 1] == pytest.approx(12 * model.parameters * 7 / 8, rel=0.1)
+
+
+def test_plain_zero_2_holds_less_and_reduces_after_every_microbatch():
+    """Gradients are sharded; over a slow network the reduction of every microbatch outlasts its backward."""
+    model = Model(num_layers=8, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=16, vocab_size=1000,
+                  seq_length=512, global_batch_size=32, distributed_optimizer=True, micro_batch_sizes=(1,))
+    cluster = Cluster(nodes=(NodeGroup(gpu="A100-40", count=8, gpus_per_node=1, network_bytes_per_s=1e9),))
+    estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]))
+    found = [estimator.estimate(Candidate((Stage(8, (Group(0, 1, 8),)),), 1, zero_stage=z)) for z in (1, 2, 3)]
+    assert found[1].memory[0].gradient_bytes < found[0].memory[0].gradient_bytes / 4
+    assert found[2].memory[0].parameter_bytes < found[1].memory[0].parameter_bytes
+    assert found[0].iteration_s < found[1].iteration_s < found[2].iteration_s
+
+
+def test_slack_is_priced_in_time_and_memory():
+    """A fast stage before a wide slow one: more in flight is faster and larger, and both figures follow the simulator."""
+    estimator = gcp()
+    times, memory = [], []
+    for slack in (0.0, 0.5, 1.0):
+        candidate = Candidate((Stage(14, (Group(0, 1, 4),)), Stage(10, (Group(1, 1, 16),))), 1, slack=slack)
+        estimate = estimator.estimate(candidate)
+        simulated = simulate_block(estimator, candidate, estimate)
+        assert estimate.iteration_s == pytest.approx(simulated.iteration_s, rel=0.02)
+        assert max(m.total_bytes for m in estimate.memory) == pytest.approx(max(simulated.peak_bytes), rel=0.02)
+        times.append(estimate.iteration_s)
+        memory.append(max(m.total_bytes for m in estimate.memory))
+    assert times[0] > times[1] > times[2]
+    assert memory[0] < memory[1] < memory[2]
