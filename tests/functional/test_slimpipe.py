@@ -29,7 +29,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "split-vocabulary": {
         "tp": 2, "vocabulary": True, "distributed_optimizer": True, "chunks": 2, "microbatches": 2,
     },
-    "split-tied-vocabulary-offload": {"tied": True, "vocabulary": True, "offload": 0.75, "slices": 8},
+    "split-tied-vocabulary-offload": {
+        "tied": True, "vocabulary": True, "offload": 0.75, "slices": 8, "recompute": "up projection",
+    },
     "exchange": {"exchange": _EXCHANGE, "layers": 4, "stages": 4, "slices": 8, "recompute": "selective"},
     "exchange-interleaved-tp": {
         "exchange": {**_EXCHANGE, "exchange_keep": True, "exchange_idle": True}, "layers": 4, "tp": 2,
