@@ -1,12 +1,14 @@
 """Speed of Zorse's two ideas on processes of unequal speed.
 
-``python -m benchmarks.zorse_speed --json OUT``: four or five ranks on two cores.  Rank 0 has a core of
+``python -m benchmarks.zorse_speed --json OUT``: five or six ranks on two cores.  Rank 0 has a core of
 its own, the others share one, so they are really slower.  Every figure is a ratio of runs that alternate.
 
 ``speedup_over_even_split``: a stage of ranks 0 to 3 and a stage of rank 4.  Microbatches in equal
-shares against shares and routes by Zorse's rule from times measured before (``plan/routing.py``).
+shares against routes by Zorse's rule (``plan/routing.py``).  The times are measured before, on the rank
+with a core of its own; the shares are those with the shortest iteration in a simulation of processes that
+share a core, as in the demo (how slow the others are depends on how much they have to do).
 
-``speedup_over_zero3``: two stages of two ranks, equal shares.  Ministages (parameters gathered once per
+``speedup_over_zero3``: two stages of three ranks, equal shares.  Ministages (parameters gathered once per
 pass) against PP + ZeRO-3: the same window told to gather for every microbatch, as one chunk per stage
 and as ministages; the faster of the two counts.  A microbatch has few tokens, because a core here does
 some 50 operations in the time that the loopback moves a byte: with T tokens the gathers of ZeRO-3 take
@@ -32,8 +34,10 @@ from typing import Any
 from benchmarks.cases import machine_flags
 from benchmarks.machine import machine
 from benchmarks.runner import Job, Runner, words
+from examples.llama.contention import simulate_shared
 from megatron_het.plan import (
     ModelShape,
+    Placement,
     Plan,
     Replica,
     ScheduleSpec,
@@ -41,7 +45,10 @@ from megatron_het.plan import (
     TrainingShape,
     save_plan,
 )
-from megatron_het.plan.routing import route, shares
+from megatron_het.plan.routing import route
+from megatron_het.runtime.programs import schedule_shape
+from megatron_het.schedule import generate
+from megatron_het.schedule.ir import Kind, Op
 
 LAYERS, HEADS, VOCABULARY = 8, 4, 127
 HIDDEN = {"even": 256, "zero3": 512}  # the feed-forward is three times as wide
@@ -61,7 +68,6 @@ class Setting:
         tokens: Sequence length; a microbatch is one sequence.
         hidden: Width of the model.
         options: Of the window.
-        speeds: Relative speed per stage and replica, which orders transfers.
     """
 
     name: str
@@ -70,17 +76,15 @@ class Setting:
     tokens: int
     hidden: int
     options: Mapping[str, Any]
-    speeds: Sequence[Sequence[float]] | None = None
 
     def plan(self) -> Plan:
         """The plan; ranks are numbered in order."""
         total = sum(len(own) for own in self.ids[0])
         stages, rank = [], 0
-        for s, (layers, owned) in enumerate(zip(self.layers, self.ids, strict=True)):
+        for layers, owned in zip(self.layers, self.ids, strict=True):
             replicas = []
-            for q, own in enumerate(owned):
-                speed = self.speeds[s][q] if self.speeds else 1.0
-                replicas.append(Replica((rank,), tuple(own), speed=speed))
+            for own in owned:
+                replicas.append(Replica((rank,), tuple(own), speed=len(own) / total))
                 rank += 1
             stages.append(Stage(layers, tuple(replicas)))
         return Plan(
@@ -106,10 +110,11 @@ def unequal_cores(ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: seconds per iteration, and per rank the compute seconds of a microbatch."""
+    """One run: seconds per iteration, and of rank 0's forwards and backwards per microbatch and layer."""
 
     iteration_s: float
-    microbatch_s: tuple[float, ...]
+    forward_s: float
+    backward_s: float
 
 
 def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> Measured:
@@ -138,14 +143,34 @@ def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> Meas
     runner.run(Job(setting.name, plan.world_size, argv, folder, setup=setup, timeout_s=300.0))
     reports = [json.loads((folder / f"rank-{r}.json").read_text("utf-8")) for r in range(plan.world_size)]
     rows = [[i for i in r["iterations"] if not i["metered"] and i["elapsed_s"]][_WARMUP - 1 :] for r in reports]
-    counts = [len(replica.microbatches) for stage in plan.stages for replica in stage.replicas]
+    pieces = len(plan.stages[0].replicas[0].microbatches) * sum(plan.stages[0].layers)
     return Measured(
         statistics.median(max(i["elapsed_s"] for i in row) for row in zip(*rows, strict=True)),
-        tuple(
-            statistics.median(i["compute_s"] for i in row) / count
-            for row, count in zip(rows, counts, strict=True)
-        ),
+        statistics.median(i["forward_s"] for i in rows[0]) / pieces,
+        statistics.median(i["backward_s"] for i in rows[0]) / pieces,
     )
+
+
+def simulated_s(setting: Setting, profile: Measured) -> float:
+    """Forward and backward part of an iteration when processes divide their core equally."""
+    placement = Placement(setting.plan())
+    program = generate("ministage", schedule_shape(placement))
+    cores = [core[0] for core in unequal_cores(placement.world_size)]
+
+    def work_s(device: int, op: Op) -> float:
+        layers = setting.layers[program.devices[device].stage][op.chunk]
+        return layers * (profile.forward_s if op.kind == Kind.FORWARD else profile.backward_s)
+
+    return simulate_shared(program, work_s, cores).makespan_s
+
+
+def routed_ids(first: int, replicas: Sequence[int], total: int) -> Ids:
+    """Zorse's routes when rank 0 runs ``first`` microbatches and the rest of its stage equally many."""
+    others = replicas[0] - 1
+    rest = [(total - first) // others + (q < (total - first) % others) for q in range(others)]
+    counts = [[first, *rest], [total]]
+    # Whoever finishes its share together with the others is as fast as its share is large.
+    return route([[1.0 / count for count in row] for row in counts], total, counts)
 
 
 def even_ids(replicas: Sequence[int], total: int) -> Ids:
@@ -183,24 +208,24 @@ class Bench:
         layers, replicas, hidden = ((3, 3), (1, 1)), (4, 1), HIDDEN["even"]
         even = Setting("even split", layers, even_ids(replicas, total), tokens, hidden, {})
         profile = run(self.runner, even, self.folder / "profile", self.iterations)
-        seconds = [profile.microbatch_s[: replicas[0]], profile.microbatch_s[replicas[0] :]]
-        fastest = min(seconds[0])
-        routed = Setting(
-            "routed", layers, route(seconds, total), tokens, hidden, {},
-            [[min(1.0, fastest / s) for s in row] for row in seconds],
-        )  # fmt: skip
+        candidates = [
+            Setting("routed", layers, routed_ids(first, replicas, total), tokens, hidden, {})
+            for first in range(1, total - replicas[0] + 2)
+        ]
+        expected = [simulated_s(candidate, profile) for candidate in candidates]
+        routed = candidates[expected.index(min(expected))]
         times = self.alternate([even, routed])
         return {
             "speedup_over_even_split": ratio(times, "even split", "routed"),
-            "profiled_microbatch_s": seconds,
-            "shares": [shares(row, total) for row in seconds],
+            "simulated_speedup": simulated_s(even, profile) / min(expected),
+            "layer_s": [profile.forward_s, profile.backward_s],
             "routes": [[list(own) for own in stage] for stage in routed.ids],
             "tokens": tokens, "hidden": hidden, "microbatches": total, "layers": layers, "runs_s": times,
         }  # fmt: skip
 
     def zero3(self, tokens: int, total: int, ministages: int) -> dict[str, Any]:
         """Ministages against gathers for every microbatch."""
-        ids, hidden = even_ids((2, 2), total), HIDDEN["zero3"]
+        ids, hidden = even_ids((3, 3), total), HIDDEN["zero3"]
         cut = ((LAYERS // 2 // ministages,) * ministages,) * 2
         whole = ((LAYERS // 2,),) * 2
         per_microbatch = {"per_microbatch": True, "keep_at_turn": False}
@@ -239,7 +264,7 @@ def main() -> int:
             if options.only != "zero3":
                 mixed = bench.mixed_stage(tokens=256, total=12)
             if options.only != "even":
-                zero3 = bench.zero3(options.tokens, total=16, ministages=4)
+                zero3 = bench.zero3(options.tokens, total=24, ministages=4)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     figures = {k: d[k] for d in (mixed, zero3) for k in d if k.startswith("speedup")}
