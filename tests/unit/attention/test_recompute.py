@@ -5,9 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+
+from megatron_het.platform import Platform, activate
+
+activate()  # before Megatron is imported, which binds what the platform replaces
+
 from megatron.core.transformer.mlp import MLP
 
-from megatron_het.platform import Platform
 from megatron_het.platform.memory import memory_meter
 from megatron_het.recompute import RecomputingMLP, recompute_up_projections
 
