@@ -86,7 +86,7 @@ def summary(estimator: Estimator, candidate: Candidate, estimate: Estimate, simu
         "tokens_per_s": tokens / seconds,
         "model_tflops": model.iteration_flops / seconds / 1e12,
         "model_flops_utilisation": model.iteration_flops / seconds / peak if peak else None,
-        "usd_per_iteration": found.usd_per_iteration,
+        "usd_per_iteration": found.usd_per_iteration, "gpus_without_price": _unpriced(estimator, candidate),
         "usd_per_billion_tokens": found.usd_per_iteration / tokens * 1e9,
         "egress_bytes_per_iteration": estimate.egress_bytes,
         "energy_joules_per_iteration": joules,
@@ -97,6 +97,12 @@ def summary(estimator: Estimator, candidate: Candidate, estimate: Estimate, simu
         "zero_stage": candidate.zero_stage, "offload": candidate.offload,
         "stages": stages_of(estimator, candidate, estimate),
     }  # fmt: skip
+
+
+def _unpriced(estimator: Estimator, candidate: Candidate) -> list[str]:
+    """Kinds of GPUs in use that have a price neither in the cluster file nor in the catalog."""
+    nodes = [estimator.cluster.nodes[p] for p in candidate.gpus()]
+    return sorted({n.gpu for n in nodes if n.usd_per_gpu_hour is None and estimator.cluster.gpu(n.gpu).usd_per_hour is None})
 
 
 def summary_tables(body: dict[str, Any]) -> list[Any]:
@@ -117,13 +123,15 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
             f"{row['total_bytes'] / GIB:.2f}" + ("" if row["fits"] else " TOO MUCH"), f"{row['capacity_bytes'] / GIB:.1f}",
             f"{parts[0][0]} {parts[0][1] / GIB:.1f}",
         )  # fmt: skip
+    unpriced = ", ".join(body["gpus_without_price"])
     lines = [
         f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}, ZeRO-{body['zero_stage']}"
         + (f", {body['chunks']} chunks" if body["chunks"] > 1 else "")
         + (f", {body['slices']} slices" if body["slices"] > 1 else "") + (", offload" if body["offload"] else ""),
         f"{body['iteration_s']:.4g} s per iteration (+-{100 * body['uncertainty']:.0f} %), {body['tokens_per_s']:.4g} tokens/s, "
         f"{body['model_tflops']:.4g} model TFLOP/s",
-        f"USD {body['usd_per_iteration']:.4g} per iteration, {body['usd_per_billion_tokens']:.4g} per billion tokens; "
+        f"USD {body['usd_per_iteration']:.4g} per iteration, {body['usd_per_billion_tokens']:.4g} per billion tokens"
+        + (f" (without {unpriced}: no price known, see usd_per_gpu_hour)" if unpriced else "") + "; "
         f"egress {body['egress_bytes_per_iteration'] / 1e9:.4g} GB per iteration",
     ]
     return [*lines, causes, where]
