@@ -37,6 +37,41 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="the pipeline schedule, in place of the plan's; without --het-plan an even plan is made "
         "from Megatron's own flags (pipeline, tensor and virtual pipeline sizes, batch sizes)",
     )
+    _add_slice_arguments(group)
+    group.add_argument(
+        "--het-thrifty-layers",
+        action="store_true",
+        help="RMSNorm and SwiGLU keep only their input from forward to backward",
+    )
+    group.add_argument(
+        "--het-transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="how activations travel between stages: nccl, gloo (host tensors), staged (device "
+        "tensors by way of host memory: several ranks per GPU, mixed vendors); auto chooses",
+    )
+    group.add_argument(
+        "--het-report",
+        metavar="DIR",
+        help="write rank-<rank>.json with times, losses and memory of this run into DIR",
+    )
+    group.add_argument(
+        "--het-trace",
+        metavar="DIR",
+        help="write a Chrome trace of one iteration per rank into DIR (open it in Perfetto)",
+    )
+    group.add_argument(
+        "--het-trace-iteration",
+        metavar="N",
+        type=int,
+        default=3,
+        help="the iteration of this run to trace, counted from 1 (default: 3)",
+    )
+    return parser
+
+
+def _add_slice_arguments(group: argparse._ArgumentGroup) -> None:
+    """What schedules over slices can be asked for, and what goes with them."""
     group.add_argument(
         "--het-slices",
         metavar="N",
@@ -78,36 +113,6 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         action="store_true",
         help="stages that wait for work at the start and the end of an iteration attend for others too",
     )
-    group.add_argument(
-        "--het-thrifty-layers",
-        action="store_true",
-        help="RMSNorm and SwiGLU keep only their input from forward to backward",
-    )
-    group.add_argument(
-        "--het-transport",
-        choices=TRANSPORTS,
-        default="auto",
-        help="how activations travel between stages: nccl, gloo (host tensors), staged (device "
-        "tensors by way of host memory: several ranks per GPU, mixed vendors); auto chooses",
-    )
-    group.add_argument(
-        "--het-report",
-        metavar="DIR",
-        help="write rank-<rank>.json with times, losses and memory of this run into DIR",
-    )
-    group.add_argument(
-        "--het-trace",
-        metavar="DIR",
-        help="write a Chrome trace of one iteration per rank into DIR (open it in Perfetto)",
-    )
-    group.add_argument(
-        "--het-trace-iteration",
-        metavar="N",
-        type=int,
-        default=3,
-        help="the iteration of this run to trace, counted from 1 (default: 3)",
-    )
-    return parser
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:

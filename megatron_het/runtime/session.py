@@ -8,7 +8,7 @@ by one for another plan.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,10 +30,10 @@ from megatron_het.runtime.activation_offload import ActivationOffload
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.executor import Call, Executor, iterators_per_chunk
 from megatron_het.runtime.gradients import GradientFinalizer, mark_duplicates
-from megatron_het.runtime.lowering import BoundaryMap, edges, exchange_edges, lower
+from megatron_het.runtime.lowering import BoundaryMap, RankProgram, edges, exchange_edges, lower
 from megatron_het.runtime.programs import build_programs
 from megatron_het.runtime.report import RunReport
-from megatron_het.runtime.slicing import SlicedSequences, WholeSequences
+from megatron_het.runtime.slicing import Sequences, SlicedSequences, WholeSequences
 from megatron_het.runtime.timeline import Timeline
 from megatron_het.runtime.transport import choose_transport
 from megatron_het.runtime.window_options import split_parameters
@@ -143,24 +143,7 @@ class HetSession:
             forward_only: lower(program, boundaries, device, where.tp_rank, rank)
             for forward_only, program in programs.items()
         }
-        options = exchange_of(self.plan)
-        if options is not None:
-            from megatron_het.runtime.exchange import ContextExchange
-
-            pairs = exchange_edges(list(programs.values()), parts)
-            self._exchange = ContextExchange(
-                lowered[False],
-                length // options.units,
-                self.plan.stages[where.stage].layers[0],
-                self._channels,
-                Channels(pairs, transport, timeout_s, rank, pending_per_edge=_PENDING_SLICES),
-                self._timeline,
-                self._platform.device,
-            )
-        if cuts_sequences(self.plan):
-            self._slicing = SlicedSequences(
-                args, slices_of(self.plan), lowered, self._exchange, self._groups.get("cp")
-            )
+        sequences = self._open_sequences(args, lowered, parts, transport, timeout_s)
         _, window_options = split_parameters(self.plan.schedule)
         if window_options is not None:
             from megatron_het.runtime.window import ParameterWindow
@@ -169,7 +152,6 @@ class HetSession:
                 window_options, self._groups["tp"], self._groups["stage"],
                 self._is_last and where.tp_rank == 0,
             )
-        sequences = self._slicing or WholeSequences()
         if splits_vocabulary(self.plan):
             from megatron_het.vocab.team import SplitVocabulary
 
@@ -194,6 +176,37 @@ class HetSession:
         self.report = RunReport(
             self.config, self.placement, rank, plan_hash(self.plan), choice, self._platform
         )
+
+    def _open_sequences(
+        self,
+        args: Any,
+        lowered: Mapping[bool, RankProgram],
+        parts: Sequence[BoundaryMap],
+        transport: str,
+        timeout_s: float,
+    ) -> Sequences:
+        """What runs the plan's forwards: over whole sequences, or over slices and parts of them."""
+        options, rank = exchange_of(self.plan), self.groups.rank
+        if options is not None:
+            from megatron_het.runtime.exchange import ContextExchange
+
+            assert self._channels is not None
+            length = self.plan.model.seq_length // slices_of(self.plan) // self.plan.context_parallel
+            pairs = exchange_edges(list(self._programs.values()), parts)
+            self._exchange = ContextExchange(
+                lowered[False],
+                length // options.units,
+                self.plan.stages[0].layers[0],
+                self._channels,
+                Channels(pairs, transport, timeout_s, rank, pending_per_edge=_PENDING_SLICES),
+                self._timeline,
+                self._platform.device,
+            )
+        if cuts_sequences(self.plan):
+            self._slicing = SlicedSequences(
+                args, slices_of(self.plan), lowered, self._exchange, self.groups.get("cp")
+            )
+        return self._slicing or WholeSequences()
 
     def finish_report(self) -> None:
         """Write the report, if one was asked for; the session must still be open."""
