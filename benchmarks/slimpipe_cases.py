@@ -46,6 +46,10 @@ _CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
     "cp2-1f1b": {"cp": 2, **_UNSLICED},
     "cp2-1f1b-replicas": {"cp": 2, **_UNSLICED, "microbatches": 4, "tied": True, "recompute": "selective"},
     "cp2-tp2": {"cp": 2, **_UNSLICED, "stages": 1, "tp": 2, "distributed_optimizer": True, "recompute": "full"},
+    "cp2-window": {
+        "cp": 2, **_UNSLICED, "schedule": "ministage", "chunks": 2, "distributed_optimizer": True,
+        "parameters": {"window": True, "offload": True}, "microbatches": 4,
+    },
     "cp2-p2-n4": {"cp": 2, "multi_head": True},
     "cp2-p2-n8-v2": {"cp": 2, "slices": 8, "chunks": 2, "distributed_optimizer": True, "microbatches": 1},
     "cp2-p2-tp2-uneven": {"cp": 2, "tp": 2, "uneven": True, "microbatches": 3},
@@ -87,7 +91,8 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
         row: ``stages``, ``slices``, ``chunks``, ``microbatches`` (of one replica), ``tp``,
             ``recompute``, ``tied``, ``distributed_optimizer``, ``multi_head``, ``uneven``; may have
             ``vocabulary`` (split over the stages), ``offload`` (share of activations), ``thrifty`` (layers),
-            ``layers``, ``cp``, ``schedule`` and ``exchange`` (parameters of the context exchange).
+            ``layers``, ``cp``, ``schedule`` with other ``parameters``, and ``exchange`` (parameters of the
+            context exchange).
         name: Name of the case.
         rng: For uneven layers.
     """
@@ -120,7 +125,7 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
     case = SlicedCase(name, plan, chosen={"precision": "fp32", **row})
     schedule = row.get("schedule", "slimpipe")
     parameters: dict[str, Any] = {"slices": row["slices"]} if schedule == "slimpipe" else {}
-    parameters |= row.get("exchange", {})
+    parameters |= {**row.get("exchange", {}), **row.get("parameters", {})}
     if row.get("vocabulary"):
         parameters["vocabulary"] = True
     if row.get("offload"):

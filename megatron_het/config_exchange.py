@@ -50,10 +50,6 @@ def check_context_parallel(plan: Plan) -> None:
             "--context-parallel-size", cp, "cannot be used with --het-vocabulary-parallel: the ranks that share "
             "the vocabulary are found by their TP rank, whatever part of the sequence they hold",
         )
-    if cp > 1 and plan.schedule.parameters.get("window"):
-        raise PlanError(
-            "--context-parallel-size", cp, "has not been tried with a parameter window, and is refused until it has"
-        )
 
 
 def _check_stages(plan: Plan) -> None:
