@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.config import HetConfig
-from megatron_het.plan import Plan, ScheduleSpec
+from megatron_het.plan import Plan, PlanError, ScheduleSpec
+from megatron_het.runtime.window_options import SCHEDULE as MINISTAGE
+from megatron_het.runtime.window_options import UPDATES
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "seq1f1b", "slimpipe", "terapipe")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "ministage", "seq1f1b", "slimpipe", "terapipe")
 
 
 def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -38,6 +40,7 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "from Megatron's own flags (pipeline, tensor and virtual pipeline sizes, batch sizes)",
     )
     _add_slice_arguments(group)
+    _add_window_arguments(group)
     group.add_argument(
         "--het-thrifty-layers",
         action="store_true",
@@ -115,6 +118,32 @@ def _add_slice_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_window_arguments(group: argparse._ArgumentGroup) -> None:
+    """The parameter window of ministages; the plan can say more (docs/zorse.md)."""
+    group.add_argument(
+        "--het-window",
+        action="store_true",
+        help="with --het-schedule ministage: shard a stage's parameters over its replicas and keep only "
+        "two ministages whole (Zorse, section 4.1); the next three flags imply it",
+    )
+    group.add_argument(
+        "--het-update",
+        choices=UPDATES,
+        help="when a ministage is updated: exact (after the global gradient norm, the default), at-once, "
+        "undo (at once, taken back when the norm asks for it), per-ministage (clipped by its own norm)",
+    )
+    group.add_argument(
+        "--het-offload-parameters",
+        action="store_true",
+        help="parameter shards live in host memory while their ministage is closed",
+    )
+    group.add_argument(
+        "--het-offload-optimizer",
+        action="store_true",
+        help="the optimizer's state lives in host memory while its ministage is not updated",
+    )
+
+
 def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
     """Separate this extension's flags from Megatron's.
 
@@ -161,23 +190,39 @@ def _plan(namespace: argparse.Namespace, rest: list[str]) -> tuple[Plan, list[st
     parameters = _schedule_parameters(namespace)
     if namespace.het_plan is None:
         schedule = ScheduleSpec(namespace.het_schedule, parameters)
+        _check_window_flags(schedule)
         plan, rest = plan_from_flags(rest, int(os.environ.get("WORLD_SIZE", "1")), schedule)
         check_plan(plan)
         return plan, rest
     plan = load_plan(namespace.het_plan)
-    if namespace.het_schedule is not None:
-        return replace(plan, schedule=ScheduleSpec(namespace.het_schedule, parameters)), rest
-    if parameters:
-        schedule = replace(plan.schedule, parameters={**plan.schedule.parameters, **parameters})
-        return replace(plan, schedule=schedule), rest
-    return plan, rest
+    name = namespace.het_schedule or plan.schedule.name
+    # Another schedule's parameters mean nothing to this one.
+    kept = plan.schedule.parameters if name == plan.schedule.name else {}
+    schedule = ScheduleSpec(name, {**kept, **parameters})
+    _check_window_flags(schedule)
+    return replace(plan, schedule=schedule), rest
+
+
+def _check_window_flags(schedule: ScheduleSpec) -> None:
+    if schedule.parameters.get("window") and schedule.name != MINISTAGE:
+        raise PlanError(
+            "--het-window", True, f"schedule {schedule.name} has no parameter window",
+            f"Use --het-schedule {MINISTAGE}",
+        )  # fmt: skip
 
 
 def _schedule_parameters(namespace: argparse.Namespace) -> dict[str, Any]:
     """The schedule's parameters among the flags that were given."""
     from megatron_het.plan.slices import OFFLOAD, VOCABULARY
 
+    window = {
+        "update": namespace.het_update,
+        "offload": namespace.het_offload_parameters or None,
+        "offload_optimizer": namespace.het_offload_optimizer or None,
+    }
     found = {
+        "window": namespace.het_window or any(window.values()) or None,
+        **window,
         "slices": namespace.het_slices,
         VOCABULARY: namespace.het_vocabulary_parallel or None,
         OFFLOAD: namespace.het_offload_activations,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, Weights, build_plan, common_flags
+from benchmarks.cases import Case, Weights, build_plan, common_flags, with_schedule
 from benchmarks.compare import compare
 from benchmarks.runner import Finished, Job, Runner
 from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases
@@ -67,6 +67,22 @@ def _buckets(case: Case, stage: int, op: Op) -> int:
         return chunks[op.chunk] if op.start < 0 else op.stop - op.start
     ends = (stage == 0 and op.chunk == 0, stage == len(case.plan.stages) - 1 and op.chunk == len(chunks) - 1)
     return int(any(ends))
+
+
+def test_from_flags(lab: MinistageLab, tmp_path: Path):
+    """Without a plan file Megatron's own flags give the layout, and ours the window."""
+    even = build_plan([[1, 1], [1, 1]], [2, 2], random.Random(0), distributed_optimizer=True)
+    case = with_schedule(Case("like-flags", even), "ministage", 2, {"window": True, "offload": True})
+    layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --use-distributed-optimizer"
+    ours = "--het-schedule ministage --het-offload-parameters --dist-ckpt-optim-fully-reshardable"
+    flags = (*common_flags(*case.reference), *lab.start_flags(case.weights), *layout.split(), *ours.split())
+    observe = ("benchmarks.probe:observe", {"out": str(tmp_path), "gradients": True})
+    report = ("--het-report", str(tmp_path))
+    done = lab.runner.run(Job("flags", 4, (*flags, *report), tmp_path, setup=observe))
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert max(found.loss, found.validation, found.gradient) <= FP32_BAR, found
+    window = json.loads((tmp_path / "rank-0.json").read_text(encoding="utf-8"))["window"]
+    assert window["gathers"] > 0
 
 
 # -- updates -------------------------------------------------------------------------------------
