@@ -118,6 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+_WITHIN, _FINALISTS = 0.06, 3  # candidates that are tried out: predicted distance from the best, how many
+
+
 class Demo:
     """The steps, in order.
 
@@ -209,9 +212,11 @@ class Demo:
         layers, microbatches = self.size.model.num_layers, self.size.training.num_microbatches
         ranked = planning.best(devices, speeds, layers, microbatches)
         evens = [planning.estimate(c, speeds) for c in planning.even_splits(devices, layers, microbatches)]
+        finalists = planning.shortlist(ranked, devices, _WITHIN, _FINALISTS)
+        winner = self._try_out(finalists, speeds, devices, data)
         trials = []
         for name, chosen, note in (
-            ("plan.json", ranked[0], "layers and microbatches by measured speed"),
+            ("plan.json", winner, "layers and microbatches by measured speed"),
             ("plan-even.json", min(evens, key=lambda e: e.iteration_s), "the best even split"),
         ):
             plan = planning.to_plan(chosen, speeds, self.size.model, self.size.training, note)
@@ -223,6 +228,33 @@ class Demo:
             self.screen.line(f"{title:>10}: {report.describe(one.plan)}, predicted {one.estimate.iteration_s:.3f} s")
         self._emit(trial, order, data)
         return trial, even, order
+
+    def _try_out(
+        self, finalists: Sequence[planning.Estimate], speeds: planning.Speeds, devices: Sequence[CpuDevice],
+        data: DataFiles,
+    ) -> planning.Estimate:  # fmt: skip
+        """The fastest of candidates that are predicted to be about equally fast, by a short run of each."""
+        if len(finalists) == 1:
+            return finalists[0]
+        folder = self.out / "candidates"
+        folder.mkdir(exist_ok=True)
+        count = max(4, self.size.short_iterations - 3)
+        measured = []
+        for i, one in enumerate(finalists):
+            plan = planning.to_plan(one, speeds, self.size.model, self.size.training, "a candidate")
+            save_plan(plan, folder / f"plan-{i}.json")
+            trial = report.Trial(plan, one)
+            order = planning.devices_in_rank_order(one, devices)
+            job = self._job(trial, f"candidates/plan-{i}.json", order, data, count, f"candidates/run-{i}")
+            with self.screen.training(f"candidate {i + 1}", count) as show:
+                trial.runs.append(jobs.run(job, show))
+            times = sorted(trial.iteration_times_s(-1))
+            measured.append(times[len(times) // 2])
+            self.screen.line(
+                f"candidate {i + 1}: {report.describe(plan)}, predicted {one.iteration_s:.3f} s, "
+                f"measured {measured[-1]:.3f} s"
+            )
+        return finalists[measured.index(min(measured))]
 
     def _emit(self, trial: report.Trial, order: Sequence[CpuDevice], data: DataFiles) -> None:
         """args.sh and the Slurm and torchrun scripts of the same job."""

@@ -289,6 +289,27 @@ def best(devices: Sequence[CpuDevice], speeds: Speeds, layers: int, microbatches
     return sorted(found, key=lambda e: e.iteration_s)
 
 
+def shortlist(ranked: Sequence[Estimate], devices: Sequence[CpuDevice], within: float, count: int) -> list[Estimate]:
+    """The best candidate of each grouping of devices that is predicted to be nearly as fast as the best.
+
+    Candidates a few percent apart are nearer to each other than a prediction is to the truth, so they
+    are worth a short run each.
+
+    Args:
+        ranked: Candidates, best first.
+        devices: What the candidates' indices mean.
+        within: Largest predicted distance from the best, as a fraction of it.
+        count: At most this many.
+    """
+    found: dict[tuple[tuple[str, ...], ...], Estimate] = {}
+    for one in ranked:
+        if one.iteration_s > ranked[0].iteration_s * (1 + within):
+            break
+        grouping = tuple(tuple(sorted(devices[d].kind for d in draft.devices)) for draft in one.candidate)
+        found.setdefault(grouping, one)
+    return list(found.values())[:count]
+
+
 def even_splits(devices: Sequence[CpuDevice], layers: int, microbatches: int) -> list[Candidate]:
     """What a planner blind to speeds can do: equal layers per stage, equal microbatches per replica.
 
