@@ -210,7 +210,7 @@ class Demo:
         self.screen.title("Plan: layers per stage and microbatches per replica by measured speed")
         speeds = planning.Speeds(profile, devices)
         layers, microbatches = self.size.model.num_layers, self.size.training.num_microbatches
-        ranked = planning.best(devices, speeds, layers, microbatches)
+        ranked = planning.best(devices, speeds, layers, microbatches, _WITHIN)
         evens = [planning.estimate(c, speeds) for c in planning.even_splits(devices, layers, microbatches)]
         finalists = planning.shortlist(ranked, devices, _WITHIN, _FINALISTS)
         winner = self._try_out(finalists, speeds, devices, data)

@@ -274,14 +274,19 @@ def bound_s(candidate: Candidate, speeds: Speeds) -> float:
     return max(per_core.values()) + _tail_s(candidate, speeds)
 
 
-def best(devices: Sequence[CpuDevice], speeds: Speeds, layers: int, microbatches: int) -> list[Estimate]:
-    """Candidates by predicted time, best first.  Exhaustive unless more than a few hundred compete."""
+def best(
+    devices: Sequence[CpuDevice], speeds: Speeds, layers: int, microbatches: int, within: float = 0.0
+) -> list[Estimate]:
+    """Candidates by predicted time, best first.  Exhaustive unless more than a few hundred compete.
+
+    All that are predicted to be at most the fraction ``within`` slower than the best are there.
+    """
     bounded = sorted(
         ((bound_s(c, speeds), i, c) for i, c in enumerate(candidates(devices, layers, microbatches))),
     )
     found: list[Estimate] = []
     for bound, _, candidate in bounded:
-        if found and bound > min(e.iteration_s for e in found):
+        if found and bound > min(e.iteration_s for e in found) * (1 + within):
             break
         found.append(estimate(candidate, speeds))
         if len(found) >= _SIMULATED:

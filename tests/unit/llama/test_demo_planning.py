@@ -19,6 +19,7 @@ from examples.llama.planning import (
     estimate,
     even_splits,
     groupings,
+    shortlist,
     spread,
     to_plan,
 )
@@ -162,6 +163,17 @@ def test_speeds_decide() -> None:
         if DEVICES[i].kind == "fast"
     ) / (6 * 12)  # fmt: skip
     assert 0.4 < fast_share < 0.6
+
+
+def test_the_shortlist_has_the_best_of_each_grouping_that_is_near() -> None:
+    ranked = best(DEVICES, SPEEDS, 6, 8, within=10.0)
+    kinds = [[tuple(sorted(DEVICES[d].kind for d in s.devices)) for s in e.candidate] for e in ranked]
+    wide = shortlist(ranked, DEVICES, within=10.0, count=100)
+    firsts = [e for i, e in enumerate(ranked) if kinds.index(kinds[i]) == i]
+    assert len(firsts) > 1 and wide == firsts
+    assert shortlist(ranked, DEVICES, within=10.0, count=2) == firsts[:2]
+    near = ranked[0].iteration_s * 1.02
+    assert shortlist(ranked, DEVICES, 0.02, 100) == [e for e in firsts if e.iteration_s <= near]
 
 
 def test_even_splits_are_even() -> None:
