@@ -2,14 +2,13 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 
 from megatron_het.schedule.exchange import aligned_slots
 from megatron_het.schedule.generators.listing import single_replicas
 from megatron_het.schedule.graph import Graph, collection_paused, replay
 from megatron_het.schedule.ir import TRANSFERS, Kind, Op, Program
 from megatron_het.schedule.passes.transfers import plain_durations
-from megatron_het.schedule.passes.vocabulary import Inserts, slot_inserts
+from megatron_het.schedule.passes.vocabulary import Inserts, slot_inserts, with_inserts
 
 _CLOSE = 1e-9
 
@@ -34,8 +33,8 @@ def add_embedding(program: Program, *, speeds: Sequence[float] | None = None) ->
     if program.embedding or any(op[0] in TRANSFERS - sends for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name}: embeddings are split once, before transfers are added")
     if program.exchange_units and single_replicas(program.shape):
-        return _inserted(program, _by_slot(program))
-    return _inserted(program, _by_time(program, speeds))
+        return with_inserts(program, _by_slot(program))
+    return with_inserts(program, _by_time(program, speeds))
 
 
 def _by_slot(program: Program) -> Inserts:
@@ -74,17 +73,6 @@ def _by_time(program: Program, speeds: Sequence[float] | None) -> Inserts:
             latest[d] = place = max(place, latest[d])
             inserts[d].setdefault(place, []).append(Op(kind, op[1], op[2]))
     return inserts
-
-
-def _inserted(program: Program, inserts: Inserts) -> Program:
-    out = []
-    for ops, added in zip(program.ops, inserts):
-        row: list[Op] = []
-        for i, op in enumerate(ops):
-            row += added.get(i, ())
-            row.append(op)
-        out.append(tuple(row + added.get(len(ops), [])))
-    return replace(program, ops=tuple(out))
 
 
 def _first_chunk(

@@ -38,6 +38,15 @@ def add_vocabulary(program: Program, *, speeds: Sequence[float] | None = None) -
         raise ValueError(f"program {program.name}: the vocabulary is split once, before transfers are added")
     inserts = _by_slot(program) if single_replicas(program.shape) else None
     inserts = inserts or _by_time(program, speeds)
+    return replace(with_inserts(program, inserts), vocabulary=True)
+
+
+Inserts = list[dict[int, list[Op]]]
+"""Per device: operations to insert before a position."""
+
+
+def with_inserts(program: Program, inserts: Inserts) -> Program:
+    """The program with the inserts at their places."""
     out = []
     for ops, added in zip(program.ops, inserts):
         row: list[Op] = []
@@ -45,11 +54,7 @@ def add_vocabulary(program: Program, *, speeds: Sequence[float] | None = None) -
             row += added.get(i, ())
             row.append(op)
         out.append(tuple(row + added.get(len(ops), [])))
-    return replace(program, ops=tuple(out), vocabulary=True)
-
-
-Inserts = list[dict[int, list[Op]]]
-"""Per device: operations to insert before a position."""
+    return replace(program, ops=tuple(out))
 
 
 def _by_slot(program: Program) -> Inserts | None:
