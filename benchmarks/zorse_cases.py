@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,16 @@ _MORE: tuple[Row, ...] = (
     {"replicas": (2, 1), "ministages": 2, "window": {"offload": True, "offload_activations": 1.0}, "clip": 1.0},
     {"replicas": (1, 2), "tp": 2, "ministages": 2, "window": {"offload_activations": 0.5}, "clip": 1.0, "recompute": "none"},
     {"replicas": (2,), "ministages": 3, "window": {"update": "undo", "offload_activations": 1.0}, "clip": 0.05},
+    # Unequal shares of a stage's state.
+    {"replicas": (2, 1), "ministages": 2, "window": {}, "clip": 0.05, "shares": ((3, 1), (1,))},
+    {"replicas": (3,), "ministages": 4, "window": {"offload": True, "offload_optimizer": True}, "clip": 1.0, "shares": ((0, 2, 1),)},
+    {"replicas": (4,), "ministages": 2, "window": {"update": "undo"}, "clip": 0.05, "shares": ((4, 2, 0, 1),)},
+    {"replicas": (1, 2), "tp": 2, "ministages": 2, "window": {"keep_at_turn": False}, "clip": 0.05, "shares": ((1,), (1, 2.5))},
+    {"replicas": (2, 2), "ministages": 4, "window": {"update": "at-once", "offload": True}, "clip": 0.0, "shares": ((1, 0), (1, 5))},
+    {"replicas": (4,), "ministages": 1, "window": {"update": "per-ministage"}, "clip": 0.05, "shares": ((1, 2, 3, 4),)},
+    {"replicas": (2, 2), "ministages": 2, "window": {"per_microbatch": True, "per_layer": False}, "clip": 1.0, "shares": ((2, 1), (1, 0))},
+    {"replicas": (2, 1), "ministages": 2, "window": {"update": "undo", "offload_optimizer": True}, "clip": 0.05, "precision": "bf16", "shares": ((0, 1), (1,))},
+    {"replicas": (1, 3), "ministages": 2, "window": {"offload": True}, "clip": 1.0, "precision": "bf16", "shares": ((1,), (1, 3, 2))},
 )  # fmt: skip
 
 
@@ -116,7 +127,23 @@ def _case(row: Row, name: str, rng: random.Random) -> Case:
         ),
         schedule=ScheduleSpec("ministage", dict(row["window"])),
     )
+    if "shares" in row:
+        plan = with_shares(plan, row["shares"])
     return Case(name, plan, clip=row["clip"], chosen=row)
+
+
+def with_shares(plan: Plan, shares: Sequence[Sequence[float]]) -> Plan:
+    """The plan with these shares of state, ``[stage][replica]``."""
+    stages = tuple(
+        replace(
+            stage,
+            replicas=tuple(
+                replace(r, state_share=float(share)) for r, share in zip(stage.replicas, row, strict=True)
+            ),
+        )
+        for stage, row in zip(plan.stages, shares, strict=True)
+    )
+    return replace(plan, stages=stages)
 
 
 def _with_larger_microbatches(plan: Plan, size: int) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.schema import ModelShape, Plan, Replica, Stage, TrainingShape
 
@@ -19,6 +21,7 @@ def check_plan(plan: Plan) -> None:
     for s, stage in enumerate(plan.stages):
         _check_microbatches(stage, s, plan.num_microbatches)
         _check_divisibility(stage, s, plan.model, plan.training)
+        _check_state_shares(stage, s)
 
 
 def _check_positive_numbers(plan: Plan) -> None:
@@ -167,6 +170,19 @@ def _check_microbatches(stage: Stage, s: int, num_microbatches: int) -> None:
         raise PlanError(
             f"stages[{s}].replicas[*].microbatches", sorted(owner),
             f"microbatch {missing} belongs to no replica (there are {num_microbatches})",
+        )
+
+
+def _check_state_shares(stage: Stage, s: int) -> None:
+    for q, replica in enumerate(stage.replicas):
+        if not (math.isfinite(replica.state_share) and replica.state_share >= 0):
+            raise PlanError(
+                f"stages[{s}].replicas[{q}].state_share", replica.state_share, "must be 0 or a positive number"
+            )
+    if not any(replica.state_share for replica in stage.replicas):
+        raise PlanError(
+            f"stages[{s}].replicas[*].state_share", [0.0] * len(stage.replicas),
+            "nobody keeps the state of this stage", "Give at least one replica a share",
         )
 
 

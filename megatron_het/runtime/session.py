@@ -8,6 +8,7 @@ by one for another plan.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron_het.config import HetConfig
 from megatron_het.layers import make_norms_thrifty
 from megatron_het.plan import Placement, PlanError, plan_hash
+from megatron_het.plan.shares import rank_shares
 from megatron_het.plan.slices import (
     cuts_sequences,
     exchange_of,
@@ -255,7 +257,10 @@ class HetSession:
         model_config.pre_wrap_hooks.append(self._prepare_model)
         if self._window is not None or self._num_chunks > 1:
             from megatron_het.runtime import building
+            from megatron_het.runtime.window_shards import set_shares
 
+            shares = rank_shares(self.placement, self.groups.rank)
+            model_config.post_wrap_hooks.append(functools.partial(set_shares, shares=shares))
             model_config.builder = building.BUILDER if self._window is None else building.WINDOW_BUILDER
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:

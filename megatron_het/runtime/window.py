@@ -222,7 +222,7 @@ class ParameterWindow:
                 if bucket.gradient is None:
                     continue
                 whole = bucket.gradient.new_empty(bucket.source.grad_data.numel())
-                dist.all_gather_into_tensor(whole, bucket.gradient, group=chunk.group)
+                chunk.parts.gather(whole, bucket.gradient).wait()
                 for parameter, (start, end) in bucket.source.param_to_index.items():
                     found[parameter] = whole[start:end].view(parameter.shape)
         return found

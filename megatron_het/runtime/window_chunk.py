@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
 from megatron_het.runtime.window_layout import layer_of, num_layers_of
 from megatron_het.runtime.window_memory import HostCopy, SideStream, WindowUse
+from megatron_het.runtime.window_shards import Pending, parts_of
 
 
 @dataclass
@@ -35,8 +35,8 @@ class Bucket:
     shard: torch.Tensor
     gradient: torch.Tensor | None = None
     host: HostCopy | None = None
-    gathering: dist.Work | torch.cuda.Event | None = None
-    reducing: dist.Work | None = None
+    gathering: Pending | torch.cuda.Event | None = None
+    reducing: Pending | None = None
 
 
 @dataclass
@@ -60,6 +60,7 @@ class ChunkWindow:
     def __post_init__(self) -> None:
         self.group: dist.ProcessGroup = self.ddp.intra_dp_cp_group
         buffers = self.ddp.buffers  # none in a ministage without layers
+        self.parts = parts_of(buffers, self.group)
         self.side = SideStream(buffers[0].param_data.device if buffers else torch.device("cpu"))
         # A rank that is alone in its group owns all of every bucket: without offload there is
         # nothing to free.
@@ -69,7 +70,7 @@ class ChunkWindow:
         for buffer in self.ddp.buffers:
             for source in buffer.buckets:
                 layer = layer_of(names[source.params_list[0]], count)
-                self.buckets.append(Bucket(source, layer, self._local(source.param_data)))
+                self.buckets.append(Bucket(source, layer, self.parts.own(source.param_data)))
             buffer.reset = _leave_gradients  # they are zeroed when they are allocated
         self.buckets.sort(key=lambda bucket: bucket.layer)
         self._wait_before_use()
@@ -119,9 +120,7 @@ class ChunkWindow:
                     bucket.host.wait()
                 if self.group.size() > 1:
                     self.use.gathers += 1
-                    bucket.gathering = dist.all_gather_into_tensor(
-                        bucket.source.param_data, bucket.shard, group=self.group, async_op=True
-                    )
+                    bucket.gathering = self.parts.gather(bucket.source.param_data, bucket.shard)
                     continue
                 if not self.is_resident:
                     bucket.source.param_data.copy_(bucket.shard)
@@ -161,12 +160,7 @@ class ChunkWindow:
         for bucket in self._selected(start, stop):
             if self.group.size() > 1:
                 self.use.reductions += 1
-                bucket.reducing = dist.reduce_scatter_tensor(
-                    self._local(bucket.source.grad_data),
-                    bucket.source.grad_data,
-                    group=self.group,
-                    async_op=True,
-                )
+                bucket.reducing = self.parts.reduce(bucket.source.grad_data)
 
     def is_reducing(self) -> bool:
         """Whether a reduction has been started and is not finished."""
@@ -178,7 +172,7 @@ class ChunkWindow:
             if bucket.reducing is not None:
                 bucket.reducing.wait()
                 bucket.reducing = None
-            bucket.gradient = self._local(bucket.source.grad_data).clone()
+            bucket.gradient = self.parts.own(bucket.source.grad_data).clone()
             self.use.add("gradient_shard", bucket.gradient.nbytes)
         self.drop_gradients()
 
@@ -199,9 +193,6 @@ class ChunkWindow:
                 bucket.gradient = None
 
     # -- helpers -------------------------------------------------------------------------------
-
-    def _local(self, whole: torch.Tensor) -> torch.Tensor:
-        return shard_buffer(whole, self.group.size())[self.group.rank()]
 
     def _selected(self, start: int, stop: int) -> list[Bucket]:
         return [b for b in self.buckets if start < 0 or start <= b.layer < stop]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_het.plan import Placement, Plan, PlanError, ScheduleSpec
+from megatron_het.plan.shares import state_shares
 from megatron_het.schedule.ir import Kind
 
 SCHEDULE = "ministage"
@@ -119,6 +120,7 @@ def check_window(plan: Plan, args: Any) -> None:
     """
     _, options = split_parameters(plan.schedule)
     if options is None:
+        _check_no_shares(plan)
         return
     if not plan.training.distributed_optimizer:
         raise PlanError(
@@ -152,6 +154,16 @@ def check_window(plan: Plan, args: Any) -> None:
         raise PlanError("--optimizer", args.optimizer, "the parameter window supports adam only")
     if options.update in ("at-once", "per-ministage"):
         _check_early(plan, args, options.update)
+
+
+def _check_no_shares(plan: Plan) -> None:
+    for s, stage in enumerate(plan.stages):
+        if state_shares(stage) is not None:
+            raise PlanError(
+                f"stages[{s}].replicas[*].state_share", [r.state_share for r in stage.replicas],
+                "unequal shares of a stage's state need a parameter window",
+                f'Use schedule {SCHEDULE} with "window": true, or leave state_share out',
+            )
 
 
 def _check_early(plan: Plan, args: Any, update: str) -> None:

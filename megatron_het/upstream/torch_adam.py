@@ -15,19 +15,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_het.upstream.registry import Patch
 
-_MODULE = "megatron.core.optimizer.distrib_optimizer"
-_CLASS = f"{_MODULE}.DistributedOptimizer"
-
-
-def _uses_torch_adam() -> bool:
+def uses_torch_adam() -> bool:
+    """Whether upstream falls back to torch's Adam on this machine."""
     from megatron.core.optimizer import distrib_optimizer
 
     return not distrib_optimizer.HAVE_APEX_OR_TE
 
 
-def _build(original: type) -> type:
+def repaired(original: type) -> type:
+    """The distributed optimizer with the repairs."""
     import torch
 
     class TorchAdamDistributedOptimizer(original):  # type: ignore[misc, valid-type]
@@ -66,29 +63,3 @@ def _build(original: type) -> type:
 
     TorchAdamDistributedOptimizer.__qualname__ = original.__qualname__
     return TorchAdamDistributedOptimizer
-
-
-PATCHES = (
-    Patch(
-        name="torch_adam",
-        group="stock",
-        target="megatron.core.optimizer.DistributedOptimizer",
-        reason=(
-            "torch's Adam under the distributed optimizer cannot resume, or resumes with wrong "
-            "bias corrections; the optimizer class is not configurable"
-        ),
-        sources={
-            f"{_CLASS}.state_dict": (
-                "bced2858fb20321b7a5a019a8a2f669f56cf0578b1c547333de022864dd1943b"
-            ),
-            f"{_CLASS}.load_state_dict": (
-                "0d637bc1bda39ca855681b432d7ddbd34d5e77b72d20dd413b5bdcdccb9f8e51"
-            ),
-            f"{_CLASS}._set_main_param_and_optimizer_states": (
-                "3cc712951380de5bd4ceffc7c8ee893c4b38fbcc7006db6ea33a0f6567ea1c97"
-            ),
-        },
-        build=_build,
-        applies=_uses_torch_adam,
-    ),
-)

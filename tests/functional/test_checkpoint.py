@@ -14,6 +14,7 @@ import pytest
 from benchmarks.cases import MICROBATCHES, Weights, build_plan, common_flags
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job
+from benchmarks.zorse_cases import with_shares
 from megatron_het.plan import Plan, ScheduleSpec, save_plan
 
 STEPS, SAVED_AT = 8, 4
@@ -66,10 +67,14 @@ KINDS = {
         ([[1], [2, 1]], [2, 3]), ([[2], [1, 1]], [4, 1]),
         distributed_optimizer=True, precision="bf16",
     ),
+    # Rank 0, which writes what is common, keeps no state.
     "ministages": Kind(
-        _ministages(
-            plan("first", [[1, 1], [1]], [3, 2], distributed_optimizer=True), ((2, 1), (1, 1)),
-            offload=True, offload_optimizer=True, update="undo",
+        with_shares(
+            _ministages(
+                plan("first", [[1, 1, 1], [1]], [3, 2], distributed_optimizer=True), ((2, 1), (1, 1)),
+                offload=True, offload_optimizer=True, update="undo",
+            ),
+            ((0, 2, 1), (1,)),
         ),
         plan("second", [[1], [1, 1]], [2, 3], distributed_optimizer=True),
     ),
@@ -200,6 +205,18 @@ def test_stock_checkpoint_resumes_under_a_plan(train: Train):
     assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
     for iteration, loss in resumed.losses.items():
         assert loss == pytest.approx(stock.losses[iteration], rel=BAR, abs=0.0), iteration
+
+
+def test_resumes_bit_for_bit_under_unequal_shares(lab: Lab, train: Train, tmp_path: Path):
+    """The state is gathered for a checkpoint either over the group that trains, or on the first rank."""
+    kind = KINDS["ministages"]
+    whole = train(kind.first, kind.weights)
+    resumed = train(
+        kind.first, kind.weights, "--ckpt-step", str(SAVED_AT),
+        "--distrib-optim-fully-reshardable-mem-efficient", load=whole.checkpoints,
+    )  # fmt: skip
+    assert resumed.losses == {i: whole.losses[i] for i in range(SAVED_AT + 1, STEPS + 1)}
+    assert_same(lab, whole.checkpoint(STEPS), resumed.checkpoint(STEPS), tmp_path)
 
 
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_het import platform, upstream
+from megatron_het.upstream.torch_adam import uses_torch_adam
 
 platform.activate()
 
@@ -109,9 +110,9 @@ class TestTorchAdam:
     def optimizer(self, clean):
         import megatron.core.optimizer as upstream_optimizer
 
-        if not upstream.all_patches()["torch_adam"].applies():
+        if not uses_torch_adam():
             pytest.skip("Apex or Transformer Engine is installed: torch's Adam is not used")
-        upstream.install("torch_adam")
+        upstream.install("distributed_optimizer")
         repaired = upstream_optimizer.DistributedOptimizer
         parameters = [torch.nn.Parameter(torch.ones(n)) for n in (2, 3)]
         instance = repaired.__new__(repaired)
