@@ -124,7 +124,8 @@ def _add_window_arguments(group: argparse._ArgumentGroup) -> None:
         "--het-window",
         action="store_true",
         help="with --het-schedule ministage: shard a stage's parameters over its replicas and keep only "
-        "two ministages whole (Zorse, section 4.1); the next three flags imply it",
+        "two ministages whole (Zorse, section 4.1); the next three flags imply it; shards are equal unless the "
+        "plan's replicas have a state_share",
     )
     group.add_argument(
         "--het-update",

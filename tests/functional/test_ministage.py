@@ -18,13 +18,13 @@ import pytest
 from benchmarks.cases import Case, Weights, build_plan, common_flags, with_schedule
 from benchmarks.compare import compare
 from benchmarks.runner import Finished, Job, Runner
-from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases
+from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases, with_shares
 from megatron_het.plan import Placement, Plan, ScheduleSpec, save_plan
 from megatron_het.runtime.programs import build_programs
 from megatron_het.schedule.ir import Kind, Op
 
 FP32_BAR = 1e-5
-NAMES = ("fp32-05", "fp32-08", "fp32-12", "fp32-14", "fp32-26", "fp32-30")
+NAMES = ("fp32-05", "fp32-08", "fp32-12", "fp32-14", "fp32-26", "fp32-30", "fp32-36", "fp32-40")
 CASES = {case.name: case for case in ministage_cases(0, quick=False) if case.name in NAMES}
 
 
@@ -169,10 +169,11 @@ def test_fp16_skips_and_clips_as_without_a_window(lab: MinistageLab, tmp_path: P
     flags = ("--clip-grad", CLIP, "--fp16", "--initial-loss-scale", "256", "--loss-scale-window", "1",
              "--hysteresis", "1")  # fmt: skip
     exact = under_window("fp16", offload=True)
+    undo = under_window("fp16", offload=True, offload_optimizer=True, update="undo")
     plans = {
         "plain": replace(exact, schedule=ScheduleSpec("ministage", {})),
-        "exact": exact,
-        "undo": under_window("fp16", offload=True, offload_optimizer=True, update="undo"),
+        "exact": with_shares(exact, ((0, 1), (1,))),
+        "undo": with_shares(undo, ((3, 1), (1,))),
     }
     for name, plan in plans.items():
         log = train(lab, plan, tmp_path / name, *flags, fresh=True).log()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.zorse_cases import with_shares
 from megatron_het.plan import Placement, PlanError, ScheduleSpec
 from megatron_het.runtime.programs import build_programs
 from megatron_het.runtime.window_options import WindowOptions, check_window, split_parameters
@@ -62,6 +64,17 @@ def test_what_a_window_cannot_do_is_refused(
     check_window(plan, arguments())
     with pytest.raises(PlanError, match=what):
         check_window(plan, arguments(**more))
+
+
+def test_unequal_shares_need_a_window() -> None:
+    shares = ((3, 1), (1, 1))
+    with_window = with_shares(ministage_plan(((1, 1), (1, 1)), (2, 2), window=True), shares)
+    check_window(with_window, arguments())
+    without = replace(with_window, schedule=ScheduleSpec("ministage", {}))
+    with pytest.raises(PlanError, match=r"stages\[0\]\.replicas\[\*\]\.state_share.*parameter window"):
+        check_window(without, arguments())
+    equal = with_shares(without, ((2, 2), (1, 1)))
+    check_window(equal, arguments())
 
 
 # -- programs ----------------------------------------------------------------------------------
