@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 Step = Callable[..., Any]
-_METERED = 1  # training iteration whose memory is measured, from 0
 
 
 class FusedAttention(torch.nn.Module):
@@ -57,7 +56,7 @@ def watch(
         from megatron.core.models.backends import LocalSpecProvider
 
         LocalSpecProvider.core_attention = lambda self: FusedAttention
-    watcher = _Watcher(Path(out) / f"watch-{rank}.json", memory)
+    watcher = Watcher(Path(out) / f"watch-{rank}.json", memory)
     original = training.get_forward_backward_func
 
     @functools.wraps(original)
@@ -68,13 +67,21 @@ def watch(
     HetSession.forward_backward = watcher.wrap(HetSession.forward_backward)
 
 
-class _Watcher:
-    """Times all training iterations; meters the memory of one."""
+class Watcher:
+    """Times all training iterations; meters the memory of one.
+
+    Args:
+        path: Where to write what was found, as JSON.
+        memory: Whether to meter.
+    """
+
+    metered_iteration = 1
+    """Training iteration whose memory is measured, from 0."""
 
     def __init__(self, path: Path, memory: bool) -> None:
         self._path = path
         self._memory = memory
-        self._found: dict[str, Any] = {"iterations_s": []}
+        self.found: dict[str, Any] = {"iterations_s": []}
         self._nested = False
 
     def wrap(self, step: Step) -> Step:
@@ -93,17 +100,18 @@ class _Watcher:
         return watched
 
     def _run(self, step: Step, positional: Any, keywords: Any) -> Any:
-        times = self._found["iterations_s"]
+        times = self.found["iterations_s"]
         start_s = time.perf_counter()
-        if self._memory and len(times) == _METERED:
-            result = self._metered(step, positional, keywords)
+        if self._memory and len(times) == self.metered_iteration:
+            result = self.metered(step, positional, keywords)
         else:
             result = step(*positional, **keywords)
         times.append(time.perf_counter() - start_s)
-        self._path.write_text(json.dumps(self._found), encoding="utf-8")
+        self._path.write_text(json.dumps(self.found), encoding="utf-8")
         return result
 
-    def _metered(self, step: Step, positional: Any, keywords: Any) -> Any:
+    def metered(self, step: Step, positional: Any, keywords: Any) -> Any:
+        """Run one iteration and put its memory into ``found``."""
         from megatron_het import platform
         from megatron_het.platform.memory import memory_meter
 
@@ -111,8 +119,8 @@ class _Watcher:
         with memory_meter(platform.activate()) as meter, meter.region("iteration") as region:
             result = step(*positional, **keywords)
         # The key-value pool was there before the iteration began.
-        self._found["kv_pool_bytes"] = pool
-        self._found["activation_bytes"] = region.growth_bytes + pool
+        self.found["kv_pool_bytes"] = pool
+        self.found["activation_bytes"] = region.growth_bytes + pool
         return result
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.cases import STEPS, Case, build_plan, common_flags
 from benchmarks.lab import Lab
 from benchmarks.runner import Job, Runner
+from benchmarks.zorse_clipping import Groups, groups_of
 from megatron_het.plan import Plan, ScheduleSpec
 
 Row = dict[str, Any]
@@ -42,6 +43,7 @@ _ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
     ((3,), 1, 4, {"update": "at-once", "offload": True}),
     ((1, 2), 2, 1, {"update": "at-once", "prefetch": 0}),
 )
+CLIP_SOME = 1.0
 _CLIPS = (1.0, 0.05)  # the second one is below every norm of these models
 _OPTIMIZER_BAR = 0.05  # bf16 rounds gradients; tensors that are mixed up differ by about 1
 _NO_WINDOW = (((1, 2), 1, 2), ((2,), 1, 3), ((1, 1, 1), 1, 2))
@@ -71,6 +73,10 @@ _MORE: tuple[Row, ...] = (
     {"replicas": (2, 2), "ministages": 2, "window": {"per_microbatch": True, "per_layer": False}, "clip": 1.0, "shares": ((2, 1), (1, 0))},
     {"replicas": (2, 1), "ministages": 2, "window": {"update": "undo", "offload_optimizer": True}, "clip": 0.05, "precision": "bf16", "shares": ((0, 1), (1,))},
     {"replicas": (1, 3), "ministages": 2, "window": {"offload": True}, "clip": 1.0, "precision": "bf16", "shares": ((1,), (1, 3, 2))},
+    # Several: against one process that clips group by group; this bound is below some of the norms only.
+    {"replicas": (2, 1), "ministages": 2, "window": {"update": "per-ministage"}, "clip": CLIP_SOME},
+    {"replicas": (3,), "ministages": 3, "window": {"update": "per-ministage", "offload": True}, "clip": 0.05},
+    {"replicas": (1, 2), "tp": 2, "ministages": 2, "window": {"update": "per-ministage", "offload_optimizer": True}, "clip": CLIP_SOME},
 )  # fmt: skip
 
 
@@ -178,19 +184,19 @@ class MinistageLab(Lab):
         self._saved: dict[Any, Path] = {}
 
     def reference(self, case: Case) -> Path:
-        """As in a lab, with a checkpoint after the last step."""
+        """As in a lab, with a checkpoint after the last step; clipped by ministages where the case is."""
         weights, clip = case.reference
-        if case.reference not in self._saved:
-            folder = self.folder / f"one-saved-{weights}-{clip}"
+        groups = clipping_groups(case)
+        key = (*case.reference, str(groups))
+        if key not in self._saved:
+            folder = self.folder / f"one-saved-{len(self._saved)}-{weights}-{clip}"
             flags = (*common_flags(weights, clip), *self.start_flags(weights), *_saving(folder))
-            self.runner.run(
-                Job(
-                    folder.name, 1, flags, folder, timeout_s=600,
-                    setup=("benchmarks.probe:observe", {"out": str(folder), "gradients": True}),
-                )
-            )  # fmt: skip
-            self._saved[case.reference] = folder
-        return self._saved[case.reference]
+            setup: tuple[str, Row] = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
+            if groups is not None:
+                setup = ("benchmarks.zorse_clipping:observe_clipping_groups", {"out": str(folder), "groups": groups})
+            self.runner.run(Job(folder.name, 1, flags, folder, timeout_s=600, setup=setup))
+            self._saved[key] = folder
+        return self._saved[key]
 
     def job(self, case: Case, *more: str) -> Job:
         """The run of a case, with a checkpoint after the last step."""
@@ -214,6 +220,12 @@ class MinistageLab(Lab):
                 ("benchmarks.zorse_cases:compare_parameters", options))
         )  # fmt: skip
         return float(json.loads(out.read_text(encoding="utf-8"))["difference"])
+
+
+def clipping_groups(case: Case) -> Groups | None:
+    """Layers of the ministages by whose norms the case's gradients are clipped; None for the global norm."""
+    by_ministage = case.chosen.get("window", {}).get("update") == "per-ministage"
+    return groups_of(case.plan) if by_ministage and case.clip > 0 else None
 
 
 def keeps_gradients(case: Case) -> bool:

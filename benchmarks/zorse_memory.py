@@ -16,20 +16,22 @@ gradients, gathers, and all state together).
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import machine_flags
 from benchmarks.machine import machine
 from benchmarks.runner import Job, Runner, words
+from benchmarks.zorse_model import Layers, Prediction
 from megatron_het.plan import (
     ModelShape,
-    Placement,
     Plan,
     Replica,
     ScheduleSpec,
@@ -37,17 +39,12 @@ from megatron_het.plan import (
     TrainingShape,
     save_plan,
 )
-from megatron_het.runtime.programs import build_programs
-from megatron_het.schedule.cost import Costs, Memory
-from megatron_het.schedule.ir import Kind
-from megatron_het.schedule.memory import memory_use
-from megatron_het.schedule.simulate import simulate
 
 LAYERS, HIDDEN, FFN, HEADS, SEQUENCE, VOCABULARY = 16, 128, 384, 4, 32, 127
 STAGES, REPLICAS, MICROBATCHES, STEPS = 2, 4, 16, 3
 MINISTAGES = (1, 2, 4, 8)
 ZERO2, ZERO3 = "PP + ZeRO-2", "PP + ZeRO-3"
-_FP32 = 4
+PADDED_VOCABULARY = 128
 FLAGS = words(
     f"""
     --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
@@ -64,11 +61,23 @@ FLAGS = words(
 
 @dataclass(frozen=True)
 class Configuration:
-    """A plan to measure: ministages per stage, and the window's options."""
+    """A plan to measure.
+
+    Attributes:
+        name: Unique.
+        ministages: Per stage.
+        options: Of the window.
+        recompute: Of the activations.
+        replicas: Ranks of each of the two stages.
+        microbatches: Per iteration.
+    """
 
     name: str
     ministages: int
     options: dict[str, Any]
+    recompute: str = "full"
+    replicas: int = REPLICAS
+    microbatches: int = MICROBATCHES
 
 
 def configurations() -> list[Configuration]:
@@ -82,84 +91,50 @@ def configurations() -> list[Configuration]:
         Configuration(f"{most} ministages, exact", most, {**paper, "update": "exact"}),
         Configuration(f"{most} ministages, optimizer offloaded", most, {**paper, "offload_optimizer": True}),
         Configuration(f"{most} ministages, activations offloaded", most, {**paper, "offload_activations": 1.0}),
+        *_few_ranks(paper),
     ]
+
+
+def _few_ranks(paper: dict[str, Any]) -> Iterator[Configuration]:
+    """What changes activations, on two replicas per stage: recomputation, offload, microbatches."""
+    moving = {**paper, "offload_activations": 1.0}
+    for count in (1, MINISTAGES[-1]):
+        yield Configuration(f"{count} ministages, no recomputation", count, paper, "none", 2, 8)
+        yield Configuration(f"{count} ministages, no recomputation, activations offloaded", count, moving, "none", 2, 8)
+        yield Configuration(f"{count} ministages, few microbatches", count, paper, "full", 2, 4)
+        yield Configuration(f"{count} ministages, many microbatches", count, paper, "full", 2, 32)
 
 
 def plan_of(configuration: Configuration) -> Plan:
     """Two stages of equal replicas; gathers per microbatch need equal shares."""
-    owned = tuple(tuple(range(q, MICROBATCHES, REPLICAS)) for q in range(REPLICAS))
+    replicas, microbatches = configuration.replicas, configuration.microbatches
+    owned = tuple(tuple(range(q, microbatches, replicas)) for q in range(replicas))
     per_chunk = LAYERS // STAGES // configuration.ministages
     stages = tuple(
         Stage(
             (per_chunk,) * configuration.ministages,
-            tuple(Replica((s * REPLICAS + q,), owned[q]) for q in range(REPLICAS)),
+            tuple(Replica((s * replicas + q,), owned[q]) for q in range(replicas)),
         )
         for s in range(STAGES)
     )
     return Plan(
         ModelShape(LAYERS, HIDDEN, HEADS, HEADS, SEQUENCE, FFN),
-        TrainingShape(1, MICROBATCHES, recompute="full", distributed_optimizer=True),
+        TrainingShape(1, microbatches, recompute=configuration.recompute, distributed_optimizer=True),
         stages,
         ScheduleSpec("ministage", {"window": True, **configuration.options}),
     )
 
 
-def chunk_bytes(plan: Plan) -> list[list[int]]:
-    """Whole parameters per stage and chunk, padded as Megatron's buffers are, from the shapes."""
-    layer = (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN + 2 * HIDDEN) * _FP32
-    padded_vocabulary = -(-(VOCABULARY + 1) // 32) * 32
-    table = [[count * layer for count in stage.layers] for stage in plan.stages]
-    table[0][0] += padded_vocabulary * HIDDEN * _FP32
-    table[-1][-1] += (padded_vocabulary * HIDDEN + HIDDEN) * _FP32
-    return table
-
-
-def simulated(configuration: Configuration, plan: Plan) -> list[dict[str, float]]:
-    """Peaks of whole parameters and gradients and of all state, and gathers, of every device."""
-    program = build_programs(Placement(plan))[False]
-    devices = program.devices
-    table = chunk_bytes(plan)
-    whole = tuple(tuple(map(float, table[d.stage])) for d in devices)
-    shard = tuple(tuple(value / REPLICAS for value in row) for row in whole)
-    ones = tuple(tuple(1.0 for _ in row) for row in whole)
-    moments = tuple(tuple(2 * value for value in row) for row in shard)
-    resident = not configuration.options.get("offload_optimizer")
-    costs = Costs(
-        forward_s=ones,
-        backward_s=tuple(tuple(3.0 for _ in row) for row in whole),
-        reduce_s=ones,
-        memory=Memory(
-            parameter_bytes=whole,
-            gradient_bytes=whole,
-            parameter_shard_bytes=shard,
-            gradient_shard_bytes=shard,
-            optimizer_bytes=moments if resident else (),
-        ),
-    )
-    plain = replace(costs, memory=Memory(parameter_bytes=whole, gradient_bytes=whole))
-    uses = zip(memory_use(simulate(program, costs)), memory_use(simulate(program, plain)), strict=True)
-    return [
-        {
-            "parameters": single.peak_of("parameters"),
-            "gradients": single.peak_of("gradients"),
-            "state": use.peak_bytes,
-            "gathers": sum(op.kind == Kind.PARAM_GATHER for op in program.ops[d]),
-        }
-        for d, (use, single) in enumerate(uses)
-    ]
-
-
-def formula(configuration: Configuration, plan: Plan, stage: int) -> dict[str, float]:
+def formula(configuration: Configuration, plan: Plan, table: list[int], stage: int) -> dict[str, float]:
     """Table 2 of the paper for one stage: parameters in bytes, gathers per iteration.
 
     The paper's L is the layers of the stage and its L/S those of a ministage, which here carry
-    embedding and output layer too: the largest ministage counts.
+    embedding and output layer too: the largest ministage of ``table`` counts.
     """
-    table = chunk_bytes(plan)[stage]
     layers = sum(plan.stages[stage].layers)
     if configuration.name == ZERO3:
         busiest = max(len(r.microbatches) for r in plan.stages[stage].replicas)
-        sharded = (sum(table) - 2 * max(table)) / REPLICAS
+        sharded = (sum(table) - 2 * max(table)) / configuration.replicas
         return {"materialised": 2 * max(table), "sharded": sharded, "gathers": 2 * layers * busiest}
     if configuration.name == ZERO2:
         return {"materialised": sum(table), "sharded": 0.0, "gathers": 2 * layers}
@@ -167,72 +142,61 @@ def formula(configuration: Configuration, plan: Plan, stage: int) -> dict[str, f
     return {"materialised": held, "sharded": 0.0, "gathers": 2 * layers}
 
 
-def measure(runner: Runner, configuration: Configuration, folder: Path) -> dict[str, Any]:
-    """Run one configuration and collect the figures of its ranks."""
+def measure(runner: Runner, configuration: Configuration, layers: Layers, folder: Path) -> dict[str, Any]:
+    """Run one configuration and compare its ranks with formula and simulator."""
     plan = plan_of(configuration)
     folder.mkdir(parents=True)
     save_plan(plan, folder / "plan.json")
-    argv = (*FLAGS, *machine_flags(), "--het-plan", str(folder / "plan.json"),
-            "--het-report", str(folder), "--het-transport", "gloo")  # fmt: skip
-    runner.run(Job(configuration.name, plan.world_size, argv, folder, timeout_s=900))
-    expected = simulated(configuration, plan)
-    ranks, worst = [], 0.0
-    for rank in range(plan.world_size):
-        report = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
-        window, memory = report["window"], report["memory"]
-        stage = report["stage"]
-        # fp32: the shards of the parameters are the optimizer's main parameters, and what is left of
-        # the optimizer's state are Adam's two moments.
-        moments = 2 * sum(chunk_bytes(plan)[stage]) / REPLICAS
-        offloaded = "peak_optimizer_bytes" in window
-        state = window["peak_bytes"] + (0 if offloaded else moments)
-        pairs = [
-            (state, expected[rank]["state"]),
-            (window["peak_parameter_bytes"], expected[rank]["parameters"]),
-            (window["peak_gradient_bytes"], expected[rank]["gradients"]),
-            (window["gathers"], expected[rank]["gathers"]),
-        ]
-        error = max(abs(found - wanted) / wanted for found, wanted in pairs)
-        worst = max(worst, error)
-        ranks.append(
-            {
-                "rank": rank,
-                "stage": stage,
-                "layers": sum(plan.stages[stage].layers),
-                "parameter_bytes": window["peak_parameter_bytes"],
-                "gradient_bytes": window["peak_gradient_bytes"],
-                "gradient_shard_bytes": window["peak_gradient_shard_bytes"],
-                "parameter_shard_bytes": window["peak_shard_bytes"],
-                "optimizer_bytes": window["peak_optimizer_bytes"] if offloaded else moments,
-                "activation_bytes": _activations(configuration, window, memory, moments),
-                "state_bytes": state,
-                "gathers": window["gathers"],
-                "reductions": window["reductions"],
-                "table_2": formula(configuration, plan, stage),
-                "simulator": expected[rank],
-                "error_to_simulator": error,
-            }
-        )
-    return {**asdict(configuration), "max_error_to_simulator": worst, "ranks": ranks}
+    argv = (*FLAGS, *machine_flags(), "--global-batch-size", str(configuration.microbatches),
+            "--het-plan", str(folder / "plan.json"), "--het-report", str(folder), "--het-transport", "gloo")  # fmt: skip
+    watch = ("benchmarks.zorse_probe:watch", {"out": str(folder)})
+    runner.run(Job(configuration.name, plan.world_size, argv, folder, setup=watch, timeout_s=900))
+    expected = Prediction(plan, layers)
+    ranks = [_rank(configuration, expected, rank, folder) for rank in range(plan.world_size)]
+    worst = {what: max(rank["errors"][what] for rank in ranks) for what in ranks[0]["errors"]}
+    return {
+        **asdict(configuration), "max_error_to_simulator": max(worst.values()), "errors": worst,
+        "largest_ministage_bytes": [max(row) for row in expected.chunk_bytes], "ranks": ranks,
+    }  # fmt: skip
 
 
-def _activations(
-    configuration: Configuration, window: dict[str, int], memory: dict[str, int], moments: float
-) -> float:
-    """What grew in the metered iteration, without gradient shards and new optimizer state.
-
-    The iteration is the second one, in which exact updates run for the first time and Adam makes its
-    two moments.
-    """
-    grown = memory["activation_peak_bytes"] - window["peak_gradient_shard_bytes"]
-    if configuration.options.get("update") == "exact":
-        grown -= moments
-    return max(grown, 0)
+def _rank(configuration: Configuration, expected: Prediction, rank: int, folder: Path) -> dict[str, Any]:
+    """What one rank measured, beside what the simulator and the paper say."""
+    plan, simulated = expected.plan, expected.peaks[rank]
+    report = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+    watched = json.loads((folder / f"watch-{rank}.json").read_text(encoding="utf-8"))
+    window, stage = report["window"], report["stage"]
+    # fp32: the shards of the parameters are the optimizer's main parameters, and what is left of
+    # the optimizer's state are Adam's two moments.
+    moments = 2 * sum(expected.chunk_bytes[stage]) / configuration.replicas
+    offloaded = "peak_optimizer_bytes" in window
+    measured = {
+        "parameters": window["peak_parameter_bytes"],
+        "gradients": window["peak_gradient_bytes"],
+        "state": window["peak_bytes"] + (0 if offloaded else moments),
+        "gathers": window["gathers"],
+        "activations": watched["activation_bytes"],
+        "total": watched["total_bytes"],
+    }
+    return {
+        "rank": rank,
+        "stage": stage,
+        "layers": sum(plan.stages[stage].layers),
+        "measured": measured,
+        "gradient_shard_bytes": window["peak_gradient_shard_bytes"],
+        "parameter_shard_bytes": window["peak_shard_bytes"],
+        "optimizer_bytes": window["peak_optimizer_bytes"] if offloaded else moments,
+        "host_activation_bytes": watched["host_activation_bytes"],
+        "reductions": window["reductions"],
+        "table_2": formula(configuration, plan, expected.chunk_bytes[stage], stage),
+        "simulator": simulated,
+        "errors": {name: abs(found / simulated[name] - 1) for name, found in measured.items()},
+    }
 
 
 def total(entry: dict[str, Any]) -> float:
-    """The largest sum of state and activations of a rank."""
-    return max(rank["state_bytes"] + rank["activation_bytes"] for rank in entry["ranks"])
+    """The most that a rank held at once."""
+    return max(rank["measured"]["total"] for rank in entry["ranks"])
 
 
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -242,7 +206,7 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
     zero3 = by_name[ZERO3]
 
     def per_layer(entry: dict[str, Any]) -> float:
-        return max(rank["gathers"] / rank["layers"] for rank in entry["ranks"])
+        return max(rank["measured"]["gathers"] / rank["layers"] for rank in entry["ranks"])
 
     window = [e for e in entries if e is not zero3]
     return {
@@ -257,27 +221,25 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
         "gathers_per_layer": max(map(per_layer, window)),
         "gathers_per_layer_zero3": per_layer(zero3),
         "max_ministages_materialised": max(
-            rank["parameter_bytes"] / max(chunk_bytes(plan_of(_again(e)))[rank["stage"]])
+            rank["measured"]["parameters"] / e["largest_ministage_bytes"][rank["stage"]]
             for e in window
             for rank in e["ranks"]
         ),
         "max_error_to_simulator": max(e["max_error_to_simulator"] for e in entries),
+        "max_errors": {name: max(e["errors"][name] for e in entries) for name in entries[0]["errors"]},
     }
-
-
-def _again(entry: dict[str, Any]) -> Configuration:
-    return Configuration(entry["name"], entry["ministages"], entry["options"])
 
 
 def line(entry: dict[str, Any]) -> str:
     """One configuration for the terminal: totals, and Table 2 beside what was measured."""
-    rank = max(entry["ranks"], key=lambda r: r["state_bytes"] + r["activation_bytes"])
-    table = rank["table_2"]
+    rank = max(entry["ranks"], key=lambda r: r["measured"]["total"])
+    table, found = rank["table_2"], rank["measured"]
+    errors = ", ".join(f"{name} {error:.3f}" for name, error in entry["errors"].items())
     return (
-        f"{entry['name']:36} {total(entry) / 2**20:6.2f} MiB per rank "
-        f"({rank['activation_bytes'] / 2**20:.2f} activations); whole parameters "
-        f"{rank['parameter_bytes'] / 2**20:.2f} MiB (Table 2: {table['materialised'] / 2**20:.2f}), "
-        f"gathers {rank['gathers']} (Table 2: {table['gathers']:.0f})\n"
+        f"{entry['name']:60} {total(entry) / 2**20:6.2f} MiB per rank "
+        f"({found['activations'] / 2**20:.2f} activations); whole parameters "
+        f"{found['parameters'] / 2**20:.2f} MiB (Table 2: {table['materialised'] / 2**20:.2f}), "
+        f"gathers {found['gathers']} (Table 2: {table['gathers']:.0f}); errors {errors}\n"
     )
 
 
@@ -285,20 +247,29 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zorse_memory", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser.add_argument("--only", metavar="NAME", default="*", help="configurations by name; * stands for anything")
     parser.add_argument("--keep", type=Path, help="keep logs and reports in this folder")
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="zorse-memory-"))
+    chosen = [c for c in configurations() if fnmatch.fnmatchcase(c.name, options.only)]
+    if not chosen:
+        parser.error(f"--only {options.only}: no such configuration")
     entries = []
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        layers = Layers.profiled(plan_of(chosen[0]), PADDED_VOCABULARY, folder)
         with Runner() as runner:
-            for configuration in configurations():
-                entry = measure(runner, configuration, folder / configuration.name.replace(" ", "-"))
+            for configuration in chosen:
+                entry = measure(runner, configuration, layers, folder / configuration.name.replace(" ", "-"))
                 entries.append(entry)
                 sys.stdout.write(line(entry))
                 sys.stdout.flush()
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
+    if len(chosen) < len(configurations()):
+        options.json.write_text(json.dumps({"configurations": entries}, indent=1) + "\n", encoding="utf-8")
+        return 0
     figures = summary(entries)
     passed = figures["memory_saving"] >= 0.4 and figures["max_error_to_simulator"] <= 0.05
     report = {**figures, "passed": passed, "machine": machine(), "configurations": entries}

@@ -69,6 +69,16 @@ class MemoryMeter(ABC):
     def _take_peak(self) -> int:
         """The peak since the last call, which starts the next peak at what lives now."""
 
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """What is allocated inside never counts, however long it lives.  Not on CUDA.
+
+        Raises:
+            NotImplementedError: The meter cannot tell one allocation from another.
+        """
+        raise NotImplementedError(f"{type(self).__name__} counts all that is allocated")
+        yield
+
     def close(self) -> None:
         """Stop measuring."""
 
@@ -139,6 +149,14 @@ class CpuMemoryMeter(MemoryMeter):
         for tensor in tensors:
             self._storages.adopt(tensor)
 
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        before, self._storages.ignores_new = self._storages.ignores_new, True
+        try:
+            yield
+        finally:
+            self._storages.ignores_new = before
+
     def live_bytes(self) -> int:
         return self._storages.live_bytes
 
@@ -158,6 +176,7 @@ class _Storages:
     def __init__(self) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.ignores_new = False
         self._counted_bytes: dict[int, int | None] = {}
 
     def see(self, tensor: torch.Tensor, *, new: bool) -> None:
@@ -175,7 +194,7 @@ class _Storages:
         if key not in self._counted_bytes:
             self._counted_bytes[key] = None
             weakref.finalize(storage, self._forget, key).atexit = False
-            if new:
+            if new and not self.ignores_new:
                 self._count(key, storage.nbytes())
         elif self._counted_bytes[key] is not None:
             # Looked at again, because resizing a storage changes what it holds.

@@ -100,11 +100,14 @@ class ActivationOffload:
         forward.known.clear()
 
     def release(self, op: RankOp) -> None:
-        """After a BACKWARD: forget what its FORWARD saved."""
-        for block in self._forwards.pop(op.key).blocks:
-            if block.host is not None:
-                raise RuntimeError(f"{op.label}: its activations are still on the host")
-            block.storage = None
+        """Before a BACKWARD: let go of what its FORWARD saved.
+
+        From here on only autograd's graph holds it, and frees it layer by layer.
+        """
+        blocks = self._forwards.pop(op.key).blocks
+        if any(block.host is not None for block in blocks):
+            raise RuntimeError(f"{op.label}: its activations are still on the host")
+        blocks.clear()  # the graph's hooks hold the list
 
     def handlers(self) -> dict[Kind, Callable[[RankOp, Call, Iteration], None]]:
         """What the executor runs."""

@@ -161,6 +161,7 @@ class Executor:
 
     def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
         from megatron.core.pipeline_parallel import schedules
+        from megatron.core.utils import get_attr_wrapped_model
 
         key, model = op.key, call.models[op.chunk]
         is_last = self._is_last and op.chunk == self._num_chunks - 1
@@ -192,6 +193,8 @@ class Executor:
                 is_last_stage=is_last and split is None,
                 **({"vp_stage": op.chunk} if self._num_chunks > 1 else {}),
             )
+        # Every chunk would keep the input of its last microbatch until its next forward.
+        get_attr_wrapped_model(model, "set_input_tensor")(None)
         state.forwarded.add(op.chunk)
         state.num_tokens += num_tokens
         if not is_last or split is not None:
@@ -218,12 +221,12 @@ class Executor:
         state.backwards_left[op.chunk] -= 1
         if state.backwards_left[op.chunk] == 0:
             state.no_sync.pop(op.chunk).close()  # the last backward starts the reduction
+        if self._offload is not None:
+            self._offload.release(op)
         with self._sequences.backward(op):
             result = schedules.backward_step(
                 state.inputs.pop(key), state.outputs.pop(key), gradient, call.config
             )
-        if self._offload is not None:
-            self._offload.release(op)
         if result is not None:
             self._keep_for_send(Kind.SEND_BACKWARD, key, result, call, state)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_het.platform.memory import uncounted
+
 
 @dataclass
 class WindowUse:
@@ -55,7 +57,8 @@ class HostCopy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         on_cuda = tensor.is_cuda
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_cuda)
+        with uncounted():
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_cuda)
         self._stream = _stream(tensor.device, "copy") if on_cuda else None
         self._fetched: torch.cuda.Event | None = None
 

@@ -56,6 +56,8 @@ class Memory:
         logits_bytes: per device, for one microbatch: what VOCAB_FORWARD keeps, or the last chunk's FORWARD.
         boundary_bytes: per device and chunk: what is left of activation_bytes when activations are
             offloaded; ``activation_bytes`` minus this leaves with ACT_OFFLOAD and returns with ACT_FETCH.
+        workspace_bytes: temporary, while a FORWARD or BACKWARD of the chunk runs, beyond what it keeps: what a
+            layer recomputes, gradients on their way, attention matrices.
         other_bytes: per device: context, libraries, fragmentation.
     """
 
@@ -67,6 +69,7 @@ class Memory:
     gradient_shard_bytes: PerChunk = ()
     optimizer_bytes: PerChunk = ()
     boundary_bytes: PerChunk = ()
+    workspace_bytes: PerChunk = ()
     logits_bytes: tuple[float, ...] = ()
     other_bytes: tuple[float, ...] = ()
 
@@ -98,6 +101,8 @@ class Costs:
         tail_s: per device, what follows the last operation (gradient reduction, step) when the program has
             no operations for it.
         operation_s: fixed time of every compute operation (launch, framework).
+        keeps_sent: what was sent stays in memory until the end of the iteration (gloo: whether a send is done
+            can only be found out by waiting for it).
         host_blocks: the process posts transfers only when the compute before them in its list is done
             (CPU executor); else it is far ahead (CUDA streams).
         memory: bytes, for the memory curves.
@@ -124,6 +129,7 @@ class Costs:
     step_s: PerChunk = ()
     tail_s: tuple[float, ...] = ()
     operation_s: float = 0.0
+    keeps_sent: bool = False
     host_blocks: bool = False
     memory: Memory = field(default_factory=Memory)
 
@@ -217,6 +223,6 @@ _PER_CHUNK = (
 _PER_DEVICE = ("vocab_forward_s", "vocab_backward_s", "tail_s")
 _MEMORY_PER_CHUNK = (
     "parameter_bytes", "gradient_bytes", "activation_bytes", "kv_bytes", "parameter_shard_bytes",
-    "gradient_shard_bytes", "optimizer_bytes", "boundary_bytes",
+    "gradient_shard_bytes", "optimizer_bytes", "boundary_bytes", "workspace_bytes",
 )  # fmt: skip
 _MEMORY_PER_DEVICE = ("logits_bytes", "other_bytes")

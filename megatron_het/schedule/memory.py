@@ -12,8 +12,8 @@ from megatron_het.schedule.ir import COMPUTE, RECEIVES, Kind
 if TYPE_CHECKING:
     from megatron_het.schedule.simulate import Result
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "kv", "logits", "buffers", "other")
-_PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _KV, _LOGITS, _BUFFERS, _OTHER = range(len(CATEGORIES))
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "kv", "logits", "buffers", "other", "workspace")
+_PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _KV, _LOGITS, _BUFFERS, _OTHER, _WORKSPACE = range(len(CATEGORIES))
 
 Change = tuple[float, float, int]
 """(time, bytes, category)"""
@@ -103,17 +103,21 @@ def _table(table: PerChunk, device: int, slices: int) -> Callable[[int], float]:
 
 
 def _compute_changes(result: "Result", device: int, kinds: set[int]) -> Iterator[Change]:
-    """Activations, keys and values, logits."""
+    """Activations, keys and values, logits, and what is needed only while an operation runs."""
     memory, program = result.costs.memory, result.program
     slices, first = program.shape.slices, result.graph.first[device]
     start, end = result.start_s, result.end_s
     kept, kv = _table(memory.activation_bytes, device, slices), _table(memory.kv_bytes, device, slices)
     boundary = _table(memory.boundary_bytes, device, slices)
+    workspace = _table(memory.workspace_bytes, device, slices)
     logits = memory.logits_bytes[device] / slices if memory.logits_bytes else 0.0
     last_chunk = program.shape.path[-1]
     last_chunk = last_chunk[1] if last_chunk[0] == program.devices[device].stage and not program.vocabulary else -1
     for i, op in enumerate(program.ops[device], first):
         kind, chunk = op[0], op[3]
+        if memory.workspace_bytes and kind < 4:
+            yield start[i], workspace(chunk), _WORKSPACE
+            yield end[i], -workspace(chunk), _WORKSPACE
         if kind == 0:
             yield start[i], kept(chunk), _ACTIVATIONS
             if memory.kv_bytes:
@@ -158,26 +162,33 @@ def _consumers(result: "Result") -> dict[int, int]:
 
 
 def _buffer_changes(result: "Result", device: int, consumers: dict[int, int]) -> Iterator[Change]:
-    """Receive buffers until the consumer starts (then they are its input); send buffers until they are sent."""
+    """Receive buffers until the consumer starts (then they are its input); send buffers until they are sent.
+
+    A receive buffer is there from the moment its receive is posted: in the order of the list, after the
+    compute before it, however late the data comes.
+    """
     if not consumers:
         return
     graph, program, costs = result.graph, result.program, result.costs
     start, end = result.start_s, result.end_s
     kept = _held_keys(result, device) if program.exchange_units else {}
+    issued = 0.0
     for i, op in enumerate(program.ops[device], graph.first[device]):
-        if i in kept:
+        if op[0] in COMPUTE:
+            issued = end[i]
+        elif i in kept:
             size = message_bytes(costs, program, op.peer, op)
             yield start[i], size, _KV
             yield end[kept[i]], -size, _KV
         elif op[0] in RECEIVES:
             size = message_bytes(costs, program, op.peer, op)
-            yield start[i], size, _BUFFERS
+            yield min(start[i], issued), size, _BUFFERS
             yield (start[consumers[i]] if i in consumers else result.makespan_s), -size, _BUFFERS
         elif graph.other_end[i] >= 0:
             size = message_bytes(costs, program, device, graph.ops[graph.other_end[i]])
             produced = max((end[j] for j in graph.waits[i]), default=start[i])
             yield produced, size, _BUFFERS
-            yield end[i], -size, _BUFFERS
+            yield result.makespan_s if costs.keeps_sent else end[i], -size, _BUFFERS
 
 
 def _held_keys(result: "Result", device: int) -> dict[int, int]:

@@ -53,8 +53,8 @@ def test_gradients_and_bytes(ratio: float) -> None:
         assert ratio - SIZE * SIZE * 4 / total <= gone / total <= ratio
         _move(offload, Kind.ACT_FETCH)
         assert offload.pool.used_bytes == 0
-    loss.backward()
     offload.release(_op())
+    loss.backward()
     offload.finish()
     assert torch.equal(source.grad, plain.grad)  # type: ignore[arg-type]
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))  # type: ignore[arg-type]
@@ -93,6 +93,29 @@ def test_an_input_that_the_chunk_before_has_saved_stays() -> None:
     assert handed_over.untyped_storage().nbytes()
 
 
+def test_a_backward_frees_what_it_has_used() -> None:
+    offload, layers, size = ActivationOffload(1.0, CPU), 8, SIZE * SIZE * 4
+    offload.begin([])
+    live: list[int] = []
+    with memory_meter(CPU) as meter:
+        source = _source()
+        with offload.saving(_op(), source):
+            value = source
+            for i in range(layers):
+                value = value.sigmoid()  # saves its result
+                if i == layers // 2:
+                    value.register_hook(lambda _gradient: live.append(meter.live_bytes()))
+            loss = value.sum()
+        del value
+        _move(offload, Kind.ACT_OFFLOAD)
+        _move(offload, Kind.ACT_FETCH)
+        offload.release(_op())
+        before = meter.live_bytes()
+        loss.backward()
+    assert before > layers * size
+    assert live[0] < before - size, "the later layers' are gone, the gradient has come"
+
+
 def test_backward_without_fetch_says_so() -> None:
     model, source = _model(), _source()
     offload = ActivationOffload(1.0, CPU)
@@ -117,6 +140,6 @@ def test_host_blocks_are_reused() -> None:
         seen = seen or first
         assert first == seen
         _move(offload, Kind.ACT_FETCH)
-        loss.backward()
         offload.release(_op())
+        loss.backward()
         offload.finish()

@@ -200,7 +200,7 @@ def test_memory_by_category_by_hand() -> None:
     )  # fmt: skip
     use = run(full("slimpipe", shape), memory=memory).memory[0]
     assert use.peak_bytes == 181 + 18 and use.peak_at_s == 0.5
-    assert use.at_peak_bytes == dict(zip(CATEGORIES, (100, 50, 30, 8, 4, 6, 0, 1)))
+    assert use.at_peak_bytes == dict(zip(CATEGORIES, (100, 50, 30, 8, 4, 6, 0, 1, 0)))
     assert use.curve()[-1][1] == use.curve()[0][1] - 9 == 181
     assert use.peak_of("kv") == 4.0
 
@@ -215,13 +215,23 @@ def test_activations_live_from_forward_start_to_backward_end() -> None:
 
 
 def test_receive_buffers_last_until_used() -> None:
-    """A message that waits for its user occupies memory; so does one that waits to be sent."""
+    """A message occupies memory from the posting of its receive to its use, and until it is sent (or to the end)."""
     shape = Shape.uniform(2, 2)
     program = full("gpipe", shape, forward_only=True)
     costs = Costs(((1.0,), (10.0,)), ((0.0,), (0.0,)), message_bytes=7.0, link=lambda a, b: Link(0.0, 3.5))
     sender, receiver = simulate(program, costs).memory
-    assert receiver.curve("buffers") == [(0.0, 0.0), (1.0, 7.0), (3.0, 7.0), (13.0, 0.0)]
+    assert receiver.curve("buffers") == [(0.0, 7.0), (3.0, 7.0), (13.0, 0.0)]
     assert sender.curve("buffers") == [(0.0, 0.0), (1.0, 7.0), (2.0, 14.0), (3.0, 7.0), (5.0, 0.0)]
+    sender, _ = simulate(program, replace(costs, keeps_sent=True)).memory
+    assert sender.curve("buffers") == [(0.0, 0.0), (1.0, 7.0), (2.0, 14.0), (23.0, 0.0)]
+
+
+def test_workspace_is_there_while_an_operation_runs() -> None:
+    """On top of everything that is kept."""
+    memory = Memory(activation_bytes=((8.0,),), workspace_bytes=((5.0,),))
+    use = run(full("gpipe", Shape.uniform(1, 2)), memory=memory).memory[0]
+    assert use.curve("workspace") == [(0.0, 5.0), (1.0, 5.0), (2.0, 5.0), (4.0, 5.0), (6.0, 0.0)]
+    assert use.peak_bytes == 2 * 8 + 5
 
 
 def test_window_memory() -> None:

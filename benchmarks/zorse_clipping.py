@@ -1,0 +1,93 @@
+"""The reference of per-ministage clipping: one process whose gradients are clipped group by group.
+
+A group holds the parameters of one ministage of one stage.  Norm and clipping are written out here,
+with whole gradients in double precision; everything else is stock Megatron's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from megatron_het.plan import Plan
+
+Groups = list[list[int]]
+"""Layers of the model by group, in the order in which a microbatch passes the ministages."""
+
+
+def groups_of(plan: Plan) -> Groups:
+    """Layers of every ministage: chunk 0 of all stages, then chunk 1 of all stages, and so on."""
+    found: Groups = []
+    first = 0
+    for chunk in range(len(plan.stages[0].layers)):
+        for stage in plan.stages:
+            found.append(list(range(first, first + stage.layers[chunk])))
+            first += stage.layers[chunk]
+    return found
+
+
+def group_of(name: str, groups: Groups) -> int:
+    """The group of a parameter of the one-process model, by its name.
+
+    Embeddings are in the first ministage of the first stage, the final norm and the output layer in
+    the last one of the last stage.
+    """
+    parts = name.split(".")
+    if "layers" in parts:
+        layer = int(parts[parts.index("layers") + 1])
+        return next(g for g, layers in enumerate(groups) if layer in layers)
+    return 0 if "embedding" in parts else len(groups) - 1
+
+
+def observe_clipping_groups(*, rank: int, out: str, groups: Groups) -> None:
+    """Setup of the reference: observe as always, and clip every group by its own norm."""
+    from megatron.core.optimizer import optimizer
+    from megatron.training import training
+
+    from benchmarks.probe import observe
+
+    observe(rank=rank, out=out, gradients=True)
+    clipper = _Clipper(groups, Path(out) / "clipping.json")
+    setup = training.setup_model_and_optimizer
+
+    @functools.wraps(setup)
+    def setup_model_and_optimizer(*positional: Any, **keywords: Any) -> Any:
+        built = setup(*positional, **keywords)
+        clipper.learn(built[0])
+        return built
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer
+    optimizer.clip_grad_by_total_norm_fp32 = clipper.clip
+
+
+class _Clipper:
+    def __init__(self, groups: Groups, path: Path) -> None:
+        self._groups = groups
+        self._path = path
+        self._members: list[list[Any]] = [[] for _ in groups]
+        self._clipped: list[list[bool]] = []
+
+    def learn(self, model: Any) -> None:
+        from benchmarks.probe import _named_parameters
+
+        for name, parameter in _named_parameters(model):
+            self._members[group_of(name, self._groups)].append(parameter)
+
+    def clip(self, parameters: Any, max_norm: float, *_unused: Any, **_ignored: Any) -> None:
+        """In place of Megatron's clipping by the global norm."""
+        missing = {id(p) for p in parameters} ^ {id(p) for members in self._members for p in members}
+        if missing:
+            raise RuntimeError(f"{len(missing)} parameters are in no group, or are not clipped")
+        clipped = []
+        for members in self._members:
+            norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in members))
+            factor = max_norm / (norm + 1e-6)  # the epsilon is Megatron's
+            clipped.append(factor < 1)
+            if factor < 1:
+                for parameter in members:
+                    parameter.grad.mul_(factor)
+        self._clipped.append(clipped)
+        self._path.write_text(json.dumps(self._clipped), encoding="utf-8")

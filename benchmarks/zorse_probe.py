@@ -1,0 +1,123 @@
+"""Looks into ministage runs from inside: live bytes of activations, and of everything at once.
+
+One meter sees whatever operators allocate and has been shown the state that was there before: its
+peak is that of the rank.  A second one overlooks what the parameter window allocates: its peak is
+that of saved tensors, boundary inputs, transfer buffers and workspace.  Neither counts host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.slimpipe_probe import Step, Watcher
+
+_WINDOW_METHODS = ("begin", "handle", "before_backward")
+_RESIZING = ("fetch", "store", "open", "close", "open_gradients", "drop_gradients")
+
+
+def watch(*, rank: int, out: str) -> None:
+    """Meter the third iteration of this rank into ``watch-<rank>.json``."""
+    from megatron_het.runtime.report import RunReport
+    from megatron_het.runtime.session import HetSession
+
+    RunReport._meter = lambda self: contextlib.nullcontext()  # meters one more time, and differently
+    watcher = WindowWatcher(Path(out) / f"watch-{rank}.json", memory=True)
+    HetSession.forward_backward = watcher.wrap(HetSession.forward_backward)
+
+
+class WindowWatcher(Watcher):
+    """Meters an iteration in which all state exists from the start: updates have been made before."""
+
+    metered_iteration = 2
+
+    def metered(self, step: Step, positional: Any, keywords: Any) -> Any:
+        from megatron_het.platform.memory import CpuMemoryMeter
+
+        session = positional[0]
+        if session._offload is not None:
+            session._offload.pool.reset_peak()
+        with CpuMemoryMeter() as everything, CpuMemoryMeter() as activations, _shown(activations):
+            everything.add(_state(session))
+            with everything.region("iteration") as whole, activations.region("iteration") as part:
+                result = step(*positional, **keywords)
+        self.found["total_bytes"] = whole.peak_bytes
+        self.found["activation_bytes"] = part.peak_bytes
+        host = session._offload.pool.peak_bytes if session._offload is not None else 0
+        self.found["host_activation_bytes"] = host
+        return result
+
+
+def _state(session: Any) -> Iterator[torch.Tensor]:
+    """Parameters, gradients and optimizer state of a rank, open or closed."""
+    from megatron.core.utils import get_model_config
+
+    from megatron_het.runtime.report import _optimizer_tensors
+    from megatron_het.runtime.session import _optimizer_of
+
+    yield from _optimizer_tensors(_optimizer_of(get_model_config(session._models[0])))
+    for chunk in session._window._chunks:
+        yield from _tensors(chunk)
+
+
+def _tensors(chunk: Any) -> Iterator[torch.Tensor]:
+    for buffer in chunk.ddp.buffers:
+        yield from (buffer.param_data, buffer.grad_data)
+    for bucket in chunk.buckets:
+        yield bucket.shard
+        if bucket.gradient is not None:
+            yield bucket.gradient
+
+
+@contextlib.contextmanager
+def _shown(activations: Any) -> Iterator[None]:
+    """While it is open, meters see resized storages, and ``activations`` overlooks the window's."""
+    from megatron_het.runtime.window import ParameterWindow
+    from megatron_het.runtime.window_chunk import ChunkWindow
+    from megatron_het.runtime.window_memory import HostCopy
+
+    def overlooked(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*positional: Any, **keywords: Any) -> Any:
+            with activations.ignoring():
+                return method(*positional, **keywords)
+
+        return run
+
+    def looking(tensors: Callable[..., Iterable[torch.Tensor]]) -> Callable[[Any], Any]:
+        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(method)
+            def run(self: Any, *positional: Any, **keywords: Any) -> Any:
+                result = method(self, *positional, **keywords)
+                for tensor in tensors(self, *positional):
+                    tensor.detach()  # an operator, by which meters see the size
+                return result
+
+            return run
+
+        return wrap
+
+    with contextlib.ExitStack() as undo:
+        for name in _WINDOW_METHODS:
+            undo.enter_context(_replaced(ParameterWindow, name, overlooked))
+        undo.enter_context(_replaced(ChunkWindow, "keep_gradient_shards", overlooked))
+        for name in _RESIZING:
+            undo.enter_context(_replaced(ChunkWindow, name, looking(lambda chunk, *_: _tensors(chunk))))
+        for name in ("fetch", "store"):
+            undo.enter_context(_replaced(HostCopy, name, looking(lambda _copy, tensor: [tensor])))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, wrap(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
