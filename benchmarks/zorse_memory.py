@@ -3,10 +3,11 @@
 ``python -m benchmarks.zorse_memory --json OUT``: one model on two stages of four ranks, with 1, 2, 4
 and 8 ministages per stage as in the paper: shards offloaded, updated at once, released at the turn.
 PP + ZeRO-2 keeps the whole stage and updates at the end; PP + ZeRO-3 is the same window told to gather
-one layer at a time for every microbatch.  Beside them the exact update, and the optimizer's state or
-the activations between layers on the host.  Reported per rank and configuration: peaks of whole parameters, gradients, optimizer state
-and activations in bytes, and collectives per iteration, beside Table 2 of the paper and beside the
-simulation of the very programs that ran.
+one layer at a time for every microbatch.  Beside them the exact update, the optimizer's state or the
+activations between layers on the host, and unequal shares of the state, one of them empty.  Reported per
+rank and configuration: peaks of whole parameters, gradients, optimizer state and activations in bytes, and
+collectives per iteration, beside Table 2 of the paper and beside the simulation of the very programs that
+ran.
 
 Top-level figures: ``memory_saving`` (1 minus the bytes with 8 ministages over those with 1),
 ``gathers_per_layer`` (of ministages, and of ZeRO-3), ``max_error_to_simulator`` (whole parameters,
@@ -29,7 +30,8 @@ from typing import Any
 from benchmarks.cases import machine_flags
 from benchmarks.machine import machine
 from benchmarks.runner import Job, Runner, words
-from benchmarks.zorse_model import Layers, Prediction
+from benchmarks.zorse_cases import with_shares
+from benchmarks.zorse_model import Layers, Prediction, share_of
 from megatron_het.plan import (
     ModelShape,
     Plan,
@@ -45,6 +47,7 @@ STAGES, REPLICAS, MICROBATCHES, STEPS = 2, 4, 16, 3
 MINISTAGES = (1, 2, 4, 8)
 ZERO2, ZERO3 = "PP + ZeRO-2", "PP + ZeRO-3"
 PADDED_VOCABULARY = 128
+UNEQUAL = ((4.0, 2.0, 1.0, 1.0), (2.0, 1.0, 1.0, 0.0))
 FLAGS = words(
     f"""
     --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
@@ -70,6 +73,7 @@ class Configuration:
         recompute: Of the activations.
         replicas: Ranks of each of the two stages.
         microbatches: Per iteration.
+        shares: Of the state, ``[stage][replica]``; None for equal ones.
     """
 
     name: str
@@ -78,6 +82,7 @@ class Configuration:
     recompute: str = "full"
     replicas: int = REPLICAS
     microbatches: int = MICROBATCHES
+    shares: tuple[tuple[float, ...], ...] | None = None
 
 
 def configurations() -> list[Configuration]:
@@ -91,6 +96,7 @@ def configurations() -> list[Configuration]:
         Configuration(f"{most} ministages, exact", most, {**paper, "update": "exact"}),
         Configuration(f"{most} ministages, optimizer offloaded", most, {**paper, "offload_optimizer": True}),
         Configuration(f"{most} ministages, activations offloaded", most, {**paper, "offload_activations": 1.0}),
+        Configuration(f"{most} ministages, unequal shares", most, paper, shares=UNEQUAL),
         *_few_ranks(paper),
     ]
 
@@ -117,12 +123,13 @@ def plan_of(configuration: Configuration) -> Plan:
         )
         for s in range(STAGES)
     )
-    return Plan(
+    plan = Plan(
         ModelShape(LAYERS, HIDDEN, HEADS, HEADS, SEQUENCE, FFN),
         TrainingShape(1, microbatches, recompute=configuration.recompute, distributed_optimizer=True),
         stages,
         ScheduleSpec("ministage", {"window": True, **configuration.options}),
     )
+    return plan if configuration.shares is None else with_shares(plan, configuration.shares)
 
 
 def formula(configuration: Configuration, plan: Plan, table: list[int], stage: int) -> dict[str, float]:
@@ -168,7 +175,8 @@ def _rank(configuration: Configuration, expected: Prediction, rank: int, folder:
     window, stage = report["window"], report["stage"]
     # fp32: the shards of the parameters are the optimizer's main parameters, and what is left of
     # the optimizer's state are Adam's two moments.
-    moments = 2 * sum(expected.chunk_bytes[stage]) / configuration.replicas
+    share = share_of(plan, stage, report["replica"])
+    moments = 2 * sum(expected.chunk_bytes[stage]) * share
     offloaded = "peak_optimizer_bytes" in window
     measured = {
         "parameters": window["peak_parameter_bytes"],
@@ -182,6 +190,7 @@ def _rank(configuration: Configuration, expected: Prediction, rank: int, folder:
         "rank": rank,
         "stage": stage,
         "layers": sum(plan.stages[stage].layers),
+        "state_share": share,
         "measured": measured,
         "gradient_shard_bytes": window["peak_gradient_shard_bytes"],
         "parameter_shard_bytes": window["peak_shard_bytes"],

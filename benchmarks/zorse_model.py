@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_het.plan import Placement, Plan
+from megatron_het.plan.shares import state_shares
 from megatron_het.plan.slices import offload_ratio
 from megatron_het.runtime.programs import build_programs
 from megatron_het.runtime.window_options import split_parameters
@@ -67,6 +68,12 @@ class Layers:
     def cost(self, kind: str, recompute: str) -> LayerCost:
         """Of ``embedding``, ``layer`` or ``head``."""
         return self.costs.cost(_KIND, kind, 1, 1, recompute)  # type: ignore[arg-type]
+
+
+def share_of(plan: Plan, stage: int, replica: int) -> float:
+    """The part of a stage's state that a replica keeps."""
+    shares = state_shares(plan.stages[stage])
+    return 1 / len(plan.stages[stage].replicas) if shares is None else shares[replica]
 
 
 @dataclass(frozen=True)
@@ -129,9 +136,8 @@ class Prediction:
         _, options = split_parameters(self.plan.schedule)
         assert options is not None
         whole = self._per_device([tuple(map(float, row)) for row in self.chunk_bytes])
-        replicas = self.program.shape.replicas
         shard = tuple(
-            tuple(value / replicas[device.stage] for value in row)
+            tuple(value * share_of(self.plan, device.stage, device.replica) for value in row)
             for device, row in zip(self.program.devices, whole, strict=True)
         )
         moments = tuple(tuple(2 * value for value in row) for row in shard)

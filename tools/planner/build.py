@@ -16,6 +16,7 @@ from megatron_het.plan import (
 )
 from megatron_het.plan import Stage as PlanStage
 from megatron_het.plan.routing import route
+from megatron_het.plan.shares import state_shares
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 from tools.planner.candidate import Candidate, Group, Stage, normalised
@@ -180,8 +181,10 @@ def build_plan(
         for q, g in enumerate(_single(groups)):
             ranks = tuple(range(rank, rank + g.tp))
             rank += g.tp
-            replicas.append(Replica(ranks, tuple(routes[q]), cluster.nodes[g.pool].gpu, max(1e-4, round(speeds[q], 4))))
             m = by_replica[q]
+            share = 1.0 if m.state_share is None else round(m.state_share, 4)
+            replicas.append(Replica(ranks, tuple(routes[q]), cluster.nodes[g.pool].gpu,
+                                    max(1e-4, round(speeds[q], 4)), state_share=share))
             per_rank += [RankPrediction(r, counts[q] * times[q], int(m.parameter_bytes), int(m.gradient_bytes),
                                         int(m.optimizer_bytes), int(m.activation_bytes)) for r in ranks]
         stages.append(PlanStage(chunk_layers(layers, candidate.chunks), tuple(replicas)))
@@ -241,8 +244,11 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
     left = {p: n.quota for p, n in enumerate(cluster.nodes)}
     stages: list[tuple[int, dict[tuple[int, int], int]]] = []
     counts: dict[int, list[int]] = {}
+    shares: list[tuple[float, ...]] = []
     for s, stage in enumerate(plan.stages):
         groups: dict[tuple[int, int], int] = {}
+        most: dict[tuple[int, int], float] = {}
+        parts = state_shares(stage) or (1 / len(stage.replicas),) * len(stage.replicas)
         for q, replica in enumerate(stage.replicas):
             pools = [p for p, n in enumerate(cluster.nodes) if n.gpu == replica.device]
             where = f"stages[{s}].replicas[{q}].device"
@@ -255,12 +261,15 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
                                    f"The cluster has {sum(cluster.nodes[p].quota for p in pools)}")
             left[pool] -= replica.tp
             groups[pool, replica.tp] = groups.get((pool, replica.tp), 0) + 1
+            most[pool, replica.tp] = max(most.get((pool, replica.tp), 0.0), parts[q])
             counts.setdefault(s, []).append(len(replica.microbatches))
         stages.append((sum(stage.layers), groups))
+        shares.append(tuple(share for _, share in sorted(most.items())))
     training, parameters = plan.training, plan.schedule.parameters
     zero = int(parameters.get("zero_stage", 1 if training.distributed_optimizer else 0))
     return Candidate(
         normalised(stages), training.micro_batch_size, training.recompute, plan.schedule.name,
         max(len(s.layers) for s in plan.stages), int(parameters.get("slices", 1)), zero,
         bool(parameters.get("offload", False)), slack=float(parameters.get("slack", SLACK)),
+        shares=tuple(shares) if plan.schedule.name == "ministage" else None,
     ), counts

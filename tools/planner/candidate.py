@@ -39,6 +39,8 @@ class Candidate:
         offload: Parameters and boundary activations live in host memory when unused (ministage).
         even: Every replica of a stage gets the same number of microbatches.
         slack: Further microbatches in flight where stages divide them differently (1F1B), as a share.
+        shares: Per stage and group, the part of the stage's state that one replica keeps (ministage); None:
+            equal parts, or in proportion to free memory where equal ones do not fit.
     """
 
     stages: tuple[Stage, ...]
@@ -51,6 +53,7 @@ class Candidate:
     offload: bool = False
     even: bool = False
     slack: float = SLACK
+    shares: tuple[tuple[float, ...], ...] | None = None
 
     def with_(self, **changes: object) -> Candidate:
         """A changed copy."""

@@ -45,7 +45,10 @@ class Unit:
 
 
 class GroupMemory(NamedTuple):
-    """Predicted bytes of one rank of a group, by category."""
+    """Predicted bytes of one rank of a group, by category.
+
+    ``state_share`` is the part of its stage's state that a replica keeps, None for equal parts.
+    """
 
     stage: int
     group: Group
@@ -56,6 +59,7 @@ class GroupMemory(NamedTuple):
     workspace_bytes: float
     reserved_bytes: float
     capacity_bytes: float
+    state_share: float | None = None
 
     @property
     def total_bytes(self) -> float:

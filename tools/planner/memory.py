@@ -44,6 +44,7 @@ def group_memory(estimator: Estimator, candidate: Candidate, stages: list[StageT
     element, last = model.element_bytes, len(stages) - 1
     boundary = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size
     for s, stage in enumerate(stages):
+        found: list[GroupMemory] = []
         layers, groups = candidate.stages[s]
         same_tp: dict[int, int] = {}
         for g in groups:
@@ -64,11 +65,8 @@ def group_memory(estimator: Estimator, candidate: Candidate, stages: list[StageT
             kept = layers * layer_bytes + (u.embedding_bytes if s == 0 else 0.0)
             activations = held * kept
             if candidate.schedule == "ministage":
-                window = min(1.0, 2.0 / candidate.chunks)
-                parameters = count * element * window + (0.0 if candidate.offload else count * element / shards)
-                gradients = count * 4.0 / candidate.chunks + count * 4.0 / shards
+                parameters, gradients, optimizer = window_state(estimator, candidate, count, 1 / shards)
                 if candidate.offload:
-                    optimizer = optimizer * window
                     activations = 2 * kept
             if s == last and candidate.schedule == "ministage":
                 activations += u.head_bytes if candidate.recompute == "full" else held * u.head_bytes
@@ -81,5 +79,66 @@ def group_memory(estimator: Estimator, candidate: Candidate, stages: list[StageT
                     forward, backward = candidate.chunks - (s == last), candidate.chunks - (s == 0)
                     activations += boundary * (mine * forward + (mine - held) * backward)
             workspace = max(u.workspace_bytes, u.head_workspace_bytes if s == last else 0.0) / candidate.slices
-            yield GroupMemory(s, g, parameters, gradients, optimizer, activations, workspace, u.reserved_bytes,
-                              u.capacity_bytes)
+            found.append(GroupMemory(s, g, parameters, gradients, optimizer, activations, workspace,
+                                     u.reserved_bytes, u.capacity_bytes))
+        if candidate.schedule == "ministage" and len(found) > 1:
+            found = _divided(estimator, candidate, found, [rank_parameters(candidate, u, s) for u in stage.units])
+        yield from found
+
+
+def window_state(
+    estimator: Estimator, candidate: Candidate, count: float, share: float
+) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer state of a rank under a parameter window.
+
+    Args:
+        count: Parameters of the stage at this TP.
+        share: The part of the stage's state that the rank keeps.
+    """
+    element, window = estimator.model.element_bytes, min(1.0, 2.0 / candidate.chunks)
+    parameters = count * element * (window + (0.0 if candidate.offload else share))
+    gradients = count * 4.0 * (1 / candidate.chunks + share)
+    optimizer = count * estimator.optimizer_per_parameter * share * (window if candidate.offload else 1.0)
+    return parameters, gradients, optimizer
+
+
+def _divided(
+    estimator: Estimator, candidate: Candidate, found: list[GroupMemory], counts: list[float]
+) -> list[GroupMemory]:
+    """The ranks of one stage with the shares of the candidate, or by free memory if equal ones do not fit."""
+    shares: list[float] | None = None
+    if candidate.shares is not None:
+        shares = list(candidate.shares[found[0].stage])
+        if len(set(shares)) == 1:
+            return found
+    elif any(m.total_bytes > estimator.memory_margin * m.capacity_bytes for m in found):
+        shares = shares_by_memory(estimator, candidate, found, counts)
+    if shares is None:
+        return found
+    out = []
+    for m, count, share in zip(found, counts, shares):
+        parameters, gradients, optimizer = window_state(estimator, candidate, count, share)
+        out.append(m._replace(parameter_bytes=parameters, gradient_bytes=gradients, optimizer_bytes=optimizer,
+                              state_share=share))
+    return out
+
+
+def shares_by_memory(
+    estimator: Estimator, candidate: Candidate, found: list[GroupMemory], counts: list[float]
+) -> list[float] | None:
+    """The part of a stage's state for a replica of each group, in proportion to what else is free there.
+
+    If any division fits, this one does.
+
+    Returns:
+        None where replicas differ in TP, so that they cannot share, or nothing is free.
+    """
+    if len({m.group.tp for m in found}) > 1:
+        return None
+    free = []
+    for m, count in zip(found, counts):
+        alone = sum(window_state(estimator, candidate, count, 0.0))
+        rest = m.activation_bytes + m.workspace_bytes + m.reserved_bytes
+        free.append(max(0.0, estimator.memory_margin * m.capacity_bytes - rest - alone))
+    total = sum(f * m.group.count for f, m in zip(free, found))
+    return [f / total for f in free] if total else None

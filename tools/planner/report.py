@@ -47,7 +47,7 @@ def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) ->
         rows.append({
             "stage": s, "gpu": node.gpu, "zone": node.zone, "replicas": g.count, "tp": g.tp,
             "layers": candidate.stages[s].layers, "microbatches_per_replica": share,
-            "busy_s": estimate.stage_busy_s[s],
+            "busy_s": estimate.stage_busy_s[s], "state_share": m.state_share,
             "memory_bytes": {
                 "parameters": m.parameter_bytes, "gradients": m.gradient_bytes, "optimizer": m.optimizer_bytes,
                 "activations": m.activation_bytes, "workspace": m.workspace_bytes, "reserved": m.reserved_bytes,
@@ -56,6 +56,11 @@ def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) ->
             "fits": m.total_bytes <= estimator.memory_margin * m.capacity_bytes,
         })  # fmt: skip
     return rows
+
+
+def _share(row: dict[str, Any]) -> str:
+    share = row["state_share"]
+    return "" if share is None else f"; each keeps {100 * share:.0f} % of the state"
 
 
 def _flat(candidate: Candidate, estimate: Estimate):  # noqa: ANN202
@@ -121,7 +126,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
             str(row["stage"]), f"{row['gpu']} ({row['zone']})", str(row["tp"]), str(row["replicas"]), str(row["layers"]),
             str(row["microbatches_per_replica"]), f"{row['busy_s']:.4g}",
             f"{row['total_bytes'] / GIB:.2f}" + ("" if row["fits"] else " TOO MUCH"), f"{row['capacity_bytes'] / GIB:.1f}",
-            f"{parts[0][0]} {parts[0][1] / GIB:.1f}",
+            f"{parts[0][0]} {parts[0][1] / GIB:.1f}" + _share(row),
         )  # fmt: skip
     unpriced = ", ".join(body["gpus_without_price"])
     lines = [

@@ -27,11 +27,18 @@ class _Load:
 
 def _cap(estimator: Estimator, groups: tuple[Group, ...], units: list[Unit], later: int, total: int, first: bool,
          last: bool, like: Candidate) -> int:
-    """Most layers that fit the memory of every replica of a stage."""
+    """Most layers that fit the memory of every replica of a stage.
+
+    With ministages replicas of different memory may keep different shares of the state: together they
+    must hold one copy of it, and each what is not divided.
+    """
     mixed, copies = float(estimator.model.element_bytes), estimator.runtime.extra_parameter_copies
     speed = sum(g.count / (u.layer_f + u.layer_b) for g, u in zip(groups, units))
     boundary = 2 * estimator.boundary_bytes_per_sequence * like.micro_batch_size
-    least = 1 << 30
+    least = alone = 1 << 30
+    may_divide = like.schedule == "ministage" and len(groups) > 1 and len({g.tp for g in groups}) == 1
+    divided = mixed + 4.0 + estimator.optimizer_per_parameter
+    free_together = needed_together = 0.0
     for g, u in zip(groups, units):
         shards = sum(h.count for h in groups if h.tp == g.tp) if like.zero_stage >= 1 else 1
         per = mixed + 4.0 * (1 + copies) + estimator.optimizer_per_parameter / shards
@@ -45,12 +52,22 @@ def _cap(estimator: Estimator, groups: tuple[Group, ...], units: list[Unit], lat
         else:
             held = min(max(1.0, share * total), 1 + ceil((1 + like.slack) * share * later - 1e-9))
         free = u.capacity_bytes * estimator.memory_margin - u.reserved_bytes - u.workspace_bytes / like.slices - boundary
+        ends = 0
         if first:
-            free -= u.embedding_parameters * per + held * u.embedding_bytes
+            ends += u.embedding_parameters
+            free -= held * u.embedding_bytes
         if last:
-            free -= u.head_parameters * per + (u.head_bytes + max(0.0, u.head_workspace_bytes - u.workspace_bytes)) / like.slices
-        least = min(least, int(free // (u.layer_parameters * per + held * u.layer_bytes)))
-    return least
+            ends += u.head_parameters
+            free -= (u.head_bytes + max(0.0, u.head_workspace_bytes - u.workspace_bytes)) / like.slices
+        least = min(least, int((free - ends * per) // (u.layer_parameters * per + held * u.layer_bytes)))
+        if may_divide:
+            whole = mixed * min(1.0, 2 / like.chunks) + 4.0 / like.chunks
+            free -= ends * whole
+            needed = u.layer_parameters * whole + held * u.layer_bytes
+            alone = min(alone, int(free // needed))
+            free_together += g.count * free - ends * divided / len(groups)
+            needed_together += g.count * needed + u.layer_parameters * divided / len(groups)
+    return max(least, min(alone, int(free_together // needed_together))) if may_divide else least
 
 
 def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: Candidate) -> Candidate | None:

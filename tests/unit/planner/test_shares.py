@@ -1,0 +1,95 @@
+"""Unequal shares of a stage's state: only where equal ones do not fit, and the same in every estimate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_het.runtime.window_options import check_window
+from tools.planner.build import build_plan, candidate_of
+from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.catalog import catalog
+from tools.planner.cluster import Cluster
+from tools.planner.estimate import Estimator
+from tools.planner.layercost import CatalogCosts
+from tools.planner.memory import window_state
+from tools.planner.model import Model
+from tools.planner.reference import reference_nodes
+from tools.planner.search.balance import balance
+
+BIG, SMALL = 0, 1
+
+
+def estimator(layers: int = 24, margin: float = 0.95) -> Estimator:
+    model = Model(num_layers=layers, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, vocab_size=32000,
+                  seq_length=1024, global_batch_size=32, precision="fp16", distributed_optimizer=True)
+    cluster = Cluster(nodes=(reference_nodes("A100-40", 4), reference_nodes("V100-16", 4)))
+    return Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=margin)
+
+
+def mixed(layers: int = 24, chunks: int = 1, **more: object) -> Candidate:
+    """One stage of two large and two small GPUs."""
+    stage = Stage(layers, (Group(BIG, 1, 2), Group(SMALL, 1, 2)))
+    return Candidate((stage,), 1, "full", schedule="ministage", chunks=chunks, zero_stage=1).with_(**more)
+
+
+def test_state_goes_where_memory_is_free_when_equal_shares_do_not_fit():
+    e, candidate = estimator(), mixed()
+    equal = e.estimate(candidate.with_(shares=((0.25, 0.25),)))
+    assert not e.fits(equal)
+    estimate = e.estimate(candidate)
+    assert e.fits(estimate)
+    big, small = estimate.memory
+    assert 2 * big.state_share + 2 * small.state_share == pytest.approx(1)
+    assert big.state_share > 2 * small.state_share
+    # Nothing is lost, and both kinds of GPU fill the same part of what their state may take.
+    assert sum(m.total_bytes for m in estimate.memory) == pytest.approx(sum(m.total_bytes for m in equal.memory))
+    filled = []
+    for m in estimate.memory:
+        count = m.parameter_bytes / (2 * (1 + m.state_share))
+        state = sum(window_state(e, candidate, count, m.state_share)) - sum(window_state(e, candidate, count, 0.0))
+        filled.append(state / (0.95 * m.capacity_bytes - m.total_bytes + state))
+    assert filled[0] == pytest.approx(filled[1])
+
+
+@pytest.mark.parametrize("change", [{"chunks": 4}, {"schedule": "1f1b"}])
+def test_equal_shares_where_they_fit_and_without_a_window(change):
+    estimate = estimator().estimate(mixed(**change))
+    assert all(m.state_share is None for m in estimate.memory)
+
+
+def test_a_plan_says_who_keeps_how_much_and_is_priced_by_that():
+    e, candidate = estimator(), mixed()
+    estimate = e.estimate(candidate)
+    plan = build_plan(e, candidate, estimate)
+    shares = [r.state_share for r in plan.stages[0].replicas]
+    assert shares == pytest.approx([estimate.memory[i].state_share for i in (0, 0, 1, 1)], abs=1e-4)
+    assert sum(r.optimizer_bytes for r in plan.predicted.per_rank) == pytest.approx(
+        sum(m.optimizer_bytes * m.group.count for m in estimate.memory)
+    )
+    check_window(plan, SimpleNamespace(clip_grad=0.0, log_num_zeros_in_grad=False, optimizer="adam"))
+    again = e.estimate(candidate_of(plan, e.cluster)[0])
+    assert e.fits(again)
+    for found, expected in zip(again.memory, estimate.memory, strict=True):
+        assert found.total_bytes == pytest.approx(expected.total_bytes, rel=1e-3)
+
+
+def test_a_plan_with_equal_shares_is_not_priced_with_better_ones():
+    e, candidate = estimator(), mixed()
+    plan = build_plan(e, candidate, e.estimate(candidate))
+    replicas = tuple(replace(r, state_share=1.0) for r in plan.stages[0].replicas)
+    equal = replace(plan, stages=(replace(plan.stages[0], replicas=replicas),))
+    assert not e.fits(e.estimate(candidate_of(equal, e.cluster)[0]))
+
+
+def test_balancing_layers_counts_on_divided_state():
+    """The mixed stage gets layers that its small GPUs could not take with an equal share."""
+    e = estimator(layers=60)
+    groups = ((Group(BIG, 1, 2), Group(SMALL, 1, 2)), (Group(BIG, 1, 2),))
+    candidate = balance(e, groups, mixed(chunks=2))
+    estimate = e.estimate(candidate)
+    assert e.fits(estimate)
+    assert estimate.memory[0].state_share is not None
+    assert not e.fits(e.estimate(candidate.with_(shares=((0.25, 0.25), (0.5,)))))
