@@ -37,7 +37,7 @@ from megatron_het.runtime.programs import build_programs
 from megatron_het.runtime.report import RunReport
 from megatron_het.runtime.slicing import Sequences, SlicedSequences, WholeSequences
 from megatron_het.runtime.timeline import Timeline
-from megatron_het.runtime.transport import choose_transport
+from megatron_het.runtime.transport import choose_transport, posted_for
 from megatron_het.runtime.window_options import split_parameters
 from megatron_het.schedule.ir import Program
 from megatron_het.topology import PlanGroups, build_groups, install_stage_state, remove_stage_state
@@ -142,7 +142,7 @@ class HetSession:
         self._num_chunks = len(self.plan.stages[where.stage].layers)
         self._is_last = where.stage == self.placement.num_stages - 1
         lowered = {
-            forward_only: lower(program, boundaries, device, where.tp_rank, rank)
+            forward_only: lower(posted_for(transport, program), boundaries, device, where.tp_rank, rank)
             for forward_only, program in programs.items()
         }
         sequences = self._open_sequences(args, lowered, parts, transport, timeout_s)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import Program
+from megatron_het.schedule.passes import post_receives_early
 from megatron_het.schedule.transports import deadlock
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")
@@ -55,3 +56,13 @@ def choose_transport(requested: str, backend: str, on_cuda: bool, programs: Iter
     if cycle is None:
         return Choice("nccl", possible)
     return Choice("staged", f"{possible}: {cycle.message}")
+
+
+def posted_for(transport: str, program: Program) -> Program:
+    """The program with its receives where the transport wants them.
+
+    gloo moves data once both ends are posted, and the host, which posts, is busy with compute (on the
+    CPU) or waits for received data (staged): receives are posted one operation ahead.  NCCL gets them in
+    the global order, which no cycle is possible in.
+    """
+    return program if transport == "nccl" else post_receives_early(program)

@@ -6,10 +6,10 @@ and values.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_het.schedule.ir import Shape
+from megatron_het.schedule.ir import Op, Shape
 
 PerChunk = tuple[tuple[float, ...], ...]
 """``[device][chunk]``"""
@@ -105,6 +105,10 @@ class Costs:
             can only be found out by waiting for it).
         host_blocks: the process posts transfers only when the compute before them in its list is done
             (CPU executor); else it is far ahead (CUDA streams).
+        post_s: with ``host_blocks``, time that the host takes to post one transfer, during which it does not
+            compute.
+        measured_s: by device and operation, durations that replace those of the tables: to replay a measured
+            iteration.
         memory: bytes, for the memory curves.
     """
 
@@ -131,6 +135,8 @@ class Costs:
     operation_s: float = 0.0
     keeps_sent: bool = False
     host_blocks: bool = False
+    post_s: float = 0.0
+    measured_s: Mapping[tuple[int, Op], float] = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
 
     def check(self, shape: Shape) -> None:

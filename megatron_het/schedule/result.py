@@ -75,7 +75,7 @@ def _steady_window(result: "Result", queues: Sequence[Sequence[int]]) -> tuple[f
 def _device_bubble(result: "Result", queue: Sequence[int], full: float, drain: float, tail: float) -> Bubble:
     ops, start, end, cause = result.graph.ops, result.start_s, result.end_s, result.cause
     warmup = imbalance = communication = gather = 0.0
-    now = 0.0
+    now, before = 0.0, -1
     for i in queue:
         gap = start[i] - now
         if gap > 0:
@@ -87,12 +87,13 @@ def _device_bubble(result: "Result", queue: Sequence[int], full: float, drain: f
             if kind in _GATHER:
                 gather += moved
             else:
+                moved = max(moved, min(gap, result.posting_s.get(before, 0.0)))
                 communication += moved
             rest_end = start[i] - moved
             steady = max(0.0, min(rest_end, drain) - max(now, full))
             imbalance += steady
             warmup += gap - moved - steady
-        now = end[i]
+        now, before = end[i], i
     warmup += max(0.0, result.makespan_s - now - tail)
     return Bubble(warmup, imbalance, communication, gather, tail)
 

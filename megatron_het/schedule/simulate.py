@@ -13,7 +13,7 @@ from functools import cached_property
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.durations import durations, message_bytes
 from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe
-from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, Kind, Op, Program
+from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Op, Program
 from megatron_het.schedule.memory import MemoryUse, memory_use
 from megatron_het.schedule.result import Bubble, Event, attribute_bubble
 
@@ -36,6 +36,7 @@ class Result:
         graph: its graph; operation numbers below refer to it.
         start_s, end_s: per operation.  Both ends of a transfer have the same times.
         cause: per operation, the operation that it waited for last, -1 for none.
+        posting_s: by compute operation, the time after it in which the host posts transfers.
         makespan_s: end of the iteration, tails included.
         compute_s: per device, time spent in compute operations.
     """
@@ -43,6 +44,7 @@ class Result:
     def __init__(self, graph: Graph, costs: Costs, engine: "_Engine") -> None:
         self.graph, self.program, self.costs = graph, graph.program, costs
         self.start_s, self.end_s, self.cause = engine.start, engine.end, engine.cause
+        self.posting_s = engine.posting
         self._compute_queues = engine.queues[: len(self.program.ops)]
         duration = engine.duration
         self.compute_s = [sum([duration[i] for i in queue]) for queue in self._compute_queues]
@@ -130,6 +132,7 @@ class _Engine:
         self.queues: list[list[int]] = []
         self.link: dict[int, tuple[float, tuple[str, ...]]] = {}
         self.occupied: dict[int, float] = {}
+        self.posting: dict[int, float] = {}
         self.waits = list(graph.waits)
         self.teams: dict[tuple[object, ...], list[int]] = {}
         self.team_of: dict[int, tuple[object, ...]] = {}
@@ -166,6 +169,7 @@ class _Engine:
         sends: dict[tuple[int, int], list[int]] = {}
         receives: dict[tuple[int, int], list[int]] = {}
         before, last = [-1] * (len(ops) if self.costs.host_blocks else 0), -1
+        posted = self._posting() if self.costs.host_blocks and self.costs.post_s else {}
         for i, op in enumerate(ops):
             if op[0] in SENDS:
                 sends.setdefault((device_of[i], op[4]), []).append(other[i])
@@ -188,15 +192,32 @@ class _Engine:
                 if size_key not in sizes:
                     sizes[size_key] = message_bytes(self.costs, graph.program, edge[0], op) / link.bytes_per_s
                 occupied = sizes[size_key]
-                self.duration[i] = occupied + link.latency_s
+                late = posted.get(other[i], 0.0)
+                self.duration[i] = occupied + link.latency_s + late
                 self.waits[i] = graph.waits[other[i]]
                 if before and (before[i] >= 0 or before[other[i]] >= 0):
                     self.waits[i] = [*self.waits[i], *(j for j in (before[i], before[other[i]]) if j >= 0)]
-                if link.latency_s or link.shared:
+                if link.latency_s or link.shared or late:
                     self.occupied[i] = occupied
                 if link.shared:
                     self.link[i] = (occupied, link.shared)
             self.queues.append(queue)
+
+    def _posting(self) -> dict[int, float]:
+        """Makes computations occupy the host for the transfers posted after them.
+
+        Returns:
+            For every transfer, how long after the computation before it it is posted.
+        """
+        device_of, each, last = self.graph.device, self.costs.post_s, -1
+        posted: dict[int, float] = {}
+        for i, op in enumerate(self.graph.ops):
+            if op[0] in COMPUTE:
+                last = i
+            elif op[0] in TRANSFERS and last >= 0 and device_of[last] == device_of[i]:
+                posted[i] = self.posting[last] = self.posting.get(last, 0.0) + each
+        self.occupied |= {i: self.duration[i] + seconds for i, seconds in self.posting.items()}
+        return posted
 
     def run(self) -> None:
         self.position = [0] * len(self.queues)

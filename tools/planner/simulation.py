@@ -9,7 +9,7 @@ from megatron_het.plan import Plan
 from megatron_het.schedule.cost import Costs, Link, Memory
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Program, Shape
-from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.passes import add_transfers, post_receives_early
 from megatron_het.schedule.simulate import Result, simulate
 from tools.planner.build import build_plan, seats
 from tools.planner.candidate import Candidate, Group
@@ -150,6 +150,8 @@ def simulate_candidate(estimator: Estimator, candidate: Candidate, estimate: Est
 
 def _simulate(estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan) -> Simulation:
     program = program_of(plan, candidate)
+    if estimator.runtime.host_blocks:
+        program = post_receives_early(program)  # as the runtime does over gloo
     costs = costs_of(estimator, whole, candidate, estimate, plan)
     result = simulate(program, costs)
     peaks = tuple(use.peak_bytes for use in result.memory)

@@ -18,14 +18,17 @@ from megatron_het.schedule.ir import Kind, Op, Program, Shape
 def slice_orders(shape: Shape, device: int) -> tuple[list[Op], list[Op]]:
     """Forward and backward order of a device, before they are merged.
 
-    Forward: per microbatch, per group of ``stages`` slices, per chunk, the slices of the group.  Backward:
+    Forward: per microbatch, per group of ``2 * stages`` slices, per chunk, the slices of the group.  Backward:
     the exact reverse inside each microbatch, microbatches in order (SlimPipe, section 4.1.2: the last slice
     goes first, so that its keys and values are released at once).  SlimPipe does not say how chunks and
-    slices interleave; groups of ``stages`` slices have the same memory and bubble as groups of all slices
-    and far fewer slots in which the attention loads differ much.
+    slices interleave.  All groups of at least ``stages`` slices have the same memory and, with equal slices,
+    the same bubble.  In groups of ``stages`` a slice is needed for the next chunk at the moment when it
+    leaves the last stage, so that every transfer there is waited for; in groups of twice that, transfers have
+    the time of ``stages`` slices.  Larger groups put slices of more different attention load side by side.
     """
     chunks = range(len(shape.layers[shape.devices[device].stage]))
-    groups = [range(s, min(s + shape.stages, shape.slices)) for s in range(0, shape.slices, shape.stages)]
+    size = 2 * shape.stages
+    groups = [range(s, min(s + size, shape.slices)) for s in range(0, shape.slices, size)]
     forward: list[Op] = []
     backward: list[Op] = []
     for microbatch in shape.microbatches_of(device):

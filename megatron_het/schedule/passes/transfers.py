@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from megatron_het.schedule.generators.listing import Speeds
 from megatron_het.schedule.graph import Graph, collection_paused, replay
-from megatron_het.schedule.ir import COMPUTE, PARTNER, TRANSFERS, Kind, Op, Program
+from megatron_het.schedule.ir import COMPUTE, PARTNER, RECEIVES, TRANSFERS, Kind, Op, Program
 from megatron_het.schedule.joint import HELPS, joint_slots
 
 
@@ -59,6 +59,36 @@ def add_transfers(program: Program, *, speeds: Sequence[float] | None = None, or
     if order == "late":
         return _place_late(program, graph, runnable)
     return _place_global(program, graph, runnable, duration, end)
+
+
+def post_receives_early(program: Program) -> Program:
+    """The program with every receive one compute operation earlier in its device's list.
+
+    For transports where the host posts a receive and goes on, but posts the next one only when the compute
+    before it is done, and where data moves once both ends are posted (gloo): a receive at its place in the
+    global order is then posted up to one operation after the send, and the transfer is waited for.  Costs one
+    more receive buffer.  Receives keep their order, and posting one does not block, so that a program
+    without deadlock stays free of them where every directed pair has a queue of its own; not for transports
+    with blocking calls or one queue for several peers.
+
+    Args:
+        program: with transfers in the global order (:func:`add_transfers`).
+    """
+    return replace(program, ops=tuple(_one_compute_earlier(ops) for ops in program.ops))
+
+
+def _one_compute_earlier(ops: Sequence[Op]) -> tuple[Op, ...]:
+    out: list[Op] = []
+    since: list[Op] = []  # the last compute operation and what came after it
+    for op in ops:
+        if op.kind in RECEIVES:
+            out.append(op)
+        elif op.kind in COMPUTE:
+            out += since
+            since = [op]
+        else:
+            since.append(op)
+    return (*out, *since)
 
 
 def _lockstep(graph: Graph) -> list[float]:

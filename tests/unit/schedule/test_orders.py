@@ -80,16 +80,16 @@ def test_interleaved_equals_pytorch(stages: int, microbatches: int, chunks: int)
 
 
 def test_slimpipe_order() -> None:
-    """Groups of p slices per chunk; the backward exactly reversed within the microbatch."""
-    program = generate("slimpipe", Shape.uniform(2, 2, slices=4, chunks=2))
+    """Groups of 2p slices per chunk, the rest at the end; the backward exactly reversed within the microbatch."""
+    program = generate("slimpipe", Shape.uniform(2, 2, slices=6, chunks=2))
     forward = [(op.microbatch, op.chunk, op.slice) for op in program.ops[1] if op.kind == Kind.FORWARD]
-    one = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    one = [(c, s) for group in (range(4), range(4, 6)) for c in (0, 1) for s in group]
     assert forward == [(m, c, s) for m in (0, 1) for c, s in one]
     backward = [(op.microbatch, op.chunk, op.slice) for op in program.ops[1] if op.kind == Kind.BACKWARD]
     assert backward == [(m, c, s) for m in (0, 1) for c, s in reversed(one)]
     for stage in range(2):
         kinds = [op.kind for op in program.ops[stage]]
-        assert kinds.index(Kind.BACKWARD) == 4 * 2 + 2 * (1 - stage)
+        assert kinds.index(Kind.BACKWARD) == 6 * 2 + 2 * (1 - stage)
 
 
 def test_faster_replicas_get_ahead() -> None:

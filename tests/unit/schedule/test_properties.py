@@ -9,7 +9,15 @@ from schedule_helpers import full, peaks, run
 
 from megatron_het.schedule import COMPUTE, Kind, Program, Shape, add_transfers, dumps, formulas, generate, loads
 from megatron_het.schedule.generators import GENERATORS
-from megatron_het.schedule.passes import add_activation_offload, add_exchange, add_parameters, add_vocabulary
+from megatron_het.schedule.graph import Graph
+from megatron_het.schedule.passes import (
+    add_activation_offload,
+    add_exchange,
+    add_parameters,
+    add_vocabulary,
+    post_receives_early,
+)
+from megatron_het.schedule.transports import deadlock
 from megatron_het.schedule.validate import validate
 
 MORE = settings(max_examples=25, deadline=None)
@@ -40,6 +48,14 @@ def good(program: Program) -> None:
     assert loads(dumps(program)) == program
 
 
+def good_when_posted_early(complete: Program) -> None:
+    """Receives posted ahead of the global order cannot deadlock where every directed pair has a queue."""
+    early = post_receives_early(complete)
+    order_kept(complete, early)
+    assert deadlock(Graph(early), "edge") == ()
+    run(early, host_blocks=True)
+
+
 def order_kept(before: Program, after: Program) -> None:
     """A pass keeps the compute order of every device."""
     assert [before.compute(d) for d in range(len(before.ops))] == [after.compute(d) for d in range(len(after.ops))]
@@ -53,6 +69,7 @@ def test_one_f_one_b(shape: Shape, speeds: list[float]) -> None:
     complete = add_transfers(program, speeds=speeds[: len(shape.devices)])
     order_kept(program, complete)
     good(complete)
+    good_when_posted_early(complete)
     for d in range(len(shape.devices)):
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             assert [op.microbatch for op in program.ops[d] if op.kind == kind] == list(shape.microbatches_of(d))
@@ -75,6 +92,7 @@ def test_homogeneous(name: str, stages: int, microbatches: int, chunks: int, gro
     complete = add_transfers(program)
     order_kept(program, complete)
     good(complete)
+    good_when_posted_early(complete)
     good(add_transfers(generate(name, shape, forward_only=True)))
     good(add_activation_offload(add_parameters(complete, offload=True)))
 
@@ -97,9 +115,11 @@ def test_slimpipe_routed(shape: Shape) -> None:
     """Slices with several replicas per stage; with the vocabulary split."""
     program = generate("slimpipe", shape)
     good(add_transfers(program))
+    good_when_posted_early(add_transfers(program))
     split = add_vocabulary(program)
     order_kept(program, split)
     good(add_transfers(split))
+    good_when_posted_early(add_transfers(split))
 
 
 @MORE
@@ -170,6 +190,7 @@ def test_exchange(
     complete = add_transfers(add_vocabulary(exchanged) if split else exchanged)
     order_kept(program, complete)
     good(complete)
+    good_when_posted_early(complete)
 
 
 @MORE

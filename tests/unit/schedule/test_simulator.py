@@ -20,7 +20,13 @@ from megatron_het.schedule import (
     simulate,
 )
 from megatron_het.schedule.memory import CATEGORIES
-from megatron_het.schedule.passes import add_activation_offload, add_exchange, add_parameters, add_vocabulary
+from megatron_het.schedule.passes import (
+    add_activation_offload,
+    add_exchange,
+    add_parameters,
+    add_vocabulary,
+    post_receives_early,
+)
 
 
 def test_one_f_one_b_by_hand() -> None:
@@ -272,6 +278,27 @@ def test_host_blocks() -> None:
         run(full("1f1b", shape), message_bytes=2.0, link=lambda a, b: link, host_blocks=flag) for flag in (False, True)
     )
     assert blocked.makespan_s > free.makespan_s
+
+
+def test_receives_posted_early_hide_the_latency() -> None:
+    """Where the host posts, a latency shorter than an operation costs next to nothing after the warm-up."""
+    shape = Shape.uniform(2, 2, slices=8, chunks=2)
+    program = full("slimpipe", shape)
+    link = {"link": lambda a, b: Link(0.04), "host_blocks": True}
+    ideal, late, early = run(program), run(program, **link), run(post_receives_early(program), **link)
+    assert early.makespan_s < ideal.makespan_s + 4 * 0.04
+    assert late.makespan_s > ideal.makespan_s + 20 * 0.04
+
+
+def test_posting_takes_the_hosts_time() -> None:
+    """Every transfer delays the computation after it, and arrives later; the time counts as communication."""
+    shape = Shape.uniform(2, 1)
+    result = run(full("1f1b", shape), host_blocks=True, post_s=0.25)
+    starts = {(e.device, e.op.kind.name): e.start_s for e in result.events() if e.stream == "compute"}
+    assert starts == {(0, "FORWARD"): 0.0, (1, "FORWARD"): 1.25, (1, "BACKWARD"): 2.25, (0, "BACKWARD"): 4.5}
+    assert result.makespan_s == 6.5
+    assert result.compute_s == [3.0, 3.0]
+    assert sum(b.communication_s for b in result.bubble) >= 0.5
 
 
 def test_costs_that_do_not_fit() -> None:
