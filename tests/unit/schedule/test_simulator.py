@@ -301,6 +301,15 @@ def test_posting_takes_the_hosts_time() -> None:
     assert sum(b.communication_s for b in result.bubble) >= 0.5
 
 
+def test_measured_durations_replace_the_tables() -> None:
+    """An iteration is replayed with what its operations took; those without a measurement keep the model's time."""
+    program = full("1f1b", Shape.uniform(2, 1))
+    first = next(op for op in program.ops[0] if op.kind == Kind.FORWARD)
+    result = run(program, measured_s={(0, first): 5.0})
+    assert result.makespan_s == 6.0 + 4.0
+    assert result.compute_s == [7.0, 3.0]
+
+
 def test_costs_that_do_not_fit() -> None:
     """One error that names the table."""
     program = full("1f1b", Shape.uniform(2, 2))
