@@ -7,7 +7,8 @@ parameters are materialised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -17,7 +18,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.training.models.base import compose_hooks
 from megatron.training.models.dist_utils import (
-    build_virtual_pipeline_stages,
     prepare_existing_model_chunks_for_distributed_training,
 )
 from megatron.training.models.gpt import GPTModelBuilder
@@ -67,19 +67,43 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
                 mixed_precision_wrapper,
                 model_type,
             )
-        models = self._build_chunks(pg_collection, chunks, model_type)
+        built = self._build_chunks(pg_collection, chunks, model_type)
+        finish = functools.partial(
+            self._finish,
+            pg_collection=pg_collection,
+            ddp_config=ddp_config,
+            wrap_with_ddp=wrap_with_ddp,
+            overlap_param_gather_with_optimizer_step=overlap_param_gather_with_optimizer_step,
+            use_megatron_fsdp=use_megatron_fsdp,
+            use_torch_fsdp2=use_torch_fsdp2,
+            data_parallel_random_init=data_parallel_random_init,
+            mixed_precision_wrapper=mixed_precision_wrapper,
+        )
+        if not self.layered:
+            return finish(list(built))
+        # Each chunk is finished, which closes its window, before the next one is built: never is the
+        # whole stage in memory.  Hooks see one chunk at a time.
+        return [model for chunk in built for model in finish([chunk])]
+
+    def _finish(
+        self,
+        models: list[GPTModel],
+        *,
+        pg_collection: ProcessGroupCollection,
+        ddp_config: DistributedDataParallelConfig | None,
+        wrap_with_ddp: bool,
+        **options: Any,
+    ) -> list[GPTModel]:
+        """What comes between building chunks and handing them over: hooks, devices, wrappers."""
+        config = self._model_config
         models = compose_hooks(config.pre_wrap_hooks)(models)
         models = prepare_existing_model_chunks_for_distributed_training(
             models,
             config.transformer,
             pg_collection,
             ddp_config=ddp_config,
-            overlap_param_gather_with_optimizer_step=overlap_param_gather_with_optimizer_step,
-            use_megatron_fsdp=use_megatron_fsdp,
-            use_torch_fsdp2=use_torch_fsdp2,
             wrap_with_ddp=wrap_with_ddp and not self.layered,
-            data_parallel_random_init=data_parallel_random_init,
-            mixed_precision_wrapper=mixed_precision_wrapper,
+            **options,
         )
         if self.layered and wrap_with_ddp:
             assert ddp_config is not None
@@ -88,25 +112,23 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
 
     def _build_chunks(
         self, pg_collection: ProcessGroupCollection, chunks: int, model_type: ModelType
-    ) -> list[GPTModel]:
+    ) -> Iterator[GPTModel]:
+        """The chunks of this rank, each one built when it is asked for."""
         transformer = self._model_config.transformer
-        if pg_collection.pp.size() > 1 or chunks == 1:
-            virtual = transformer.virtual_pipeline_model_parallel_size
-            return build_virtual_pipeline_stages(self.build_model, pg_collection, virtual, model_type)
-        # Upstream numbers layers by the layout only where the configuration, as opposed to the
-        # process group, says that there is more than one stage.
-        transformer.pipeline_model_parallel_size = max(2, transformer.pipeline_model_parallel_size)
-        models = []
+        stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
+        if stages == 1 and chunks > 1:
+            # Upstream numbers layers by the layout only where the configuration, as opposed to the
+            # process group, says that there is more than one stage.
+            transformer.pipeline_model_parallel_size = max(2, transformer.pipeline_model_parallel_size)
         for chunk in range(chunks):
             model = self.build_model(
                 pg_collection,
-                pre_process=chunk == 0,
-                post_process=chunk == chunks - 1,
-                vp_stage=chunk,
+                pre_process=stage == 0 and chunk == 0,
+                post_process=stage == stages - 1 and chunk == chunks - 1,
+                vp_stage=chunk if chunks > 1 else None,
             )
             model.model_type = model_type
-            models.append(model)
-        return models
+            yield model
 
 
 class WindowGPTModelBuilder(ChunkedGPTModelBuilder):

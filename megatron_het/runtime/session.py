@@ -261,6 +261,8 @@ class HetSession:
 
             shares = rank_shares(self.placement, self.groups.rank)
             model_config.post_wrap_hooks.append(functools.partial(set_shares, shares=shares))
+            if self._window is not None:
+                model_config.post_wrap_hooks.append(self._window.adopt)
             model_config.builder = building.BUILDER if self._window is None else building.WINDOW_BUILDER
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -302,6 +304,8 @@ class HetSession:
         self._models = models
         if self._window is not None and not forward_only:
             self._window.attach(models, _optimizer_of(config))
+        elif self._window is not None and not self._window.is_attached:
+            self._window.open_all()
         call = Call(
             forward_step_func,
             iterators_per_chunk(data_iterator, self._num_chunks),

@@ -24,8 +24,9 @@ from megatron_het.schedule.ir import Kind
 class ParameterWindow:
     """All chunks of a rank, with the operations on them.
 
-    Before ``attach`` (model and optimizer are being built and loaded) everything is materialised
-    and operations do nothing.
+    Chunks are closed as soon as they have been built (``adopt``).  Before ``attach``, which comes with
+    the first iteration of training, operations do nothing: what needs whole parameters before then, as
+    the loading of a checkpoint, opens all of them (``open_all``).
 
     Args:
         options: From the plan.
@@ -57,23 +58,44 @@ class ParameterWindow:
 
     # -- life ----------------------------------------------------------------------------------
 
+    def adopt(self, models: list[Any]) -> list[Any]:
+        """Take over chunks that Megatron's DDP has just wrapped, and close them.
+
+        Args:
+            models: In the order of the chunks; may be called for one after the other.
+
+        Returns:
+            The same, as Megatron expects it of a hook that runs after wrapping.
+        """
+        from megatron.core.distributed import DistributedDataParallel
+
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                self._chunks.append(ChunkWindow(model, self.options.offload, self.use))
+                self._close(self._chunks[-1])
+        return models
+
     def attach(self, models: Sequence[Any], optimizer: Any) -> None:
-        """Take over the parameters of wrapped chunks, once, and close all of them."""
-        if self._chunks:
+        """Take over the optimizer, and what a checkpoint has brought, once, and close all chunks."""
+        if self._optimizer is not None:
             return
         from megatron.core.utils import get_model_config
 
         self._config = get_model_config(models[0])
-        self._chunks = [ChunkWindow(model, self.options.offload, self.use) for model in models]
+        for chunk in self._chunks:
+            chunk.take_shards()
         self._optimizer = ChunkedOptimizer(
             optimizer, self._chunks, self.options, self._stage_group
         )
         for chunk in self._chunks:
-            chunk.close()
-            chunk.drop_gradients()
-            chunk.store()
+            self._close(chunk)
         self._optimizer.store_all()
         self.use.restart()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the operations of programs do something."""
+        return self._optimizer is not None
 
     def open_all(self) -> None:
         """Make every update that is due and materialise all parameters, e.g. for a checkpoint."""
@@ -90,12 +112,13 @@ class ParameterWindow:
 
     def begin(self) -> None:
         """Start of an iteration or evaluation: whatever ``open_all`` left open is closed."""
+        if self._optimizer is None:
+            return
         for chunk in self._chunks:
             chunk.close()
             chunk.store()
-        if self._optimizer is not None:
-            self._optimizer.begin()
-            self._optimizer.store_all()
+        self._optimizer.begin()
+        self._optimizer.store_all()
         self._scale = self._total_tokens = self._counting = None
         self.use.restart()
 
@@ -124,7 +147,7 @@ class ParameterWindow:
 
     def before_backward(self, chunk: int, num_tokens: torch.Tensor | None) -> None:
         """Parameters are there and gradients are allocated when this returns."""
-        if not self._chunks:
+        if self._optimizer is None:
             return
         for c in sorted(self._reducing):
             if not self._chunks[c].is_reducing():
@@ -160,14 +183,20 @@ class ParameterWindow:
         own = num_tokens.to(torch.int64)
         return own if self._counts_tokens else torch.zeros_like(own)
 
+    @staticmethod
+    def _close(chunk: ChunkWindow) -> None:
+        chunk.close()
+        chunk.drop_gradients()
+        chunk.store()
+
     def _open(self, c: int) -> None:
-        assert self._optimizer is not None
         if not self._chunks[c].is_open:
             with self._chunks[c].side.following():
                 for bucket in self._chunks[c].buckets:
                     if bucket.host is not None:
                         bucket.host.wait()
-                self._optimizer.apply_pending(c)
+                if self._optimizer is not None:
+                    self._optimizer.apply_pending(c)
             self._chunks[c].open()
 
     def _reduce(self, c: int, start: int, stop: int) -> None:

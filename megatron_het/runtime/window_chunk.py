@@ -7,6 +7,8 @@ closed is the rank's shard of every bucket.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,9 @@ import torch.distributed as dist
 from megatron_het.runtime.window_layout import layer_of, num_layers_of
 from megatron_het.runtime.window_memory import HostCopy, SideStream, WindowUse
 from megatron_het.runtime.window_shards import Pending, parts_of
+
+
+_ATTRIBUTE = "het_window"
 
 
 @dataclass
@@ -39,7 +44,7 @@ class Bucket:
     reducing: Pending | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class ChunkWindow:
     """The window over one model chunk.
 
@@ -72,6 +77,7 @@ class ChunkWindow:
                 layer = layer_of(names[source.params_list[0]], count)
                 self.buckets.append(Bucket(source, layer, self.parts.own(source.param_data)))
             buffer.reset = _leave_gradients  # they are zeroed when they are allocated
+            setattr(buffer, _ATTRIBUTE, self)
         self.buckets.sort(key=lambda bucket: bucket.layer)
         self._wait_before_use()
         for bucket in self.buckets:
@@ -142,6 +148,34 @@ class ChunkWindow:
             for buffer in self.ddp.buffers:
                 buffer.param_data.untyped_storage().resize_(0)
 
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Whole parameters, of which this rank's parts alone have their contents, for a moment."""
+        if self.is_open:
+            yield
+            return
+        self.fetch()
+        self.open()
+        for bucket in self.buckets:
+            if bucket.host is not None:
+                bucket.host.wait()
+            if not self.is_resident:
+                self.parts.own(bucket.source.param_data).copy_(bucket.shard)
+        yield
+        self.close()
+        self.store()
+
+    @torch.no_grad()
+    def take_shards(self) -> None:
+        """Make the shards what the open parameters are: a checkpoint has been loaded into those."""
+        if not self.is_open or self.is_resident:
+            return
+        for bucket in self.buckets:
+            if not bucket.shard.untyped_storage().size():
+                _allocate(bucket.shard)
+                self.use.add("shard", bucket.shard.nbytes)
+            bucket.shard.copy_(self.parts.own(bucket.source.param_data))
+
     # -- gradients -----------------------------------------------------------------------------
 
     def open_gradients(self) -> None:
@@ -207,6 +241,11 @@ class ChunkWindow:
             mine = {id(b): b for p in module.parameters(recurse=False) if (b := owner.get(p))}
             if mine:
                 self._hooks.append(module.register_forward_pre_hook(_Waiter(list(mine.values()))))
+
+
+def window_of(buffer: Any) -> ChunkWindow | None:
+    """The window over one of Megatron's buffers, if there is one."""
+    return getattr(buffer, _ATTRIBUTE, None)
 
 
 class _Waiter:

@@ -95,10 +95,13 @@ class ChunkedOptimizer:
                 for model, main in zip(model_group, main_group, strict=True):
                     c, bucket = owner[model]
                     span = optimizer._get_model_param_range_map(model)["gbuf_local"]
-                    entry = Entry(main, bucket, span.start, span.end, group, in_shard)
-                    if in_shard:
-                        main.data = entry.of(bucket.shard)
-                    self._entries[c].append(entry)
+                    self._entries[c].append(Entry(main, bucket, span.start, span.end, group, in_shard))
+        for chunk, entries in zip(self._chunks, self._entries, strict=True):
+            chunk.fetch()  # a view needs memory behind it
+            for entry in entries:
+                if entry.in_shard:
+                    entry.main.data = entry.of(entry.bucket.shard)
+            chunk.store()
 
     # -- what Megatron's optimizer calls -------------------------------------------------------
 

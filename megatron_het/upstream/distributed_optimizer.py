@@ -1,10 +1,12 @@
-"""Megatron's distributed optimizer as this project needs it: one patch, for two subclasses.
+"""Megatron's distributed optimizer as this project needs it: one patch, for three subclasses.
 
-``torch_adam.py`` repairs it for torch's Adam, ``uneven_shards.py`` lets buffers be divided unequally.
+``torch_adam.py`` repairs it for torch's Adam, ``uneven_shards.py`` lets buffers be divided unequally,
+``closed_chunks.py`` builds it on ministages that are not all whole at once.
 """
 
 from __future__ import annotations
 
+from megatron_het.upstream.closed_chunks import chunk_by_chunk
 from megatron_het.upstream.registry import Patch
 from megatron_het.upstream.torch_adam import repaired, uses_torch_adam
 from megatron_het.upstream.uneven_shards import divided
@@ -13,7 +15,7 @@ _CLASS = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 
 def _build(original: type) -> type:
-    return divided(repaired(original) if uses_torch_adam() else original)
+    return chunk_by_chunk(divided(repaired(original) if uses_torch_adam() else original))
 
 
 PATCHES = (
@@ -23,8 +25,8 @@ PATCHES = (
         target="megatron.core.optimizer.DistributedOptimizer",
         reason=(
             "torch's Adam under the distributed optimizer cannot resume, or resumes with wrong "
-            "bias corrections; and it divides its buffers into equal parts only. The optimizer "
-            "class is not configurable"
+            "bias corrections; it divides its buffers into equal parts only; and it reads all "
+            "parameters at once. The optimizer class is not configurable"
         ),
         sources={
             f"{_CLASS}.state_dict": (
@@ -35,6 +37,9 @@ PATCHES = (
             ),
             f"{_CLASS}._set_main_param_and_optimizer_states": (
                 "3cc712951380de5bd4ceffc7c8ee893c4b38fbcc7006db6ea33a0f6567ea1c97"
+            ),
+            f"{_CLASS}._build_model_and_main_param_groups": (
+                "4eff3e32c4df93f9c17b9024e6091c7f8f05c51853b9209bcd908ff801fa741b"
             ),
             f"{_CLASS}._build_model_gbuf_range": (
                 "146c23c0162e79784486a7fb19d48b89f22403dccc536cacc6514b25c302f03c"

@@ -45,7 +45,6 @@ PATCHES = (
             # What the parameter window relies on beside public interfaces.
             f"{_OPTIMIZER}._copy_model_grads_to_main_grads": "d7077b92f8a06cbaf52d2de9a71a200b30f237a6bbecf62d5726eb8002e6193e",
             f"{_OPTIMIZER}.step_with_ready_grads": "203a8a27eaec9bab3e6a5c4dec13c8747a0515554a5bb744418e7a8e215154ad",
-            f"{_OPTIMIZER}._build_model_and_main_param_groups": "4eff3e32c4df93f9c17b9024e6091c7f8f05c51853b9209bcd908ff801fa741b",
             f"{_OPTIMIZER}._compute_per_buffer_param_layout": "327594ce0ba0150610271b4469bc5e577c1fe5a014c86a0a6e58f15b047d4a72",
             "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads": (
                 "b8b3681b2ba049de9c477aa153bc0a30909824243ebf411c9148d22860023b23"
