@@ -196,6 +196,8 @@ def _rank(configuration: Configuration, expected: Prediction, rank: int, folder:
         "parameter_shard_bytes": window["peak_shard_bytes"],
         "optimizer_bytes": window["peak_optimizer_bytes"] if offloaded else moments,
         "host_activation_bytes": watched["host_activation_bytes"],
+        "start_bytes": watched["start_bytes"],
+        "stage_bytes": sum(expected.chunk_bytes[stage]),
         "reductions": window["reductions"],
         "table_2": formula(configuration, plan, expected.chunk_bytes[stage], stage),
         "simulator": simulated,
@@ -248,7 +250,8 @@ def line(entry: dict[str, Any]) -> str:
         f"{entry['name']:60} {total(entry) / 2**20:6.2f} MiB per rank "
         f"({found['activations'] / 2**20:.2f} activations); whole parameters "
         f"{found['parameters'] / 2**20:.2f} MiB (Table 2: {table['materialised'] / 2**20:.2f}), "
-        f"gathers {found['gathers']} (Table 2: {table['gathers']:.0f}); errors {errors}\n"
+        f"gathers {found['gathers']} (Table 2: {table['gathers']:.0f}); "
+        f"start {rank['start_bytes'] / rank['stage_bytes']:.2f} stages; errors {errors}\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Looks into ministage runs from inside: live bytes of activations, and of everything at once.
+"""Looks into ministage runs from inside: live bytes of activations, of everything at once, at the start.
 
 One meter sees whatever operators allocate and has been shown the state that was there before: its
 peak is that of the rank.  A second one overlooks what the parameter window allocates: its peak is
@@ -22,13 +22,16 @@ _RESIZING = ("fetch", "store", "open", "close", "open_gradients", "drop_gradient
 
 
 def watch(*, rank: int, out: str) -> None:
-    """Meter the third iteration of this rank into ``watch-<rank>.json``."""
+    """Meter the start and the third iteration of this rank into ``watch-<rank>.json``."""
+    from megatron.training import training
+
     from megatron_het.runtime.report import RunReport
     from megatron_het.runtime.session import HetSession
 
     RunReport._meter = lambda self: contextlib.nullcontext()  # meters one more time, and differently
     watcher = WindowWatcher(Path(out) / f"watch-{rank}.json", memory=True)
     HetSession.forward_backward = watcher.wrap(HetSession.forward_backward)
+    training.setup_model_and_optimizer = watcher.start(training.setup_model_and_optimizer)
 
 
 class WindowWatcher(Watcher):
@@ -36,15 +39,29 @@ class WindowWatcher(Watcher):
 
     metered_iteration = 2
 
+    def start(self, setup: Step) -> Step:
+        """The building of model and optimizer, with its peak put into ``found``."""
+
+        @functools.wraps(setup)
+        def metered(*positional: Any, **keywords: Any) -> Any:
+            from megatron_het.platform.memory import CpuMemoryMeter
+
+            with CpuMemoryMeter() as meter, _resizes_shown(), meter.region("start") as visit:
+                result = setup(*positional, **keywords)
+            self.found["start_bytes"] = visit.peak_bytes
+            return result
+
+        return metered
+
     def metered(self, step: Step, positional: Any, keywords: Any) -> Any:
         from megatron_het.platform.memory import CpuMemoryMeter
 
         session = positional[0]
         if session._offload is not None:
             session._offload.pool.reset_peak()
-        with CpuMemoryMeter() as everything, CpuMemoryMeter() as activations, _shown(activations):
+        with CpuMemoryMeter() as everything, CpuMemoryMeter() as activations:
             everything.add(_state(session))
-            with everything.region("iteration") as whole, activations.region("iteration") as part:
+            with _window_overlooked(activations), _resizes_shown(), everything.region("iteration") as whole, activations.region("iteration") as part:
                 result = step(*positional, **keywords)
         self.found["total_bytes"] = whole.peak_bytes
         self.found["activation_bytes"] = part.peak_bytes
@@ -75,11 +92,10 @@ def _tensors(chunk: Any) -> Iterator[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _shown(activations: Any) -> Iterator[None]:
-    """While it is open, meters see resized storages, and ``activations`` overlooks the window's."""
+def _window_overlooked(activations: Any) -> Iterator[None]:
+    """While it is open, a meter overlooks what the window allocates."""
     from megatron_het.runtime.window import ParameterWindow
     from megatron_het.runtime.window_chunk import ChunkWindow
-    from megatron_het.runtime.window_memory import HostCopy
 
     def overlooked(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -88,6 +104,19 @@ def _shown(activations: Any) -> Iterator[None]:
                 return method(*positional, **keywords)
 
         return run
+
+    with contextlib.ExitStack() as undo:
+        for name in _WINDOW_METHODS:
+            undo.enter_context(_replaced(ParameterWindow, name, overlooked))
+        undo.enter_context(_replaced(ChunkWindow, "keep_gradient_shards", overlooked))
+        yield
+
+
+@contextlib.contextmanager
+def _resizes_shown() -> Iterator[None]:
+    """While it is open, all meters see at once what the window resizes."""
+    from megatron_het.runtime.window_chunk import ChunkWindow
+    from megatron_het.runtime.window_memory import HostCopy
 
     def looking(tensors: Callable[..., Iterable[torch.Tensor]]) -> Callable[[Any], Any]:
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,9 +132,6 @@ def _shown(activations: Any) -> Iterator[None]:
         return wrap
 
     with contextlib.ExitStack() as undo:
-        for name in _WINDOW_METHODS:
-            undo.enter_context(_replaced(ParameterWindow, name, overlooked))
-        undo.enter_context(_replaced(ChunkWindow, "keep_gradient_shards", overlooked))
         for name in _RESIZING:
             undo.enter_context(_replaced(ChunkWindow, name, looking(lambda chunk, *_: _tensors(chunk))))
         for name in ("fetch", "store"):
