@@ -15,6 +15,7 @@ from megatron_het.plan import Placement, Plan
 from megatron_het.plan.shares import state_shares
 from megatron_het.plan.slices import offload_ratio
 from megatron_het.runtime.programs import build_programs
+from megatron_het.runtime.transport import posted_for
 from megatron_het.runtime.window_options import split_parameters
 from megatron_het.schedule.cost import Costs, Memory, PerChunk
 from megatron_het.schedule.ir import Kind, Program
@@ -90,8 +91,8 @@ class Prediction:
 
     @cached_property
     def program(self) -> Program:
-        """What the ranks run."""
-        return build_programs(Placement(self.plan))[False]
+        """What the ranks run, over gloo."""
+        return posted_for("gloo", build_programs(Placement(self.plan))[False])
 
     @cached_property
     def chunk_bytes(self) -> list[list[int]]:

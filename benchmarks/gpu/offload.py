@@ -143,6 +143,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="how often each variant runs (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU too; its figures mean nothing")
     options = parser.parse_args()
+    if options.rounds < 1 or options.iterations < 2:
+        parser.error("at least one round and two iterations (the last one's end is not seen)")
     import torch
 
     is_cuda = torch.cuda.is_available()

@@ -246,3 +246,81 @@ def test_gradients_are_zero_when_allocated_and_their_shards_outlive_them() -> No
     assert use.held_bytes["gradient_shard"] == 48
     chunk.drop_gradient_shards()
     assert use.held_bytes["gradient_shard"] == 0
+
+
+def closed_chunk(use: Any) -> Any:
+    from megatron_het.runtime.window_chunk import ChunkWindow
+
+    chunk = ChunkWindow(fake_chunk(), True, use)
+    chunk.close()
+    chunk.drop_gradients()
+    chunk.store()
+    return chunk
+
+
+def test_a_closed_chunk_is_lent_its_own_part_and_closed_again() -> None:
+    from megatron_het.runtime.window_memory import WindowUse
+
+    use = WindowUse()
+    chunk = closed_chunk(use)
+    with chunk.lent():
+        assert chunk.ddp.buffers[0].param_data.tolist() == list(range(12))
+        assert use.held_bytes == {"parameter": 48, "shard": 48, "gradient": 0}
+    assert use.held_bytes == {"parameter": 0, "shard": 0, "gradient": 0}
+    assert not chunk.is_open and chunk.ddp.buffers[0].param_data.untyped_storage().size() == 0
+
+
+def test_shards_follow_what_was_loaded_into_open_parameters() -> None:
+    from megatron_het.runtime.window_memory import WindowUse
+
+    chunk = closed_chunk(WindowUse())
+    chunk.take_shards()  # nothing was loaded
+    chunk.fetch()
+    chunk.open()
+    chunk.gather(-1, -1)
+    chunk.wait()
+    chunk.store()
+    chunk.ddp.buffers[0].param_data += 1.0
+    chunk.take_shards()
+    chunk.close()
+    chunk.store()
+    with chunk.lent():
+        assert chunk.ddp.buffers[0].param_data.tolist() == list(range(1, 13))
+
+
+def test_main_parameters_are_taken_with_one_chunk_open_at_a_time() -> None:
+    """The result is that of one pass over everything, in upstream's order."""
+    from megatron_het.runtime.window_memory import WindowUse
+    from megatron_het.upstream.closed_chunks import chunk_by_chunk
+
+    class Upstream:
+        opened: list[int] = []
+
+        def __init__(self, buffers: list[Any], groups: list[dict[str, Any]]) -> None:
+            self.buffers = buffers
+            where = {p: (i, None, 0) for i, b in enumerate(buffers) for k in b.buckets for p in k.params_list}
+            self.found = self._build_model_and_main_param_groups([], where, groups, None)
+
+        @classmethod
+        def _build_model_and_main_param_groups(cls, _r: Any, _w: Any, groups: Any, _c: Any) -> Any:
+            cls.opened.append(use.held_bytes["parameter"])
+            mains = [[p.detach().clone() for p in group["params"]] for group in groups]
+            for group, members in zip(groups, mains, strict=True):
+                group["orig_group"]["params"] = members
+            return [list(group["params"]) for group in groups], mains
+
+    use = WindowUse()
+    chunks = [closed_chunk(use) for _ in range(3)]
+    params = [[p for b in chunk.ddp.buffers[0].buckets for p in b.params_list] for chunk in chunks]
+    groups = [
+        {"params": [row[column] for row in params], "orig_group": {"lr": column}} for column in (1, 0)
+    ]
+    optimizer = chunk_by_chunk(Upstream)([chunk.ddp.buffers[0] for chunk in chunks], groups)
+    models, mains = optimizer.found
+    assert Upstream.opened == [48, 48, 48], "one chunk is 48 bytes"
+    assert all(a is b for group, kept in zip(groups, models, strict=True) for a, b in zip(group["params"], kept))
+    assert [[m.flatten().tolist() for m in group] for group in mains] == [
+        [[6.0, 7.0, 8.0, 9.0, 10.0, 11.0]] * 3, [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 3,
+    ]  # fmt: skip
+    assert [group["orig_group"]["params"] for group in groups] == mains
+    assert use.held_bytes["parameter"] == 0
