@@ -6,6 +6,7 @@ exists.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fp8", _truthy, "fp8 scaling statistics are reduced over groups that a plan does not have"),
     ("fp4", _truthy, "fp4 scaling statistics are reduced over groups that a plan does not have"),
     ("rampup_batch_size", _truthy, "a plan routes a fixed number of microbatches"),
+    ("step_batch_size_schedule", _truthy, "a plan routes a fixed number of microbatches"),
+    ("hybrid_context_parallel", _truthy, "sequences are shared by the plan's own context parallelism"),
+    ("hierarchical_context_parallel_sizes", _truthy, "sequences are shared by the plan's own context parallelism"),
     ("mtp_num_layers", _truthy, "multi-token prediction is not supported with a plan"),
     ("hybrid_layer_pattern", _truthy, "hybrid models are not supported with a plan"),
     ("num_distributed_optimizer_instances", _more_than_one, "a plan has one optimizer instance per TP class"),
@@ -107,6 +111,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_model(plan, args)
     _check_batch(plan, args)
     _check_parallelism(plan, args)
+    _check_recompute(args)
     _check_mixed(plan, args)
     _check_checkpoint(plan, args)
     check_slices(plan, args)
@@ -175,6 +180,16 @@ def _check_parallelism(plan: Plan, args: Any) -> None:
     if granularity is not None and granularity != plan.training.recompute:
         raise PlanError(
             "--recompute-granularity", granularity, f"the plan was made for {plan.training.recompute!r}"
+        )
+
+
+def _check_recompute(args: Any) -> None:
+    """Without Transformer Engine, Megatron's recomputation of norms ends in a NameError in the first forward."""
+    modules = getattr(args, "recompute_modules", None) or ()
+    if "layernorm" in modules and importlib.util.find_spec("transformer_engine") is None:
+        raise PlanError(
+            "--recompute-modules", "layernorm", "Megatron needs Transformer Engine for it, which is not installed",
+            "Leave it out; --het-thrifty-layers saves as much of norms",
         )
 
 

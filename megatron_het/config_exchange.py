@@ -1,9 +1,9 @@
-"""What the context exchange and context parallelism cannot be combined with, each with its reason."""
+"""What the context exchange cannot be combined with, each with its reason."""
 
 from __future__ import annotations
 
 from megatron_het.plan import Plan, PlanError
-from megatron_het.plan.slices import EXCHANGE_PARAMETERS, exchange_of, slices_of, splits_vocabulary
+from megatron_het.plan.slices import EXCHANGE_PARAMETERS, exchange_of, slices_of
 
 
 def check_exchange(plan: Plan) -> None:
@@ -38,28 +38,9 @@ def check_exchange(plan: Plan) -> None:
     _check_stages(plan)
 
 
-def check_context_parallel(plan: Plan) -> None:
-    """Refuse what cannot be combined with context parallelism.
-
-    Raises:
-        PlanError: The first thing that does not fit.
-    """
-    cp = plan.context_parallel
-    if cp > 1 and splits_vocabulary(plan):
-        raise PlanError(
-            "--context-parallel-size", cp, "cannot be used with --het-vocabulary-parallel: the ranks that share "
-            "the vocabulary are found by their TP rank, whatever part of the sequence they hold",
-        )
-
-
 def _check_stages(plan: Plan) -> None:
     sizes = sorted({r.tp for stage in plan.stages for r in stage.replicas})
     where = "--het-context-exchange"
-    if splits_vocabulary(plan) and any(len(stage.replicas) > 1 for stage in plan.stages):
-        raise PlanError(
-            where, True, "cannot be used with --het-vocabulary-parallel and several replicas: the places of the "
-            "vocabulary's operations follow the slots of one pipeline only", "Leave one of them out",
-        )
     if len(sizes) > 1:
         raise PlanError(
             where, True, f"the stages have TP sizes {sizes}: a query, of one TP rank's heads, is attended to by "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_het.config_exchange import check_context_parallel, check_exchange
+from megatron_het.config_exchange import check_exchange
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.slices import (
     EXCHANGE_PARAMETERS,
@@ -68,13 +68,18 @@ def check_slices(plan: Plan, args: Any) -> None:
         _check_numbers(plan)
     _check_lengths(plan)
     check_exchange(plan)
-    check_context_parallel(plan)
     what = "slices" if is_sliced(plan) else "context parallelism, which cuts sequences as slices do"
     for name, is_refused, reason in _REFUSED:
         value = getattr(args, name, None)
         if is_refused(value):
             flag = "--" + name.replace("_", "-")
             raise PlanError(flag, value, f"cannot be used with {what}: {reason}")
+    methods = getattr(args, "cp_comm_type", None) or ()
+    if plan.context_parallel > 1 and any(method != "p2p" for method in methods):
+        raise PlanError(
+            "--cp-comm-type", " ".join(methods), "keys and values do not travel: with a plan, queries and outputs "
+            "do (commuted context parallelism)", "Leave the flag out",
+        )
     if args.position_embedding_type not in _POSITIONS:
         raise PlanError(
             "--position-embedding-type", args.position_embedding_type,

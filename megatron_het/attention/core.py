@@ -16,7 +16,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_het.attention.blocks import Blocks, take_blocks
-from megatron_het.attention.context_parallel import ALONE, ContextParallel
+from megatron_het.attention.context_parallel import CommutedContextParallel
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.slice_attention import NO_EXCHANGE, LayerExchange, slice_attention
@@ -64,7 +64,7 @@ class SliceCoreAttention(torch.nn.Module):
         super().__init__()
         self.cache = KVCache(slots)
         self.exchange: LayerExchange = NO_EXCHANGE
-        self.parallel: ContextParallel = ALONE
+        self.parallel: CommutedContextParallel | None = None
         self._scale = softmax_scale
         self._kernel_name = kernel
         self._kernel: Kernel | None = None
@@ -117,25 +117,31 @@ class SliceCoreAttention(torch.nn.Module):
         return out.view(*out.shape[:2], -1)
 
 
-def replace_core_attention(model: torch.nn.Module, slots: int) -> list[SliceCoreAttention]:
+def replace_core_attention(
+    model: torch.nn.Module, slots: int, kernel: str | None = None
+) -> list[SliceCoreAttention]:
     """Put slice attention into every self-attention of a model chunk, of local or TE specs.
 
     Args:
         model: A GPTModel, not wrapped.
         slots: Chunks of keys and values per layer.
+        kernel: Name of the attention kernel, None for the best one.
 
     Returns:
         The new modules, in layer order.
 
     Raises:
-        ValueError: A kind of attention that slices cannot replace.
+        ValueError: A kind of attention that slices cannot replace, or no kernel for this device and type.
     """
     placed = []
     for layer in model.decoder.layers:  # type: ignore[union-attr]
         attention = layer.self_attention
         if not hasattr(attention, "core_attention") or not hasattr(attention, "linear_qkv"):
             raise ValueError(f"slices: {type(attention).__name__} has no core attention to replace")
-        attention.core_attention = SliceCoreAttention(slots, attention.config.softmax_scale)
+        weight = attention.linear_qkv.weight
+        if not weight.is_meta:  # what cannot run is known before training
+            choose_kernel(Setting.of(weight.new_empty(attention.hidden_size_per_attention_head)), kernel)
+        attention.core_attention = SliceCoreAttention(slots, attention.config.softmax_scale, kernel)
         placed.append(attention.core_attention)
     return placed
 

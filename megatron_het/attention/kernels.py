@@ -224,7 +224,7 @@ class CudnnFlash:
     """cuDNN's fused attention by way of PyTorch."""
 
     name = "cudnn"
-    summary = "CUDA sm80+ with cuDNN; bf16, fp16; head dim <= 128, a multiple of 8; chosen by name only"
+    summary = "CUDA sm80+ with cuDNN; bf16, fp16; head dim <= 128, a multiple of 8; with --attention-backend fused"
 
     def refuses(self, setting: Setting) -> str | None:
         """See :class:`Kernel`."""
@@ -285,6 +285,19 @@ def _fold(gradient: torch.Tensor, groups: int) -> torch.Tensor:
     if gradient.shape[2] == groups:
         return gradient
     return gradient.unflatten(2, (groups, gradient.shape[2] // groups)).sum(dim=3)
+
+
+_OF_BACKEND = {"flash": "cuda-flash", "fused": "cudnn"}
+
+
+def kernel_of_backend(backend: str, device: str) -> str | None:
+    """The kernel that Megatron's ``--attention-backend`` names, None to leave the choice.
+
+    Args:
+        backend: ``flash``, ``fused`` (cuDNN's), ``unfused``, ``local`` or ``auto``.
+        device: ``cpu`` or ``cuda``; the CPU has one kernel for all of them.
+    """
+    return _OF_BACKEND.get(backend) if device == "cuda" else None
 
 
 KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaFlash(), CudaEfficient(), CudnnFlash())

@@ -12,15 +12,20 @@ is shared by several ranks, whose queries all come here; see ``context_parallel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from megatron_het.attention.context_parallel import ALONE, ContextParallel
+from megatron_het.attention.context_parallel import CommutedContextParallel
 from megatron_het.attention.kernels import Kernel
-from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.kv_cache import KVCache, Run
 from megatron_het.attention.merge import merge_
+
+
+TokenGradient = tuple[int, int, torch.Tensor, torch.Tensor]
+"""First token, end of tokens, gradients of their keys and values."""
 
 
 class LayerExchange(Protocol):
@@ -47,8 +52,8 @@ class LayerExchange(Protocol):
     def help_backward(self, kernel: Kernel, scale: float) -> None:
         """Differentiate attention for other devices."""
 
-    def end_backward(self) -> Iterable[tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Parts given away: first token, end of tokens, gradients of query, keys and values."""
+    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
+        """Parts given away: gradient of the query, and what is complete of those of keys and values."""
 
 
 class NoExchange:
@@ -74,12 +79,53 @@ class NoExchange:
     def help_backward(self, kernel: Kernel, scale: float) -> None:
         """See :class:`LayerExchange`."""
 
-    def end_backward(self) -> Iterable[tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
         """See :class:`LayerExchange`."""
         return ()
 
 
 NO_EXCHANGE = NoExchange()
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Queries ``[s, b, heads, d]`` and their attention so far, merged from parts."""
+
+    query: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Add attention to other keys."""
+        self.out = self.out.to(torch.promote_types(self.query.dtype, torch.float32))
+        self.lse = merge_(self.out, self.lse, out, lse)
+
+    def attend(self, runs: Iterable[Run], kernel: Kernel, scale: float) -> None:
+        """Add full attention to cached chunks."""
+        for run in runs:
+            self.merge(*kernel.forward(self.query, run.keys, run.values, False, scale))
+
+
+@dataclass(slots=True)
+class _RowGradients:
+    """What the backward of some rows needs, and their gradient so far, in a wide type."""
+
+    grad: torch.Tensor
+    query: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor
+
+    def differentiate(
+        self, runs: Iterable[Run], kernel: Kernel, scale: float, cache: KVCache, microbatch: int
+    ) -> None:
+        """Differentiate full attention to cached chunks; their gradients go to the cache."""
+        for run in runs:
+            part, *grads = kernel.backward(
+                self.grad, self.query, run.keys, run.values, self.out, self.lse, False, scale
+            )
+            self.dq += part
+            cache.add_gradient(microbatch, run, *grads)
 
 
 class _SliceAttention(torch.autograd.Function):
@@ -95,55 +141,85 @@ class _SliceAttention(torch.autograd.Function):
         index: int,
         scale: float,
         exchange: LayerExchange,
-        parallel: ContextParallel,
+        parallel: CommutedContextParallel | None,
     ) -> torch.Tensor:
         # A recomputed forward attends to everything itself: the slot of its helpers is over.
         now = exchange if cache.append(microbatch, index, key, value) else NO_EXCHANGE
-        (queries,) = parallel.gather(query)
-        given_tokens = now.begin_forward(queries)
-        out, lse = parallel.causal(queries, key, value, kernel, scale)
+        if parallel is None:
+            given_tokens = now.begin_forward(query)
+            rows = own = _Rows(query, *kernel.forward(query, key, value, True, scale))
+        else:  # the others' rows before the rest of its own: that is due while those travel back
+            gathering = parallel.gather(query)
+            own = _Rows(query, *kernel.forward(query, key, value, True, scale))
+            (theirs,) = gathering()
+            given_tokens = now.begin_forward(torch.cat((theirs, query)))
+            rows = _Rows(theirs, *parallel.causal(theirs, key, value, kernel, scale))
         now.help_forward(kernel, scale)
-        if index:
-            out = out.to(torch.promote_types(query.dtype, torch.float32))
-        for run in cache.prefix(microbatch, index, given_tokens):
-            lse = merge_(out, lse, *kernel.forward(queries, run.keys, run.values, False, scale))
-        for part in now.end_forward():
-            lse = merge_(out, lse, *part)
-        out, lse = parallel.merge(out.to(query.dtype), lse)
+        runs = cache.prefix(microbatch, index, given_tokens)
+        rows.attend(runs, kernel, scale)
+        before = 0 if parallel is None else rows.query.shape[0]
+        for out, lse in now.end_forward():
+            own.merge(out[before:], lse[..., before:])
+            if parallel is not None:
+                rows.merge(out[:before], lse[..., :before])
+        if parallel is not None:
+            returning = parallel.give_back(rows.out.to(query.dtype), rows.lse)
+            own.attend(runs, kernel, scale)
+            for part in returning():
+                own.merge(*part)
         # Contiguous, so that the output projection keeps this very storage and not a copy.
-        out = out.to(query.dtype).contiguous()
+        out = own.out.to(query.dtype).contiguous()
         # A view would keep the fused projection of queries, keys and values alive.
-        own = query if query.untyped_storage().nbytes() == query.nbytes else query.clone()
-        ctx.save_for_backward(own, out, lse)
+        kept = query if query.untyped_storage().nbytes() == query.nbytes else query.clone()
+        ctx.save_for_backward(kept, out, own.lse)
         ctx.place = cache, kernel, microbatch, index, scale, exchange, parallel
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        own_query, out, lse = ctx.saved_tensors
+        query, out, lse = ctx.saved_tensors
         cache, kernel, microbatch, index, scale, exchange, parallel = ctx.place
         cache.check_last(microbatch, index)
-        grad, query, out, lse = parallel.gather(grad, own_query, out, lse)
-        given_tokens = exchange.begin_backward(grad, query, out, lse)
-        own = cache.own(microbatch, index)
-        dq, dk, dv = parallel.causal_backward(
-            grad, query, own.keys, own.values, out, lse, kernel, scale
-        )
+        wide = torch.promote_types(query.dtype, torch.float32)
+        chunk = cache.own(microbatch, index)
+        mine = grad, query, out, lse
+        if parallel is None:
+            given_tokens = exchange.begin_backward(*mine)
+            dq, dk, dv = kernel.backward(grad, query, chunk.keys, chunk.values, out, lse, True, scale)
+            rows = own = _RowGradients(*mine, dq.to(wide))
+        else:  # in the order of the forward
+            gathering = parallel.gather(*mine)
+            dq, *grads = kernel.backward(grad, query, chunk.keys, chunk.values, out, lse, True, scale)
+            own = _RowGradients(*mine, dq.to(wide))
+            theirs = gathering()
+            given_tokens = exchange.begin_backward(*_joined(theirs, mine))
+            dq, *parts = parallel.causal_backward(*theirs, chunk.keys, chunk.values, kernel, scale)
+            rows = _RowGradients(*theirs, dq)
+            dk, dv = ((part + more).to(part.dtype) for part, more in zip(grads, parts, strict=True))
         exchange.help_backward(kernel, scale)
-        if index:
-            dq = dq.to(torch.promote_types(query.dtype, torch.float32))
-        for run in cache.prefix(microbatch, index, given_tokens):
-            part, *grads = kernel.backward(grad, query, run.keys, run.values, out, lse, False, scale)
-            dq += part
-            cache.add_gradient(microbatch, run, *grads)
-        for start, stop, part, *grads in exchange.end_backward():
-            dq += part
-            cache.add_token_gradient(microbatch, start, stop, *grads)
-        dq = parallel.total(dq)
+        runs = cache.prefix(microbatch, index, given_tokens)
+        rows.differentiate(runs, kernel, scale, cache, microbatch)
+        before = 0 if parallel is None else rows.query.shape[0]
+        for part, returned in exchange.end_backward():
+            own.dq += part[before:]
+            if parallel is not None:
+                rows.dq += part[:before]
+            for gradient in returned:
+                cache.add_token_gradient(microbatch, *gradient)
+        if parallel is not None:
+            returning = parallel.give_back(rows.dq)
+            own.differentiate(runs, kernel, scale, cache, microbatch)
+            for (part,) in returning():
+                own.dq += part
         later = cache.release(microbatch, index)
         if later is not None:
             dk, dv = dk + later[0], dv + later[1]
-        return dq.to(query.dtype), dk, dv, *[None] * 7
+        return own.dq.to(query.dtype), dk, dv, *[None] * 7
+
+
+def _joined(others: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Rows of all ranks; log-sum-exps have theirs last."""
+    return tuple(torch.cat(pair, dim=2 if pair[0].dim() == 3 else 0) for pair in zip(others, own, strict=True))
 
 
 def slice_attention(
@@ -157,7 +233,7 @@ def slice_attention(
     index: int,
     scale: float,
     exchange: LayerExchange = NO_EXCHANGE,
-    parallel: ContextParallel = ALONE,
+    parallel: CommutedContextParallel | None = None,
 ) -> torch.Tensor:
     """Attention of slice ``index`` of a microbatch.
 
@@ -171,7 +247,7 @@ def slice_attention(
         index: Index of the slice.
         scale: Factor of the scores.
         exchange: What this layer exchanges with other devices.
-        parallel: The ranks that share the slice.
+        parallel: The ranks that share the slice, None for this one alone.
 
     Returns:
         ``[s, b, heads, d]``, contiguous.

@@ -21,7 +21,7 @@ A recomputed forward attends to everything itself: its slot is one of backward p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,9 @@ from megatron_het.attention.context_exchange import (
     unpack,
 )
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
+from megatron_het.attention.slice_attention import TokenGradient
 from megatron_het.runtime.channels import Channels, PendingReceive
-from megatron_het.runtime.exchange_keys import ExchangedKeys
+from megatron_het.runtime.exchange_keys import ExchangedKeys, returned_units
 from megatron_het.runtime.lowering import RankOp, RankProgram
 from megatron_het.runtime.timeline import Timeline
 from megatron_het.schedule.ir import Kind
@@ -84,7 +85,7 @@ class ContextExchange:
     """This rank's part in the exchange.
 
     Args:
-        program: This rank's training program.
+        programs: This rank's programs, by whether they only run forwards.
         unit_tokens: Tokens of an exchange unit.
         layers: Layers of every chunk.
         keys_channels: Carry keys and values.
@@ -92,28 +93,37 @@ class ContextExchange:
             is by layer and not by the program.
         timeline: Learns what was waiting.
         device: Where the models are.
+        keep: Whether helpers add up the gradients of the keys and values that they keep.
     """
 
     def __init__(
         self,
-        program: RankProgram,
+        programs: Mapping[bool, RankProgram],
         unit_tokens: int,
         layers: int,
         keys_channels: Channels,
         channels: Channels,
         timeline: Timeline,
         device: torch.device,
+        keep: bool = False,
     ) -> None:
         self.unit_tokens, self._layers = unit_tokens, layers
         self._channels, self._timeline = channels, timeline
         self._device = device
-        self._keys = ExchangedKeys(program, unit_tokens, keys_channels)
+        self._modes = {
+            forward_only: ExchangedKeys(program, unit_tokens, keys_channels, keep)
+            for forward_only, program in programs.items()
+        }
+        self._keys = self._modes[False]
+        self.returned = returned_units(programs[False], Kind.ATTEND_GIVE_BACKWARD, keep)
+        """The units whose gradients come back with each ATTEND_GIVE_BACKWARD."""
         self._gives: list[RankOp] = []
         self._helps: list[RankOp] = []
         self._slot: _Slot | None = None
         self._modules: list[list[SliceCoreAttention]] = []
         self._shape: AttentionShape | None = None
         self._scale = 1.0
+        self._kernel_name: str | None = None
         self._kernel: Kernel | None = None
 
     def attach(
@@ -122,6 +132,7 @@ class ContextExchange:
         models: Sequence[torch.nn.Module],
         slice_tokens: int,
         batch: int,
+        kernel: str | None = None,
     ) -> None:
         """Connect the attention of every chunk.
 
@@ -130,7 +141,9 @@ class ContextExchange:
             models: The chunks (GPTModel, not wrapped).
             slice_tokens: Tokens per slice.
             batch: Sequences per microbatch.
+            kernel: Name of the attention kernel, None for the best one.
         """
+        self._kernel_name = kernel
         self._modules = list(modules)
         for chunk in modules:
             for layer, module in enumerate(chunk):
@@ -161,6 +174,10 @@ class ContextExchange:
 
     # -- operations of the program ---------------------------------------------------------------
 
+    def begin(self, forward_only: bool) -> None:
+        """An iteration of training or evaluation begins."""
+        self._keys = self._modes[forward_only]
+
     def handle(self, op: RankOp) -> None:
         """Run one operation of the exchange."""
         if op.kind in _SENDS:
@@ -182,7 +199,7 @@ class ContextExchange:
         with self._run(op.kind in _BACKWARD) as slot:
             if self._kernel is None:
                 like = torch.empty(self.shape.channels, dtype=self.shape.dtype, device=self.shape.device)
-                self._kernel = choose_kernel(Setting.of(like))
+                self._kernel = choose_kernel(Setting.of(like), self._kernel_name)
             for _ in range(self._layers):
                 self.help(self._kernel, self._scale)
                 slot.done += 1
@@ -263,8 +280,8 @@ class ContextExchange:
             parts = self._keys.parts(op, layer)
             if slot.is_backward:
                 lse, grad, query, out = unpack(message.buffer, self.shape.backward_query())
-                found = attend_backward(grad, query, out, lse, parts, kernel, scale)
-                answer = pack(*found)
+                dq, *grads = attend_backward(grad, query, out, lse, parts, kernel, scale)
+                answer = pack(dq, *self._keys.collect(op, layer, *grads))
             else:
                 (query,) = unpack(message.buffer, self.shape.forward_query())
                 out, lse = attend(query, parts, kernel, scale)
@@ -292,7 +309,8 @@ class ContextExchange:
 
     def close(self) -> None:
         """Destroy the groups of queries and results, and let go of what is held."""
-        self._keys.clear()
+        for keys in self._modes.values():
+            keys.clear()
         self._channels.close()
 
 
@@ -347,13 +365,19 @@ class _Layer:
         """Differentiate for others."""
         self._exchange.help(kernel, scale)
 
-    def end_backward(self) -> Iterable[tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
         """Gradients of the parts given away."""
         shape, unit = self._exchange.shape, self._exchange.unit_tokens
         for op, buffer in self._exchange.results():
             dq, dk, dv = unpack(buffer, shape.backward_result(self._tokens(op)))
-            yield op.start * unit, op.stop * unit, dq, dk, dv
+            found, row = [], 0
+            for start, stop in self._exchange.returned[op]:
+                rows = slice(row, row + (stop - start) * unit)
+                found.append((start * unit, stop * unit, dk[rows], dv[rows]))
+                row = rows.stop
+            yield dq, found
         self._done()
 
     def _tokens(self, op: RankOp) -> int:
-        return (op.stop - op.start) * self._exchange.unit_tokens
+        """Tokens whose gradients come back."""
+        return sum(stop - start for start, stop in self._exchange.returned[op]) * self._exchange.unit_tokens

@@ -1,7 +1,12 @@
-"""Keys and values of the context exchange: sent ahead, kept at the helper as long as the program needs them."""
+"""Keys and values of the context exchange: sent ahead, kept at the helper as long as the program needs them.
+
+Where the helper keeps them for several passes, it also adds up their gradients, and returns those of a unit
+with the last pass that uses it.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -83,19 +88,51 @@ def _cover(op: RankOp, received: Sequence[RankOp]) -> tuple[Use, ...]:
     return tuple(Use(source, units[0], units[-1] + 1) for source, units in runs)
 
 
+Ranges = tuple[tuple[int, int], ...]
+"""Ranges ``[start, stop)`` of units."""
+
+
+def returned_units(program: RankProgram, kind: Kind, keep: bool) -> dict[RankOp, Ranges]:
+    """The units whose gradients return with each backward pass that exchanges.
+
+    Owner and helper find the same, because the operations of a pair come in the same order on both.
+
+    Args:
+        program: A rank's program.
+        kind: ATTEND_GIVE_BACKWARD or ATTEND_HELP_BACKWARD.
+        keep: Whether a unit's gradient returns once, with the last pass; otherwise with every pass.
+    """
+    later: dict[tuple[int, int, int], set[int]] = {}
+    found: dict[RankOp, Ranges] = {}
+    for op in reversed(program.ops):
+        if op.kind == kind:
+            seen = later.setdefault((op.peer, op.microbatch, op.chunk), set())
+            units = [u for u in range(op.start, op.stop) if not keep or u not in seen]
+            runs = [[u for _, u in run] for _, run in groupby(enumerate(units), key=lambda n: n[1] - n[0])]
+            found[op] = tuple((run[0], run[-1] + 1) for run in runs)
+            seen.update(units)
+    return found
+
+
 class ExchangedKeys:
     """Sends this rank's keys and values and holds those of others.
 
     Args:
-        program: This rank's training program.
+        program: This rank's training or evaluation program.
         unit_tokens: Tokens of an exchange unit.
         channels: Carry them.
+        keep: Whether gradients are added up here until the last pass.
     """
 
-    def __init__(self, program: RankProgram, unit_tokens: int, channels: Channels) -> None:
+    def __init__(self, program: RankProgram, unit_tokens: int, channels: Channels, keep: bool = False) -> None:
         self._plan = KeyUses.of(program)
         self._unit_tokens = unit_tokens
         self._channels = channels
+        self._keep = keep
+        self._returned = returned_units(program, Kind.ATTEND_HELP_BACKWARD, keep)
+        uses = Counter(use.source for op in self._returned for use in self._plan.uses[op])
+        self._shared = {source for source, count in uses.items() if count > 1}
+        self._gradients: dict[RankOp, torch.Tensor] = {}
         self._held: dict[RankOp, torch.Tensor] = {}
         self._pending: dict[RankOp, PendingReceive] = {}
 
@@ -124,16 +161,46 @@ class ExchangedKeys:
         """(keys, values) of an ATTEND_HELP in a layer, in the order of their tokens."""
         found = []
         for use in self._plan.uses[op]:
-            first = (use.start - use.source.start) * self._unit_tokens
-            stop = (use.stop - use.source.start) * self._unit_tokens
-            keys, values = self._held[use.source][layer, :, first:stop]
+            keys, values = self._held[use.source][layer, :, self._rows(use, use.start, use.stop)]
             found.append((keys, values))
         return found
+
+    def collect(
+        self, op: RankOp, layer: int, grad_keys: torch.Tensor, grad_values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the gradients that an ATTEND_HELP_BACKWARD made of its units; gives those to return now."""
+        uses = self._plan.uses[op]
+        if not self._keep or self._shared.isdisjoint(use.source for use in uses):
+            return grad_keys, grad_values
+        first = 0
+        for use in uses:
+            if use.source not in self._gradients:
+                self._gradients[use.source] = torch.zeros_like(self._held[use.source])
+            total = self._gradients[use.source][layer, :, self._rows(use, use.start, use.stop)]
+            for added, part in zip(total, (grad_keys, grad_values), strict=True):
+                added += part[first : first + added.shape[0]]
+            first += total.shape[1]
+        parts = [
+            self._gradients[use.source][layer, :, self._rows(use, max(start, use.start), min(stop, use.stop))]
+            for start, stop in self._returned[op]
+            for use in uses
+            if start < use.stop and use.start < stop
+        ]
+        if not parts:
+            return grad_keys[:0], grad_values[:0]
+        keys, values = torch.cat(parts, dim=1)
+        return keys, values
+
+    def _rows(self, use: Use, start: int, stop: int) -> slice:
+        """Rows of units ``[start, stop)`` in what a use's source brought."""
+        first = use.source.start
+        return slice((start - first) * self._unit_tokens, (stop - first) * self._unit_tokens)
 
     def drop(self, op: RankOp) -> None:
         """Let go of what nothing after an ATTEND_HELP needs."""
         for source in self._plan.last.get(op, ()):
             del self._held[source]
+            self._gradients.pop(source, None)
 
     def check_empty(self) -> None:
         """Raise if anything is held.
@@ -147,6 +214,7 @@ class ExchangedKeys:
     def clear(self) -> None:
         """Forget everything, after a failed step."""
         self._held.clear()
+        self._gradients.clear()
         self._pending.clear()
 
     def _empty(self, op: RankOp, layers: int, shape: AttentionShape) -> torch.Tensor:

@@ -125,6 +125,7 @@ class Executor:
         self._offload = offload
         if offload is not None:
             self._handlers |= offload.handlers()
+        self._exchange = exchange
         if exchange is not None:
             self._handlers |= dict.fromkeys(EXCHANGE, lambda op, call, state: exchange.handle(op))
 
@@ -141,6 +142,8 @@ class Executor:
         self._hold_gradient_sync(program, call, state)
         if self._window is not None:
             self._window.begin()
+        if self._exchange is not None:
+            self._exchange.begin(call.forward_only)
         offload = None if call.forward_only else self._offload
         if offload is not None:
             offload.begin(call.models)

@@ -63,8 +63,7 @@ def build_programs(placement: Placement) -> dict[bool, Program]:
     programs = {}
     for forward_only in (False, True):
         program = generate(spec.name, shape, forward_only=forward_only, **parameters)
-        if not forward_only:
-            program = _with_exchange(program, placement)
+        program = _with_exchange(program, placement)
         if splits_vocabulary(placement.plan):
             program = add_embedding(add_vocabulary(program, speeds=speeds), speeds=speeds)
         program = add_transfers(program, speeds=speeds)
@@ -88,7 +87,7 @@ def build_programs(placement: Placement) -> dict[bool, Program]:
 
 
 def _with_exchange(program: Program, placement: Placement) -> Program:
-    """The program with the plan's context exchange; evaluation goes without."""
+    """The program with the plan's context exchange."""
     options = exchange_of(placement.plan)
     if options is None:
         return program

@@ -196,13 +196,14 @@ class HetSession:
             length = self.plan.model.seq_length // slices_of(self.plan) // self.plan.context_parallel
             pairs = exchange_edges(list(self._programs.values()), parts)
             self._exchange = ContextExchange(
-                lowered[False],
+                lowered,
                 length // options.units,
                 self.plan.stages[0].layers[0],
                 self._channels,
                 Channels(pairs, transport, timeout_s, rank, pending_per_edge=_PENDING_SLICES),
                 self._timeline,
                 self._platform.device,
+                options.keep,
             )
         if cuts_sequences(self.plan):
             self._slicing = SlicedSequences(

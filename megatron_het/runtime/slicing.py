@@ -87,23 +87,20 @@ class SlicedSequences:
         exchange: ContextExchange | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        from megatron_het.attention.context_parallel import (
-            ALONE,
-            CommutedContextParallel,
-            ContextParallel,
-        )
+        from megatron_het.attention.context_parallel import CommutedContextParallel
         from megatron_het.attention.core import CurrentSlice
 
         self._args = args
         self._slices = slices
         self._exchange = exchange
         self._seq_length = args.seq_length
-        self._parallel: ContextParallel = ALONE if group is None else CommutedContextParallel(group)
-        whole, rank = args.seq_length // slices, 0 if group is None else dist.get_rank(group)
-        self._tokens = whole // self._parallel.size
+        self._parallel = None if group is None else CommutedContextParallel(group)
+        rank, self._size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        whole = args.seq_length // slices
+        self._tokens = whole // self._size
         # Blocks of tokens of the sequence that this rank holds of each slice.
         self._blocks = [
-            tuple((s * whole + a, s * whole + b) for a, b in token_blocks(rank, self._parallel.size, whole))
+            tuple((s * whole + a, s * whole + b) for a, b in token_blocks(rank, self._size, whole))
             for s in range(slices)
         ]
         self._slots = {
@@ -117,12 +114,17 @@ class SlicedSequences:
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """Put slice attention into the model chunks of this rank (GPTModel, not wrapped)."""
         from megatron_het.attention.core import replace_core_attention
+        from megatron_het.attention.kernels import kernel_of_backend
 
         self._models = list(models)
-        placed = [replace_core_attention(m, self._slots[chunk]) for chunk, m in enumerate(self._models)]
+        device = next(self._models[0].parameters()).device.type
+        kernel = kernel_of_backend(self._args.attention_backend.name, device)
+        placed = [
+            replace_core_attention(m, self._slots[chunk], kernel) for chunk, m in enumerate(self._models)
+        ]
         if self._exchange is not None:
-            query_tokens = self._tokens * self._parallel.size
-            self._exchange.attach(placed, self._models, query_tokens, self._args.micro_batch_size)
+            query_tokens = self._tokens * self._size
+            self._exchange.attach(placed, self._models, query_tokens, self._args.micro_batch_size, kernel)
         for module in (m for modules in placed for m in modules):
             module.parallel = self._parallel
         self._current.attach(self._models)

@@ -178,8 +178,12 @@ def _buffer_changes(result: "Result", device: int, consumers: dict[int, int]) ->
             issued = end[i]
         elif i in kept:
             size = message_bytes(costs, program, op.peer, op)
+            last, first_backward = kept[i]
             yield start[i], size, _KV
-            yield end[kept[i]], -size, _KV
+            yield end[last], -size, _KV
+            if first_backward < last:  # gradients are added up where the keys are, and return with the last pass
+                yield end[first_backward], size, _KV
+                yield end[last], -size, _KV
         elif op[0] in RECEIVES:
             size = message_bytes(costs, program, op.peer, op)
             yield min(start[i], issued), size, _BUFFERS
@@ -191,11 +195,15 @@ def _buffer_changes(result: "Result", device: int, consumers: dict[int, int]) ->
             yield result.makespan_s if costs.keeps_sent else end[i], -size, _BUFFERS
 
 
-def _held_keys(result: "Result", device: int) -> dict[int, int]:
-    """Keys and values of others: each receive with the last attention on this device that uses it."""
+def _held_keys(result: "Result", device: int) -> dict[int, tuple[int, int]]:
+    """Keys and values of others: each receive with the last, and the first backward, attention that uses it here.
+
+    Without any backward, the last one stands for the first backward too.
+    """
     graph = result.graph
     newest: dict[tuple[int, int, int, int], int] = {}
     last_use: dict[int, int] = {}
+    first_backward: dict[int, int] = {}
     for i, op in enumerate(result.program.ops[device], graph.first[device]):
         if op[0] in (Kind.KV_RECV, Kind.KV_RECV_BACKWARD):
             newest.update(((op.peer, op.microbatch, op.peer_chunk, unit), i) for unit in range(op.start, op.stop))
@@ -204,7 +212,9 @@ def _held_keys(result: "Result", device: int) -> dict[int, int]:
                 receive = newest.get((op.peer, op.microbatch, op.peer_chunk, unit))
                 if receive is not None:
                     last_use[receive] = i
-    return last_use
+                    if op[0] == Kind.ATTEND_HELP_BACKWARD:
+                        first_backward.setdefault(receive, i)
+    return {receive: (last, first_backward.get(receive, last)) for receive, last in last_use.items()}
 
 
 def _state_changes(result: "Result", device: int, kinds: set[int]) -> Iterator[Change]:

@@ -25,7 +25,7 @@ from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.runtime.lowering import RankOp
 from megatron_het.runtime.slicing import Sequences
 from megatron_het.schedule.ir import Kind
-from megatron_het.vocab.messages import PENDING_SENDS, arrived, team
+from megatron_het.vocab.messages import PENDING_SENDS, arrived, position_of, positions, team
 
 if TYPE_CHECKING:  # they import Megatron, or would import this module again
     from megatron_het.runtime.executor import Call, Iteration
@@ -62,6 +62,7 @@ class EmbeddingTeam:
     ) -> None:
         where = placement.locate(rank)
         self._placement, self._rank, self._where, self._tp_group = placement, rank, where, tp_group
+        self._position = position_of(placement, where)
         self._timeline, self._sequences = timeline, sequences
         self._is_first = where.stage == 0
         # Tokens have groups of their own: they are sent earlier, relative to gradients, than received.
@@ -122,7 +123,7 @@ class EmbeddingTeam:
             self._parts[key] = [self._expect(peer, op, shape, call) for peer in self._helpers(op)]
             return
         tokens = torch.empty(self._token_shape(call), dtype=torch.int64, device=call.device)
-        source = team(self._placement, op.microbatch, 0)[0]
+        source = team(self._placement, op.microbatch, self._position - self._where.tp_rank)[0]
         pending = self._tokens.receive(tokens, source, op.label)
         (tokens,) = arrived([(tokens, pending)], self._timeline, self._tokens)
         assert self._layer is not None
@@ -138,7 +139,7 @@ class EmbeddingTeam:
         tokens = self._sequences.peek(op, call.data_iterators[0])["tokens"]
         tokens = tokens.to(device=call.device, dtype=torch.int64).contiguous()
         for tp_rank in range(self._tp_group.size()):
-            for peer in team(self._placement, op.microbatch, tp_rank)[1:]:
+            for peer in team(self._placement, op.microbatch, self._position + tp_rank)[1:]:
                 self._tokens.send(tokens, peer, op.label)
 
     def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:
@@ -168,10 +169,10 @@ class EmbeddingTeam:
     # -- messages --------------------------------------------------------------------------------
 
     def _first(self, op: RankOp) -> int:
-        return team(self._placement, op.microbatch, self._where.tp_rank)[0]
+        return team(self._placement, op.microbatch, self._position)[0]
 
     def _helpers(self, op: RankOp) -> Sequence[int]:
-        return team(self._placement, op.microbatch, self._where.tp_rank)[1:]
+        return team(self._placement, op.microbatch, self._position)[1:]
 
     def _token_shape(self, call: Call) -> tuple[int, int]:
         length, batch, _ = call.shape
@@ -196,9 +197,10 @@ def token_edges(placement: Placement) -> list[tuple[int, int]]:
     """Directed pairs that tokens travel on, in an order that is the same on every rank."""
     found: set[tuple[int, int]] = set()
     for microbatch in range(placement.plan.num_microbatches):
-        source = team(placement, microbatch, 0)[0]
-        for tp_rank in range(placement.max_tp()):
-            found.update((source, peer) for peer in team(placement, microbatch, tp_rank)[1:])
+        for position in positions(placement):
+            # The first TP rank of those with the same part of the sequence reads them.
+            source = team(placement, microbatch, position - position % placement.max_tp())[0]
+            found.update((source, peer) for peer in team(placement, microbatch, position)[1:])
     return sorted(found)
 
 
@@ -206,7 +208,7 @@ def part_edges(placement: Placement) -> list[tuple[int, int]]:
     """Directed pairs that embeddings and their gradients travel on, likewise."""
     found: set[tuple[int, int]] = set()
     for microbatch in range(placement.plan.num_microbatches):
-        for tp_rank in range(placement.max_tp()):
-            first, *helpers = team(placement, microbatch, tp_rank)
+        for position in positions(placement):
+            first, *helpers = team(placement, microbatch, position)
             found.update(edge for peer in helpers for edge in ((first, peer), (peer, first)))
     return sorted(found)

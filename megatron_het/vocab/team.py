@@ -12,9 +12,11 @@ BACKWARD           the last stage adds them up and goes on as any other stage
 =================  ======================================================================================
 
 The forward of the last stage therefore ends with its hidden states, and its loss is known when the
-vocabulary's backward runs (in evaluation: at the end).  Ranks of equal TP rank talk to each other,
-over groups of their own: one per directed pair.  Embeddings are in ``embedding.py``.  Nothing waits for more than the operation's
-dependencies (``schedule/deps.py``), so that a program that runs cannot be stopped by these messages.
+vocabulary's backward runs (in evaluation: at the end).  Ranks at equal positions of their replicas talk to
+each other, over groups of their own: one per directed pair.  With context parallelism they share the vocabulary
+for their part of the sequence, and every part has it all.  Embeddings are in ``embedding.py``.  Nothing waits
+for more than the operation's dependencies (``schedule/deps.py``), so that a program that runs cannot be stopped
+by these messages.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from megatron_het.runtime.slicing import Sequences
 from megatron_het.schedule.ir import Kind
 from megatron_het.vocab.cross_entropy import STATISTICS, ShardLogits, log_sum_exp, merge, token_losses
 from megatron_het.vocab.embedding import EmbeddingTeam
-from megatron_het.vocab.messages import PENDING_SENDS, arrived, team
+from megatron_het.vocab.messages import PENDING_SENDS, arrived, position_of, positions, team
 
 if TYPE_CHECKING:  # they import Megatron, or would import this module again
     from megatron_het.runtime.executor import Call, Iteration
@@ -81,7 +83,7 @@ class SplitVocabulary:
         where = placement.locate(rank)
         self._placement = placement
         self._rank = rank
-        self._where = where
+        self._position = position_of(placement, where)
         self._tp_group = tp_group
         self._timeline = timeline
         self._is_last = where.stage == placement.num_stages - 1
@@ -287,11 +289,11 @@ class SplitVocabulary:
         """The rank of the last stage that this rank works for; None on the last stage."""
         if self._is_last:
             return None
-        return team(self._placement, op.microbatch, self._where.tp_rank)[-1]
+        return team(self._placement, op.microbatch, self._position)[-1]
 
     def _helpers(self, op: RankOp) -> list[int]:
         """The ranks that work for this one."""
-        return team(self._placement, op.microbatch, self._where.tp_rank)[:-1]
+        return team(self._placement, op.microbatch, self._position)[:-1]
 
     def _shapes(self, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of hidden states and labels on a rank."""
@@ -330,7 +332,7 @@ def team_edges(placement: Placement) -> list[tuple[int, int]]:
     """Directed pairs that the vocabulary's messages use, in an order that is the same on every rank."""
     found: set[tuple[int, int]] = set()
     for microbatch in range(placement.plan.num_microbatches):
-        for tp_rank in range(placement.max_tp()):
-            *helpers, owner = team(placement, microbatch, tp_rank)
+        for position in positions(placement):
+            *helpers, owner = team(placement, microbatch, position)
             found.update(edge for peer in helpers for edge in ((owner, peer), (peer, owner)))
     return sorted(found)

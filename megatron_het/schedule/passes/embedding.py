@@ -4,7 +4,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from megatron_het.schedule.exchange import aligned_slots
-from megatron_het.schedule.generators.listing import single_replicas
 from megatron_het.schedule.graph import Graph, collection_paused, replay
 from megatron_het.schedule.ir import TRANSFERS, Kind, Op, Program
 from megatron_het.schedule.passes.transfers import plain_durations
@@ -32,20 +31,20 @@ def add_embedding(program: Program, *, speeds: Sequence[float] | None = None) ->
     sends = {Kind.KV_SEND, Kind.KV_SEND_BACKWARD}
     if program.embedding or any(op[0] in TRANSFERS - sends for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name}: embeddings are split once, before transfers are added")
-    if program.exchange_units and single_replicas(program.shape):
+    if program.exchange_units:
         return with_inserts(program, _by_slot(program))
     return with_inserts(program, _by_time(program, speeds))
 
 
 def _by_slot(program: Program) -> Inserts:
     """Devices that attend for each other go slot by slot: a slot ahead of the forward, and behind the backward."""
-    chunk = program.shape.path[0][1]
+    stage, chunk = program.shape.path[0]
     wanted = []
     for s, (_, backward, passes) in enumerate(aligned_slots(program)):
-        op = passes.get(0)
-        if op is not None and op.chunk == chunk:
-            kind = Kind.EMBED_BACKWARD if backward else Kind.EMBED_FORWARD
-            wanted.append((s + 1 if backward else max(s - 1, 0), Op(kind, op.microbatch, op.slice)))
+        for d, op in passes.items():
+            if program.devices[d].stage == stage and op.chunk == chunk:
+                kind = Kind.EMBED_BACKWARD if backward else Kind.EMBED_FORWARD
+                wanted.append((s + 1 if backward else max(s - 1, 0), Op(kind, op.microbatch, op.slice)))
     return slot_inserts(program, sorted(wanted, key=lambda place: place[0]))
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_het.schedule.exchange import aligned_slots
-from megatron_het.schedule.generators.listing import single_replicas
 from megatron_het.schedule.graph import Graph, collection_paused, replay
 from megatron_het.schedule.ir import TRANSFERS, Kind, Op, Program
 from megatron_het.schedule.passes.transfers import plain_durations
@@ -36,8 +35,7 @@ def add_vocabulary(program: Program, *, speeds: Sequence[float] | None = None) -
     sends = {Kind.KV_SEND, Kind.KV_SEND_BACKWARD}
     if program.vocabulary or any(op[0] in TRANSFERS - sends for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name}: the vocabulary is split once, before transfers are added")
-    inserts = _by_slot(program) if single_replicas(program.shape) else None
-    inserts = inserts or _by_time(program, speeds)
+    inserts = _by_slot(program) or _by_time(program, speeds)
     return replace(with_inserts(program, inserts), vocabulary=True)
 
 
@@ -63,22 +61,21 @@ def _by_slot(program: Program) -> Inserts | None:
         slots = aligned_slots(program)
     except ValueError:
         return None
-    last = len(program.ops) - 1
-    chunk = program.shape.path[-1][1]
+    stage, chunk = program.shape.path[-1]
     wanted = [
         (s + (not backward), Op(Kind.VOCAB_BACKWARD if backward else Kind.VOCAB_FORWARD, op[1], op[2]))
         for s, (_, backward, passes) in enumerate(slots)
         for d, op in passes.items()
-        if d == last and op[3] == chunk
+        if program.devices[d].stage == stage and op[3] == chunk
     ]
     return slot_inserts(program, wanted)
 
 
 def slot_inserts(program: Program, wanted: Sequence[tuple[int, Op]]) -> Inserts:
-    """Inserts of ``wanted`` operations on all devices at the starts of slots.
+    """Inserts of ``wanted`` operations, on all devices that their microbatches visit, at the starts of slots.
 
     Args:
-        program: its passes are aligned; one replica per stage.
+        program: its passes are aligned.
         wanted: (slot, operation), in the order of slots.
     """
     slots = aligned_slots(program)
@@ -91,8 +88,10 @@ def slot_inserts(program: Program, wanted: Sequence[tuple[int, Op]]) -> Inserts:
     for d, ops in enumerate(program.ops):
         of_op = _slot_numbers(d, ops, number, len(slots))
         row: dict[int, list[Op]] = {}
+        mine = set(program.shape.microbatches_of(d))
         for slot, op in wanted:
-            row.setdefault(bisect_left(of_op, slot), []).append(op)
+            if op.microbatch in mine:
+                row.setdefault(bisect_left(of_op, slot), []).append(op)
         inserts.append(row)
     return inserts
 

@@ -16,7 +16,7 @@ from megatron_het.attention.context_exchange import (
     unpack,
 )
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.attention.slice_attention import TokenGradient, slice_attention
 
 SHAPE = AttentionShape(8, 2, 4, 2, 16, torch.float64, torch.device("cpu"))
 
@@ -66,10 +66,11 @@ class Peer:
     def help_backward(self, kernel: object, scale: float) -> None:
         self.calls.append("help")
 
-    def end_backward(self) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def end_backward(self) -> Iterator[tuple[torch.Tensor, list[TokenGradient]]]:
         answers, self.answers = self.answers, []
         for (start, stop), answer in zip(self.given, answers, strict=True):
-            yield start, stop, *unpack(answer, SHAPE.backward_result(stop - start))
+            dq, dk, dv = unpack(answer, SHAPE.backward_result(stop - start))
+            yield dq, [(start, stop, dk, dv)]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,9 +23,9 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_WAIT_S)
-        self.table: dict[int, list[torch.Tensor]] = {}
+        self.table: dict[int, dict[int, torch.Tensor]] = {}
 
-    def meet(self, rank: int, messages: list[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    def meet(self, rank: int, messages: dict[int, torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
         self.table[rank] = messages
         self.barrier.wait()
         found = dict(self.table)
@@ -38,13 +39,13 @@ class InThread(CommutedContextParallel):
     def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
         self.meeting, self._rank, self.size = meeting, rank, size
 
-    def _all_gather(self, message: torch.Tensor) -> torch.Tensor:
-        met = self.meeting.meet(self._rank, [message])
-        return torch.cat([met[r][0] for r in range(self.size)])
+    def _all_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+        met = self.meeting.meet(self._rank, {self._rank: message})
+        return lambda: torch.cat([met[r][r] for r in range(self.size)])
 
-    def _swap(self, messages: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _swap(self, messages: dict[int, torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         met = self.meeting.meet(self._rank, messages)
-        return tuple(met[r][self._rank].clone() for r in range(self.size))
+        return lambda: [met[r][self._rank].clone() for r in range(self.size) if r != self._rank]
 
 
 def local(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:

@@ -97,7 +97,9 @@ class Sample:
 class Device:
     """Runs the program of one rank."""
 
-    def __init__(self, program: RankProgram, rank: int, layers: int, units: int, slices: int, wires: list[Wires]) -> None:
+    def __init__(
+        self, program: RankProgram, rank: int, layers: int, units: int, slices: int, wires: list[Wires], keep: bool
+    ) -> None:
         self.program, self.rank, self.slices = program, rank, slices
         chunks = len(program.backwards)
         self.modules = [
@@ -113,7 +115,7 @@ class Device:
         model = SimpleNamespace(decoder=SimpleNamespace(layers=[SimpleNamespace(self_attention=attention)]))
         ends = [Ends(w, rank) for w in wires]
         self.exchange = ContextExchange(
-            program, TOKENS // units, layers, *ends, Timeline(), torch.device("cpu")
+            {False: program}, TOKENS // units, layers, *ends, Timeline(), torch.device("cpu"), keep
         )
         self.exchange.attach(self.modules, [model], TOKENS, 1)
 
@@ -163,7 +165,8 @@ def devices(stages: int, slices: int, chunks: int, microbatches: int, replicas: 
         where = placement.locate(rank)
         device = program.shape.device(where.stage, where.replica)
         lowered = lower(program, boundaries, device, 0, rank)
-        found.append(Device(lowered, rank, 2, parameters.get("exchange_units", 2), slices, wires))
+        units, keep = parameters.get("exchange_units", 2), parameters.get("exchange_keep", False)
+        found.append(Device(lowered, rank, 2, units, slices, wires, keep))
     return found
 
 
@@ -201,6 +204,28 @@ def test_keys_and_values_are_sent_ahead_and_once() -> None:
         sent.append(units)
     assert len(set(sent[1])) == len(sent[1]) < len(sent[0])
     assert set(sent[0]) == set(sent[1])
+
+
+def test_gradients_return_once() -> None:
+    """With ``keep`` the gradient of a unit comes back from a helper once, with the last pass that uses it."""
+    count = {}
+    for keep in (False, True):
+        returned: list[tuple[int, ...]] = []
+        for device in devices(4, 16, 1, 2, exchange_keep=keep):
+            open_: set[tuple[int, ...]] = set()
+            for op in device.program.ops:
+                if op.kind == Kind.ATTEND_GIVE_BACKWARD:
+                    place = device.rank, op.peer, op.microbatch, op.chunk
+                    now = [(*place, u) for a, b in device.exchange.returned[op] for u in range(a, b)]
+                    open_ = open_.union((*place, u) for u in range(op.start, op.stop)).difference(now)
+                    returned += now
+                elif op.kind == Kind.BACKWARD:
+                    # The owner's own backward of a slice needs its units' gradients.
+                    assert not any(u // 2 >= op.slice for _, _, m, c, u in open_ if (m, c) == (op.microbatch, op.chunk))
+            assert not open_
+        count[keep] = len(returned), len(set(returned))
+    assert count[True][0] == count[True][1] == count[False][1]
+    assert 2 * count[True][0] < count[False][0]
 
 
 def test_attention_for_no_pass_is_an_error() -> None:
