@@ -39,6 +39,10 @@ _EXCHANGE: dict[str, dict[str, Any]] = {
     "exchange-p4-n8-vocabulary": {
         "exchange": {**_ON, "exchange_idle": True}, "stages": 4, "slices": 8, "vocabulary": True, "offload": 0.5,
     },
+    "exchange-p2-replicas-vocabulary": {
+        "exchange": _ALL, "slices": 8, "vocabulary": True, "microbatches": 4, "tied": True,
+    },
+    "exchange-p4-n16-keep": {"exchange": {**_ON, "exchange_keep": True}, "stages": 4, "slices": 16, "microbatches": 3},
     "exchange-p4-tp2-all": {"exchange": _ALL, "stages": 4, "slices": 8, "tp": 2, "microbatches": 1},
 }  # fmt: skip
 _UNSLICED = {"schedule": "1f1b", "slices": 1}
@@ -54,6 +58,9 @@ _CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
     "cp2-p2-n8-v2": {"cp": 2, "slices": 8, "chunks": 2, "distributed_optimizer": True, "microbatches": 1},
     "cp2-p2-tp2-uneven": {"cp": 2, "tp": 2, "uneven": True, "microbatches": 3},
     "cp4-p1": {"cp": 4, "stages": 1, "slices": 2},
+    "cp2-vocabulary": {"cp": 2, "vocabulary": True, "microbatches": 4, "tied": True},
+    "cp2-1f1b-vocabulary": {"cp": 2, **_UNSLICED, "vocabulary": True, "tp": 2, "distributed_optimizer": True},
+    "cp2-exchange-vocabulary": {"cp": 2, "exchange": _ALL, "vocabulary": True, "offload": 0.75},
     "cp2-exchange": {"cp": 2, "exchange": _ALL, "recompute": "selective"},
     "cp2-exchange-p4-v2": {"cp": 2, "exchange": _ON, "stages": 4, "slices": 4, "chunks": 2},
 }
@@ -216,6 +223,4 @@ def _random_shared_row(rng: random.Random) -> dict[str, Any]:
         blocks = 2 * row["cp"] if row["cp"] > 1 else 1
         if ranks <= _MAX_RANKS and SEQUENCE // row["slices"] % blocks == 0 and (exchange or row["cp"] > 1):
             if row["tp"] == 1 or tokens % row["tp"] == 0:
-                # Refused with context parallelism, and by the exchange with several replicas.
-                split = row["vocabulary"] and row["cp"] == 1 and replicas_of(row["microbatches"]) == 1
-                return {**row, "exchange": exchange, "vocabulary": split}
+                return {**row, "exchange": exchange}

@@ -145,6 +145,14 @@ def _check_model(plan: Plan, args: Any) -> None:
             )
 
 
+    length = getattr(args, "decoder_seq_length", None)
+    if length not in (None, plan.model.seq_length):
+        raise PlanError(
+            "--decoder-seq-length", length, f"a decoder's sequences have the length of --seq-length = "
+            f"{plan.model.seq_length}", "Leave the flag out",
+        )
+
+
 def _check_batch(plan: Plan, args: Any) -> None:
     for name in ("micro_batch_size", "global_batch_size"):
         value, expected = getattr(args, name), getattr(plan.training, name)

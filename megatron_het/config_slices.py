@@ -35,6 +35,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("experimental_attention_variant", _truthy, "only ordinary softmax attention is cut into slices"),
     ("qk_clip", _truthy, "the largest attention logit is not known to the slice kernels"),
     ("log_max_attention_logit", _truthy, "the largest attention logit is not known to the slice kernels"),
+    ("use_kitchen_attention", _truthy, "its kernels do not give what slices are merged from"),
     ("fused_single_qkv_rope", _truthy, "it refuses the argument that tells a layer its slice"),
     ("fine_grained_activation_offloading", _truthy, "it counts one forward per microbatch"),
     ("heterogeneous_layers_config_path", _truthy, "layers without attention are not supported with slices"),

@@ -138,7 +138,7 @@ def replace_core_attention(
         attention = layer.self_attention
         if not hasattr(attention, "core_attention") or not hasattr(attention, "linear_qkv"):
             raise ValueError(f"slices: {type(attention).__name__} has no core attention to replace")
-        weight = attention.linear_qkv.weight
+        weight = next(attention.linear_qkv.parameters())
         if not weight.is_meta:  # what cannot run is known before training
             choose_kernel(Setting.of(weight.new_empty(attention.hidden_size_per_attention_head)), kernel)
         attention.core_attention = SliceCoreAttention(slots, attention.config.softmax_scale, kernel)

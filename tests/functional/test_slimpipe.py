@@ -38,7 +38,12 @@ ROWS: dict[str, dict[str, Any]] = {
         "slices": 8, "chunks": 2, "microbatches": 2, "distributed_optimizer": True, "recompute": "full",
     },
     "context-parallel": {"schedule": "1f1b", "slices": 1, "cp": 2, "uneven": True},
-    "context-parallel-slices-exchange": {"exchange": _EXCHANGE, "layers": 4, "cp": 2, "microbatches": 2},
+    "context-parallel-slices-exchange": {
+        "exchange": _EXCHANGE, "layers": 4, "cp": 2, "microbatches": 2, "vocabulary": True,
+    },
+    "exchange-replicas-vocabulary": {
+        "exchange": {**_EXCHANGE, "exchange_keep": True}, "layers": 4, "slices": 8, "microbatches": 4, "vocabulary": True,
+    },
 }
 CASES = {name: sliced_case({**_ROW, **row}, name, random.Random(0)) for name, row in ROWS.items()}
 

@@ -151,6 +151,7 @@ def test_context_parallel_plan() -> None:
         ("--seq-length 62", {}, "--context-parallel-size = 2.*62 tokens do not divide"),
         ("", {"attention_dropout": 0.1}, "--attention-dropout.*context parallelism"),
         ("", {"window_size": (8, 0)}, "sliding windows"),
+        ("", {"cp_comm_type": ["a2a"]}, "--cp-comm-type.*a2a.*commuted context parallelism"),
     ],
 )
 def test_context_parallel_refused(more: str, changed: dict[str, Any], reason: str) -> None:

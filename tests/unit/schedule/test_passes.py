@@ -262,6 +262,24 @@ def test_split_embeddings(order: str, forward_only: bool) -> None:
         add_embedding(program)
 
 
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("options", [{}, {"helping": True, "keep": True}], ids=str)
+def test_split_vocabulary_of_exchanging_pipelines(options: dict[str, bool], forward_only: bool) -> None:
+    """Every device runs the vocabulary of the microbatches of its pipeline, at the boundaries of its slots."""
+    route = (0, 1, 1, 0, 0)
+    shape = Shape(((1, 1),) * 3, (route,) * 3, (2,) * 3, 6)
+    program = add_exchange(generate("slimpipe", shape, forward_only=forward_only), **options)
+    program = add_transfers(add_embedding(add_vocabulary(program)))
+    check(program)
+    for d, ops in enumerate(program.ops):
+        found = [op.microbatch for op in ops if op.kind == Kind.VOCAB_FORWARD]
+        assert sorted(found) == sorted(m for m in shape.microbatches_of(d) for _ in range(shape.slices))
+    last = shape.device(2, 1)
+    ops = [op for op in program.ops[last] if op.kind in (Kind.FORWARD, Kind.VOCAB_FORWARD)]
+    place = ops.index(Op(Kind.FORWARD, 1, 0, 1))
+    assert ops[place + 1] == Op(Kind.VOCAB_FORWARD, 1, 0)
+
+
 def test_split_embeddings_need_all_parts() -> None:
     program = add_embedding(generate("1f1b", Shape.uniform(2, 2)))
     lacking = tuple(op for op in program.ops[1] if op.kind != Kind.EMBED_BACKWARD or op.microbatch)

@@ -375,7 +375,10 @@ def test_events_name_their_streams() -> None:
 
 
 def test_kept_keys_and_values_occupy_the_helper() -> None:
-    """At most half of the slices, rounded, of one layer per microbatch in flight; nothing is left at the end."""
+    """At most half of the slices, rounded, of one layer per microbatch in flight; nothing is left at the end.
+
+    In the backward pass their gradients are added up beside them.
+    """
     shape = Shape.uniform(4, 3, slices=8)
     program = generate("slimpipe", shape)
     sizes = {"kv_message_bytes": ((8.0,),) * 4, "message_bytes": 1e-9}
@@ -385,4 +388,9 @@ def test_kept_keys_and_values_occupy_the_helper() -> None:
     )
     most = [max(use.peak_of("kv") for use in result.memory) for result in (sent, kept)]
     assert 0 < most[0] < most[1] <= 3 * 4.0
+    alone = add_exchange(generate("slimpipe", Shape.uniform(4, 1, slices=8)), units=2, keep=True)
+    use = run(add_transfers(alone), 8.0, 16.0, memory=Memory(), **sizes).memory[2]
+    helps = [op for op in alone.ops[2] if op.kind == Kind.ATTEND_HELP_BACKWARD]
+    keys = 0.5 * len({(op.peer, unit) for op in helps for unit in range(op.start, op.stop)})
+    assert len(helps) == 6 and use.peak_of("kv") > keys
     assert all(use.curve("kv")[-1][1] == 0 for result in (sent, kept) for use in result.memory)
