@@ -108,8 +108,8 @@ def _add_slice_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--het-exchange-keep",
         action="store_true",
-        help="keys and values stay where they were sent until their microbatch is done: less traffic, "
-        "more memory",
+        help="keys and values stay where they were sent until their microbatch is done, and their gradients "
+        "return once: less traffic, more memory",
     )
     group.add_argument(
         "--het-exchange-idle",
