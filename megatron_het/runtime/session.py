@@ -323,7 +323,7 @@ class HetSession:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         self._timeline.start()
         with self.report.measure(forward_only, self._timeline) as measured:
-            with self.explained(lambda: self._executor.current, "tp"):
+            with self.explained(lambda: self._executor.current, "tp", "cp"):
                 state = self._executor.run(call)
             measured.schedule_ended()
             if not forward_only:
@@ -347,23 +347,24 @@ class HetSession:
         return reports
 
     @contextlib.contextmanager
-    def explained(self, operation: Callable[[], str], role: str | None = None) -> Iterator[None]:
+    def explained(self, operation: Callable[[], str], *roles: str) -> Iterator[None]:
         """Add to a failed collective, which names an address at best, what ran and with whom.
 
         Args:
             operation: Called on failure; what was going on.
-            role: Group that collectives inside go over; None for all ranks.
+            roles: Groups that collectives inside go over, as far as there are such; none for all ranks.
         """
         try:
             yield
         except RuntimeError as error:
             if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
                 me = self.groups.rank
-                ranks = dist.get_process_group_ranks(self.groups[role]) if role else None
-                peers = [f"rank {rank}" for rank in ranks or () if rank != me]
+                groups = [group for group in map(self.groups.get, roles) if group is not None]
+                ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+                peers = [f"rank {rank}" for rank in sorted(ranks - {me})]
                 error.add_note(
                     f"{_NOTE}rank {me}: {operation()} failed; in collectives it works with "
-                    f"{'all ranks' if ranks is None else ', '.join(peers) or 'nobody'}. "
+                    f"{'all ranks' if not roles else ', '.join(peers) or 'nobody'}. "
                     "If one of them has stopped, its log says why"
                 )
             raise
