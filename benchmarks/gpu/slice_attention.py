@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.gpu.slice_attention --json OUT``: forward and backward of one causal
 attention layer over 32k to 256k tokens, cut into 8 to 32 slices, every kernel that runs here.
-Figures: throughput relative to the unsliced kernel (at least 0.9 wanted) and peak memory.
-Runs on the CPU too, with small sizes, to see that it works.
+Figures: throughput relative to the unsliced kernel (at least 0.9 wanted, of the kernel that would be
+chosen) and peak memory.  A kernel that fails at some length is named and does not end the others; the file is
+written after every length.  Runs on the CPU too, with small sizes, to see that it works.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,35 +71,43 @@ def measure(work: Callable[[], None], device: torch.device, repeats: int) -> tup
 
 
 def cases(
-    kernel: Kernel, lengths: list[int], counts: list[int], device: torch.device, dtype: torch.dtype,
-    repeats: int,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Figures of one kernel over lengths and slice counts."""
-    scale, found = _HEAD_DIM**-0.5, []
-    for tokens in lengths:
-        tensors = _tensors(tokens, device, dtype)
-        whole_s, whole_bytes = measure(lambda t=tensors: unsliced(kernel, t, scale), device, repeats)
-        for count in counts:
-            cache = KVCache(count)
-            part_s, part_bytes = measure(
-                lambda t=tensors, n=count, c=cache: sliced(kernel, t, scale, n, c), device, repeats
-            )
-            cache.check_empty()
-            found.append(
-                {
-                    "kernel": kernel.name, "tokens": tokens, "slices": count,
-                    "unsliced_s": whole_s, "sliced_s": part_s,
-                    "relative_throughput": whole_s / part_s,
-                    "unsliced_peak_bytes": whole_bytes, "sliced_peak_bytes": part_bytes,
-                    "pool_bytes": cache.pool_bytes,
-                }
-            )  # fmt: skip
-            print(
-                f"{kernel.name:15} {tokens:7} tokens {count:3} slices: {whole_s:.4f} s unsliced, "
-                f"{part_s:.4f} s sliced, throughput {whole_s / part_s:.3f}",
-                flush=True,
-            )
-    return found
+    kernel: Kernel, tokens: int, counts: list[int], device: torch.device, dtype: torch.dtype, repeats: int,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Figures of one kernel at one length, over slice counts."""
+    scale, tensors = _HEAD_DIM**-0.5, _tensors(tokens, device, dtype)
+    whole_s, whole_bytes = measure(lambda: unsliced(kernel, tensors, scale), device, repeats)
+    for count in counts:
+        cache = KVCache(count)
+        part_s, part_bytes = measure(
+            lambda n=count, c=cache: sliced(kernel, tensors, scale, n, c), device, repeats
+        )
+        cache.check_empty()
+        yield {
+            "kernel": kernel.name, "tokens": tokens, "slices": count,
+            "unsliced_s": whole_s, "sliced_s": part_s,
+            "relative_throughput": whole_s / part_s,
+            "unsliced_peak_bytes": whole_bytes, "sliced_peak_bytes": part_bytes,
+            "pool_bytes": cache.pool_bytes,
+        }  # fmt: skip
+        print(
+            f"{kernel.name:15} {tokens:7} tokens {count:3} slices: {whole_s:.4f} s unsliced, "
+            f"{part_s:.4f} s sliced, throughput {whole_s / part_s:.3f}",
+            flush=True,
+        )
+
+
+def report_of(entries: list[dict[str, Any]], kernels: list[Kernel], on_cuda: bool) -> dict[str, Any]:
+    """What has been measured so far; the first kernel is the one that would be chosen."""
+    found = [
+        e["relative_throughput"] for e in entries if e["kernel"] == kernels[0].name and "error" not in e
+    ]
+    return {
+        "device": torch.cuda.get_device_name() if on_cuda else "CPU",
+        "min_relative_throughput": min(found, default=None),
+        "bar": 0.9,
+        "failed": [e for e in entries if "error" in e],
+        "cases": [e for e in entries if "error" not in e],
+    }
 
 
 def main() -> int:
@@ -106,28 +115,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.slice_attention", description=__doc__)
     on_cuda = torch.cuda.is_available()
     defaults = [1 << e for e in (range(15, 19) if on_cuda else range(10, 12))]
-    parser.add_argument("--json", required=True, type=Path)
-    parser.add_argument("--tokens", type=int, nargs="+", default=defaults)
-    parser.add_argument("--slices", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser.add_argument("--tokens", type=int, nargs="+", default=defaults, help="lengths (default: %(default)s)")
+    parser.add_argument("--slices", type=int, nargs="+", default=[8, 16, 32], help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=5, help="the median counts (default: %(default)s)")
     options = parser.parse_args()
     device = torch.device("cuda" if on_cuda else "cpu")
     dtype = torch.bfloat16 if on_cuda else torch.float32
     setting = Setting.of(torch.empty(1, 1, 1, _HEAD_DIM, device=device, dtype=dtype))
+    kernels = [kernel for kernel in KERNELS if kernel.refuses(setting) is None]
     entries: list[dict[str, Any]] = []
-    for kernel in KERNELS:
-        if kernel.refuses(setting) is None:
-            entries += cases(kernel, options.tokens, options.slices, device, dtype, options.repeats)
-    first = [e for e in entries if e["kernel"] == entries[0]["kernel"]]
-    report = {
-        "device": torch.cuda.get_device_name() if on_cuda else "CPU",
-        "min_relative_throughput": min(e["relative_throughput"] for e in first),
-        "bar": 0.9,
-        "cases": entries,
-    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
+    for kernel in kernels:
+        for tokens in options.tokens:
+            try:
+                entries += cases(kernel, tokens, options.slices, device, dtype, options.repeats)
+            except (RuntimeError, AttributeError) as error:  # out of memory, or a kernel that this torch has not
+                entries.append({"kernel": kernel.name, "tokens": tokens, "error": str(error)})
+                print(f"{kernel.name:15} {tokens:7} tokens: {error}", flush=True)
+            report = report_of(entries, kernels, on_cuda)
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return int(any(e["kernel"] == kernels[0].name for e in report["failed"]))
 
 
 if __name__ == "__main__":

@@ -124,7 +124,9 @@ def costs_of(estimator: Estimator, whole: Candidate, candidate: Candidate, estim
         static.append(m.total_bytes - m.activation_bytes)
     return Costs(
         forward_s=tuple(forward), backward_s=tuple(backward), message_bytes=size, link=link,
-        operation_s=estimator.runtime.operation_s, host_blocks=estimator.runtime.host_blocks, tail_s=tuple(tails[s] for s, _, _ in devices),
+        operation_s=estimator.runtime.operation_s, host_blocks=estimator.runtime.host_blocks,
+        keeps_sent=estimator.runtime.keeps_sent and candidate.schedule != "slimpipe",
+        tail_s=tuple(tails[s] for s, _, _ in devices),
         memory=Memory(activation_bytes=tuple(kept), logits_bytes=logits, other_bytes=tuple(static)),
     )
 
