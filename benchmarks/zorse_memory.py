@@ -10,8 +10,11 @@ collectives per iteration, beside Table 2 of the paper and beside the simulation
 ran.
 
 Top-level figures: ``memory_saving`` (1 minus the bytes with 8 ministages over those with 1),
-``gathers_per_layer`` (of ministages, and of ZeRO-3), ``max_error_to_simulator`` (whole parameters,
-gradients, gathers, and all state together).
+``gathers_per_layer`` (of ministages, and of ZeRO-3), ``max_error_to_simulator``: the largest of
+``max_errors``, which are those of whole parameters, whole gradients, all state together, gathers,
+activations (saved tensors, boundaries, transfer buffers, workspace) and the total, the peak of everything
+at once.  ``start_bytes`` of a rank is the peak while model and optimizer are built, ``stage_bytes`` the
+parameters of its stage.
 """
 
 from __future__ import annotations

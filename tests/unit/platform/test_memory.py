@@ -47,6 +47,18 @@ def test_peak_is_of_what_lived_at_once(meter):
     assert c.numel()
 
 
+def test_what_is_allocated_while_ignoring_never_counts(meter):
+    with meter.ignoring():
+        a = kib(64)
+        with meter.ignoring():
+            b = kib(8)
+        c = kib(8)
+    a.add_(b[0])
+    d = kib(2)
+    assert meter.live_bytes() == 2 * KIB
+    assert c.numel() and d.numel()
+
+
 def test_peak_starts_with_what_lives_on_entry(meter):
     high = kib(64)
     del high
