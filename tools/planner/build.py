@@ -193,6 +193,8 @@ def build_plan(
         parameters["slices"] = candidate.slices
     if candidate.schedule == "ministage":
         parameters |= {"window": True, "offload": candidate.offload}
+        if candidate.offload:  # as memory.py prices it
+            parameters |= {"offload_optimizer": True, "offload_activations": 1.0}
     elif candidate.zero_stage >= 2:
         parameters["zero_stage"] = candidate.zero_stage
     elif candidate.schedule == "1f1b" and any(r != all_routes[0] for r in all_routes):

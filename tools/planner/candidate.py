@@ -36,7 +36,7 @@ class Candidate:
         chunks: Model chunks (ministages) per stage.
         slices: Slices per sequence.
         zero_stage: 0 plain data parallelism, 1 distributed optimizer, 2 and 3 sharded gradients and parameters.
-        offload: Parameters and boundary activations live in host memory when unused (ministage).
+        offload: Parameters, optimizer state and boundary activations live in host memory when unused (ministage).
         even: Every replica of a stage gets the same number of microbatches.
         slack: Further microbatches in flight where stages divide them differently (1F1B), as a share.
         shares: Per stage and group, the part of the stage's state that one replica keeps (ministage); None:

@@ -81,7 +81,7 @@ def group_memory(estimator: Estimator, candidate: Candidate, stages: list[StageT
             workspace = max(u.workspace_bytes, u.head_workspace_bytes if s == last else 0.0) / candidate.slices
             found.append(GroupMemory(s, g, parameters, gradients, optimizer, activations, workspace,
                                      u.reserved_bytes, u.capacity_bytes))
-        if candidate.schedule == "ministage" and len(found) > 1:
+        if candidate.schedule == "ministage" and (len(found) > 1 or candidate.shares is not None):
             found = _divided(estimator, candidate, found, [rank_parameters(candidate, u, s) for u in stage.units])
         yield from found
 
@@ -109,8 +109,8 @@ def _divided(
     shares: list[float] | None = None
     if candidate.shares is not None:
         shares = list(candidate.shares[found[0].stage])
-        if len(set(shares)) == 1:
-            return found
+        if len(set(shares)) == 1 and shares[0] * sum(m.group.count for m in found) < 1 + 1e-9:
+            return found  # else kinds of replicas whose largest shares are equal
     elif any(m.total_bytes > estimator.memory_margin * m.capacity_bytes for m in found):
         shares = shares_by_memory(estimator, candidate, found, counts)
     if shares is None:

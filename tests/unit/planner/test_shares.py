@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_het.runtime.window_options import check_window
+from megatron_het.plan.slices import offload_ratio
+from megatron_het.runtime.window_options import check_window, split_parameters
 from tools.planner.build import build_plan, candidate_of
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.catalog import catalog
@@ -82,6 +83,27 @@ def test_a_plan_with_equal_shares_is_not_priced_with_better_ones():
     replicas = tuple(replace(r, state_share=1.0) for r in plan.stages[0].replicas)
     equal = replace(plan, stages=(replace(plan.stages[0], replicas=replicas),))
     assert not e.fits(e.estimate(candidate_of(equal, e.cluster)[0]))
+
+
+def test_what_is_priced_as_offloaded_is_offloaded():
+    e, candidate = estimator(), mixed(chunks=4, offload=True)
+    plan = build_plan(e, candidate, e.estimate(candidate))
+    _, options = split_parameters(plan.schedule)
+    assert options.offload and options.offload_optimizer and offload_ratio(plan) == 1.0
+    assert candidate_of(plan, e.cluster)[0].offload
+
+
+def test_of_replicas_of_one_kind_the_one_that_keeps_most_counts():
+    e = estimator()
+    candidate = Candidate((Stage(24, (Group(BIG, 1, 4),)),), 1, "full", schedule="ministage", zero_stage=1)
+    plan = build_plan(e, candidate, e.estimate(candidate))
+    even = e.estimate(candidate_of(plan, e.cluster)[0]).memory[0]
+    assert even.state_share is None
+    replicas = tuple(replace(r, state_share=s) for r, s in zip(plan.stages[0].replicas, (5.0, 1.0, 1.0, 1.0)))
+    uneven = replace(plan, stages=(replace(plan.stages[0], replicas=replicas),))
+    (most,) = e.estimate(candidate_of(uneven, e.cluster)[0]).memory
+    assert most.state_share == 0.625
+    assert most.optimizer_bytes == pytest.approx(2.5 * even.optimizer_bytes)
 
 
 def test_balancing_layers_counts_on_divided_state():
