@@ -59,7 +59,7 @@ _CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
     "cp2-p2-tp2-uneven": {"cp": 2, "tp": 2, "uneven": True, "microbatches": 3},
     "cp4-p1": {"cp": 4, "stages": 1, "slices": 2},
     "cp2-vocabulary": {"cp": 2, "vocabulary": True, "microbatches": 4, "tied": True},
-    "cp2-1f1b-vocabulary": {"cp": 2, **_UNSLICED, "vocabulary": True, "tp": 2, "distributed_optimizer": True},
+    "cp2-1f1b-vocabulary": {"cp": 2, **_UNSLICED, "vocabulary": True, "tp": 2, "distributed_optimizer": True, "overlap": True},
     "cp2-exchange-vocabulary": {"cp": 2, "exchange": _ALL, "vocabulary": True, "offload": 0.75},
     "cp2-exchange": {"cp": 2, "exchange": _ALL, "recompute": "selective"},
     "cp2-exchange-p4-v2": {"cp": 2, "exchange": _ON, "stages": 4, "slices": 4, "chunks": 2},
@@ -98,8 +98,8 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
         row: ``stages``, ``slices``, ``chunks``, ``microbatches`` (of one replica), ``tp``,
             ``recompute``, ``tied``, ``distributed_optimizer``, ``multi_head``, ``uneven``; may have
             ``vocabulary`` (split over the stages), ``offload`` (share of activations), ``thrifty`` (layers),
-            ``layers``, ``cp``, ``schedule`` with other ``parameters``, and ``exchange`` (parameters of the
-            context exchange).
+            ``layers``, ``cp``, ``overlap`` (of the gradients' reduction), ``schedule`` with other
+            ``parameters``, and ``exchange`` (parameters of the context exchange).
         name: Name of the case.
         rng: For uneven layers.
     """
@@ -129,7 +129,7 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
     stages = with_context_parallel(stages, row.get("cp", 1))
     training = replace(plan.training, micro_batch_size=size)
     plan = replace(plan, model=model, training=training, stages=stages)
-    case = SlicedCase(name, plan, chosen={"precision": "fp32", **row})
+    case = SlicedCase(name, plan, overlap=row.get("overlap", False), chosen={"precision": "fp32", **row})
     schedule = row.get("schedule", "slimpipe")
     parameters: dict[str, Any] = {"slices": row["slices"]} if schedule == "slimpipe" else {}
     parameters |= {**row.get("exchange", {}), **row.get("parameters", {})}

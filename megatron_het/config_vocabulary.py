@@ -10,7 +10,6 @@ from megatron_het.plan.slices import OFFLOAD, VOCABULARY, splits_vocabulary
 _WHERE = "--het-vocabulary-parallel"
 # (attribute of Megatron's arguments, why it cannot be used with a split vocabulary)
 _REFUSED: tuple[tuple[str, str], ...] = (
-    ("overlap_grad_reduce", "the output layer's gradients are made outside of the model's backward"),
     ("overlap_param_gather", "the output layer runs outside of the model's forward"),
     ("defer_embedding_wgrad_compute", "only the whole output layer of the last stage defers its gradient"),
     ("fp16_lm_cross_entropy", "the split cross entropy is computed in fp32"),

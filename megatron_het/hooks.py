@@ -19,6 +19,7 @@ from megatron_het.plan import Placement, PlanError
 
 if TYPE_CHECKING:  # it imports torch
     from megatron_het.platform import Platform
+    from megatron_het.runtime.session import HetSession
 
 
 def install(argv: list[str] | None = None) -> HetConfig:
@@ -78,7 +79,7 @@ def _install_plan(config: HetConfig, device: Platform) -> None:
     upstream.install(
         "plan",
         builders={
-            "plan_arguments": _validate_args_hook(config, device),
+            "plan_arguments": _validate_args_hook(config, device, session),
             "plan_schedule": pretrain.wrap_schedule_getter,
             "plan_pretrain": pretrain.wrap,
             "plan_save": pretrain.wrap_generate_state_dict,
@@ -108,7 +109,7 @@ def _check_platform(device: Platform, args: Any) -> None:
 
 
 def _validate_args_hook(
-    config: HetConfig, device: Platform
+    config: HetConfig, device: Platform, session: HetSession
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Builds the replacement of ``megatron.training.arguments.validate_args``."""
     from megatron_het.layers import use_thrifty_activation
@@ -121,6 +122,7 @@ def _validate_args_hook(
         def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
             try:
                 check_arguments(plan, args, args.world_size)
+                session.check(args)
                 _check_platform(device, args)
                 _check_transport(config.transport, args.distributed_backend, device.is_cuda)
             except PlanError as error:

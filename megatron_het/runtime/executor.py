@@ -17,6 +17,7 @@ import torch
 from torch.profiler import record_function
 
 from megatron_het.runtime.channels import Channels, PendingReceive
+from megatron_het.runtime.gradient_sync import sync_points
 from megatron_het.runtime.lowering import RankOp, RankProgram
 from megatron_het.runtime.slicing import Sequences, WholeSequences
 from megatron_het.runtime.timeline import Timeline
@@ -67,7 +68,6 @@ class Iteration:
     num_tokens: torch.Tensor | None = None
     forwarded: set[int] = field(default_factory=set)
     no_sync: dict[int, contextlib.ExitStack] = field(default_factory=dict)
-    backwards_left: dict[int, int] = field(default_factory=dict)
 
 
 class Executor:
@@ -102,6 +102,7 @@ class Executor:
     ) -> None:
         self._sequences = sequences or WholeSequences()
         self._programs = programs
+        self._sync_points = {mode: sync_points(program.ops, num_chunks) for mode, program in programs.items()}
         self._channels = channels
         self._is_last = is_last
         self._num_chunks = num_chunks
@@ -139,7 +140,7 @@ class Executor:
                 "batch sizes must stay as the plan says, for evaluation too"
             )
         state = Iteration(num_tokens=torch.zeros([], dtype=torch.int, device=call.device))
-        self._hold_gradient_sync(program, call, state)
+        self._hold_gradient_sync(call, state)
         if self._window is not None:
             self._window.begin()
         if self._exchange is not None:
@@ -147,8 +148,10 @@ class Executor:
         offload = None if call.forward_only else self._offload
         if offload is not None:
             offload.begin(call.models)
-        for op in program.ops:
+        for index, op in enumerate(program.ops):
             self.current = op.label
+            for chunk in self._sync_points[call.forward_only].get(index, ()):
+                state.no_sync.pop(chunk).close()  # the gradients that follow complete those of the chunk
             with record_function(op.label), self._timeline.measure(op):
                 self._handlers[op.kind](op, call, state)
         if self._vocabulary is not None:
@@ -221,9 +224,6 @@ class Executor:
         gradient = self._arrived(Kind.RECV_BACKWARD, key, state)
         if self._vocabulary is not None and self._is_last and op.chunk == self._num_chunks - 1:
             gradient = self._vocabulary.hidden_gradient(op)
-        state.backwards_left[op.chunk] -= 1
-        if state.backwards_left[op.chunk] == 0:
-            state.no_sync.pop(op.chunk).close()  # the last backward starts the reduction
         if self._offload is not None:
             self._offload.release(op)
         with self._sequences.backward(op):
@@ -233,10 +233,9 @@ class Executor:
         if result is not None:
             self._keep_for_send(Kind.SEND_BACKWARD, key, result, call, state)
 
-    def _hold_gradient_sync(self, program: RankProgram, call: Call, state: Iteration) -> None:
-        """Suppress DDP's reduction until the last backward of each chunk."""
+    def _hold_gradient_sync(self, call: Call, state: Iteration) -> None:
+        """Suppress DDP's reduction until a chunk's gradients are about to be complete."""
         for chunk in range(self._num_chunks):
-            state.backwards_left[chunk] = program.backwards[chunk]
             stack = contextlib.ExitStack()
             no_sync = call.config.no_sync_func
             if isinstance(no_sync, list):

@@ -31,6 +31,7 @@ from megatron_het.platform import Platform
 from megatron_het.runtime.activation_offload import ActivationOffload
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.executor import Call, Executor, iterators_per_chunk
+from megatron_het.runtime.gradient_sync import check_overlap
 from megatron_het.runtime.gradients import GradientFinalizer, mark_duplicates
 from megatron_het.runtime.lowering import BoundaryMap, RankProgram, edges, exchange_edges, lower
 from megatron_het.runtime.programs import build_programs
@@ -105,6 +106,14 @@ class HetSession:
         With a split vocabulary every row is held once, by one stage.
         """
         return self.plan.model.tied_embeddings and not splits_vocabulary(self.plan)
+
+    def check(self, args: Any) -> None:
+        """Compare Megatron's parsed arguments with what the programs do.
+
+        Raises:
+            PlanError: What does not fit.
+        """
+        check_overlap(self.plan, self._programs[False], args)
 
     # -- life --------------------------------------------------------------------------------
 

@@ -42,7 +42,8 @@ ROWS: dict[str, dict[str, Any]] = {
         "exchange": _EXCHANGE, "layers": 4, "cp": 2, "microbatches": 2, "vocabulary": True,
     },
     "exchange-replicas-vocabulary": {
-        "exchange": {**_EXCHANGE, "exchange_keep": True}, "layers": 4, "slices": 8, "microbatches": 4, "vocabulary": True,
+        "exchange": {**_EXCHANGE, "exchange_keep": True}, "layers": 4, "slices": 8, "microbatches": 4,
+        "vocabulary": True, "overlap": True,
     },
 }
 CASES = {name: sliced_case({**_ROW, **row}, name, random.Random(0)) for name, row in ROWS.items()}

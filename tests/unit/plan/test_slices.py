@@ -220,7 +220,7 @@ def vocabulary_arguments(**changed: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("more", "changed", "reason"),
     [
-        (PP4, {"overlap_grad_reduce": True}, "--overlap-grad-reduce.*outside of the model's backward"),
+        (PP4, {"overlap_param_gather": True}, "--overlap-param-gather.*outside of the model's forward"),
         (PP4, {"use_mup": True}, "--use-mup"),
         (PP4, {"make_vocab_size_divisible_by": 30}, "must divide over 4 stages"),
         (f"{PP2V2} --tensor-model-parallel-size 2", {"padded_vocab_size": 130}, "over 2 stages of TP size 2"),
