@@ -112,22 +112,25 @@ class SlicedSequences:
         self._batches: dict[tuple[int, int], Mapping[str, Any]] = {}
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """Put slice attention into the model chunks of this rank (GPTModel, not wrapped)."""
+        """Put slice attention into the model chunks of this rank, all at once or one after the other.
+
+        Args:
+            models: GPTModels, not wrapped, in the order of the chunks.
+        """
         from megatron_het.attention.core import replace_core_attention
         from megatron_het.attention.kernels import kernel_of_backend
 
-        self._models = list(models)
-        device = next(self._models[0].parameters()).device.type
+        first = len(self._models)
+        self._models += models
+        device = next((p.device.type for model in models for p in model.parameters()), "cpu")
         kernel = kernel_of_backend(self._args.attention_backend.name, device)
-        placed = [
-            replace_core_attention(m, self._slots[chunk], kernel) for chunk, m in enumerate(self._models)
-        ]
+        placed = [replace_core_attention(m, self._slots[chunk], kernel) for chunk, m in enumerate(models, first)]
         if self._exchange is not None:
             query_tokens = self._tokens * self._size
-            self._exchange.attach(placed, self._models, query_tokens, self._args.micro_batch_size, kernel)
+            self._exchange.attach(placed, models, query_tokens, self._args.micro_batch_size, kernel)
         for module in (m for modules in placed for m in modules):
             module.parallel = self._parallel
-        self._current.attach(self._models)
+        self._current.attach(models)
 
     @contextlib.contextmanager
     def forward(self, op: RankOp, data_iterator: Any, forward_only: bool) -> Iterator[Any]:

@@ -63,6 +63,52 @@ def test_batch_is_read_once() -> None:
         next(source)
 
 
+class Layer(torch.nn.Module):
+    """A layer as one of Transformer Engine's: norm and projection in one module, its own core attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        attention = self.self_attention = torch.nn.Module()
+        attention.config = SimpleNamespace(softmax_scale=0.5)
+        attention.hidden_size_per_attention_head = 8
+        attention.linear_qkv = torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 24))
+        attention.core_attention = torch.nn.Identity()
+
+
+def chunk(layers: int) -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.decoder = torch.nn.Module()
+    model.decoder.layers = torch.nn.ModuleList(Layer() for _ in range(layers))
+    return model
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_chunks_get_the_cache_of_their_place(at_once: bool) -> None:
+    """Whether they are built together or one after the other."""
+    args = SimpleNamespace(seq_length=32, attention_backend=SimpleNamespace(name="auto"))
+    program = rank_program(0, 8, 2)
+    slicing = SlicedSequences(args, 8, {False: program})
+    models = [chunk(2), chunk(1)]
+    keys = [list(model.state_dict()) for model in models]
+    for part in [models] if at_once else [[model] for model in models]:
+        slicing.attach(part)
+    for place, model in enumerate(models):
+        for layer in model.decoder.layers:
+            assert layer.self_attention.core_attention.cache.slots == live_slices(program, place, 8)
+    assert [list(model.state_dict()) for model in models] == keys
+    evaluated = slicing.forward(RankOp(Kind.FORWARD, 0, 7, 1, ""), None, forward_only=True)
+    with evaluated:  # what the chunk's own layers hold is dropped
+        cache = models[1].decoder.layers[0].self_attention.core_attention.cache
+        for index in range(8):
+            cache.append(0, index, torch.zeros(4, 1, 1, 8), torch.zeros(4, 1, 1, 8))
+    slicing.finish()
+
+
+def test_a_chunk_without_layers() -> None:
+    args = SimpleNamespace(seq_length=32, attention_backend=SimpleNamespace(name="auto"))
+    SlicedSequences(args, 8, {False: rank_program(0, 8, 2)}).attach([chunk(0)])
+
+
 def test_a_rank_without_data_reads_nothing() -> None:
     args = SimpleNamespace(seq_length=12)
     program = RankProgram((), 1, (0,), frozenset())
