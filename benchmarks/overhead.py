@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
 import tempfile
@@ -42,12 +41,6 @@ def two_stage_plan() -> Plan:
     )
 
 
-def pin_rank(*, rank: int) -> None:
-    """Give each rank a core of its own, where there are enough."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-
-
 def iteration_s(log: str) -> float:
     """Median of the logged iteration times in seconds, without the first ones."""
     times = [float(ms) / 1e3 for ms in _ELAPSED.findall(log)][_SKIPPED:]
@@ -76,7 +69,7 @@ def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
                     2,
                     words(_FLAGS, f"--train-iters {iterations}", platform, sides[side]),
                     scratch / f"{side}-{pair}",
-                    setup=("benchmarks.overhead:pin_rank", {}),
+                    setup=("benchmarks.machine:pin_rank", {}),
                     timeout_s=600,
                 )
                 seconds[side].append(iteration_s(runner.run(job).log()))

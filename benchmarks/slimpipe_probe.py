@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import pin_rank
+
 Step = Callable[..., Any]
 
 
@@ -40,7 +42,7 @@ class FusedAttention(torch.nn.Module):
 def watch(
     *, rank: int, out: str, memory: bool = False, fused: bool = False
 ) -> None:
-    """Wrap the forward-backward function, stock's and the extension's.
+    """Wrap the forward-backward function, stock's and the extension's; for times, also pin the rank to a core.
 
     Args:
         rank: This rank.
@@ -52,6 +54,8 @@ def watch(
 
     from megatron_het.runtime.session import HetSession
 
+    if not memory:
+        pin_rank(rank=rank)
     if fused:
         from megatron.core.models.backends import LocalSpecProvider
 
