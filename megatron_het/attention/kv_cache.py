@@ -11,7 +11,7 @@ anything.  Where they do not, the prefix is several views.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -174,33 +174,22 @@ class KVCache:
         self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor
     ) -> None:
         """Add a later slice's contribution to the gradients of cached chunks."""
-        tokens, row = self._slice_tokens, 0
-        if not run.skipped_tokens:
-            self._add_whole(microbatch, run.slices, grad_keys.split(tokens), grad_values.split(tokens))
+        tokens = self._slice_tokens
+        if run.skipped_tokens:  # a run of its own
+            (piece,) = run.slices
+            self._add(microbatch, piece, run.skipped_tokens, tokens, grad_keys, grad_values)
             return
-        for piece in run.slices:
-            size = tokens - run.skipped_tokens
-            part = slice(row, row + size)
-            self._add(microbatch, piece, run.skipped_tokens, tokens, grad_keys[part], grad_values[part])
-            row += size
-
-    def _add_whole(
-        self,
-        microbatch: int,
-        pieces: Sequence[int],
-        grad_keys: Sequence[torch.Tensor],
-        grad_values: Sequence[torch.Tensor],
-    ) -> None:
-        """The same for whole chunks, all in one call: there are many, and each is small."""
+        # All chunks in one call: there are many, and each is small.
         gradients = self._sequences[microbatch].gradients
         totals: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
-        for piece, *part in zip(pieces, grad_keys, grad_values, strict=True):
+        parts = zip(grad_keys.split(tokens), grad_values.split(tokens), strict=True)
+        for piece, part in zip(run.slices, parts, strict=True):
             if piece in gradients:
                 totals += gradients[piece]
                 added += part
             else:
-                gradients[piece] = part[0], part[1]
+                gradients[piece] = part
         if totals:
             torch._foreach_add_(totals, added)
 
