@@ -292,10 +292,10 @@ class Shape:
         return self.first_device[stage] + self.route[stage][microbatch]
 
     def pipelines(self) -> list[tuple[int, ...]] | None:
-        """Devices by stage of each pipeline, when every microbatch stays within one; None when replicas mix."""
+        """Devices by stage of each pipeline with microbatches, when each microbatch stays in one; else None."""
         if any(row != self.route[0] for row in self.route):
             return None
-        return [tuple(first + r for first in self.first_device) for r in range(self.replicas[0])]
+        return [tuple(first + r for first in self.first_device) for r in sorted(set(self.route[0]))]
 
     def microbatches_of(self, device: int) -> tuple[int, ...]:
         """Microbatches of a device, ascending."""

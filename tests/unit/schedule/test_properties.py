@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from schedule_helpers import full, peaks, run
 
@@ -111,6 +111,7 @@ def test_ministage(shape: Shape) -> None:
 
 @MORE
 @given(routed_shapes(chunks=True, slices=True))
+@example(Shape(((0,), (0,)), ((0,), (0,)), (2, 1)))  # a replica without microbatches
 def test_slimpipe_routed(shape: Shape) -> None:
     """Slices with several replicas per stage; with the vocabulary split."""
     program = generate("slimpipe", shape)
