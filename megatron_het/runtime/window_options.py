@@ -112,8 +112,11 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 
 
-def check_window(plan: Plan, args: Any) -> None:
-    """Refuse what cannot go together with the plan's window, if it has one.
+def check_window_plan(plan: Plan) -> WindowOptions | None:
+    """Refuse a plan that contradicts its own window, whatever the training's arguments.
+
+    Returns:
+        Its options, None without a window.
 
     Raises:
         PlanError: The first thing that does not fit.
@@ -121,7 +124,7 @@ def check_window(plan: Plan, args: Any) -> None:
     _, options = split_parameters(plan.schedule)
     if options is None:
         _check_no_shares(plan)
-        return
+        return None
     if not plan.training.distributed_optimizer:
         raise PlanError(
             "training.distributed_optimizer", False, "the parameter window shards over the distributed optimizer",
@@ -146,6 +149,18 @@ def check_window(plan: Plan, args: Any) -> None:
             "schedule.parameters.per_microbatch", True, "replicas gather together, so all replicas of a "
             f"stage need equally many microbatches; found {[sorted(found) for found in per_stage]}",
         )
+    return options
+
+
+def check_window(plan: Plan, args: Any) -> None:
+    """Refuse what cannot go together with the plan's window, if it has one.
+
+    Raises:
+        PlanError: The first thing that does not fit.
+    """
+    options = check_window_plan(plan)
+    if options is None:
+        return
     for name, reason in _REFUSED:
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")

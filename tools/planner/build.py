@@ -18,6 +18,7 @@ from megatron_het.plan import Stage as PlanStage
 from megatron_het.plan.routing import route
 from megatron_het.plan.shares import state_shares
 from megatron_het.plan.validate import check_plan
+from megatron_het.runtime.window_options import check_window_plan
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 from tools.planner.candidate import Candidate, Group, Stage, normalised
 from tools.planner.cluster import Cluster
@@ -214,6 +215,7 @@ def build_plan(
     )
     try:
         check_plan(plan)
+        check_window_plan(plan)
     except PlanError as error:
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     return plan

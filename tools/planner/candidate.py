@@ -67,6 +67,11 @@ class Candidate:
                 used[group.pool] = used.get(group.pool, 0) + group.tp * group.count
         return used
 
+    def can_shard_parameters(self, tied_embeddings: bool) -> bool:
+        """Whether a parameter window can hold these stages: replicas of one TP size, no weights tied across stages."""
+        alike = all(len({g.tp for g in s.groups}) == 1 for s in self.stages)
+        return alike and not (tied_embeddings and len(self.stages) > 1)
+
     @property
     def blocks(self) -> int:
         """Independent equal pipelines that the replicas can be dealt into (the gcd of all counts).

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from schedule_helpers import full, peaks, run
 
@@ -20,7 +20,6 @@ from megatron_het.schedule.passes import (
 from megatron_het.schedule.transports import deadlock
 from megatron_het.schedule.validate import validate
 
-MORE = settings(max_examples=25, deadline=None)
 
 
 @st.composite
@@ -61,7 +60,6 @@ def order_kept(before: Program, after: Program) -> None:
     assert [before.compute(d) for d in range(len(before.ops))] == [after.compute(d) for d in range(len(after.ops))]
 
 
-@MORE
 @given(routed_shapes(), st.lists(st.floats(0.2, 5.0), min_size=12, max_size=12))
 def test_one_f_one_b(shape: Shape, speeds: list[float]) -> None:
     """Routed microbatches: valid, ascending in both directions, bounded memory."""
@@ -76,7 +74,6 @@ def test_one_f_one_b(shape: Shape, speeds: list[float]) -> None:
     good(full("1f1b", shape, forward_only=True))
 
 
-@MORE
 @given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 5), st.integers(1, 9), st.integers(1, 3), st.integers(1, 2))
 def test_homogeneous(name: str, stages: int, microbatches: int, chunks: int, groups: int) -> None:
     """Every generator on every shape that it accepts, with transfers, also for evaluation."""
@@ -97,7 +94,6 @@ def test_homogeneous(name: str, stages: int, microbatches: int, chunks: int, gro
     good(add_activation_offload(add_parameters(complete, offload=True)))
 
 
-@MORE
 @given(routed_shapes(chunks=True, equal_chunks=False, all_busy=True))
 def test_ministage(shape: Shape) -> None:
     """Unequal chunk counts and replicas; then with its whole window."""
@@ -109,7 +105,6 @@ def test_ministage(shape: Shape) -> None:
     run(add_parameters(add_transfers(program), per_layer=True))
 
 
-@MORE
 @given(routed_shapes(chunks=True, slices=True))
 @example(Shape(((0,), (0,)), ((0,), (0,)), (2, 1)))  # a replica without microbatches
 def test_slimpipe_routed(shape: Shape) -> None:
@@ -123,7 +118,6 @@ def test_slimpipe_routed(shape: Shape) -> None:
     good_when_posted_early(add_transfers(split))
 
 
-@MORE
 @given(routed_shapes(chunks=True))
 def test_interleaved_routed(shape: Shape) -> None:
     """Interleaved 1F1B with several replicas per stage, where the number of microbatches allows it."""
@@ -135,7 +129,6 @@ def test_interleaved_routed(shape: Shape) -> None:
     good(add_transfers(program))
 
 
-@MORE
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
 def test_slimpipe_closed_form(stages: int, groups: int, chunks: int, microbatches: int) -> None:
     """Peak and bubble with equal costs."""
@@ -145,7 +138,6 @@ def test_slimpipe_closed_form(stages: int, groups: int, chunks: int, microbatche
     assert (max(peaks(result)), result.bubble_fraction) == pytest.approx(expected)
 
 
-@MORE
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
 def test_other_closed_forms(stages: int, microbatches: int, chunks: int) -> None:
     """GPipe, 1F1B, TeraPipe, interleaved and ministages with equal costs."""
@@ -165,7 +157,6 @@ def test_other_closed_forms(stages: int, microbatches: int, chunks: int) -> None
         assert (max(peaks(result)), result.bubble_fraction) == pytest.approx(expected)
 
 
-@MORE
 @given(st.integers(2, 4), st.integers(1, 2))
 def test_v_half_memory(half: int, rounds: int) -> None:
     """1/2 + 1/p of the activations for an even number of stages."""
@@ -175,7 +166,6 @@ def test_v_half_memory(half: int, rounds: int) -> None:
     assert max(peaks(run(full("zb-v", shape)))) <= 1.0 + 1e-9
 
 
-@MORE
 @given(
     st.integers(2, 5), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.booleans(),
     st.booleans(), st.booleans(),
@@ -194,7 +184,6 @@ def test_exchange(
     good_when_posted_early(complete)
 
 
-@MORE
 @given(routed_shapes())
 def test_makespan_does_not_depend_on_how_receives_are_ordered_without_latency(shape: Shape) -> None:
     """With free links the transfers of the global order never delay a computation."""

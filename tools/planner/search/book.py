@@ -86,7 +86,7 @@ class Book:
         known = self.scores.get(candidate)
         if known is not None:
             return known[0]
-        estimate = self.estimator.estimate(candidate)
+        estimate = self.estimator.estimate(candidate) if self._runs(candidate) else None
         score = self.goal.score(self.estimator, candidate, estimate)
         self.scores[candidate] = (score, candidate)
         if estimate is None or score == inf:
@@ -111,6 +111,11 @@ class Book:
                     return False
                 used[g.pool] = used.get(g.pool, 0) + g.tp * g.count
         return all(n <= self.estimator.cluster.nodes[p].quota for p, n in used.items())
+
+    def _runs(self, candidate: Candidate) -> bool:
+        """Whether ministages, which the runtime runs in a parameter window, can have these stages."""
+        tied = self.estimator.model.tied_embeddings
+        return candidate.schedule != "ministage" or candidate.can_shard_parameters(tied)
 
     def _allowed(self, candidate: Candidate) -> bool:
         if candidate.schedule not in self.goal.schedules:

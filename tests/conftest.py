@@ -1,0 +1,7 @@
+"""Property tests draw the same examples in every run; ``pytest --hypothesis-profile explore`` draws new and more."""
+
+from hypothesis import settings
+
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=100)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile("fixed")
