@@ -84,7 +84,7 @@ def _add_slice_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--het-vocabulary-parallel",
         action="store_true",
-        help="split the output layer and its loss over all stages and TP ranks",
+        help="split embedding, output layer and loss over all stages and TP ranks",
     )
     group.add_argument(
         "--het-offload-activations",

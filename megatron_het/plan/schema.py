@@ -22,8 +22,8 @@ PLAN_VERSION = 1
 class ModelShape:
     """The model a plan was made for.  A run with another model is refused.
 
-    ``ffn_hidden_size`` and ``vocab_size`` may be None when the planner did not need them;
-    they are compared with the run's arguments only when given.
+    ``ffn_hidden_size`` and ``vocab_size`` may be None.  The first is compared with the run's arguments
+    when given; the second never, because tokenizers and padding decide it.
     """
 
     num_layers: int

@@ -16,7 +16,7 @@ def is_sliced(plan: Plan) -> bool:
 
 
 VOCABULARY = "vocabulary"
-"""Schedule parameter: the output layer is split over all stages."""
+"""Schedule parameter: embedding, output layer and loss are split over all stages."""
 
 
 OFFLOAD = "offload_activations"
