@@ -244,6 +244,15 @@ def _check_checkpoint(plan: Plan, args: Any) -> None:
         )
 
 
+def environment_of(plan: Plan) -> dict[str, str]:
+    """Environment variables that every rank of the plan needs before CUDA starts, where they are not set yet.
+
+    With tensor parallelism Megatron refuses to start on GPUs before Blackwell unless there is one hardware
+    queue, which keeps communication kernels in the order in which they were launched.
+    """
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if Placement(plan).max_tp() > 1 else {}
+
+
 def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     """Write what the plan says into Megatron's arguments, before they are validated.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_het.arguments import het_help, split_arguments
-from megatron_het.config import HetConfig, apply_chunks, apply_plan, check_arguments
+from megatron_het.config import HetConfig, apply_chunks, apply_plan, check_arguments, environment_of
 from megatron_het.plan import Placement, PlanError
 
 if TYPE_CHECKING:  # it imports torch
@@ -46,6 +46,9 @@ def install(argv: list[str] | None = None) -> HetConfig:
     except PlanError as error:
         _exit_with(error)
     argv[1:] = rest
+    if config.plan is not None:
+        for name, value in environment_of(config.plan).items():
+            os.environ.setdefault(name, value)  # before anything asks for a device
 
     from megatron_het import platform, upstream
 

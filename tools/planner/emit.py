@@ -11,10 +11,11 @@ import argparse
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_het.config import environment_of
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
 from tools.planner.emit_flags import (
     ModelOptions,
@@ -67,6 +68,7 @@ def emit(
         PlannerError: The plan does not fit the nodes.
     """
     nodes = place(plan, kinds)
+    launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
     texts = {
         "args.sh": args_sh(plan, f"{launch.run_dir}/plan.json", groups, header),
         "train.sbatch": het_sbatch(nodes, kinds, launch),

@@ -38,8 +38,7 @@ class LaunchOptions:
     cpus_per_task: int = 0
 
 
-# Variables of the process, each unless the user has set it.  CUDA_DEVICE_MAX_CONNECTIONS is not
-# among them: its right value depends on the configuration.
+# Variables of the process, each unless the user has set it.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_het import hooks
 from megatron_het.config import check_arguments
-from megatron_het.plan import Plan, PlanError, ScheduleSpec
+from megatron_het.plan import Plan, PlanError, ScheduleSpec, save_plan
 from megatron_het.plan.from_flags import plan_from_flags
 
 FLAGS = (
@@ -69,3 +72,23 @@ def test_recomputed_norms_need_transformer_engine(installed: bool, monkeypatch: 
         return
     with pytest.raises(PlanError, match="--recompute-modules = 'layernorm'.*Transformer Engine"):
         check_arguments(made(), given, 2)
+
+
+@pytest.mark.parametrize(("tp", "given", "value"), [(1, None, None), (2, None, "1"), (2, "8", "8")])
+def test_a_plan_with_tp_sets_what_megatron_insists_on_before_cuda_starts(
+    tp: int, given: str | None, value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from megatron_het import platform, upstream
+
+    name, seen = "CUDA_DEVICE_MAX_CONNECTIONS", []
+    monkeypatch.setattr(platform, "activate", lambda: seen.append(os.environ.get(name)))
+    monkeypatch.setattr(upstream, "install", lambda *_, **__: None)
+    monkeypatch.setattr(hooks, "_install_plan", lambda *_: None)
+    monkeypatch.setenv(name, given or "0")  # so that it is put back afterwards
+    if given is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", str(2 * tp))
+    words = [*FLAGS, "--tensor-model-parallel-size", str(tp)]
+    save_plan(plan_from_flags(words, 2 * tp, ScheduleSpec("1f1b"))[0], tmp_path / "plan.json")
+    hooks.install(["program", "--het-plan", str(tmp_path / "plan.json")])
+    assert seen == [value]

@@ -238,6 +238,25 @@ def test_scripts_are_valid_bash(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(("plan", "set_by_user", "value"), [
+    (even_plan(), {}, "1"),
+    (even_plan(), {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"),
+    (make_plan(((8,), [((0,), (0, 1, 2, 3), "big")])), {}, ""),
+])  # fmt: skip
+def test_scripts_set_what_megatron_insists_on_with_tp(
+    plan: Plan, set_by_user: dict[str, str], value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    result = emit(plan, tmp_path, KINDS, {}, LaunchOptions(run_dir=str(tmp_path)))
+    scripts = [path for name, path in result.files.items() if name.startswith(("train", "torchrun"))]
+    for script in scripts:
+        settings = script.read_text().split("set -euo pipefail\n")[1].split("mkdir -p")[0]
+        done = subprocess.run(["bash", "-c", settings + 'echo "${CUDA_DEVICE_MAX_CONNECTIONS:-}"'], check=True,
+                              capture_output=True, text=True, env={"PATH": os.environ["PATH"], **set_by_user})
+        assert done.stdout.strip() == value, script.name
+    assert len(scripts) >= 2
+
+
 def fake_python(tmp_path: Path) -> str:
     """An 'interpreter' that plays torchrun for one rank and then shows rank and flags."""
     path = tmp_path / "fake-python"
