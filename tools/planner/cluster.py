@@ -98,10 +98,12 @@ class Cluster(BaseModel):
 
     @field_validator("nodes")
     @classmethod
-    def _hosts_match(cls, nodes: tuple[NodeGroup, ...]) -> tuple[NodeGroup, ...]:
+    def _usable(cls, nodes: tuple[NodeGroup, ...]) -> tuple[NodeGroup, ...]:
         for node in nodes:
             if node.hosts and len(node.hosts) != node.count:
                 raise ValueError(f"{len(node.hosts)} hosts for count = {node.count} nodes of {node.gpu}")
+        if not any(node.quota for node in nodes):
+            raise ValueError("max_gpus = 0 everywhere leaves no GPU to plan for")
         return nodes
 
     @model_validator(mode="after")

@@ -112,10 +112,11 @@ class CatalogCosts:
         return 1 << 20
 
     def fused(self, gpu: str) -> bool:
-        """Whether attention runs in a fused kernel on this GPU."""
+        """Whether attention runs in a fused kernel on this GPU; FlashAttention is for fp16 and bf16 only."""
         if self.model.attention == "fused":
             return True
-        return self.model.attention == "flash" and self.gpu(gpu).flash_attention_2
+        half = self.model.precision in ("fp16", "bf16")
+        return self.model.attention == "flash" and half and self.gpu(gpu).flash_attention_2
 
     def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
         """By the formula of ``activation_bytes`` with and without matrices."""

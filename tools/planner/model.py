@@ -23,11 +23,12 @@ class Model(BaseModel):
         global_batch_size: Sequences per iteration; the planner never changes it.
         micro_batch_sizes: Allowed micro batch sizes; all powers of two when empty.
         gated: SwiGLU or similar (three matrices in the MLP instead of two).
-        learned_positions: Number of rows of a learned position table, 0 without one (RoPE).
+        learned_positions: Rows of a learned position table, at least ``seq_length``; 0 without one (RoPE).
         distributed_optimizer: Whether optimizer state may be sharded over data parallelism.
         sequence_parallel: Whether norms and residuals are split over TP.
         recompute: Allowed activation recompute granularities.
-        attention: ``flash`` where the GPU has it, else unfused; ``unfused`` everywhere; or ``fused`` everywhere.
+        attention: ``flash`` where GPU and precision (fp16, bf16) have it, else unfused; ``unfused`` everywhere;
+            or ``fused`` everywhere.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, ignored_types=(cached_property,))
@@ -64,6 +65,9 @@ class Model(BaseModel):
             if size < 1 or self.global_batch_size % size:
                 raise ValueError(f"micro_batch_sizes: {size} does not divide "
                                  f"global_batch_size = {self.global_batch_size}")
+        if 0 < self.learned_positions < self.seq_length:
+            raise ValueError(f"learned_positions = {self.learned_positions} is less than "
+                             f"seq_length = {self.seq_length}")
         if not self.recompute:
             raise ValueError("recompute must allow at least one of none, selective, full")
         return self

@@ -225,7 +225,23 @@ def profile_from_document(document: Any, file: str) -> Profile:
     except ValidationError as error:
         raise from_validation_error(file, error.errors()) from None
     _check_numbers(asdict(profile), file, "")
+    _check_unique(profile, file)
     return profile
+
+
+def _check_unique(profile: Profile, file: str) -> None:
+    """One entry per device kind, and one timing per operating point: of two, neither is known to be right."""
+    kinds: dict[str, int] = {}
+    for d, device in enumerate(profile.devices):
+        if kinds.setdefault(device.kind, d) != d:
+            raise PlannerError(file, f"devices[{d}].kind", device.kind, f"devices[{kinds[device.kind]}] has the same kind",
+                               "Keep one of them")
+        points: dict[tuple[object, ...], int] = {}
+        for i, t in enumerate(device.timings):
+            point = (t.layer, t.micro_batch_size, t.tp, t.slice_tokens, t.context_tokens, t.recompute)
+            if points.setdefault(point, i) != i:
+                raise PlannerError(file, f"devices[{d}].timings[{i}]", list(point),
+                                   f"the same layer and operating point as timings[{points[point]}]", "Keep one of them")
 
 
 _MAY_BE_ZERO = ("_bytes", "update_s", "latency_s", "context_tokens", "parameters", "layers")

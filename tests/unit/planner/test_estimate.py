@@ -114,6 +114,22 @@ def test_a_precision_that_the_gpu_lacks():
     assert estimator.unit(1, 1, 1, "none") is not None
 
 
+def test_flash_attention_is_for_half_precision():
+    """In fp32 and TF32 an A100 materialises attention matrices; SlimPipe's own kernels do not in any precision."""
+    def costs(precision: str, attention: str) -> CatalogCosts:
+        model = Model(num_layers=2, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, vocab_size=1000,
+                      seq_length=4096, global_batch_size=4, precision=precision, attention=attention)
+        return CatalogCosts(model, lambda g: catalog()[g])
+
+    for precision in ("fp32", "tf32", "fp16", "bf16"):
+        default, fused, unfused = (costs(precision, a) for a in ("flash", "fused", "unfused"))
+        mine = default.cost("A100-40", "layer", 1, 1, "none")
+        expected = fused if precision in ("fp16", "bf16") else unfused
+        assert mine == expected.cost("A100-40", "layer", 1, 1, "none") and fused.fused("A100-40")
+        sliced = mine.activation_bytes * default.sliced_share("A100-40", 1, 1, "none")
+        assert sliced == pytest.approx(fused.cost("A100-40", "layer", 1, 1, "none").activation_bytes)
+
+
 def test_memory_of_the_catalog_follows_recompute_and_zero():
     model = Model(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, vocab_size=1000,
                   seq_length=1024, global_batch_size=16, distributed_optimizer=True)

@@ -21,6 +21,7 @@ MODEL = {
         ({"nodes": [{**NODE, "colour": 1}]}, "nodes[0].colour", "unknown key"),
         ({"nodes": [{"gpu": "T4", "count": 1}]}, "nodes[0].gpus_per_node", "required"),
         ({"nodes": []}, "nodes", "at least 1"),
+        ({"nodes": [{**NODE, "max_gpus": 0}, {**NODE, "max_gpus": 0}]}, "nodes", "no GPU"),
         ({"nodes": [{**NODE, "hosts": ["a"]}]}, "nodes", "1 hosts"),
         ({"nodes": [NODE], "gpus": {"X": {"flops": {}}}}, "gpus.X.memory_bytes", "required"),
         ({"nodes": [NODE, {**NODE, "zone": "b-1"}]}, "links", "nothing says how"),
@@ -44,6 +45,7 @@ def test_bad_clusters(document, key, text):
         ({"num_query_groups": 3}, "num_query_groups"),
         ({"micro_batch_sizes": [3]}, "3 does not divide"),
         ({"precision": "fp7"}, "precision"),
+        ({"learned_positions": 64}, "learned_positions = 64 is less than seq_length = 128"),
         ({"layers": 3}, "unknown key"),
     ],
 )
@@ -51,6 +53,11 @@ def test_bad_models(change, text):
     with pytest.raises(PlannerError) as caught:
         model_from_document({**MODEL, **change}, "m.yaml")
     assert text in str(caught.value)
+
+
+def test_enough_learned_positions_or_none():
+    for rows in (0, 128, 256):
+        assert model_from_document({**MODEL, "learned_positions": rows}, "m.yaml").learned_positions == rows
 
 
 def test_missing_and_broken_files(tmp_path):

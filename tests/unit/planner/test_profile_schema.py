@@ -1,6 +1,7 @@
 """Profiles: round trip, and strict reading that names file, key and value."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -13,6 +14,7 @@ from tools.planner.profile_schema import (
     Profile,
     ProfiledModel,
     load_profile,
+    profile_from_document,
     save_profile,
 )
 
@@ -41,6 +43,8 @@ def test_round_trip(tmp_path):
         (lambda d: d["links"][0].update(bytes_per_s=0), "links[0].bytes_per_s"),
         (lambda d: d["links"][0].update(operation="gossip"), "links[0].operation"),
         (lambda d: d["model"].update(precision="fp7"), "model.precision"),
+        (lambda d: d["devices"].append(d["devices"][0]), "devices[1].kind"),
+        (lambda d: d["devices"][0]["timings"].append({**d["devices"][0]["timings"][0], "forward_s": 0.02}), "devices[0].timings[1]"),
         (lambda d: d.update(version=99), "version"),
         (lambda d: d.update(format="other"), "format"),
     ],
@@ -56,6 +60,15 @@ def test_bad_profiles_name_the_key(tmp_path, change, key):
     assert caught.value.key == key
     assert caught.value.file == str(path)
     assert str(path) in str(caught.value)
+
+
+def test_other_points_of_the_same_layer_are_kept(tmp_path):
+    document = json.loads(json.dumps(asdict(example())))
+    timings = document["devices"][0]["timings"]
+    for change in ({"tp": 2}, {"micro_batch_size": 4}, {"recompute": "full"}, {"slice_tokens": 64, "context_tokens": 64}):
+        timings.append({**timings[0], **change})
+    profile = profile_from_document({"format": "megatron_het.profile", "version": 1, **document}, "p.json")
+    assert len(profile.devices[0].timings) == 5
 
 
 def test_truncated_and_missing_files(tmp_path):
