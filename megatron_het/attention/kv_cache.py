@@ -38,6 +38,12 @@ class Run:
     skipped_tokens: int = 0
 
 
+def _widened(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of keys and values in the type in which they are added up."""
+    keys, values = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts)
+    return keys, values
+
+
 @dataclass(slots=True)
 class _Sequence:
     """What one microbatch holds.  ``slots[i]`` is the slot of slice i."""
@@ -173,7 +179,10 @@ class KVCache:
     def add_gradient(
         self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor
     ) -> None:
-        """Add a later slice's contribution to the gradients of cached chunks."""
+        """Add a later slice's contribution to the gradients of cached chunks.
+
+        Totals are in at least fp32: there is one addition per later slice.
+        """
         tokens = self._slice_tokens
         if run.skipped_tokens:  # a run of its own
             (piece,) = run.slices
@@ -189,7 +198,7 @@ class KVCache:
                 totals += gradients[piece]
                 added += part
             else:
-                gradients[piece] = part
+                gradients[piece] = _widened(*part)
         if totals:
             torch._foreach_add_(totals, added)
 
@@ -209,11 +218,11 @@ class KVCache:
         """The first contribution to a whole chunk is kept as it is; later ones are added to it."""
         gradients = self._sequences[microbatch].gradients
         if piece not in gradients and hi - lo == self._slice_tokens:
-            gradients[piece] = grad_key, grad_value
+            gradients[piece] = _widened(grad_key, grad_value)
             return
         if piece not in gradients:
             shape = (self._slice_tokens, *grad_key.shape[1:])
-            gradients[piece] = grad_key.new_zeros(shape), grad_value.new_zeros(shape)
+            gradients[piece] = _widened(grad_key.new_zeros(shape), grad_value.new_zeros(shape))
         for total, part in zip(gradients[piece], (grad_key, grad_value), strict=True):
             total[lo:hi].add_(part)
 
@@ -223,7 +232,8 @@ class KVCache:
         """Give the last slice's chunk back.
 
         Returns:
-            The gradients of its keys and values from all later slices, None for the last slice.
+            The gradients of its keys and values from all later slices, in at least fp32; None for the
+            last slice.
 
         Raises:
             CacheError: It is not the last one.

@@ -195,7 +195,7 @@ class _SliceAttention(torch.autograd.Function):
             given_tokens = exchange.begin_backward(*_joined(theirs, mine))
             dq, *parts = parallel.causal_backward(*theirs, chunk.keys, chunk.values, kernel, scale)
             rows = _RowGradients(*theirs, dq)
-            dk, dv = ((part + more).to(part.dtype) for part, more in zip(grads, parts, strict=True))
+            dk, dv = (part + more for part, more in zip(grads, parts, strict=True))
         exchange.help_backward(kernel, scale)
         runs = cache.prefix(microbatch, index, given_tokens)
         rows.differentiate(runs, kernel, scale, cache, microbatch)
@@ -214,7 +214,7 @@ class _SliceAttention(torch.autograd.Function):
         later = cache.release(microbatch, index)
         if later is not None:
             dk, dv = dk + later[0], dv + later[1]
-        return own.dq.to(query.dtype), dk, dv, *[None] * 7
+        return own.dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype), *[None] * 7
 
 
 def _joined(others: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -175,7 +175,9 @@ class ExchangedKeys:
         first = 0
         for use in uses:
             if use.source not in self._gradients:
-                self._gradients[use.source] = torch.zeros_like(self._held[use.source])
+                held = self._held[use.source]  # many passes are added up, so in at least fp32
+                wide = torch.promote_types(held.dtype, torch.float32)
+                self._gradients[use.source] = torch.zeros_like(held, dtype=wide)
             total = self._gradients[use.source][layer, :, self._rows(use, use.start, use.stop)]
             for added, part in zip(total, (grad_keys, grad_values), strict=True):
                 added += part[first : first + added.shape[0]]
@@ -188,7 +190,7 @@ class ExchangedKeys:
         ]
         if not parts:
             return grad_keys[:0], grad_values[:0]
-        keys, values = torch.cat(parts, dim=1)
+        keys, values = torch.cat(parts, dim=1).to(grad_keys.dtype)
         return keys, values
 
     def _rows(self, use: Use, start: int, stop: int) -> slice:
