@@ -202,6 +202,8 @@ class MinistageLab(Lab):
         """The run of a case, with a checkpoint after the last step."""
         # At-once updates have used their gradients up when the iteration ends.
         size = ("--micro-batch-size", str(case.plan.training.micro_batch_size))
+        if case.chosen.get("window", {}).get("update") in ("at-once", "per-ministage"):
+            more += ("--rerun-mode", "disabled")  # an update cannot be made twice
         job = super().job(case, *_saving(self.folder / "cases" / case.name), *size, *more)
         options = {**job.setup[1], "gradients": keeps_gradients(case)}
         return replace(job, timeout_s=600, setup=("benchmarks.probe:observe", options))

@@ -60,7 +60,7 @@ FLAGS = words(
     --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32
     --mock-data --split 90,10,0 --micro-batch-size 1 --global-batch-size {MICROBATCHES}
     --calculate-per-token-loss --clip-grad 0 --train-iters {STEPS} --lr 1e-3 --eval-iters 0 --eval-interval 100 --log-interval 1
-    --distributed-timeout-minutes 2
+    --distributed-timeout-minutes 2 --rerun-mode disabled
     """
 )
 

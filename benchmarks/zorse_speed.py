@@ -134,7 +134,7 @@ def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> Meas
         --mock-data --split 90,10,0 --micro-batch-size 1 --global-batch-size {plan.num_microbatches}
         --calculate-per-token-loss --clip-grad 0 --train-iters {_WARMUP + iterations}
         --lr 1e-3 --eval-iters 0 --eval-interval 1000 --log-interval 1000
-        --distributed-timeout-minutes 2
+        --distributed-timeout-minutes 2 --rerun-mode disabled
         """
     )
     argv = (*flags, *machine_flags(), "--het-plan", str(folder / "plan.json"),

@@ -131,7 +131,8 @@ def _add_window_arguments(group: argparse._ArgumentGroup) -> None:
         "--het-update",
         choices=UPDATES,
         help="when a ministage is updated: exact (after the global gradient norm, the default), at-once, "
-        "undo (at once, taken back when the norm asks for it), per-ministage (clipped by its own norm)",
+        "undo (at once, taken back when the norm asks for it), per-ministage (clipped by its own norm); at-once "
+        "and per-ministage need --rerun-mode disabled",
     )
     group.add_argument(
         "--het-offload-parameters",

@@ -109,6 +109,9 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("save_wgrads_interval", "gradients are freed as soon as they are reduced"),
     ("save_params_interval", "parameters are not materialised between iterations"),
     ("freeze_all_layers", "there is nothing to reduce"),
+    ("ddp_param_name_patterns_for_fp32_local_accumulation", "the window reduces the gradient buffers, "
+     "into which upstream copies these gradients in its own reduction only"),
+    ("ddp_reduce_scatter_with_fp32_accumulation", "the window's own reduction sums in the type of the gradients"),
 )  # fmt: skip
 
 
@@ -192,3 +195,8 @@ def _check_early(plan: Plan, args: Any, update: str) -> None:
         raise PlanError(where, update, "--log-num-zeros-in-grad needs all gradients at once", advice)
     if math.isfinite(getattr(args, "grad_norm_skip_threshold", math.inf)):
         raise PlanError(where, update, "--grad-norm-skip-threshold needs the norm of all gradients", advice)
+    if args.rerun_mode != "disabled":
+        raise PlanError(
+            where, update, f"--rerun-mode {args.rerun_mode} runs an iteration a second time, with parameters that the "
+            "first time has already updated", 'Add --rerun-mode disabled, or use "exact" or "undo"',
+        )

@@ -43,7 +43,8 @@ def test_bad_options_are_named(parameters: dict[str, Any], field: str) -> None:
 
 
 def arguments(**more: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"clip_grad": 0.0, "log_num_zeros_in_grad": False, "optimizer": "adam", **more})
+    given = {"clip_grad": 0.0, "log_num_zeros_in_grad": False, "optimizer": "adam", "rerun_mode": "disabled"}
+    return SimpleNamespace(**{**given, **more})
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,18 @@ def arguments(**more: Any) -> SimpleNamespace:
         ({}, {"optimizer": "sgd"}, "--optimizer"),
         ({"update": "at-once"}, {"clip_grad": 1.0}, "norm of all gradients"),
         ({"update": "at-once"}, {"log_num_zeros_in_grad": True}, "log-num-zeros-in-grad"),
+        ({"update": "at-once"}, {"rerun_mode": "validate_results"}, "Add --rerun-mode disabled"),
+        ({"update": "per-ministage"}, {"rerun_mode": "report_stats"}, "Add --rerun-mode disabled"),
+        (
+            {},
+            {"ddp_param_name_patterns_for_fp32_local_accumulation": ["all"]},
+            "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        ),
+        (
+            {},
+            {"ddp_reduce_scatter_with_fp32_accumulation": True},
+            "--ddp-reduce-scatter-with-fp32-accumulation",
+        ),
     ],
 )
 def test_what_a_window_cannot_do_is_refused(
@@ -64,6 +77,12 @@ def test_what_a_window_cannot_do_is_refused(
     check_window(plan, arguments())
     with pytest.raises(PlanError, match=what):
         check_window(plan, arguments(**more))
+
+
+@pytest.mark.parametrize("update", ["exact", "undo"])
+def test_updates_that_can_be_taken_back_go_with_reruns(update: str) -> None:
+    plan = ministage_plan(((1, 1), (1, 1)), (1, 1), window=True, update=update)
+    check_window(plan, arguments(rerun_mode="validate_results"))
 
 
 def test_unequal_shares_need_a_window() -> None:
