@@ -251,7 +251,9 @@ class ChunkedOptimizer:
         finally:
             inner.param_groups = whole
         for group, stepped in zip(whole, groups, strict=True):
-            if "step" in stepped:  # optimizers that count steps per group
+            # Optimizers that count steps per group do not count for one without parameters: its count
+            # may be older than that of the ministages that were stepped before.
+            if stepped["params"] and "step" in stepped:
                 group["step"] = stepped["step"]
         self._show(chunk)
         for entry in self._entries[chunk]:

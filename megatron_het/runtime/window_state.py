@@ -60,6 +60,9 @@ class OffloadedState:
     def store(self) -> None:
         """Bring the state, including what an update has created, to the host."""
         self._count(self._bytes())
+        # State that was removed, because its first update was taken back, does not come back.
+        present = set(self._tensors())
+        self._hosts = {tensor: host for tensor, host in self._hosts.items() if tensor in present}
         for tensor in self._tensors():
             if tensor.untyped_storage().size():
                 if tensor not in self._hosts:
@@ -199,8 +202,12 @@ class UndoLog:
         """
         self._backup.restore()
         for group, before in zip(self._inner.param_groups, self._groups, strict=True):
+            if not before["params"]:
+                continue  # nothing of it was stepped here
             if "step" in before:  # optimizers that count steps per group
                 group["step"] = before["step"]
+            else:
+                group.pop("step", None)
         return self._groups
 
     def _buckets(self) -> list[Bucket]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,35 @@ def test_state_on_the_host_takes_no_device_memory_and_steps_alike() -> None:
         state.store()
     assert use.peak_bytes["optimizer"] == 3 * 6 * 4
     state.fetch()
+    assert same(snapshot(entries, inner), snapshot(others, plain))
+
+
+def test_state_that_was_taken_back_takes_no_memory() -> None:
+    """The first update creates the moments; taken back, it leaves none of them on device or host."""
+    entries, inner, bucket = parts()
+    others, plain, _ = parts()
+    state, undo = OffloadedState(entries, inner, WindowUse()), UndoLog(entries, inner, WindowUse())
+    state.store()
+    for _ in range(2):
+        state.fetch()
+        state.wait()
+        attach(entries)
+        undo.begin(inner.param_groups, None)
+        inner.step()
+        undo.store_gradients()
+        state.store()
+        created = [weakref.ref(t) for e in entries for t in moments(inner, e.main)]
+        assert len(created) == 4
+        undo.fetch_gradients()
+        state.fetch()
+        state.wait()
+        undo.take_back()
+        state.store()
+        assert all(ref() is None for ref in created)
+    state.fetch()
+    for some, optimizer in ((entries, inner), (others, plain)):
+        attach(some)
+        optimizer.step()
     assert same(snapshot(entries, inner), snapshot(others, plain))
 
 
