@@ -1,15 +1,11 @@
 """Splits the word embeddings over the devices of each microbatch (SlimPipe, section 4.3.2)."""
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_het.schedule.exchange import aligned_slots
-from megatron_het.schedule.graph import Graph, collection_paused, replay
+from megatron_het.schedule.graph import Graph, collection_paused
 from megatron_het.schedule.ir import TRANSFERS, Kind, Op, Program
-from megatron_het.schedule.passes.transfers import plain_durations
-from megatron_het.schedule.passes.vocabulary import Inserts, slot_inserts, with_inserts
-
-_CLOSE = 1e-9
+from megatron_het.schedule.passes.inserts import Inserts, Moment, Place, slot_inserts, timed_inserts, with_inserts
 
 
 @collection_paused()
@@ -33,7 +29,13 @@ def add_embedding(program: Program, *, speeds: Sequence[float] | None = None) ->
         raise ValueError(f"program {program.name}: embeddings are split once, before transfers are added")
     if program.exchange_units:
         return with_inserts(program, _by_slot(program))
-    return with_inserts(program, _by_time(program, speeds))
+    return with_inserts(program, timed_inserts(program, speeds, _first_chunk, _FORWARD, _BACKWARD))
+
+
+# On all devices everything before a forward has ended by its moment, and everything behind it has not; so
+# nothing before it depends on anything behind it, and the result runs.  On a backward nothing depends.
+_FORWARD = Place(Kind.EMBED_FORWARD, ahead=True, own=None)
+_BACKWARD = Place(Kind.EMBED_BACKWARD, ahead=False, own=1)
 
 
 def _by_slot(program: Program) -> Inserts:
@@ -48,44 +50,14 @@ def _by_slot(program: Program) -> Inserts:
     return slot_inserts(program, sorted(wanted, key=lambda place: place[0]))
 
 
-def _by_time(program: Program, speeds: Sequence[float] | None) -> Inserts:
-    graph = Graph(program, open_sends=True)
-    graph.check_complete()
-    start, end, _ = replay(graph, plain_durations(program, graph, speeds))
-    starts = [start[a:b] for a, b in zip(graph.first, graph.first[1:])]
-    ends = [end[a:b] for a, b in zip(graph.first, graph.first[1:])]
-    inserts: Inserts = [{} for _ in program.ops]
-    latest = [0] * len(program.ops)
-    for time, backward, node in _first_chunk(graph, start, end):
-        op, owner = graph.ops[node], graph.device[node]
-        kind = Kind.EMBED_BACKWARD if backward else Kind.EMBED_FORWARD
-        for d in graph.deps.team(op[1]):
-            # On all devices: everything before a forward has ended by its moment, and everything behind
-            # it has not; so nothing before it depends on anything behind it, and the result runs.  On a
-            # backward nothing depends.
-            if not backward:
-                place = bisect_right(ends[d], time + _CLOSE)
-            elif d == owner:
-                place = node - graph.first[d] + 1
-            else:
-                place = bisect_left(starts[d], time - _CLOSE)
-            latest[d] = place = max(place, latest[d])
-            inserts[d].setdefault(place, []).append(Op(kind, op[1], op[2]))
-    return inserts
-
-
-def _first_chunk(
-    graph: Graph, start: Sequence[float], end: Sequence[float]
-) -> list[tuple[float, bool, int]]:
-    """(moment, is it a backward, operation) of the model's first chunk, by time."""
+def _first_chunk(graph: Graph, start: Sequence[float], end: Sequence[float]) -> Iterator[Moment]:
+    """Of the model's first chunk: when the compute operation before a forward begins, and when a backward ends."""
     stage, chunk = graph.program.shape.path[0]
-    found = []
     for d, device in enumerate(graph.program.devices):
         before = 0.0  # when the compute operation before began
         for node in range(graph.first[d], graph.first[d + 1]) if device.stage == stage else ():
             kind = graph.ops[node][0]
             if kind < 4:
                 if graph.ops[node][3] == chunk and kind < 3:
-                    found.append((end[node] if kind else before, kind > 0, node))
+                    yield Moment(end[node] if kind else before, kind > 0, node)
                 before = start[node]
-    return sorted(found)
