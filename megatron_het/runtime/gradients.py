@@ -66,13 +66,21 @@ class GradientFinalizer:
             for chunk in model:
                 chunk.scale_gradients(scale)
 
-    def copy_initial_weights(self, model: list[torch.nn.Module]) -> None:
+    def copy_initial_weights(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Make all classes, and both copies of tied embeddings, start from the same weights.
 
-        Random initialisation depends on TP size and stage.  Runs before DDP wraps the model.
+        Random initialisation depends on TP size and stage.  Runs when all weights are on the device,
+        where NCCL can send them, and before the optimizer takes copies of its own.
+
+        Args:
+            model: Chunks of this rank, wrapped or not.
+
+        Returns:
+            The same, as Megatron expects it of a hook.
         """
         for exchange, named, sequence_parallel in self._exchanges(model):
             exchange.copy_weights(sharded_parameters(named, lambda p: p.data, sequence_parallel))
+        return model
 
     def _sum_across_classes(self, model: list[torch.nn.Module]) -> None:
         for exchange, named, sequence_parallel in self._exchanges(model):

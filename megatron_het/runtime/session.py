@@ -265,6 +265,8 @@ class HetSession:
         finalize = self._finalizer if self._window is None else self._window.finalize
         model_config.transformer.finalize_model_grads_func = finalize
         model_config.pre_wrap_hooks.append(self._prepare_model)
+        # Before wrapping, weights without a device of their own in Megatron are still on the CPU.
+        model_config.post_wrap_hooks.append(self._finalizer.copy_initial_weights)
         if self._window is not None or self._num_chunks > 1:
             from megatron_het.runtime import building
             from megatron_het.runtime.window_shards import set_shares
@@ -276,7 +278,6 @@ class HetSession:
             model_config.builder = building.BUILDER if self._window is None else building.WINDOW_BUILDER
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        assert self._finalizer is not None
         from megatron_het.recompute import recompute_up_projections
 
         if self.config.thrifty_layers:
@@ -286,7 +287,6 @@ class HetSession:
             self._vocabulary.attach(model)
         if self._slicing is not None:
             self._slicing.attach(model)
-        self._finalizer.copy_initial_weights(model)
         mark_duplicates(model, self.groups, self.plan.training.distributed_optimizer)
         return model
 
