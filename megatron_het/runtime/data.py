@@ -15,11 +15,15 @@ import torch
 
 from megatron_het.topology import as_only_reader
 
+
 class RoutedBatchSampler(torch.utils.data.Sampler[list[int]]):
     """Keeps the k-th batch of every ``num_microbatches`` when k is one of ``microbatches``.
 
+    It counts on where it is iterated over again: an epoch of a cyclic loader may end inside an
+    iteration.  It must be created at the start of an iteration, as the resuming of a run does.
+
     Args:
-        batches: Sampler of microbatches in global order.
+        batches: Sampler of microbatches in global order; one epoch per pass.
         microbatches: Ids to keep.
         num_microbatches: Microbatches per iteration.
     """
@@ -30,10 +34,12 @@ class RoutedBatchSampler(torch.utils.data.Sampler[list[int]]):
         self._batches = batches
         self._microbatches = frozenset(microbatches)
         self._num_microbatches = num_microbatches
+        self._next = 0  # microbatch id of the next batch
 
     def __iter__(self) -> Iterator[list[int]]:
-        for ordinal, batch in enumerate(self._batches):
-            if ordinal % self._num_microbatches in self._microbatches:
+        for batch in self._batches:
+            microbatch, self._next = self._next, (self._next + 1) % self._num_microbatches
+            if microbatch in self._microbatches:
                 yield batch
 
     def __len__(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 
 from megatron_het.runtime.data import RoutedBatchSampler, routed_loader
@@ -27,3 +30,29 @@ def test_routed_loader_keeps_the_loaders_settings() -> None:
     routed = routed_loader(stock, [1], 2)
     assert [b[0].tolist() for b in routed] == batches(8)[1::2]
     assert routed.collate_fn is stock.collate_fn
+
+
+class Epochs:
+    """A sampler whose epochs are not whole iterations: ten batches of one sample each, no sample twice."""
+
+    def __init__(self) -> None:
+        self.start = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([sample] for sample in range(self.start, self.start + 10))
+        self.start += 10
+
+
+def test_an_epoch_may_end_inside_an_iteration() -> None:
+    """One replica of the first stage reads the tokens of all microbatches, two of the last one their labels."""
+    data = torch.utils.data.TensorDataset(torch.arange(100))
+
+    def cyclic(microbatches: list[int]) -> Iterator[int]:
+        routed = routed_loader(torch.utils.data.DataLoader(data, batch_sampler=Epochs()), microbatches, 4)
+        return (int(batch[0]) for batch in itertools.chain.from_iterable(itertools.repeat(routed)))
+
+    first, *last = cyclic([0, 1, 2, 3]), cyclic([0, 1]), cyclic([2, 3])
+    for iteration in range(12):
+        tokens = [next(first) for _ in range(4)]
+        labels = [next(replica) for replica in last for _ in range(2)]
+        assert tokens == labels == list(range(4 * iteration, 4 * iteration + 4))
