@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_het.config_plan import check_plan_alone
 from megatron_het.config_slices import check_slices
 from megatron_het.config_vocabulary import check_offload, check_vocabulary
 from megatron_het.plan import Placement, Plan, PlanError
@@ -108,6 +109,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
             "Gradients are summed and divided once by the global token count, so that any routing "
             "of microbatches gives the same training; add the flag",
         )
+    check_plan_alone(plan)
     _check_model(plan, args)
     _check_batch(plan, args)
     _check_parallelism(plan, args)
@@ -213,18 +215,6 @@ def _check_mixed(plan: Plan, args: Any) -> None:
         )
     if mixed and getattr(args, "qk_layernorm", False):
         raise PlanError("--qk-layernorm", True, f"stage {mixed[0]} has replicas of different TP")
-    chunks = {len(s.layers) for s in plan.stages}
-    if len(chunks) > 1:
-        raise PlanError(
-            "stages[*].layers", sorted(chunks), "all stages need the same number of chunks: "
-            "Megatron's layout has one number of virtual stages", "Give a stage chunks of 0 layers",
-        )
-    if plan.model.tied_embeddings and len(plan.stages) == 1 and chunks != {1}:
-        raise PlanError(
-            "model.tied_embeddings", True, "the embedding and the output layer of a single stage are "
-            "in different chunks and cannot share their weights",
-            "Add --untie-embeddings-and-output-weights, or use one chunk",
-        )
 
 
 def _check_checkpoint(plan: Plan, args: Any) -> None:

@@ -45,6 +45,27 @@ _PARAMETERS = ("slices", VOCABULARY, OFFLOAD, *EXCHANGE_PARAMETERS)
 _POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 
 
+def check_slices_plan(plan: Plan) -> None:
+    """Refuse a plan whose sequences cannot be cut as it says, whatever the training's arguments.
+
+    Raises:
+        PlanError: The first thing that does not fit.
+    """
+    if is_sliced(plan):
+        _check_numbers(plan)
+    else:
+        given = next((n for n in ("slices", *EXCHANGE_PARAMETERS) if n in plan.schedule.parameters), None)
+        if given is not None:
+            raise PlanError(
+                f"schedule.parameters.{given}", plan.schedule.parameters[given],
+                f"schedule {plan.schedule.name} does not cut sequences",
+                f"Schedules that do: {', '.join(SLICED_SCHEDULES)}",
+            )
+    if cuts_sequences(plan):
+        _check_lengths(plan)
+        check_exchange(plan)
+
+
 def check_slices(plan: Plan, args: Any) -> None:
     """Refuse what slices cannot do, before anything is started.
 
@@ -55,20 +76,9 @@ def check_slices(plan: Plan, args: Any) -> None:
     Raises:
         PlanError: The first thing that does not fit.
     """
-    if not is_sliced(plan):
-        given = next((n for n in ("slices", *EXCHANGE_PARAMETERS) if n in plan.schedule.parameters), None)
-        if given is not None:
-            raise PlanError(
-                f"schedule.parameters.{given}", plan.schedule.parameters[given],
-                f"schedule {plan.schedule.name} does not cut sequences",
-                f"Schedules that do: {', '.join(SLICED_SCHEDULES)}",
-            )
-        if not cuts_sequences(plan):
-            return
-    else:
-        _check_numbers(plan)
-    _check_lengths(plan)
-    check_exchange(plan)
+    check_slices_plan(plan)
+    if not cuts_sequences(plan):
+        return
     what = "slices" if is_sliced(plan) else "context parallelism, which cuts sequences as slices do"
     for name, is_refused, reason in _REFUSED:
         value = getattr(args, name, None)

@@ -19,6 +19,27 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 )
 
 
+def check_vocabulary_plan(plan: Plan) -> None:
+    """Refuse a plan whose vocabulary cannot be split as it says, whatever the training's arguments.
+
+    Raises:
+        PlanError: The first thing that does not fit.
+    """
+    given = plan.schedule.parameters.get(VOCABULARY, False)
+    if not isinstance(given, bool):
+        raise PlanError(f"schedule.parameters.{VOCABULARY}", given, "must be true or false")
+    if not given:
+        return
+    if plan.schedule.parameters.get("window"):
+        raise PlanError(_WHERE, True, "a parameter window closes the layers that hold the vocabulary")
+    sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
+    if len(sizes) > 1:
+        raise PlanError(
+            _WHERE, True, f"ranks of equal TP rank share it, but replicas have TP sizes {sizes}",
+            "Give all replicas one TP size, or leave the vocabulary on the last stage",
+        )
+
+
 def check_vocabulary(plan: Plan, args: Any) -> None:
     """Refuse what a split vocabulary cannot do, before anything is started.
 
@@ -29,24 +50,14 @@ def check_vocabulary(plan: Plan, args: Any) -> None:
     Raises:
         PlanError: The first thing that does not fit.
     """
-    given = plan.schedule.parameters.get(VOCABULARY, False)
-    if not isinstance(given, bool):
-        raise PlanError(f"schedule.parameters.{VOCABULARY}", given, "must be true or false")
+    check_vocabulary_plan(plan)
     if not splits_vocabulary(plan):
         return
     for name, reason in _REFUSED:
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")
             raise PlanError(flag, getattr(args, name), f"cannot be used with {_WHERE}: {reason}")
-    if plan.schedule.parameters.get("window"):
-        raise PlanError(_WHERE, True, "a parameter window closes the layers that hold the vocabulary")
-    sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
-    if len(sizes) > 1:
-        raise PlanError(
-            _WHERE, True, f"ranks of equal TP rank share it, but replicas have TP sizes {sizes}",
-            "Give all replicas one TP size, or leave the vocabulary on the last stage",
-        )
-    _check_divides(plan, args, sizes[0])
+    _check_divides(plan, args, plan.stages[0].replicas[0].tp)
 
 
 _NOT_OFFLOADED: tuple[tuple[str, str], ...] = (
@@ -55,17 +66,28 @@ _NOT_OFFLOADED: tuple[tuple[str, str], ...] = (
 )
 
 
+def check_offload_plan(plan: Plan) -> None:
+    """Refuse a plan whose share of activations on the host is none.
+
+    Raises:
+        PlanError: The share is not a number above 0 and at most 1.
+    """
+    if OFFLOAD not in plan.schedule.parameters:
+        return
+    ratio = plan.schedule.parameters[OFFLOAD]
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+        raise PlanError("--het-offload-activations", ratio, "must be a share above 0 and at most 1")
+
+
 def check_offload(plan: Plan, args: Any) -> None:
     """Refuse what the offload of activations cannot do, before anything is started.
 
     Raises:
         PlanError: The first thing that does not fit.
     """
-    ratio = plan.schedule.parameters.get(OFFLOAD)
-    if ratio is None:
+    check_offload_plan(plan)
+    if OFFLOAD not in plan.schedule.parameters:
         return
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-        raise PlanError("--het-offload-activations", ratio, "must be a share above 0 and at most 1")
     for name, reason in _NOT_OFFLOADED:
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_het.arguments import het_help, split_arguments
 from megatron_het.config import HetConfig, apply_chunks, apply_plan, check_arguments, environment_of
+from megatron_het.config_plan import check_plan_alone
 from megatron_het.plan import Placement, PlanError
 
 if TYPE_CHECKING:  # it imports torch
@@ -43,6 +44,8 @@ def install(argv: list[str] | None = None) -> HetConfig:
                 "WORLD_SIZE", world_size, f"the plan {config.plan_path} has {config.plan.world_size} ranks",
                 "Start as many processes as the plan has ranks, or make a plan for this world size",
             )
+        if config.plan is not None:
+            check_plan_alone(config.plan)  # before the session makes programs of it
     except PlanError as error:
         _exit_with(error)
     argv[1:] = rest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_het.config_plan import check_plan_alone
 from megatron_het.plan import (
     ModelShape,
     Plan,
@@ -18,7 +19,6 @@ from megatron_het.plan import Stage as PlanStage
 from megatron_het.plan.routing import route
 from megatron_het.plan.shares import state_shares
 from megatron_het.plan.validate import check_plan
-from megatron_het.runtime.window_options import check_window_plan
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 from tools.planner.candidate import Candidate, Group, Stage, normalised
 from tools.planner.cluster import Cluster
@@ -190,7 +190,7 @@ def build_plan(
                                         int(m.optimizer_bytes), int(m.activation_bytes)) for r in ranks]
         stages.append(PlanStage(chunk_layers(layers, candidate.chunks), tuple(replicas)))
     parameters: dict[str, object] = {}
-    if candidate.slices > 1:
+    if candidate.schedule == "slimpipe":
         parameters["slices"] = candidate.slices
     if candidate.schedule == "ministage":
         parameters |= {"window": True, "offload": candidate.offload}
@@ -215,7 +215,8 @@ def build_plan(
     )
     try:
         check_plan(plan)
-        check_window_plan(plan)
+        if "zero_stage" not in parameters:  # ZeRO-2 and 3 without a window are only compared with
+            check_plan_alone(plan)
     except PlanError as error:
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     return plan

@@ -147,8 +147,8 @@ def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
     return "Nearest changes: " + "; ".join(hints)
 
 
-def load(options: argparse.Namespace) -> tuple[Estimator, Any, Candidate, Estimate]:
-    """A plan file with its cluster and model: (estimator, plan, candidate, estimate)."""
+def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
+    """A plan file with its cluster and model: (estimator, plan)."""
     from megatron_het.plan import PlanError, load_plan
     from tools.planner.build import model_shape
 
@@ -165,12 +165,17 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any, Candidate, Estima
     if made.training.global_batch_size != estimator.model.global_batch_size:
         raise PlannerError(options.plan, "training.global_batch_size", made.training.global_batch_size,
                            f"{options.model} says {estimator.model.global_batch_size}")
+    return estimator, made
+
+
+def priced(estimator: Estimator, made: Any, options: argparse.Namespace) -> tuple[Candidate, Estimate]:
+    """A plan as a candidate on the cluster, with its estimate."""
     candidate, _ = candidate_of(made, estimator.cluster, options.plan)
     estimate = estimator.estimate(candidate)
     if estimate is None:
         raise PlannerError(options.plan, "stages", len(made.stages), "no figures for some replica of this plan",
                            "Profile its TP and micro batch size")
-    return estimator, made, candidate, estimate
+    return candidate, estimate
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -181,7 +186,8 @@ def simulate(options: argparse.Namespace) -> int:
         check_target(options.trace, "--trace")
     if options.picture:
         check_target(options.picture, "--picture", (".svg", ".png", ".pdf", ".txt"))
-    estimator, made, candidate, estimate = load(options)
+    estimator, made = load(options)
+    candidate, estimate = priced(estimator, made, options)
     found = simulate_candidate(estimator, candidate, estimate, made)
     body = summary(estimator, candidate, estimate, found.iteration_s)
     body["bubble_by_cause_s"] = [dataclasses.asdict(b) for b in found.result.bubble]
@@ -212,8 +218,38 @@ def _picture(result: Any, path: str) -> None:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Whether a plan is valid and fits; exit code 1 when it does not."""
-    estimator, made, candidate, estimate = load(options)
+    """Whether a plan can run and fits; exit code 1 when it does not."""
+    estimator, made = load(options)
+    problem = _obstacle(made)
+    problems = [problem] if problem else _misfits(estimator, made, options)
+    tables: list[Any] = ["the plan is valid and fits"]
+    if problems:
+        tables = [table("Problems", "where", "what")]
+        for problem in problems:
+            tables[0].add_row(problem["key"], problem["problem"])
+    say({"valid": not problems, "problems": problems}, options, *tables)
+    return 1 if problems else 0
+
+
+def _obstacle(made: Any) -> dict[str, Any] | None:
+    """Why the runtime would refuse the plan, whatever it is started on and with."""
+    from megatron_het.config_plan import check_plan_alone
+    from megatron_het.plan import Placement, PlanError
+    from megatron_het.runtime.programs import build_programs
+
+    try:
+        check_plan_alone(made)
+        build_programs(Placement(made))
+    except PlanError as error:
+        return {"key": error.where, "problem": error.problem + (f". {error.hint}" if error.hint else "")}
+    except ValueError as error:
+        return {"key": "schedule.name", "problem": str(error)}
+    return None
+
+
+def _misfits(estimator: Estimator, made: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What of a plan does not fit the cluster."""
+    candidate, estimate = priced(estimator, made, options)
     problems: list[dict[str, Any]] = []
     if seats(estimator.cluster, candidate.stages) is None:
         problems.append({"key": "stages", "problem": "the TP groups do not fit into the cluster's nodes"})
@@ -228,19 +264,7 @@ def check(options: argparse.Namespace) -> int:
         gpu = estimator.cluster.gpu(node)
         if not gpu.supports(made.training.precision):
             problems.append({"key": "training.precision", "problem": f"{node} does not support {made.training.precision}"})
-    from tools.planner.simulation import program_of
-
-    try:
-        program_of(made, candidate)
-    except PlannerError as error:
-        problems.append({"key": error.key, "problem": error.problem})
-    tables: list[Any] = ["the plan is valid and fits"]
-    if problems:
-        tables = [table("Problems", "where", "what")]
-        for problem in problems:
-            tables[0].add_row(problem["key"], problem["problem"])
-    say({"valid": not problems, "problems": problems}, options, *tables)
-    return 1 if problems else 0
+    return problems
 
 
 def profile(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.config import environment_of
+from megatron_het.config_plan import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
 from tools.planner.emit_flags import (
     ModelOptions,
@@ -54,7 +55,7 @@ def emit(
     launch: LaunchOptions,
     header: Sequence[str] = (),
 ) -> Emitted:
-    """Write all files; nothing is written when the plan does not fit the nodes.
+    """Write all files; nothing is written when the plan cannot run or does not fit the nodes.
 
     Args:
         plan: A checked plan.
@@ -65,8 +66,12 @@ def emit(
         header: Comment lines for args.sh.
 
     Raises:
-        PlannerError: The plan does not fit the nodes.
+        PlannerError: No run can have the plan, or it does not fit the nodes.
     """
+    try:
+        check_plan_alone(plan)
+    except PlanError as error:
+        raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     nodes = place(plan, kinds)
     launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
     texts = {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +15,12 @@ import pytest
 
 from megatron_het import hooks
 from megatron_het.config import check_arguments
-from megatron_het.plan import Plan, PlanError, ScheduleSpec, save_plan
+from megatron_het.config_plan import SIMULATED_ONLY, check_plan_alone
+from megatron_het.plan import Placement, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.from_flags import plan_from_flags
+from megatron_het.plan.validate import check_plan
+from megatron_het.runtime.programs import build_programs
+from megatron_het.schedule.generators import GENERATORS
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 "
@@ -92,3 +99,92 @@ def test_a_plan_with_tp_sets_what_megatron_insists_on_before_cuda_starts(
     save_plan(plan_from_flags(words, 2 * tp, ScheduleSpec("1f1b"))[0], tmp_path / "plan.json")
     hooks.install(["program", "--het-plan", str(tmp_path / "plan.json")])
     assert seen == [value]
+
+
+# -- what depends on the plan alone ----------------------------------------------------------------
+
+
+def scheduled(name: str, stages: int = 2, chunks: int = 1, **parameters: Any) -> Plan:
+    """Four layers in equal chunks."""
+    plan = plan_from_flags([*FLAGS[:-1], str(stages), "--use-distributed-optimizer"], stages, ScheduleSpec(name, parameters))[0]
+    layers = (4 // stages // chunks,) * chunks
+    plan = replace(plan, stages=tuple(replace(stage, layers=layers) for stage in plan.stages),
+                   model=replace(plan.model, tied_embeddings=False))
+    check_plan(plan)
+    return plan
+
+
+def with_shares(plan: Plan) -> Plan:
+    """The last stage has two replicas, one of which keeps more."""
+    *rest, last = plan.stages
+    n = plan.world_size
+    two = tuple(Replica((n - 1 + i,), tuple(range(i, 8, 2)), state_share=1.0 + i) for i in range(2))
+    return replace(plan, stages=(*rest, replace(last, replicas=two)))
+
+
+def mixed(plan: Plan) -> Plan:
+    """The last stage has replicas of TP 1 and 2."""
+    *rest, last = plan.stages
+    n = plan.world_size
+    two = (Replica((n - 1,), tuple(range(0, 8, 2))), Replica((n, n + 1), tuple(range(1, 8, 2))))
+    return replace(plan, stages=(*rest, replace(last, replicas=two)))
+
+
+def tied(plan: Plan) -> Plan:
+    return replace(plan, model=replace(plan.model, tied_embeddings=True))
+
+
+WINDOW = {"window": True}
+REFUSED = [
+    (scheduled("zb-h1"), r"schedule\.name = 'zb-h1'.*simulated but not executed"),
+    (scheduled("waltz"), r"schedule\.name = 'waltz'.*no such schedule"),
+    (scheduled("1f1b", zero_stage=3), r"parameters\.zero_stage = 3: schedule 1f1b has no such parameter"),
+    (scheduled("1f1b", slack=None), r"parameters\.slack = None: must be a number"),
+    (scheduled("1f1b", slack=float("nan")), r"parameters\.slack = nan: must be a number"),
+    (scheduled("interleaved", chunks=2, group="all"), r"parameters\.group = 'all': must be a whole number"),
+    (with_shares(scheduled("1f1b")), "state_share.*need a parameter window"),
+    (replace(scheduled("ministage", chunks=2, **WINDOW), training=TrainingShape(1, 8)),
+     "distributed_optimizer"),
+    (mixed(scheduled("ministage", chunks=2, **WINDOW)), "different TP cannot share"),
+    (tied(scheduled("ministage", chunks=2, **WINDOW)), "tied embeddings are reduced together"),
+    (tied(scheduled("interleaved", stages=1, chunks=2)), "tied_embeddings.*single stage"),
+    (scheduled("slimpipe", slices=1), "fewer slices than the 2 stages"),
+    (scheduled("slimpipe", slices="x"), "needs a number of slices"),
+    (mixed(scheduled("slimpipe", slices=4, context_exchange=True)), r"TP sizes \[1, 2\].*the same heads"),
+    (mixed(scheduled("1f1b", vocabulary=True)), "TP sizes"),
+    (scheduled("1f1b", offload_activations=None), "a share above 0"),
+    (replace(scheduled("1f1b"), stages=(Stage((1, 1), scheduled("1f1b").stages[0].replicas), scheduled("1f1b").stages[1])),
+     "the same number of chunks"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "reason"), REFUSED)
+def test_refused_for_the_plan_alone(plan: Plan, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        check_plan_alone(plan)
+    given = arguments(untie_embeddings_and_output_weights=not plan.model.tied_embeddings)
+    with pytest.raises(PlanError, match=reason):
+        check_arguments(plan, given, plan.world_size)
+
+
+FITTING = {
+    "gpipe": {}, "1f1b": {"slack": 0}, "interleaved": {"chunks": 2, "group": 4}, "slimpipe": {"slices": 4},
+    "ministage": {"chunks": 2, "window": True, "offload": True, "offload_activations": 1.0},
+    "seq1f1b": {"slices": 2}, "terapipe": {"slices": 2, "vocabulary": True}, "zb-h1": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in GENERATORS if name not in ("v-half", "zb-v")])  # V-shaped: no plan is
+def test_what_is_called_simulated_only_is_what_the_executor_cannot_run(name: str) -> None:
+    plan = scheduled(name, **FITTING[name])
+    if name in SIMULATED_ONLY:
+        with pytest.raises(ValueError, match="simulated but not executed"):
+            build_programs(Placement(plan))
+    else:
+        check_plan_alone(plan)
+        build_programs(Placement(plan))
+
+
+def test_the_plan_is_checked_without_torch() -> None:
+    code = "import sys, megatron_het.config_plan; assert not {'torch', 'megatron.core'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -164,3 +164,52 @@ def test_interleaved_alone_finds_a_plan(files, capsys):
     (files / "m.yaml").write_text(yaml.safe_dump({**MODEL, "num_layers": 8}))
     code, out = call(capsys, "plan", *common(files), "--schedules", "interleaved", "--out", files / "p.json")
     assert code == 0 and json.loads(out.out)["schedule"] == "interleaved"
+
+
+def hand_made(folder, schedule="1f1b", parameters=None, shares=(1.0, 1.0), chunks=1, distributed=False, tp=1, **plan):
+    """A plan of one stage on two A100s (replicas) and a second one on RTX 3090s."""
+    layers = [6 // 2 // chunks] * chunks
+    first = [{"ranks": [q], "microbatches": list(range(q, 16, 2)), "device": "A100-40", "speed": 1.0, "state_share": share}
+             for q, share in enumerate(shares)]
+    second = [{"ranks": list(range(2, 2 + tp)), "microbatches": list(range(16)), "device": "RTX-3090", "speed": 1.0}]
+    body = {
+        "format": "megatron_het.plan", "version": 1,
+        "model": {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 8, "seq_length": 512},
+        "training": {"micro_batch_size": 1, "global_batch_size": 16, "precision": "bf16", "distributed_optimizer": distributed},
+        "stages": [{"layers": layers, "replicas": first}, {"layers": layers, "replicas": second}],
+        "schedule": {"name": schedule, "parameters": parameters or {}}, **plan,
+    }  # fmt: skip
+    (folder / "p.json").write_text(json.dumps(body))
+    return folder / "p.json"
+
+
+@pytest.mark.parametrize(
+    ("made", "key"),
+    [
+        ({"shares": (2.0, 1.0)}, "stages[0].replicas[*].state_share"),
+        ({"schedule": "ministage", "chunks": 3, "parameters": {"window": True}}, "training.distributed_optimizer"),
+        ({"schedule": "slimpipe", "parameters": {"slices": 1}}, "--het-slices"),
+        ({"schedule": "slimpipe", "parameters": {"slices": 4, "context_exchange": True}, "tp": 2}, "--het-context-exchange"),
+        ({"parameters": {"zero_stage": 3}}, "schedule.parameters.zero_stage"),
+        ({"parameters": {"slack": None}}, "schedule.parameters.slack"),
+        ({"schedule": "zb-h1"}, "schedule.name"),
+    ],
+)
+def test_check_and_emit_refuse_what_the_runtime_refuses(files, capsys, made, key):
+    path = hand_made(files, **made)
+    code, out = call(capsys, "check", path, *common(files))
+    body = json.loads(out.out)
+    assert code == 1 and not body["valid"] and [p["key"] for p in body["problems"]] == [key]
+    code, out = call(capsys, "emit", path, *common(files), "--out", files / "run")
+    assert code == 2 and json.loads(out.out)["error"]["key"] == key
+    assert not (files / "run").exists()
+
+
+def test_check_says_what_only_the_schedule_knows(files, capsys):
+    """Two chunks of which 1F1B has one; the same plan is fine for a schedule that has several."""
+    code, out = call(capsys, "check", hand_made(files, chunks=3), *common(files))
+    (problem,) = json.loads(out.out)["problems"]
+    assert code == 1 and problem["key"] == "schedule.name" and "chunk" in problem["problem"]
+    code, out = call(capsys, "check", hand_made(files, chunks=3, schedule="ministage", parameters={"window": True},
+                                                distributed=True), *common(files))
+    assert code == 0, out
