@@ -79,7 +79,10 @@ BAD_PLANS: dict[str, tuple[Callable[[Document], None], tuple[str, ...]]] = {
     "wrong type": (_set("training.global_batch_size", "6"), ("training.global_batch_size", "'6'")),
     "unknown precision": (_set("training.precision", "int4"), ("training.precision", "'int4'")),
     "schedule of another shape": (
-        _set("schedule.name", "zb-h1"), ("schedule = 'zb-h1'", "one replica per stage"),
+        _set("schedule", {"name": "interleaved", "parameters": {"group": 1}}), ("schedule = 'interleaved'", "group = 1"),
+    ),
+    "schedule that is only simulated": (
+        _set("schedule.name", "zb-h1"), ("schedule.name = 'zb-h1'", "simulated but not executed", "1f1b"),
     ),
     "unknown schedule": (_set("schedule.name", "2f2b"), ("schedule", "2f2b")),
 }  # fmt: skip

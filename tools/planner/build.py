@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from math import inf
+from typing import Any
 
 from megatron_het.config_plan import check_plan_alone
 from megatron_het.plan import (
@@ -26,54 +27,25 @@ from tools.planner.errors import PlannerError
 from tools.planner.estimate import Estimate, Estimator, allocate
 from tools.planner.formulas import divided_alike
 from tools.planner.model import Model
+from tools.planner.packing import Room, Seat, pack, seat_replicas
 
 
-class Seat(NamedTuple):
-    """Where a rank sits: entry of ``cluster.nodes``, node within the entry, GPU within the node."""
-
-    pool: int
-    node: int
-    gpu: int
+def rooms_of(cluster: Cluster) -> list[Room]:
+    """The cluster's nodes, as TP groups are packed into them."""
+    return [Room(n.gpu, n.gpus_per_node, n.count, n.quota) for n in cluster.nodes]
 
 
 def seats(cluster: Cluster, stages: tuple[Stage, ...]) -> list[list[list[Seat]]] | None:
-    """Seats of every replica, ``[stage][replica][tp rank]``; None when TP groups do not fit into nodes.
-
-    Nodes are filled in order, so that neighbouring stages share nodes and ranks of a node stay together
-    where that is possible; large TP groups are seated first when small ones would leave gaps.
-    """
-    wanted = [(s, i, g.pool, g.tp) for s, stage in enumerate(stages) for i, g in enumerate(_single(stage.groups))]
-    for order in (wanted, sorted(wanted, key=lambda w: -w[3])):
-        found = _fill(cluster, order)
-        if found is not None:
-            return [[found[s, i] for i in range(sum(g.count for g in stage.groups))] for s, stage in enumerate(stages)]
-    return None
+    """Seats of every replica, ``[stage][replica][tp rank]``; None when TP groups do not fit into nodes."""
+    found = pack(rooms_of(cluster), [((g.pool,), g.tp) for stage in stages for g in _single(stage.groups)])
+    if found is None:
+        return None
+    groups = iter(found)
+    return [[next(groups) for _ in _single(stage.groups)] for stage in stages]
 
 
 def _single(groups: tuple[Group, ...]) -> list[Group]:
     return [Group(g.pool, g.tp, 1) for g in groups for _ in range(g.count)]
-
-
-def _fill(cluster: Cluster, wanted: list[tuple[int, int, int, int]]) -> dict[tuple[int, int], list[Seat]] | None:
-    open_nodes: dict[int, list[list[int]]] = {}
-    left = {p: n.quota for p, n in enumerate(cluster.nodes)}
-    out: dict[tuple[int, int], list[Seat]] = {}
-    for s, i, pool, tp in wanted:
-        node = cluster.nodes[pool]
-        nodes = open_nodes.setdefault(pool, [])
-        if left[pool] < tp:
-            return None
-        place = next((k for k, (used,) in enumerate(nodes) if used + tp <= node.gpus_per_node), None)
-        if place is None:
-            if len(nodes) == node.count:
-                return None
-            place = len(nodes)
-            nodes.append([0])
-        first = nodes[place][0]
-        nodes[place][0] += tp
-        left[pool] -= tp
-        out[s, i] = [Seat(pool, place, first + t) for t in range(tp)]
-    return out
 
 
 def model_shape(model: Model) -> ModelShape:
@@ -238,43 +210,47 @@ def _unit_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> 
     return seconds
 
 
-def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple[Candidate, dict[int, list[int]]]:
-    """A plan as a candidate on a cluster, and the microbatch counts it prescribes per stage.
+def candidate_of(
+    plan: Plan, cluster: Cluster, file: str = "plan.json"
+) -> tuple[Candidate, list[list[list[Seat]]]]:
+    """A plan as a candidate on a cluster, and where its ranks sit (``packing.seat_replicas``).
 
-    Pools are matched by device name, in order of the cluster file, within the quotas.
+    The candidate's groups are in an order of their own; the seats are in the plan's.
 
     Raises:
-        PlannerError: a device kind that the cluster lacks, or more of them than there are.
+        PlannerError: a plan that cannot be put on the cluster, or that is not priced.
     """
-    left = {p: n.quota for p, n in enumerate(cluster.nodes)}
+    seated = seat_replicas(plan, rooms_of(cluster), file)
+    if plan.context_parallel > 1:
+        raise PlannerError(file, "stages[*].replicas[*].cp", plan.context_parallel,
+                           "there are no figures for context parallelism", "Only emit takes such plans")
     stages: list[tuple[int, dict[tuple[int, int], int]]] = []
-    counts: dict[int, list[int]] = {}
     shares: list[tuple[float, ...]] = []
     for s, stage in enumerate(plan.stages):
         groups: dict[tuple[int, int], int] = {}
         most: dict[tuple[int, int], float] = {}
         parts = state_shares(stage) or (1 / len(stage.replicas),) * len(stage.replicas)
         for q, replica in enumerate(stage.replicas):
-            pools = [p for p, n in enumerate(cluster.nodes) if n.gpu == replica.device]
-            where = f"stages[{s}].replicas[{q}].device"
-            if not pools:
-                raise PlannerError(file, where, replica.device, "the cluster has no such GPU",
-                                   f"It has {', '.join(sorted({n.gpu for n in cluster.nodes}))}")
-            pool = next((p for p in pools if left[p] >= replica.tp), None)
-            if pool is None:
-                raise PlannerError(file, where, replica.device, "the plan uses more of them than the cluster has",
-                                   f"The cluster has {sum(cluster.nodes[p].quota for p in pools)}")
-            left[pool] -= replica.tp
-            groups[pool, replica.tp] = groups.get((pool, replica.tp), 0) + 1
-            most[pool, replica.tp] = max(most.get((pool, replica.tp), 0.0), parts[q])
-            counts.setdefault(s, []).append(len(replica.microbatches))
+            key = seated[s][q][0].pool, replica.tp
+            groups[key] = groups.get(key, 0) + 1
+            most[key] = max(most.get(key, 0.0), parts[q])
         stages.append((sum(stage.layers), groups))
         shares.append(tuple(share for _, share in sorted(most.items())))
     training, parameters = plan.training, plan.schedule.parameters
-    zero = int(parameters.get("zero_stage", 1 if training.distributed_optimizer else 0))
+    zero = _number(parameters, "zero_stage", 1 if training.distributed_optimizer else 0, file)
     return Candidate(
         normalised(stages), training.micro_batch_size, training.recompute, plan.schedule.name,
-        max(len(s.layers) for s in plan.stages), int(parameters.get("slices", 1)), zero,
-        bool(parameters.get("offload", False)), slack=float(parameters.get("slack", SLACK)),
+        max(len(s.layers) for s in plan.stages), int(_number(parameters, "slices", 1, file, least=1)), int(zero),
+        bool(parameters.get("offload", False)), slack=_number(parameters, "slack", SLACK, file),
         shares=tuple(shares) if plan.schedule.name == "ministage" else None,
-    ), counts
+    ), seated
+
+
+def _number(parameters: dict[str, Any], name: str, default: float, file: str, least: int = 0) -> float:
+    """A number among a schedule's parameters; whole where its default is."""
+    value = parameters.get(name, default)
+    wanted = int if isinstance(default, int) else int | float
+    if not isinstance(value, wanted) or isinstance(value, bool) or not least <= value < inf:
+        kind = "whole number" if isinstance(default, int) else "number"
+        raise PlannerError(file, f"schedule.parameters.{name}", value, f"must be a {kind}, at least {least}")
+    return value

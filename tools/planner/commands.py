@@ -11,11 +11,12 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from tools.planner.build import build_plan, candidate_of, seats
+from tools.planner.build import build_plan, candidate_of, rooms_of
 from tools.planner.candidate import Candidate
 from tools.planner.errors import PlannerError
 from tools.planner.estimate import Estimate, Estimator
 from tools.planner.files import check_target
+from tools.planner.packing import seat_replicas
 from tools.planner.report import GIB, say, summary, summary_tables, table
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
@@ -168,14 +169,14 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
     return estimator, made
 
 
-def priced(estimator: Estimator, made: Any, options: argparse.Namespace) -> tuple[Candidate, Estimate]:
-    """A plan as a candidate on the cluster, with its estimate."""
-    candidate, _ = candidate_of(made, estimator.cluster, options.plan)
+def priced(estimator: Estimator, made: Any, options: argparse.Namespace) -> tuple[Candidate, Estimate, Any]:
+    """A plan as a candidate on the cluster, with its estimate and the seats of its ranks."""
+    candidate, seated = candidate_of(made, estimator.cluster, options.plan)
     estimate = estimator.estimate(candidate)
     if estimate is None:
         raise PlannerError(options.plan, "stages", len(made.stages), "no figures for some replica of this plan",
                            "Profile its TP and micro batch size")
-    return candidate, estimate
+    return candidate, estimate, seated
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -187,8 +188,8 @@ def simulate(options: argparse.Namespace) -> int:
     if options.picture:
         check_target(options.picture, "--picture", (".svg", ".png", ".pdf", ".txt"))
     estimator, made = load(options)
-    candidate, estimate = priced(estimator, made, options)
-    found = simulate_candidate(estimator, candidate, estimate, made)
+    candidate, estimate, seated = priced(estimator, made, options)
+    found = simulate_candidate(estimator, candidate, estimate, made, seated)
     body = summary(estimator, candidate, estimate, found.iteration_s)
     body["bubble_by_cause_s"] = [dataclasses.asdict(b) for b in found.result.bubble]
     body["simulated_peak_bytes"] = list(found.peak_bytes)
@@ -249,10 +250,12 @@ def _obstacle(made: Any) -> dict[str, Any] | None:
 
 def _misfits(estimator: Estimator, made: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """What of a plan does not fit the cluster."""
-    candidate, estimate = priced(estimator, made, options)
+    try:
+        seat_replicas(made, rooms_of(estimator.cluster), options.plan)
+    except PlannerError as error:
+        return [{"key": error.key, "problem": error.problem + (f". {error.hint}" if error.hint else "")}]
+    candidate, estimate, _ = priced(estimator, made, options)
     problems: list[dict[str, Any]] = []
-    if seats(estimator.cluster, candidate.stages) is None:
-        problems.append({"key": "stages", "problem": "the TP groups do not fit into the cluster's nodes"})
     for m in estimate.memory:
         if m.total_bytes > estimator.memory_margin * m.capacity_bytes:
             gpu = estimator.cluster.nodes[m.group.pool].gpu

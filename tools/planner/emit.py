@@ -60,7 +60,7 @@ def emit(
     Args:
         plan: A checked plan.
         out: A folder, made when it is missing.
-        kinds: Node kinds by the plan's device names.
+        kinds: Node kinds by name (the plan's device names, unless ``gpu`` says otherwise).
         groups: Megatron flags besides those of the plan, by purpose.
         launch: Settings of the scripts; ``run_dir`` is how the nodes see ``out``.
         header: Comment lines for args.sh.
@@ -193,11 +193,13 @@ def model_options(model: Any) -> ModelOptions:
 
 
 def node_kinds(cluster: Any) -> dict[str, NodeKind]:
-    """The cluster file's nodes by GPU kind; groups of the same kind and size are taken together."""
+    """The cluster file's groups of nodes, named after their GPU, and after their place where that is not enough."""
+    gpus = [group.gpu for group in cluster.nodes]
     kinds: dict[str, NodeKind] = {}
-    for group in cluster.nodes:
+    for i, group in enumerate(cluster.nodes):
         slurm = group.slurm
-        new = NodeKind(
+        name = group.gpu if gpus.count(group.gpu) == 1 else f"{group.gpu} nodes[{i}]"
+        kinds[name] = NodeKind(
             devices=group.gpus_per_node,
             count=group.count,
             hosts=tuple(group.hosts),
@@ -205,19 +207,8 @@ def node_kinds(cluster: Any) -> dict[str, NodeKind]:
             constraint=slurm.constraint or "",
             account=slurm.account or "",
             gres=slurm.gres if slurm.gres is not None else "gpu",
-        )
-        old = kinds.get(group.gpu)
-        if old is None:
-            kinds[group.gpu] = new
-            continue
-        kinds[group.gpu] = NodeKind(
-            devices=min(old.devices, new.devices),
-            count=(old.count or 0) + (new.count or 0),
-            hosts=old.hosts + new.hosts,
-            partition=old.partition,
-            constraint=old.constraint,
-            account=old.account,
-            gres=old.gres,
+            gpu=group.gpu,
+            quota=group.quota,
         )
     return kinds
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_het.plan import Plan
-from tools.planner.errors import PlannerError
+from tools.planner.packing import Room, seat_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,8 @@ class NodeKind:
     Attributes:
         devices: GPUs (or ranks, on CPU nodes) that one node offers.
         count: Nodes that exist; None = as many as needed.
+        quota: Devices that may be used in all; None = those that exist.
+        gpu: Device kind, as in the plan; empty = the name of the node kind.
         hosts: Their host names, if known; used by the torchrun scripts.
         partition, constraint, account: Slurm's names for them.
         gres: Slurm's generic resource without the number, e.g. ``gpu:a100``; empty on CPU nodes.
@@ -28,6 +30,8 @@ class NodeKind:
     constraint: str = ""
     account: str = ""
     gres: str = ""
+    gpu: str = ""
+    quota: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Node:
     """One node of the launch.
 
     Attributes:
-        kind: Device kind, as in the plan.
+        kind: Name of its node kind.
         ranks: The plan's ranks on it, by local rank.
         host: Its name, if known.
     """
@@ -47,7 +51,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """Equal nodes in a row: one component of a heterogeneous job."""
+    """Equal nodes in a row, named after the kind of the first: one component of a heterogeneous job."""
 
     kind: str
     per_node: int
@@ -60,11 +64,11 @@ class Component:
 
 
 def place(plan: Plan, kinds: Mapping[str, NodeKind]) -> list[Node]:
-    """Fill nodes with replicas in rank order; a TP group never straddles two nodes.
+    """Fill nodes with replicas, as the planner does; a TP group never straddles two nodes.
 
     Args:
         plan: Replicas name their device kind.
-        kinds: The cluster's node kinds by device kind.
+        kinds: The cluster's node kinds by name.
 
     Returns:
         Nodes, the one with rank 0 first.
@@ -72,36 +76,16 @@ def place(plan: Plan, kinds: Mapping[str, NodeKind]) -> list[Node]:
     Raises:
         PlannerError: An unknown kind, a TP group larger than a node, too few nodes.
     """
-    filling: dict[str, list[list[int]]] = {}
-    order: list[tuple[str, int]] = []
-    for s, stage in enumerate(plan.stages):
-        for q, replica in enumerate(stage.replicas):
-            where = f"stages[{s}].replicas[{q}]"
-            kind = kinds.get(replica.device)
-            if kind is None:
-                raise PlannerError(
-                    "plan", f"{where}.device", replica.device, "the cluster has no nodes of this kind",
-                    f"Known: {', '.join(sorted(kinds))}",
-                )
-            if replica.tp > kind.devices:
-                raise PlannerError(
-                    "plan", f"{where}.ranks", list(replica.ranks),
-                    f"a TP group of {replica.tp} does not fit a node with {kind.devices} devices",
-                )
-            nodes = filling.setdefault(replica.device, [])
-            if not nodes or len(nodes[-1]) + replica.tp > kind.devices:
-                nodes.append([])
-                order.append((replica.device, len(nodes) - 1))
-            nodes[-1].extend(replica.ranks)
-    for name, nodes in filling.items():
-        available = kinds[name].count
-        if available is not None and len(nodes) > available:
-            raise PlannerError(
-                "plan", f"nodes of {name}", len(nodes), f"the cluster has {available}",
-                "Make the plan again for this cluster",
-            )
+    names = list(kinds)
+    rooms = [Room(k.gpu or name, k.devices, k.count, k.quota) for name, k in kinds.items()]
+    ranks: dict[tuple[int, int], list[int]] = {}
+    for stage, seated in zip(plan.stages, seat_replicas(plan, rooms)):
+        for replica, seats in zip(stage.replicas, seated):
+            for rank, seat in zip(replica.ranks, seats):
+                ranks.setdefault(seat[:2], []).append(rank)
     return [
-        Node(name, tuple(filling[name][i]), _host(kinds[name].hosts, i)) for name, i in order
+        Node(names[room], tuple(sorted(ranks[room, node])), _host(kinds[names[room]].hosts, node))
+        for room, node in sorted(ranks, key=lambda place: min(ranks[place]))
     ]
 
 
@@ -109,12 +93,18 @@ def _host(hosts: Sequence[str], index: int) -> str:
     return hosts[index] if index < len(hosts) else ""
 
 
-def components(nodes: Sequence[Node]) -> list[Component]:
-    """Group nodes of the same kind and size; the component with rank 0 comes first."""
-    groups: dict[tuple[str, int], list[Node]] = {}
+def components(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> list[Component]:
+    """Group nodes that the launcher sees as equal; the component with rank 0 comes first."""
+    groups: dict[tuple[NodeKind, int], list[Node]] = {}
     for node in nodes:
-        groups.setdefault((node.kind, len(node.ranks)), []).append(node)
-    return [Component(kind, size, tuple(members)) for (kind, size), members in groups.items()]
+        kind = kinds[node.kind]
+        seen = replace(kind, gpu=kind.gpu or node.kind, devices=0, count=None, quota=None, hosts=())
+        groups.setdefault((seen, len(node.ranks)), []).append(node)
+    first: dict[NodeKind, str] = {}
+    return [
+        Component(first.setdefault(seen, members[0].kind), size, tuple(members))
+        for (seen, size), members in groups.items()
+    ]
 
 
 def task_ranks(parts: Sequence[Component]) -> list[int]:

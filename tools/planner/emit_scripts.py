@@ -123,7 +123,7 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: La
     With a single component it is an ordinary job.  The batch script sees component 0 only, so totals
     come from the plan; inside the tasks SLURM_PROCID counts over all components.
     """
-    parts = components(nodes)
+    parts = components(nodes, kinds)
     text = _head(options, "Submit with: sbatch train.sbatch")
     blocks = ["#SBATCH " + " ".join(_resources(p, kinds[p.kind], options)) + "\n" for p in parts]
     text += "#SBATCH hetjob\n".join(blocks)
@@ -165,7 +165,7 @@ def _master(first: str) -> str:
 
 def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
     """Why no plain job can run this launch; empty when one can."""
-    parts = components(nodes)
+    parts = components(nodes, kinds)
     if len(parts) == 1:
         return ""
     if len({p.per_node for p in parts}) > 1 and any(kinds[p.kind].gres for p in parts):
@@ -175,8 +175,8 @@ def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
         return "every node kind needs its own 'constraint' (a Slurm feature) to be told apart in one allocation"
     if len({p.kind for p in parts}) < len(parts):
         return "nodes of one kind use different numbers of devices"
-    if len({kinds[p.kind].partition for p in parts}) > 1:
-        return "the kinds are in different partitions, and a plain job runs in one"
+    if len({(kinds[p.kind].partition, kinds[p.kind].account) for p in parts}) > 1:
+        return "the kinds are in different partitions or accounts, and a plain job runs in one"
     return ""
 
 
@@ -192,7 +192,7 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: 
     obstacle = plain_obstacle(nodes, kinds)
     if obstacle:
         raise ValueError(obstacle)
-    parts = components(nodes)
+    parts = components(nodes, kinds)
     most = max(p.per_node for p in parts)
     first = kinds[parts[0].kind]
     words = [f"--nodes={len(nodes)}", f"--ntasks-per-node={most}"]

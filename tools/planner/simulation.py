@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from megatron_het.config_plan import generator_parameters
 from megatron_het.plan import Plan
 from megatron_het.schedule.cost import Costs, Link, Memory
-from megatron_het.schedule.generators import generate
+from megatron_het.schedule.generators import GENERATORS, generate
 from megatron_het.schedule.ir import Program, Shape
 from megatron_het.schedule.passes import add_transfers, post_receives_early
 from megatron_het.schedule.simulate import Result, simulate
@@ -16,6 +16,9 @@ from tools.planner.candidate import Candidate, Group
 from tools.planner.errors import PlannerError
 from tools.planner.estimate import Estimate, Estimator, Unit
 from tools.planner.formulas import sharding_s, stage_tails
+from tools.planner.packing import Seat
+
+Seats = list[list[list[Seat]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +58,37 @@ def program_of(plan: Plan, candidate: Candidate) -> Program:
     Raises:
         PlannerError: the schedule cannot run this shape.
     """
-    shape = shape_of(plan, candidate)
-    parameters: dict[str, Any] = {}
+    name, given = plan.schedule.name, plan.schedule.parameters
     speeds = [r.speed for s in plan.stages for r in s.replicas]
-    if candidate.schedule in ("1f1b", "interleaved"):
-        parameters["speeds"] = speeds
-    if candidate.schedule == "1f1b" and "slack" in plan.schedule.parameters:
-        parameters["slack"] = plan.schedule.parameters["slack"]
     try:
-        return add_transfers(generate(candidate.schedule, shape, **parameters), speeds=speeds)
-    except ValueError as error:
-        raise PlannerError("plan", "schedule.name", candidate.schedule, str(error)) from None
+        if name not in GENERATORS:
+            raise ValueError(f"there is no such schedule (known: {', '.join(sorted(GENERATORS))})")
+        parameters = {key: given[key] for key in generator_parameters(name) if key in given}
+        if name in ("1f1b", "interleaved"):
+            parameters["speeds"] = speeds
+        return add_transfers(generate(name, shape_of(plan, candidate), **parameters), speeds=speeds)
+    except (TypeError, ValueError) as error:
+        raise PlannerError("plan", "schedule", {"name": name, "parameters": given}, str(error)) from None
 
 
-def costs_of(estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan) -> Costs:
+def costs_of(
+    estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats
+) -> Costs:
     """The simulator's costs, from the same per-layer figures as the closed form.
 
     Args:
         whole: Decides gradient reduction and memory.
         candidate: What is simulated: the whole or one block of it.
+        seated: Where the plan's ranks sit, in the plan's order of replicas.
     """
-    seated = seats(estimator.cluster, candidate.stages)
-    assert seated is not None
     size = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size
     devices: list[tuple[int, Group, Unit]] = []
-    for s, stage in enumerate(candidate.stages):
-        for g in stage.groups:
+    for s, stage in enumerate(seated):
+        for replica in stage:
+            g = Group(replica[0].pool, len(replica), 1)
             unit = estimator.unit(g.pool, g.tp, candidate.micro_batch_size, candidate.recompute)
             assert unit is not None
-            devices += [(s, Group(g.pool, g.tp, 1), unit)] * g.count
+            devices.append((s, g, unit))
     flat = [replica for stage in seated for replica in stage]
     tails = stage_tails(estimator, whole, estimate)
     last = len(candidate.stages) - 1
@@ -138,23 +143,32 @@ def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimat
         PlannerError: the schedule cannot run this shape.
     """
     plan = build_plan(estimator, candidate, estimate, one_block=True)
-    return _simulate(estimator, candidate, candidate.block(), estimate, plan)
+    return _simulate(estimator, candidate, candidate.block(), estimate, plan, None)
 
 
-def simulate_candidate(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan) -> Simulation:
+def simulate_candidate(
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None = None
+) -> Simulation:
     """One iteration of a whole plan, event by event.
+
+    Args:
+        seated: Where the plan's ranks sit, for plans that list replicas in another order than the candidate.
 
     Raises:
         PlannerError: the schedule cannot run this shape.
     """
-    return _simulate(estimator, candidate, candidate, estimate, plan)
+    return _simulate(estimator, candidate, candidate, estimate, plan, seated)
 
 
-def _simulate(estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan) -> Simulation:
+def _simulate(
+    estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None
+) -> Simulation:
     program = program_of(plan, candidate)
     if estimator.runtime.host_blocks:
         program = post_receives_early(program)  # as the runtime does over gloo
-    costs = costs_of(estimator, whole, candidate, estimate, plan)
+    seated = seated or seats(estimator.cluster, candidate.stages)
+    assert seated is not None  # the plan has been made of it
+    costs = costs_of(estimator, whole, candidate, estimate, plan, seated)
     result = simulate(program, costs)
     peaks = tuple(use.peak_bytes for use in result.memory)
     return Simulation(result.makespan_s + estimate.gather_s, result, peaks)
