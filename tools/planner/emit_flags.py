@@ -83,6 +83,10 @@ def extension_reasons(plan: Plan) -> list[str]:
     reasons = []
     if plan.schedule.name not in ("1f1b", "interleaved"):
         reasons.append(f"schedule {plan.schedule.name}")
+    # Slack only matters where stages divide microbatches differently, which is a reason of its own.
+    reasons += [f"schedule parameter {name}" for name, value in plan.schedule.parameters.items() if value and name != "slack"]
+    if plan.context_parallel > 1:
+        reasons.append(f"context-parallel size {plan.context_parallel}, which sends queries instead of keys and values")
     sizes = {r.tp for s in plan.stages for r in s.replicas}
     if len(sizes) > 1:
         reasons.append(f"tensor-parallel sizes {sorted(sizes)} differ")

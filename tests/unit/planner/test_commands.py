@@ -213,3 +213,62 @@ def test_check_says_what_only_the_schedule_knows(files, capsys):
     code, out = call(capsys, "check", hand_made(files, chunks=3, schedule="ministage", parameters={"window": True},
                                                 distributed=True), *common(files))
     assert code == 0, out
+
+
+@pytest.mark.parametrize(
+    ("parameters", "key"),
+    [
+        ({"slices": 0}, "schedule.parameters.slices"),
+        ({"slices": -1}, "schedule.parameters.slices"),
+        ({"slices": "x"}, "schedule.parameters.slices"),
+        ({"slack": None}, "schedule.parameters.slack"),
+        ({"slack": "much"}, "schedule.parameters.slack"),
+        ({"zero_stage": "x"}, "schedule.parameters.zero_stage"),
+    ],
+)
+def test_bad_parameters_are_named(files, capsys, parameters, key):
+    schedule = "slimpipe" if "slices" in parameters else "1f1b"
+    path = hand_made(files, schedule=schedule, parameters=parameters)
+    code, out = call(capsys, "simulate", path, *common(files))
+    assert code == 2 and json.loads(out.out)["error"]["key"] == key
+    code, out = call(capsys, "check", path, *common(files))
+    assert code == 1 and not json.loads(out.out)["valid"]
+
+
+def test_what_the_generator_refuses_is_one_error(files, capsys):
+    path = hand_made(files, schedule="interleaved", chunks=3, parameters={"group": "all"})
+    code, out = call(capsys, "simulate", path, *common(files))
+    error = json.loads(out.out)["error"]
+    assert code == 2 and error["key"] == "schedule" and "'group': 'all'" in error["value"]
+
+
+def test_tp_groups_go_where_they_fit(files, capsys):
+    """Two kinds of node with one kind of GPU: the TP group of four is not on the nodes of two."""
+    nodes = [{"gpu": "RTX-3090", "count": 1, "gpus_per_node": n, "zone": "lab-a"} for n in (2, 4)]
+    (files / "c.yaml").write_text(yaml.safe_dump({"nodes": [CLUSTER["nodes"][0], *nodes]}))
+    path = hand_made(files, tp=4)
+    for command in ("check", "simulate"):
+        code, out = call(capsys, command, path, *common(files))
+        assert code == 0, out
+    (files / "c.yaml").write_text(yaml.safe_dump({"nodes": [CLUSTER["nodes"][0], *nodes[:1]]}))
+    code, out = call(capsys, "check", path, *common(files))
+    (problem,) = json.loads(out.out)["problems"]
+    assert code == 1 and "TP group of 4 does not fit a node with 2" in problem["problem"]
+
+
+def test_replicas_are_simulated_as_what_they_are(files, capsys):
+    """The order in which a stage lists its replicas changes nothing: not who is fast, not who has more work."""
+    seconds = []
+    for order in ((0, 1), (1, 0)):
+        path = hand_made(files)
+        body = json.loads(path.read_text())
+        kinds = (("A100-40", list(range(12))), ("RTX-3090", list(range(12, 16))))
+        stage = {"layers": [6], "replicas": [
+            {"ranks": [rank], "microbatches": kinds[i][1], "device": kinds[i][0], "speed": 1.0}
+            for rank, i in enumerate(order)
+        ]}  # fmt: skip
+        path.write_text(json.dumps({**body, "stages": [stage]}))
+        code, out = call(capsys, "simulate", path, *common(files))
+        assert code == 0
+        seconds.append(json.loads(out.out)["iteration_s"])
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-6)

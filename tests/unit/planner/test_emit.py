@@ -64,6 +64,13 @@ def uneven_plan() -> Plan:
     )
 
 
+def context_parallel_plan() -> Plan:
+    """Two stages of one replica each, TP 2 x CP 2."""
+    plan = make_plan(((5,), [((0, 1, 2, 3), (0, 1, 2, 3), "big")]), ((3,), [((4, 5, 6, 7), (0, 1, 2, 3), "small")]))
+    stages = (replace(s, replicas=tuple(replace(r, cp=2) for r in s.replicas)) for s in plan.stages)
+    return replace(plan, stages=tuple(stages))
+
+
 def test_layout_is_what_megatron_parses() -> None:
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.enums import LayerType
@@ -89,6 +96,10 @@ def test_one_stage_gets_no_layout() -> None:
     assert "--pipeline-model-parallel-layout" not in stock_arguments(plan)
 
 
+def test_parameters_that_stock_megatron_does_not_miss() -> None:
+    assert not extension_reasons(replace(even_plan(), schedule=ScheduleSpec("1f1b", {"slack": 1.0, "vocabulary": False})))
+
+
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
@@ -100,6 +111,9 @@ def test_one_stage_gets_no_layout() -> None:
             "not numbered in Megatron's order",
         ),
         (make_plan(((8,), [((0,), (0, 1, 2, 3), "big")]), schedule="slimpipe"), "schedule slimpipe"),
+        (context_parallel_plan(), "context-parallel size 2"),
+        (replace(even_plan(), schedule=ScheduleSpec("1f1b", {"vocabulary": True})), "schedule parameter vocabulary"),
+        (replace(even_plan(), schedule=ScheduleSpec("1f1b", {"offload_activations": 0.5})), "parameter offload_activations"),
     ],
 )
 def test_plans_that_need_the_extension_say_why(plan: Plan, reason: str) -> None:
@@ -149,6 +163,15 @@ def test_a_tp_group_never_straddles_nodes() -> None:
         ((4,), [((0,), (0, 1, 2, 3), "small")]), ((4,), [((1, 2), (0, 1, 2, 3), "small")])
     )
     assert [n.ranks for n in place(plan, KINDS)] == [(0,), (1, 2)]
+
+
+def test_all_ranks_of_context_parallel_replicas_get_a_device() -> None:
+    """On nodes of two GPUs the parts of a sequence are on two nodes; a TP group is not."""
+    assert [(n.kind, n.ranks) for n in place(context_parallel_plan(), KINDS)] == [
+        ("big", (0, 1, 2, 3)), ("small", (4, 5)), ("small", (6, 7)),
+    ]  # fmt: skip
+    with pytest.raises(PlannerError, match="4 of them, more than the cluster has"):
+        place(context_parallel_plan(), {**KINDS, "small": NodeKind(devices=2, count=1)})
 
 
 def test_ranks_of_a_node_need_not_be_neighbours() -> None:
