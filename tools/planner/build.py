@@ -65,7 +65,10 @@ def _block_counts(estimator: Estimator, candidate: Candidate, s: int, total: int
         return [total // sum(counts)] * sum(counts)
     times = [_unit_time(estimator, candidate, s, g) for g in groups]
     found = allocate(times, counts, total)
-    assert found is not None
+    if found is None:
+        raise PlannerError("plan", f"stages[{s}].replicas", sum(counts),
+                           f"more than the {total} microbatches that they divide: some would have none",
+                           "Use fewer replicas or a smaller micro batch")
     share = [k for k, n in zip(found[1], counts) for _ in range(n)]
     slowness = [t for t, n in zip(times, counts) for _ in range(n)]
     while sum(share) > total:

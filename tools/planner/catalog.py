@@ -28,6 +28,7 @@ class Gpu(BaseModel):
         reserved_bytes: Memory taken by context and libraries before any model exists.
         power_w: Board power, for energy.
         usd_per_hour: A public list price of one GPU hour, when known; prices are user input.
+        is_processor: A CPU device: attention kernels of GPUs, and their limits, do not apply.
         source: Where the figures come from.
     """
 
@@ -39,6 +40,7 @@ class Gpu(BaseModel):
     intra_node_bytes_per_s: float = Field(gt=0)
     host_bytes_per_s: float = Field(default=12e9, gt=0)
     flash_attention_2: bool = False
+    is_processor: bool = False
     efficiency: float = Field(default=0.5, gt=0, le=1)
     reserved_bytes: int = Field(default=1_500_000_000, ge=0)
     launch_s: float = Field(default=20e-6, ge=0)

@@ -68,8 +68,13 @@ def evaluate(estimator: Estimator, candidate: Candidate) -> Estimate | None:
     model = estimator.model
     if not candidate.stages or model.global_batch_size % candidate.micro_batch_size:
         return None
+    total = model.global_batch_size // candidate.micro_batch_size
+    for stage in candidate.stages:  # of the whole plan: a block has the rounded-up share of the microbatches
+        replicas = sum(g.count for g in stage.groups)
+        if not 0 < replicas <= total or candidate.even and total % replicas:
+            return None
     blocks = candidate.blocks
-    total = -(-(model.global_batch_size // candidate.micro_batch_size) // blocks)
+    total = -(-total // blocks)
     transfers = estimator.transfer_times(candidate)
     stages = _stages(estimator, candidate, total, transfers)
     if stages is None:
@@ -123,13 +128,9 @@ def _stages(estimator: Estimator, candidate: Candidate, total: int, transfers: l
             waits = 2 * (transfers[s] if s < last else 0.0) + 2 * (transfers[s - 1] if s else 0.0)
             both = [t + waits for t in both]
         if candidate.even:
-            if total % sum(counts):
-                return None
             shares = [total // sum(counts)] * len(groups)
             busy = max(k * t for k, t in zip(shares, both))
         else:
-            if total < sum(counts):
-                return None
             found = allocate(both, counts, total)
             if found is None:
                 return None

@@ -78,9 +78,14 @@ class Model(BaseModel):
         return self.num_query_groups or self.num_attention_heads
 
     @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
     def kv_size(self) -> int:
         """Width of keys (and of values)."""
-        return self.hidden_size // self.num_attention_heads * self.groups
+        return self.head_dim * self.groups
 
     @property
     def element_bytes(self) -> int:

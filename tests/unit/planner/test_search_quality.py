@@ -1,24 +1,17 @@
 """The searches: optimal on small clusters, never worse with more GPUs, and within all limits."""
 
 import random
-from math import inf
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner_quality import compare_case, estimator_of, random_case
 from tools.planner.build import build_plan, candidate_of, seats
-from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup, ZoneLink
-from tools.planner.errors import PlannerError
 from tools.planner.model import Model
-from tools.planner.reference import reference_nodes
 from tools.planner.search.auto import Effort, search_auto
-from tools.planner.search.book import Book
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import METHODS, search
-from tools.planner.search.outcome import Progress
 
 SETTINGS = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 ONE = Goal(schedules=("1f1b",))
@@ -207,24 +200,26 @@ def test_auto_is_never_worse_than_a_published_method(seed, method, objective, sh
         assert mine.value(goal) <= theirs[0].value(goal) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_ministages_only_where_a_parameter_window_can_hold_them(tied):
-    """Not where replicas of a stage differ in TP, nor where tied embeddings span stages."""
-    nodes = (reference_nodes("A100-40", 2), reference_nodes("V100-16", 2))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("batch", "sharded"), [(8, False), (12, True)])
+def test_fewer_microbatches_than_gpus(method, batch, sharded):
+    """A replica needs a microbatch: GPUs are left out, or carry stages and TP groups."""
     model = Model(num_layers=12, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, vocab_size=32000,
-                  seq_length=1024, global_batch_size=8, precision="fp16", distributed_optimizer=True, tied_embeddings=tied)
+                  seq_length=1024, global_batch_size=batch, precision="fp16", distributed_optimizer=sharded)
+    nodes = (NodeGroup(gpu="A100-40", count=2, gpus_per_node=8), NodeGroup(gpu="V100-16", count=2, gpus_per_node=4))
     estimator = estimator_of(Cluster(nodes=nodes), model)
-    one = (Stage(12, (Group(0, 1, 2), Group(1, 1, 2))),)
-    two = (Stage(6, (Group(0, 1, 2),)), Stage(6, (Group(1, 1, 2),)))
-    mixed = (Stage(12, (Group(0, 1, 2), Group(1, 2, 1))),)
-    for stages, runs in ((one, True), (two, not tied), (mixed, False)):
-        book = Book(estimator, Goal(), Progress())
-        candidate = Candidate(stages, 1, zero_stage=1)
-        assert book.try_candidate(candidate) < inf
-        ministages = candidate.with_(schedule="ministage", chunks=2)
-        assert (book.try_candidate(ministages) < inf) == runs
-        if runs:
-            build_plan(estimator, ministages, estimator.estimate(ministages))
-        else:
-            with pytest.raises(PlannerError, match="parameter window|ministage"):
-                build_plan(estimator, ministages, estimator.estimate(ministages))
+    best = search(method, estimator, Goal()).best
+    assert best is not None
+    plan = build_plan(estimator, best.candidate, best.estimate)
+    assert all(replica.microbatches for stage in plan.stages for replica in stage.replicas)
+    if method == "poplar":
+        assert best.candidate.gpus() == {0: batch // best.candidate.micro_batch_size}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_node_group_without_quota_is_left_out(method):
+    cluster, model = zoned()
+    first = cluster.nodes[0].model_copy(update={"max_gpus": 0})
+    best = search(method, estimator_of(cluster.model_copy(update={"nodes": (first, *cluster.nodes[1:])}), model), ONE).best
+    assert best is not None
+    assert 0 not in best.candidate.gpus()

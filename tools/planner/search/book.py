@@ -113,9 +113,25 @@ class Book:
         return all(n <= self.estimator.cluster.nodes[p].quota for p, n in used.items())
 
     def _runs(self, candidate: Candidate) -> bool:
-        """Whether ministages, which the runtime runs in a parameter window, can have these stages."""
-        tied = self.estimator.model.tied_embeddings
-        return candidate.schedule != "ministage" or candidate.can_shard_parameters(tied)
+        """Whether the runtime can run this schedule on these stages; the closed form prices it all the same."""
+        model, count = self.estimator.model, len(candidate.stages)
+        if count == 1 and candidate.chunks > 1 and model.tied_embeddings:
+            return False  # both ends of the model would be in different chunks of one rank
+        if candidate.schedule == "interleaved":  # in whole groups, in the plan and in each of its blocks
+            return model.global_batch_size // candidate.micro_batch_size % (count * candidate.blocks) == 0
+        if candidate.schedule == "ministage":
+            return candidate.zero_stage >= 1 and candidate.can_shard_parameters(model.tied_embeddings)
+        return candidate.schedule != "slimpipe" or self._can_slice(candidate)
+
+    def _can_slice(self, candidate: Candidate) -> bool:
+        """Whether slices are equal, keep all stages busy, divide over TP ranks, and suit the attention kernels."""
+        model, cluster, slices = self.estimator.model, self.estimator.cluster, candidate.slices
+        if model.seq_length % slices or slices < len(candidate.stages):
+            return False
+        tokens = model.seq_length // slices
+        if model.sequence_parallel and any(tokens % g.tp for s in candidate.stages for g in s.groups):
+            return False
+        return model.head_dim % 8 == 0 or all(cluster.gpu(cluster.nodes[p].gpu).is_processor for p in candidate.gpus())
 
     def _allowed(self, candidate: Candidate) -> bool:
         if candidate.schedule not in self.goal.schedules:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.estimate import Estimator
@@ -53,12 +55,25 @@ def curve(estimator: Estimator, pool: int, zero: int, recompute: str, tp: int = 
 def _fits(estimator: Estimator, pool: int, tp: int, zero: int, batch: int, recompute: str) -> bool:
     if estimator.unit(pool, tp, batch, recompute) is None:
         return False
-    everywhere = tuple(Group(p, tp, n.quota // tp) for p, n in enumerate(estimator.cluster.nodes) if n.quota // tp)
+    everywhere = widest(estimator, range(len(estimator.cluster.nodes)), batch, recompute, tp)
     found = estimator.estimate(Candidate((Stage(estimator.model.num_layers, everywhere),), batch, recompute, zero_stage=zero))
     if found is None:
         return False
     mine = [m for m in found.memory if m.group.pool == pool]
     return all(m.total_bytes <= estimator.memory_margin * m.capacity_bytes for m in mine)
+
+
+def widest(estimator: Estimator, pools: Iterable[int], batch: int, recompute: str, tp: int = 1) -> tuple[Group, ...]:
+    """All replicas of these pools; the fastest only where there are fewer microbatches than replicas."""
+    def seconds(pool: int) -> float:
+        u = estimator.unit(pool, tp, batch, recompute)
+        return u.layer_f + u.layer_b if u else inf
+
+    left, counts = estimator.model.global_batch_size // batch, {}
+    for pool in sorted(pools, key=seconds):
+        counts[pool] = min(left, estimator.cluster.nodes[pool].quota // tp)
+        left -= counts[pool]
+    return tuple(Group(pool, tp, n) for pool, n in sorted(counts.items()) if n)
 
 
 def allocate_accumulated(curves: list[Curve], global_batch: int) -> list[tuple[int, int, int]]:
@@ -134,8 +149,10 @@ def search_poplar(estimator: Estimator, goal: Goal, progress: Progress | None = 
                 if len(usable) < len(nodes) and zero < last:
                     continue
                 # Where one sample fits nowhere, all of them, so that the caller can say what is missing.
-                groups = tuple(Group(p, 1, nodes[p].quota) for p in usable or curves if nodes[p].quota)
-                for batch in estimator.model.batch_sizes if groups else ():
+                for batch in estimator.model.batch_sizes:
+                    groups = widest(estimator, usable or curves, batch, recompute)
+                    if not groups:
+                        continue
                     stage = Stage(estimator.model.num_layers, groups)
                     candidate = Candidate((stage,), batch, recompute, zero_stage=zero)
                     if zero < 2:
