@@ -105,3 +105,13 @@ def test_every_replica_has_a_microbatch():
     wide = eight.with_(stages=(Stage(12, (Group(0, 1, 16),)),))
     with pytest.raises(PlannerError, match="8 microbatches|some would have none"):
         build_plan(found, wide, found.estimate(eight))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("ministage", 3)])
+def test_the_closed_form_is_exact_for_one_stage(schedule, chunks):
+    """So that the search need not simulate it: nothing waits, with mixed GPUs and uneven batches too."""
+    found = estimator()
+    for groups in ((Group(0, 1, 3),), (Group(0, 1, 2), Group(1, 1, 5)), (Group(0, 1, 6), Group(1, 1, 2))):
+        candidate = Candidate((Stage(12, groups),), 1, schedule=schedule, chunks=chunks, zero_stage=1)
+        estimate = found.estimate(candidate)
+        assert simulate_block(found, candidate, estimate).iteration_s == pytest.approx(estimate.iteration_s, rel=1e-9)

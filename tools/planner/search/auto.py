@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from math import inf
 
-from tools.planner.build import seats
+from tools.planner.build import build_plan, seats
 from tools.planner.candidate import Candidate, Stage
 from tools.planner.errors import PlannerError
 from tools.planner.estimate import Estimate, Estimator
@@ -248,7 +248,7 @@ def finish(book: Book, outcome: Outcome, estimator: Estimator, goal: Goal, effor
                 continue
             estimate = again
         left -= operations
-        outcome.simulations += 1
+        outcome.simulations += len(real.stages) > 1
         simulated = _simulated(estimator, real, estimate)
         if simulated is None:
             continue
@@ -263,7 +263,7 @@ def finish(book: Book, outcome: Outcome, estimator: Estimator, goal: Goal, effor
 
 
 def _finalists(book: Book, count: int) -> list[tuple[Candidate, Estimate, int]]:
-    """The best candidates with the number of operations it takes to simulate them.
+    """The best candidates with the number of operations it takes to simulate them: none for a single stage.
 
     Plans that fall into equal blocks take few; the best of those come before irregular ones that
     would take most of the budget.
@@ -272,7 +272,7 @@ def _finalists(book: Book, count: int) -> list[tuple[Candidate, Estimate, int]]:
     listed = []
     for candidate, estimate in book.top(count):
         operations = 2 * len(candidate.stages) * candidate.chunks * candidate.slices * (
-            model.global_batch_size // candidate.micro_batch_size) // candidate.blocks
+            model.global_batch_size // candidate.micro_batch_size) // candidate.blocks if len(candidate.stages) > 1 else 0
         listed.append((candidate, estimate, operations))
     cheap = [entry for entry in listed if entry[2] <= CHEAP_OPERATIONS]
     dear = [entry for entry in listed if entry[2] > CHEAP_OPERATIONS]
@@ -287,8 +287,14 @@ def _within(goal: Goal, found: Found) -> bool:
 
 
 def _simulated(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float | None:
-    """Simulated iteration time; None when the schedule cannot run this shape."""
+    """Simulated iteration time; None when the schedule cannot run this shape.
+
+    Replicas of a single stage wait for nobody: the closed form is exact, and only the plan is checked.
+    """
     try:
+        if len(candidate.stages) == 1:
+            build_plan(estimator, candidate, estimate, one_block=True)
+            return estimate.iteration_s
         return simulate_block(estimator, candidate, estimate).iteration_s
     except PlannerError:
         return None
