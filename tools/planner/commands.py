@@ -36,7 +36,7 @@ def plan(options: argparse.Namespace) -> int:
         raise PlannerError(
             "command line", "--search", options.search,
             f"the plan needs ZeRO-{best.candidate.zero_stage}, which the runtime has only as ministages",
-            "Allow them (--schedules ministage, distributed_optimizer: true in the model file, at least 2 layers), "
+            "Allow them (--schedules ministage, distributed_optimizer: true and untied embeddings in the model file, at least 2 layers), "
             "use --search auto, or GPUs with more memory")
     made = build_plan(estimator, best.candidate, best.estimate, notes=f"made by the planner, --search {options.search}")
     best = _simulated_whole(estimator, best, made)
@@ -123,7 +123,7 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
         raise PlannerError(
             "command line", "--schedules", ",".join(goal.schedules), "no plan with these schedules was found for this model and cluster",
             f"The nearest plan uses {candidate.schedule}: add it. Interleaved needs stages with equal numbers of replicas and "
-            "microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true",
+            "microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true and untied embeddings",
         )
     raise PlannerError("command line", "--min-iterations-per-s", goal.min_iterations_per_s, "no plan meets it",
                        f"The nearest plan found reaches {1 / estimate.iteration_s:.6g}")
