@@ -118,13 +118,14 @@ class SliceCoreAttention(torch.nn.Module):
 
 
 def replace_core_attention(
-    model: torch.nn.Module, slots: int, kernel: str | None = None
+    model: torch.nn.Module, slots: int, device: torch.device, kernel: str | None = None
 ) -> list[SliceCoreAttention]:
     """Put slice attention into every self-attention of a model chunk, of local or TE specs.
 
     Args:
         model: A GPTModel, not wrapped.
         slots: Chunks of keys and values per layer.
+        device: What the model will compute on; its weights may not be there yet.
         kernel: Name of the attention kernel, None for the best one.
 
     Returns:
@@ -138,9 +139,9 @@ def replace_core_attention(
         attention = layer.self_attention
         if not hasattr(attention, "core_attention") or not hasattr(attention, "linear_qkv"):
             raise ValueError(f"slices: {type(attention).__name__} has no core attention to replace")
-        weight = next(attention.linear_qkv.parameters())
-        if not weight.is_meta:  # what cannot run is known before training
-            choose_kernel(Setting.of(weight.new_empty(attention.hidden_size_per_attention_head)), kernel)
+        dtype = next(attention.linear_qkv.parameters()).dtype
+        # What cannot run is known before training.
+        choose_kernel(Setting.on(device, dtype, attention.hidden_size_per_attention_head), kernel)
         attention.core_attention = SliceCoreAttention(slots, attention.config.softmax_scale, kernel)
         placed.append(attention.core_attention)
     return placed

@@ -39,9 +39,13 @@ class Setting:
     @classmethod
     def of(cls, query: torch.Tensor) -> Setting:
         """The setting of a query ``[s, b, heads, d]``."""
-        is_cuda = query.is_cuda
-        capability = torch.cuda.get_device_capability(query.device) if is_cuda else (0, 0)
-        return cls(query.device.type, query.dtype, query.shape[-1], capability)
+        return cls.on(query.device, query.dtype, query.shape[-1])
+
+    @classmethod
+    def on(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> Setting:
+        """The setting on a device, for queries of ``head_dim`` channels per head."""
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        return cls(device.type, dtype, head_dim, capability)
 
 
 class Kernel(Protocol):

@@ -216,8 +216,9 @@ class HetSession:
             )
         if cuts_sequences(self.plan):
             self._slicing = SlicedSequences(
-                args, slices_of(self.plan), lowered, self._exchange, self.groups.get("cp")
-            )
+                args, slices_of(self.plan), lowered, self._platform.device,
+                self._exchange, self.groups.get("cp"),
+            )  # fmt: skip
         return self._slicing or WholeSequences()
 
     def finish_report(self) -> None:

@@ -75,6 +75,7 @@ class SlicedSequences:
             scripts allocate what they receive from other TP ranks by it.
         slices: Slices per sequence.
         programs: This rank's programs; they decide how many key-value chunks live at once.
+        device: What this rank computes on.
         exchange: Attention that is computed for and by other devices, None for none.
         group: The context-parallel group, None when this rank holds whole slices.
     """
@@ -84,6 +85,7 @@ class SlicedSequences:
         args: Any,
         slices: int,
         programs: Mapping[bool, RankProgram],
+        device: torch.device,
         exchange: ContextExchange | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -92,6 +94,7 @@ class SlicedSequences:
 
         self._args = args
         self._slices = slices
+        self._device = device
         self._exchange = exchange
         self._seq_length = args.seq_length
         self._parallel = None if group is None else CommutedContextParallel(group)
@@ -122,9 +125,11 @@ class SlicedSequences:
 
         first = len(self._models)
         self._models += models
-        device = next((p.device.type for model in models for p in model.parameters()), "cpu")
-        kernel = kernel_of_backend(self._args.attention_backend.name, device)
-        placed = [replace_core_attention(m, self._slots[chunk], kernel) for chunk, m in enumerate(models, first)]
+        kernel = kernel_of_backend(self._args.attention_backend.name, self._device.type)
+        placed = [
+            replace_core_attention(model, self._slots[chunk], self._device, kernel)
+            for chunk, model in enumerate(models, first)
+        ]
         if self._exchange is not None:
             query_tokens = self._tokens * self._size
             self._exchange.attach(placed, models, query_tokens, self._args.micro_batch_size, kernel)

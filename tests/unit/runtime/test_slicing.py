@@ -12,6 +12,8 @@ from megatron_het.runtime.slicing import SlicedSequences, cut_batch, live_slices
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Kind, Shape
 
+CPU = torch.device("cpu")
+
 
 def rank_program(stage: int, slices: int, chunks: int, forward_only: bool = False) -> RankProgram:
     shape = Shape.uniform(4, 3, slices=slices, chunks=chunks)
@@ -48,7 +50,7 @@ def test_cut_batch() -> None:
 def test_batch_is_read_once() -> None:
     args = SimpleNamespace(seq_length=12)
     program = RankProgram((), 2, (0,), frozenset())
-    slicing = SlicedSequences(args, 3, {False: program, True: program})
+    slicing = SlicedSequences(args, 3, {False: program, True: program}, CPU)
     source = iter([{"tokens": torch.arange(12).view(1, 12) + 100 * m} for m in range(2)])
     seen = []
     for m in range(2):
@@ -87,7 +89,7 @@ def test_chunks_get_the_cache_of_their_place(at_once: bool) -> None:
     """Whether they are built together or one after the other."""
     args = SimpleNamespace(seq_length=32, attention_backend=SimpleNamespace(name="auto"))
     program = rank_program(0, 8, 2)
-    slicing = SlicedSequences(args, 8, {False: program})
+    slicing = SlicedSequences(args, 8, {False: program}, CPU)
     models = [chunk(2), chunk(1)]
     keys = [list(model.state_dict()) for model in models]
     for part in [models] if at_once else [[model] for model in models]:
@@ -106,12 +108,38 @@ def test_chunks_get_the_cache_of_their_place(at_once: bool) -> None:
 
 def test_a_chunk_without_layers() -> None:
     args = SimpleNamespace(seq_length=32, attention_backend=SimpleNamespace(name="auto"))
-    SlicedSequences(args, 8, {False: rank_program(0, 8, 2)}).attach([chunk(0)])
+    SlicedSequences(args, 8, {False: rank_program(0, 8, 2)}, CPU).attach([chunk(0)])
 
 
 def test_a_rank_without_data_reads_nothing() -> None:
     args = SimpleNamespace(seq_length=12)
     program = RankProgram((), 1, (0,), frozenset())
-    slicing = SlicedSequences(args, 3, {False: program, True: program})
+    slicing = SlicedSequences(args, 3, {False: program, True: program}, CPU)
     with slicing.forward(RankOp(Kind.FORWARD, 0, 0, 0, ""), None, forward_only=False):
         pass
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "kernel"),
+    [("flash", "cuda", "cuda-flash"), ("fused", "cuda", "cudnn"), ("auto", "cuda", None), ("flash", "cpu", None)],
+)
+def test_kernel_of_the_device_that_weights_will_be_on(
+    backend: str, device: str, kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Transformer Engine the norms are still on the CPU when attention is replaced."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    args = SimpleNamespace(seq_length=32, attention_backend=SimpleNamespace(name=backend))
+    model = chunk(2).bfloat16()
+    slicing = SlicedSequences(args, 8, {False: rank_program(1, 8, 1)}, torch.device(device))
+    slicing.attach([model])
+    for layer in model.decoder.layers:
+        assert layer.self_attention.core_attention._kernel_name == kernel
+
+
+def test_a_kernel_that_cannot_run_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    args = SimpleNamespace(seq_length=32, attention_backend=SimpleNamespace(name="flash"))
+    slicing = SlicedSequences(args, 8, {False: rank_program(1, 8, 1)}, torch.device("cuda"))
+    with pytest.raises(ValueError, match="cuda-flash has no torch.float32"):
+        slicing.attach([chunk(1)])
