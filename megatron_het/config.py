@@ -224,6 +224,12 @@ def _check_checkpoint(plan: Plan, args: Any) -> None:
         raise PlanError(
             "--ckpt-format", args.ckpt_format, "only torch_dist can be saved and loaded across plans"
         )
+    if args.non_persistent_ckpt_type not in (None, "global"):
+        raise PlanError(
+            "--non-persistent-ckpt-type", args.non_persistent_ckpt_type,
+            "of replicas of different TP and of tied embeddings only one copy is saved, which other ranks "
+            "cannot read from a local checkpoint", "Use global",
+        )
     keeps_optimizer = not (args.no_save_optim and args.no_load_optim)
     distributed = plan.training.distributed_optimizer
     if distributed and keeps_optimizer and not args.dist_ckpt_optim_fully_reshardable:

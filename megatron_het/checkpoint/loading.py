@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,17 +35,15 @@ class LoadHook:
             with _set(args, tensor_model_parallel_size=self._shown_tp, no_load_rng=True):
                 iteration, flops = original(*positional, **keywords)
             if iteration and wants_random_state:
-                self._load_random_state(args)
+                self._load_random_state(loaded_path(args, iteration))
             return iteration, flops
 
         return load_checkpoint
 
-    def _load_random_state(self, args: Any) -> None:
+    def _load_random_state(self, path: str) -> None:
         from megatron.core import dist_checkpointing
-        from megatron.training.checkpointing import get_load_checkpoint_path_by_args
         from megatron.training.utils import print_rank_0
 
-        path = get_load_checkpoint_path_by_args(args)
         saved = dist_checkpointing.load_common_state_dict(path).get("args")
         if getattr(saved, "het_topology", None) != self._topology:
             print_rank_0("random-number states are not loaded: the checkpoint has another topology")
@@ -52,6 +51,28 @@ class LoadHook:
         keys = dist_checkpointing.serialization.load_sharded_metadata(path)
         if any(key.split("/")[0] == RANDOM_STATE_KEY for key in keys):
             restore_random_state(path)
+
+
+def loaded_path(args: Any, iteration: int) -> str:
+    """The folder of the checkpoint that Megatron has just loaded.
+
+    It prefers the non-persistent one, unless a persistent one is newer.
+
+    Args:
+        args: Megatron's arguments.
+        iteration: Of the loaded checkpoint.
+    """
+    from megatron.training import checkpointing
+
+    if args.non_persistent_ckpt_type == "global":
+        folder = args.non_persistent_global_ckpt_dir or os.path.join(
+            args.load, checkpointing._NON_PERSISTENT_CKPT_SUBDIR
+        )
+        if checkpointing.checkpoint_exists(folder):
+            tracker = checkpointing.get_checkpoint_tracker_filename(folder)
+            if checkpointing.read_metadata(tracker)[0] == iteration:
+                return checkpointing.get_checkpoint_name(folder, iteration, return_base_dir=True)
+    return checkpointing.get_load_checkpoint_path_by_args(args)
 
 
 @contextlib.contextmanager

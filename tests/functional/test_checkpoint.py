@@ -102,14 +102,17 @@ def train(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Train:
 
     def train(
         under: Plan | None, weights: Weights, *more: str | Path, load: Path | None = None,
-        steps: int = STEPS, decay_steps: int = STEPS, save_interval: int = SAVED_AT,
+        steps: int = STEPS, decay_steps: int = STEPS, save_interval: int = SAVED_AT, start: bool = True,
     ) -> Run:  # fmt: skip
         folder = tmp_path_factory.mktemp("run")
         flags = [*common_flags(weights, by_samples=True, steps=steps), *lab.data_flags()]
         flags += ["--lr-decay-samples", str(decay_steps * MICROBATCHES)]
         flags += ["--save", str(folder / "checkpoints"), "--save-interval", str(save_interval)]
         flags += [str(word) for word in more]
-        flags += list(lab.start_flags(weights)) if load is None else ["--load", str(load)]
+        if load is not None:
+            flags += ["--load", str(load)]
+        elif start:
+            flags += lab.start_flags(weights)
         if under is not None:
             save_plan(under, folder / "plan.json")
             flags += ["--het-plan", str(folder / "plan.json"), "--het-report", str(folder)]
@@ -234,3 +237,23 @@ def test_dropout_resumes_bit_for_bit_under_the_same_topology(train: Train):
         kind.first, kind.weights, *DROPOUT, *step, "--no-load-rng", load=whole.checkpoints
     )
     assert fresh.losses != resumed.losses, "dropout does not depend on the random-number state"
+
+
+def test_dropout_resumes_from_a_non_persistent_checkpoint(train: Train):
+    """Megatron loads iteration 5, although 3 is asked for; the random-number states are those of 5, too."""
+    kind = KINDS["distributed-optimizer"]
+    flags = (*DROPOUT, "--non-persistent-save-interval", "5", "--non-persistent-ckpt-type", "global")
+    whole = train(kind.first, kind.weights, *flags, save_interval=3)
+    resumed = train(kind.first, kind.weights, *flags, "--ckpt-step", "3", load=whole.checkpoints)
+    assert sorted(resumed.losses) == [6, 7, 8]
+    assert resumed.losses == {i: whole.losses[i] for i in resumed.losses}
+
+
+def test_replicas_start_alike_without_a_checkpoint(train: Train):
+    """What one replica saves goes on like all of them, of different TP and with tied embeddings."""
+    kind = KINDS["tied"]
+    whole = train(kind.first, kind.weights, start=False)
+    resumed = train(None, kind.weights, "--ckpt-step", str(SAVED_AT), load=whole.checkpoints)
+    assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
+    for iteration, loss in resumed.losses.items():
+        assert loss == pytest.approx(whole.losses[iteration], rel=BAR, abs=0.0), iteration

@@ -60,6 +60,10 @@ def test_accepted() -> None:
         ({"step_batch_size_schedule": "0:8"}, "--step-batch-size-schedule.*fixed number of microbatches"),
         ({"decoder_seq_length": 32}, "--decoder-seq-length = 32.*length of --seq-length = 64"),
         ({"num_experts": 2}, "mixture of experts"),
+        (
+            {"save": "folder", "ckpt_format": "torch_dist", "non_persistent_ckpt_type": "local"},
+            "--non-persistent-ckpt-type = 'local'.*Use global",
+        ),
     ],
 )
 def test_refused(changed: dict[str, Any], reason: str) -> None:

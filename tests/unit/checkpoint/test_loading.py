@@ -1,0 +1,80 @@
+"""Random-number states come from the checkpoint that Megatron has loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_het import platform
+
+platform.activate()  # before Megatron is imported, which binds what the platform replaces
+
+from megatron_het.checkpoint import loading  # noqa: E402
+from megatron_het.checkpoint.random_state import RANDOM_STATE_KEY  # noqa: E402
+from megatron_het.plan import topology_hash  # noqa: E402
+from tests.unit.plan.test_plan import document, read  # noqa: E402
+
+
+def save(folder: Path, iteration: int) -> Path:
+    """What says which checkpoint of a folder is the latest."""
+    folder.mkdir(exist_ok=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return folder
+
+
+def arguments(load: Path, **changed: Any) -> SimpleNamespace:
+    given = {
+        "load": str(load), "ckpt_step": None, "non_persistent_ckpt_type": "global",
+        "non_persistent_global_ckpt_dir": None, "tensor_model_parallel_size": 1, "no_load_rng": False,
+        "finetune": False,
+    }  # fmt: skip
+    return SimpleNamespace(**{**given, **changed})
+
+
+@pytest.mark.parametrize(
+    ("persistent", "temporary", "changed", "loaded", "expected"),
+    [
+        (4, None, {"non_persistent_ckpt_type": None}, 4, "iter_0000004"),
+        (4, 6, {"non_persistent_ckpt_type": None}, 4, "iter_0000004"),
+        (4, 6, {}, 6, "non_persistent/iter_0000006"),
+        (4, 4, {}, 4, "non_persistent/iter_0000004"),
+        (8, 6, {}, 8, "iter_0000008"),
+        (8, 6, {"ckpt_step": 4}, 6, "non_persistent/iter_0000006"),
+        (8, 6, {"ckpt_step": 7}, 7, "iter_0000007"),
+        (4, None, {}, 4, "iter_0000004"),
+        (None, 6, {}, 6, "non_persistent/iter_0000006"),
+    ],
+)
+def test_states_of_the_loaded_checkpoint(
+    persistent: int | None, temporary: int | None, changed: dict[str, Any], loaded: int, expected: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from megatron import training
+    from megatron.core import dist_checkpointing
+
+    if persistent is not None:
+        save(tmp_path, persistent)
+    if temporary is not None:
+        save(tmp_path / "non_persistent", temporary)
+    plan = read(document())
+    common = {"args": SimpleNamespace(het_topology=topology_hash(plan))}
+    seen: list[str] = []
+    monkeypatch.setattr(training, "get_args", lambda: arguments(tmp_path, **changed))
+    monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", lambda path: seen.append(path) or common)
+    monkeypatch.setattr(
+        dist_checkpointing.serialization, "load_sharded_metadata",
+        lambda path: seen.append(path) or {f"{RANDOM_STATE_KEY}/shard_0_5": None},
+    )  # fmt: skip
+    monkeypatch.setattr(loading, "restore_random_state", seen.append)
+    assert loading.LoadHook(plan).wrap(lambda: (loaded, 0))() == (loaded, 0)
+    assert seen == [str(tmp_path / expected)] * 3
+
+
+def test_a_folder_of_its_own(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    own = save(tmp_path / "fast", 5)
+    args = arguments(tmp_path, non_persistent_global_ckpt_dir=str(own))
+    assert loading.loaded_path(args, 5) == str(own / "iter_0000005")
