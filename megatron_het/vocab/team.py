@@ -192,12 +192,12 @@ class SplitVocabulary:
         loss_func = None
         if owner is None:
             hidden, labels, loss_func = self._ready.pop(key)
-            hidden = hidden.to(call.dtype)
+            hidden = hidden.to(self._weight_dtype)
             for peer in self._helpers(op):
                 self._channels.send(hidden, peer, op.label)
                 self._channels.send(labels, peer, op.label)
         else:
-            hidden, labels = self._receive(owner, op, self._shapes(call), (call.dtype, torch.int64), call)
+            hidden, labels = self._receive(owner, op, self._shapes(call), (self._weight_dtype, torch.int64), call)
         work = self._compute(hidden, labels, call.forward_only)
         work.loss_func = loss_func
         statistics = self._over_tp(work.shard.statistics)
@@ -294,6 +294,13 @@ class SplitVocabulary:
     def _helpers(self, op: RankOp) -> list[int]:
         """The ranks that work for this one."""
         return team(self._placement, op.microbatch, self._position)[:-1]
+
+    @property
+    def _weight_dtype(self) -> torch.dtype:
+        """What the output layer computes in; between stages hidden states may be wider."""
+        assert self._layer is not None
+        weight = self._layer.weight if self._tied_weight is None else self._tied_weight
+        return weight.dtype
 
     def _shapes(self, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of hidden states and labels on a rank."""
