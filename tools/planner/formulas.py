@@ -102,7 +102,7 @@ def _stages(estimator: Estimator, candidate: Candidate, total: int, transfers: l
     last, blocks = len(candidate.stages) - 1, candidate.blocks
     fixed = estimator.runtime.operation_s * candidate.chunks * candidate.slices
     for s, (layers, groups) in enumerate(candidate.stages):
-        if layers < max(1, candidate.chunks) or not groups:
+        if layers < 1 or not groups:
             return None
         units: list[Unit] = []
         forward: list[float] = []

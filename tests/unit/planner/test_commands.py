@@ -242,6 +242,17 @@ def test_what_the_generator_refuses_is_one_error(files, capsys):
     assert code == 2 and error["key"] == "schedule" and "'group': 'all'" in error["value"]
 
 
+def test_chunks_without_layers_are_priced(files, capsys):
+    """A stage of one layer beside one of five, both in two chunks."""
+    body = json.loads(hand_made(files, schedule="interleaved").read_text())
+    for stage, layers in zip(body["stages"], ([1, 0], [2, 3])):
+        stage["layers"] = layers
+    (files / "p.json").write_text(json.dumps(body))
+    for command in ("check", "simulate"):
+        code, out = call(capsys, command, files / "p.json", *common(files))
+        assert code == 0, out
+
+
 def test_tp_groups_go_where_they_fit(files, capsys):
     """Two kinds of node with one kind of GPU: the TP group of four is not on the nodes of two."""
     nodes = [{"gpu": "RTX-3090", "count": 1, "gpus_per_node": n, "zone": "lab-a"} for n in (2, 4)]

@@ -115,6 +115,8 @@ class Book:
     def _runs(self, candidate: Candidate) -> bool:
         """Whether the runtime can run this schedule on these stages; the closed form prices it all the same."""
         model, count = self.estimator.model, len(candidate.stages)
+        if any(s.layers < candidate.chunks for s in candidate.stages):
+            return False  # it could, with chunks of no layers, which gain nothing
         if count == 1 and candidate.chunks > 1 and model.tied_embeddings:
             return False  # both ends of the model would be in different chunks of one rank
         if candidate.schedule == "interleaved":  # in whole groups, in the plan and in each of its blocks
