@@ -255,6 +255,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16, help="per microbatch, against ZeRO-3")
     parser.add_argument("--only", choices=["even", "zero3"], help="one of the two comparisons")
     options = parser.parse_args()
+    if options.iterations < 2:
+        parser.error(f"--iterations {options.iterations}: at least 2, because one of them counts memory and is left out")
     start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="zorse-speed-"))
     mixed: dict[str, Any] = {}
     zero3: dict[str, Any] = {}
