@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, build_plan, with_schedule
+from benchmarks.cases import Case, build_plan, common_flags, with_schedule
 from benchmarks.compare import Differences, compare
 from benchmarks.lab import Lab
-from benchmarks.runner import Finished
+from benchmarks.runner import Finished, Job
 
 FP32_BAR = 1e-5
 # In bf16 a sum over TP ranks rounds elsewhere than the sum of one process does: one part in 2^8 per
@@ -77,6 +77,22 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
         assert found.gradient <= BF16_GRADIENT_BAR, found
     else:
         assert max(found.loss, found.validation, found.gradient) <= FP32_BAR, found
+
+
+def test_cyclic_epochs_may_end_inside_an_iteration(lab: Lab):
+    """Tokens and labels of a microbatch are read by different ranks, each with a loader of its own."""
+    case = replace(BY_NAME["replicas"], name="cyclic-short-epochs")
+    planned = lab.job(case, "--dataloader-type", "cyclic")
+    assert planned.setup is not None
+    observe = "tests.functional.short_epochs:observe"
+    planned = replace(planned, setup=(observe, planned.setup[1]))
+    folder = lab.folder / "one-cyclic-short-epochs"
+    flags = (*common_flags(*case.reference), *lab.start_flags(case.weights), "--dataloader-type", "cyclic")
+    stock = Job(folder.name, 1, flags, folder, setup=(observe, {"out": str(folder), "gradients": True}))
+    for done in lab.runner.run_all([stock, planned], at_once=2):
+        done.check()
+    found = compare(planned.log_dir, case.plan, folder)
+    assert max(found.loss, found.validation, found.gradient) <= FP32_BAR, found
 
 
 # The figure that each accident must change, and by how many times the bar.  A wrong norm changes the
