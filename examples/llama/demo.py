@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -54,6 +55,7 @@ class Size:
         short_iterations: Iterations of each run of the comparison.
         rounds: Runs of each plan in the comparison.
         window_s: Seconds per measured figure.
+        profiles: At most this many: one more where the machine has changed its speed since the last.
     """
 
     model: ModelShape
@@ -62,17 +64,18 @@ class Size:
     short_iterations: int
     rounds: int
     window_s: float
+    profiles: int
 
 
 FULL = Size(
     ModelShape(9, 256, 8, 4, 256, ffn_hidden_size=704),
     TrainingShape(micro_batch_size=1, global_batch_size=12),
-    iterations=60, short_iterations=9, rounds=2, window_s=0.6,
+    iterations=60, short_iterations=9, rounds=2, window_s=0.6, profiles=2,
 )  # fmt: skip
 QUICK = Size(
     ModelShape(6, 64, 4, 2, 64, ffn_hidden_size=128),
     TrainingShape(micro_batch_size=1, global_batch_size=12),
-    iterations=6, short_iterations=5, rounds=1, window_s=0.1,
+    iterations=6, short_iterations=5, rounds=1, window_s=0.1, profiles=1,
 )  # fmt: skip
 
 
@@ -119,6 +122,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _WITHIN, _FINALISTS = 0.06, 3  # candidates that are tried out: predicted distance from the best, how many
+_STALE = 0.12  # a profile whose predictions are all this far off, in one direction, is of another speed
+
+
+def is_stale(errors: Sequence[float]) -> bool:
+    """Whether predictions are wrong by the machine's speed, and not by their own errors.
+
+    Args:
+        errors: Measured over predicted time, less 1, of every candidate that was tried out.
+    """
+    return min(errors) > _STALE or max(errors) < -_STALE
 
 
 class Demo:
@@ -142,8 +155,7 @@ class Demo:
         self.screen.title("The cluster")
         self.screen.line(describe(devices))
         data = self._data()
-        profile = self._profile(devices)
-        trial, even, order = self._plan(profile, devices, data)
+        trial, even, order = self._plan(devices, data)
         even_order = planning.devices_in_rank_order(even.estimate, devices)
         self._compare(trial, even, order, even_order, data)
         training = self._train(trial, order, data)
@@ -203,17 +215,34 @@ class Demo:
         )
         return profile
 
+    def _choose(
+        self, devices: Sequence[CpuDevice], data: DataFiles
+    ) -> tuple[planning.Speeds, planning.Estimate]:
+        """The fastest plan, and the speeds that it was made from."""
+        layers, microbatches = self.size.model.num_layers, self.size.training.num_microbatches
+        left = self.size.profiles
+        while True:
+            speeds = planning.Speeds(self._profile(devices), devices)
+            self.screen.title("Plan: layers per stage and microbatches per replica by measured speed")
+            ranked = planning.best(devices, speeds, layers, microbatches, _WITHIN)
+            finalists = planning.shortlist(ranked, devices, _WITHIN, _FINALISTS)
+            winner, errors = self._try_out(finalists, speeds, devices, data)
+            left -= 1
+            if not is_stale(errors) or not left:
+                return speeds, winner
+            least = min(errors, key=abs)
+            self.screen.line(
+                f"all candidates ran at least {abs(least):.0%} {'longer' if least > 0 else 'shorter'} than predicted: "
+                "the machine's speed has changed since the profile, so it is made again"
+            )
+
     def _plan(
-        self, profile: Profile, devices: Sequence[CpuDevice], data: DataFiles
+        self, devices: Sequence[CpuDevice], data: DataFiles
     ) -> tuple[report.Trial, report.Trial, list[CpuDevice]]:
         """Choose the plan, write it with its arguments and scripts, and make the even split beside it."""
-        self.screen.title("Plan: layers per stage and microbatches per replica by measured speed")
-        speeds = planning.Speeds(profile, devices)
+        speeds, winner = self._choose(devices, data)
         layers, microbatches = self.size.model.num_layers, self.size.training.num_microbatches
-        ranked = planning.best(devices, speeds, layers, microbatches, _WITHIN)
         evens = [planning.estimate(c, speeds) for c in planning.even_splits(devices, layers, microbatches)]
-        finalists = planning.shortlist(ranked, devices, _WITHIN, _FINALISTS)
-        winner = self._try_out(finalists, speeds, devices, data)
         trials = []
         for name, chosen, note in (
             ("plan.json", winner, "layers and microbatches by measured speed"),
@@ -232,12 +261,15 @@ class Demo:
     def _try_out(
         self, finalists: Sequence[planning.Estimate], speeds: planning.Speeds, devices: Sequence[CpuDevice],
         data: DataFiles,
-    ) -> planning.Estimate:  # fmt: skip
-        """The fastest of candidates that are predicted to be about equally fast, by a short run of each."""
-        if len(finalists) == 1:
-            return finalists[0]
+    ) -> tuple[planning.Estimate, list[float]]:  # fmt: skip
+        """The fastest of candidates that are predicted to be about equally fast, by a short run of each.
+
+        Returns:
+            The fastest, and of each the measured over the predicted time, less 1.
+        """
         folder = self.out / "candidates"
-        folder.mkdir(exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier profile
+        folder.mkdir()
         count = max(4, self.size.short_iterations - 3)
         measured = []
         for i, one in enumerate(finalists):
@@ -254,7 +286,8 @@ class Demo:
                 f"candidate {i + 1}: {report.describe(plan)}, predicted {one.iteration_s:.3f} s, "
                 f"measured {measured[-1]:.3f} s"
             )
-        return finalists[measured.index(min(measured))]
+        errors = [seconds / one.iteration_s - 1 for seconds, one in zip(measured, finalists, strict=True)]
+        return finalists[measured.index(min(measured))], errors
 
     def _emit(self, trial: report.Trial, order: Sequence[CpuDevice], data: DataFiles) -> None:
         """args.sh and the Slurm and torchrun scripts of the same job."""

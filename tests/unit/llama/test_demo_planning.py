@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples.llama.contention import simulate_shared
+from examples.llama.demo import QUICK, Demo
 from examples.llama.devices import CpuDevice, mixed_devices, pinning
 from examples.llama.pinned import cores_of
 from examples.llama.planning import (
@@ -23,6 +28,7 @@ from examples.llama.planning import (
     spread,
     to_plan,
 )
+from examples.llama.screen import Screen
 from megatron_het.plan import ModelShape, TrainingShape
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule import Kind, Op, Shape, generate
@@ -201,3 +207,33 @@ def test_memory_follows_the_microbatches_in_flight() -> None:
     assert last.activation_bytes == 4 * 1000 + 100 + 50
     assert first.parameter_bytes == 4 * (2 * 1000 + 100)
     assert first.optimizer_bytes == 2 * first.parameter_bytes
+
+
+@pytest.mark.parametrize(
+    ("errors", "profiles"),
+    [
+        ([[-0.28, -0.27]], 2),  # all candidates are faster than predicted
+        ([[0.2]], 2),
+        ([[0.2], [0.2]], 2),  # once more, and no more than that
+        ([[-0.28, 0.02]], 1),  # one prediction is wrong
+        ([[0.3, -0.3]], 1),
+        ([[0.05, 0.1]], 1),
+    ],
+)
+def test_a_profile_of_another_speed_is_made_again(errors: list[list[float]], profiles: int, tmp_path: Path) -> None:
+    made: list[Profile] = []
+
+    class Tried(Demo):
+        def _profile(self, devices: Any) -> Profile:
+            made.append(profile())
+            return made[-1]
+
+        def _try_out(self, finalists: Any, speeds: Speeds, devices: Any, data: Any) -> Any:
+            assert speeds.profile is made[-1]
+            return finalists[0], errors[len(made) - 1] if len(made) <= len(errors) else [0.0]
+
+    demo = Tried(argparse.Namespace(out=tmp_path), dataclasses.replace(QUICK, profiles=2), Screen())
+    speeds, winner = demo._choose(DEVICES, None)  # type: ignore[arg-type]
+    assert len(made) == profiles
+    assert speeds.profile is made[-1]
+    assert winner.iteration_s > 0
