@@ -1,4 +1,4 @@
-# The two commands of this project: `make demo` and `make test`.  Both make their own environment
+# The commands of this project: `make demo`, `make test` and `make lint`.  They make their own environment
 # in .venv/ first and reuse it afterwards; PYTHON=/path names the Python to make it with.
 
 SHELL := bash
@@ -16,11 +16,13 @@ INSTALL_INPUTS := requirements/constraints.txt setup.py pyproject.toml scripts/m
 # Rank processes on one machine talk over the loopback interface and share its cores.
 RUN_ENVIRONMENT := OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=$(shell uname | grep -q Darwin && echo lo0 || echo lo)
 PYTEST_ARGS ?=
+DOCTOR_ARGS ?=
+GPU_CHECK_ARGS ?=
 
-.PHONY: help venv demo test slurm clean
+.PHONY: help venv demo test test-upstream lint slurm chromium clean
 
 help: ## Show the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 venv: $(STAMP) ## Make or update the environment in .venv/
 
@@ -31,13 +33,31 @@ $(STAMP): $(INSTALL_INPUTS)
 demo: $(STAMP) ## Profile, plan and train on this machine as a small mixed cluster
 	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m examples.llama.demo
 
+doctor: $(STAMP) ## Check this machine as a small mixed cluster (DOCTOR_ARGS=--break puts faults in)
+	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m examples.llama.doctor $(DOCTOR_ARGS)
+
+gpu-check: $(STAMP) ## What only a GPU can show, in under nine minutes (GPU_CHECK_ARGS adds arguments)
+	$(VENV_PYTHON) -m benchmarks.gpu.check $(GPU_CHECK_ARGS)
+
 slurm: ## Install Slurm for its tests (Debian, root)
 	scripts/install_slurm.sh
 
+chromium: ## Install the browser for the tests of the report page (Debian, root)
+	scripts/install_chromium.sh
+
 test: $(STAMP) ## Run all tests (PYTEST_ARGS adds arguments)
 	@if [[ -n "$${INSTALL_SLURM:-}" ]]; then scripts/install_slurm.sh || true; fi
+	@if [[ -n "$${INSTALL_CHROMIUM:-}" ]]; then scripts/install_chromium.sh || true; fi
 	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m pytest tests/unit tests/functional $(PYTEST_ARGS)
 
+test-upstream: $(STAMP) ## Run Megatron-core's own unit tests that need no GPU, of the checkout MEGATRON_LM_PATH
+	$(RUN_ENVIRONMENT) $(VENV_PYTHON) tests/upstream/run.py
+
+lint: $(STAMP) ## Check format, style and types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
 clean: ## Remove the environment, caches and build outputs; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -13,17 +13,23 @@ VERSION = next(
 README = HERE / "README.md"
 
 # What a rank process needs.  psutil: torch_dist checkpoints; tensorboard: --tensorboard-dir.
-RUNTIME = [
-    "torch>=2.6",
-    "megatron-core==0.19.2",
-    "numpy",
-    "psutil",
-    "tensorboard",
-]
+RUNTIME = ["torch>=2.6", "megatron-core==0.19.2", "numpy", "psutil", "tensorboard"]
 PLANNER = ["networkx", "scipy", "pydantic>=2", "pyyaml", "rich", "matplotlib"]
 TEST = ["pytest", "hypothesis"]
+LINT = ["ruff", "mypy", "pre-commit"]
 # Fused layers and FP8; found and used by Megatron itself.  Needs a CUDA tool chain to build.
 GPU = ["transformer-engine[pytorch]>=2.3"]
+
+# A Megatron-LM checkout compiles its dataset helpers with it; the wheel brings them compiled.
+CHECKOUT = ["pybind11"]
+# --tokenizer-type HuggingFaceTokenizer
+HUGGINGFACE = ["transformers"]
+EXTRAS = {"planner": PLANNER, "test": TEST, "lint": LINT, "gpu": GPU, "checkout": CHECKOUT, "huggingface": HUGGINGFACE}
+
+# A checkout has the planner under tools/, a name that other projects use too; installed, it is a package of its
+# own.  The git patches travel inside megatron_het.
+FOLDERS = {"het_planner": "tools/planner", "megatron_het.patches": "patches"}
+PLANNER_PACKAGES = [f"het_planner.{name}" for name in find_packages("tools/planner")]
 
 setup(
     name="megatron-het",
@@ -32,9 +38,18 @@ setup(
     long_description=README.read_text() if README.exists() else "",
     long_description_content_type="text/markdown",
     python_requires=">=3.12",
-    packages=find_packages(include=["megatron_het*", "tools*"]),
-    package_data={"tools.planner": ["data/*"]},
+    license="Apache-2.0",
+    license_files=["LICENSE", "NOTICE"],
+    packages=[*find_packages(include=["megatron_het*"]), *FOLDERS, *PLANNER_PACKAGES],
+    package_dir=FOLDERS,
+    package_data={
+        "het_planner": ["data/*"],
+        "het_planner.page": ["assets/*"],
+        "megatron_het.patches": ["*.md", "*.patch"],
+    },
     install_requires=RUNTIME,
-    extras_require={"planner": PLANNER, "test": TEST, "gpu": GPU},
-    entry_points={"console_scripts": ["het-plan = tools.planner.__main__:main"]},
+    extras_require=EXTRAS,
+    entry_points={
+        "console_scripts": ["het-plan = het_planner.__main__:main", "het-doctor = megatron_het.doctor.__main__:start"]
+    },
 )

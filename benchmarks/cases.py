@@ -22,11 +22,29 @@ MODEL_FLAGS = words(
     --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
     --num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS}
     --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
-    --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
     --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
     --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32
     """
 )
+_LLAMA = words("--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear")
+# Architectures: what decides which parameters there are and how they are used.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "llama": _LLAMA,
+    "gpt": words("--normalization LayerNorm --position-embedding-type learned_absolute"),
+    "qkv-bias": (*_LLAMA, "--add-qkv-bias"),
+    "squared-relu": words(
+        "--normalization LayerNorm --squared-relu --position-embedding-type rope --disable-bias-linear"
+    ),
+    "layernorm-1p": words(
+        "--normalization LayerNorm --apply-layernorm-1p --squared-relu --position-embedding-type rope "
+        "--rotary-percent 0.5 --disable-bias-linear"
+    ),
+    "kv-channels": (*_LLAMA, "--kv-channels", "16"),
+    "output-gate": (*_LLAMA, "--attention-output-gate"),
+    "qk-norm": (*_LLAMA, "--qk-layernorm"),
+    "mup": (*_LLAMA, "--use-mup", "--mup-base-hidden-size", "32"),
+    "softmax-offset": (*_LLAMA, "--softmax-type", "learnable"),
+}
 TRAINING_FLAGS = words(
     f"""
     --micro-batch-size 1 --global-batch-size {MICROBATCHES} --calculate-per-token-loss
@@ -52,9 +70,10 @@ class Weights:
     precision: str = "fp32"
     tied: bool = False
     layers: int = LAYERS
+    family: str = "llama"
 
     def __str__(self) -> str:
-        return f"{self.precision}-{'tied' if self.tied else 'untied'}-{self.layers}"
+        return f"{self.precision}-{'tied' if self.tied else 'untied'}-{self.layers}-{self.family}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,9 @@ class Case:
         clip: Bound on the gradient norm, 0 for none.
         overlap: ``--overlap-grad-reduce``.
         chosen: The values that led to this plan, for the record.
+        family: Key of ``FAMILIES``.
+        extra: More flags, of the case and its reference alike.
+        own: More flags of the run under the plan only.
     """
 
     name: str
@@ -78,44 +100,58 @@ class Case:
     clip: float = 1.0
     overlap: bool = False
     chosen: Row = field(default_factory=dict)
+    family: str = "llama"
+    extra: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
 
     @property
     def weights(self) -> Weights:
         """Cases with equal ones start from one checkpoint."""
         model = self.plan.model
-        return Weights(self.plan.training.precision, model.tied_embeddings, model.num_layers)
+        return Weights(self.plan.training.precision, model.tied_embeddings, model.num_layers, self.family)
 
     @property
-    def reference(self) -> tuple[Weights, float]:
+    def reference(self) -> tuple[Weights, float, tuple[str, ...]]:
         """Cases with equal ones must train alike."""
-        return self.weights, self.clip
+        return self.weights, self.clip, self.extra
 
     def plan_flags(self) -> tuple[str, ...]:
         """Flags of the run under the plan that the reference has not."""
-        flags = ["--het-transport", self.transport]
+        flags = ["--het-transport", self.transport, *self.own]
         if self.overlap:
             flags.append("--overlap-grad-reduce")
         return tuple(flags)
 
 
 def common_flags(
-    weights: Weights, clip: float = 1.0, *, by_samples: bool = False, steps: int = STEPS
+    weights: Weights, clip: float = 1.0, extra: tuple[str, ...] = (), *, by_samples: bool = False, steps: int = STEPS
 ) -> tuple[str, ...]:
     """Everything but data, checkpoints and the plan."""
-    flags = [*MODEL_FLAGS, *TRAINING_FLAGS, *machine_flags(), "--clip-grad", str(clip)]
+    flags = [*MODEL_FLAGS, *FAMILIES[weights.family], *TRAINING_FLAGS, *machine_flags(), "--clip-grad", str(clip)]
     flags += ["--num-layers", str(weights.layers)]
     flags += [] if weights.tied else ["--untie-embeddings-and-output-weights"]
-    flags += ["--bf16"] if weights.precision == "bf16" else []
+    flags += [] if weights.precision == "fp32" else [f"--{weights.precision}"]
+    # Losses are sums over tokens: with 4096 gradients overflow at the first step in one process already, with the
+    # default for more steps than a run has.
+    flags += ["--initial-loss-scale", "256"] if weights.precision == "fp16" else []
     flags += ["--eval-interval", str(steps // 2)]
     if by_samples:
         flags += ["--train-samples", str(steps * MICROBATCHES)]
     else:
         flags += ["--train-iters", str(steps)]
-    return tuple(flags)
+    return (*flags, *extra)
 
 
 # -- plans -------------------------------------------------------------------------------------
 
+# More flags of a run: (of the reference too, of the run under the plan only).
+MORE_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "none": ((), ()),
+    "sgd": (words("--optimizer sgd"), ()),
+    "no rerun checks": ((), words("--rerun-mode disabled")),
+    "spike checks": ((), words("--check-for-spiky-loss --rerun-mode validate_results")),
+    "gathered late": ((), words("--overlap-param-gather")),
+}
 PARAMETERS: dict[str, Sequence[Any]] = {
     "stages": (1, 2, 3, 4),
     "layers": ("even", "uneven"),
@@ -130,6 +166,9 @@ PARAMETERS: dict[str, Sequence[Any]] = {
     "clip": (1.0, 0.05),
     "by_samples": (False, True),
     "transport": ("gloo", "staged"),
+    # Without Transformer Engine there is no LayerNorm-1p.
+    "family": tuple(name for name in FAMILIES if name != "layernorm-1p"),
+    "flags": tuple(MORE_FLAGS),
 }
 
 
@@ -164,8 +203,24 @@ def is_valid(row: Row) -> bool:
     """Whether a row describes a plan that may run."""
     if tp_sizes(row) is None or (row["routing"] == "uneven" and row["replicas"] == "one"):
         return False
-    needs_exchange = row["tp"] == "within a stage" or (row["tied"] and row["stages"] > 1)
-    return not (row["overlap"] and needs_exchange)
+    mixed = row["tp"] == "within a stage"
+    if row["overlap"] and (mixed or (row["tied"] and row["stages"] > 1)):
+        return False
+    return flags_fit(row, mixed)
+
+
+def flags_fit(row: Row, mixed: bool) -> bool:
+    """Whether a row's architecture and flags go with the rest of it.
+
+    Args:
+        row: The row.
+        mixed: Whether a stage has replicas of different TP.
+    """
+    if row["family"] == "qk-norm" and mixed:
+        return False
+    if row["flags"] == "sgd":
+        return not row["distributed_optimizer"]
+    return row["flags"] != "gathered late" or (row["distributed_optimizer"] and row["overlap"])
 
 
 def split_layers(stages: int, even: bool, rng: random.Random, layers: int = LAYERS) -> list[int]:
@@ -258,24 +313,40 @@ def case_from_row(row: Row, name: str, rng: random.Random, precision: str = "fp3
         recompute=row["recompute"],
         distributed_optimizer=row["distributed_optimizer"],
     )
+    return _case(name, plan, row)
+
+
+def _case(name: str, plan: Plan, row: Row) -> Case:
+    """The case of a plan with the rest of a row."""
+    extra, own = MORE_FLAGS[row["flags"]]
     return Case(
-        name, plan, row["transport"], row["by_samples"], row["clip"], row["overlap"],
-        {"precision": precision, **row},
-    )  # fmt: skip
+        name,
+        plan,
+        row["transport"],
+        row["by_samples"],
+        row["clip"],
+        row["overlap"],
+        {"precision": plan.training.precision, **row},
+        row["family"],
+        extra,
+        own,
+    )
 
 
 def random_case(name: str, rng: random.Random) -> Case:
     """Any plan of at most MAX_RANKS ranks, with ranks scattered over the stages."""
     while True:
         stages = rng.choice(PARAMETERS["stages"])
-        sizes = [[rng.choice((1, 1, 1, 2, 2, 4)) for _ in range(rng.choice((1, 1, 2, 3)))]
-                 for _ in range(stages)]  # fmt: skip
+        sizes = [[rng.choice((1, 1, 1, 2, 2, 4)) for _ in range(rng.choice((1, 1, 2, 3)))] for _ in range(stages)]
         if 2 <= sum(map(sum, sizes)) <= MAX_RANKS:
             break
     row = {key: rng.choice(values) for key, values in PARAMETERS.items()}
     row.update(stages=stages, replicas="random", tp=sizes, layers="random", routing="random")
-    if row["overlap"] and (row["tied"] or any(len(set(s)) > 1 for s in sizes)):
+    mixed = any(len(set(s)) > 1 for s in sizes)
+    if row["overlap"] and (row["tied"] or mixed):
         row["overlap"] = False
+    if not flags_fit(row, mixed):
+        row.update(family="gpt", flags="none")
     plan = build_plan(
         sizes,
         split_layers(stages, even=False, rng=rng),
@@ -288,13 +359,10 @@ def random_case(name: str, rng: random.Random) -> Case:
         recompute=row["recompute"],
         distributed_optimizer=row["distributed_optimizer"],
     )
-    return Case(
-        name, plan, row["transport"], row["by_samples"], row["clip"], row["overlap"],
-        {"precision": plan.training.precision, **row},
-    )  # fmt: skip
+    return _case(name, plan, row)
 
 
-def with_schedule(case: Case, name: str, chunks: int, parameters: dict[str, Any]) -> Case:
+def with_schedule[C: Case](case: C, name: str, chunks: int, parameters: dict[str, Any]) -> C:
     """The same case under another schedule, with as many layers in each chunk as in the stage."""
     stages = tuple(replace(s, layers=s.layers * chunks) for s in case.plan.stages)
     model = replace(case.plan.model, num_layers=case.plan.model.num_layers * chunks)

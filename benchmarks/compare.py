@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_het.features import options_of
 from megatron_het.plan import Plan
-from megatron_het.plan.slices import splits_vocabulary
 
 _VOCABULARY = ("output_layer.weight", "embedding.word_embeddings.weight")
 Arrays = dict[str, np.ndarray]
-_GATED = "mlp.linear_fc1.weight"  # [gate, up] in full, [gate_t, up_t] on TP rank t
 
 
 class ComparisonError(AssertionError):
@@ -31,17 +30,42 @@ class Differences:
         gradient: L2 norm of the difference over the L2 norm, largest over all parameters of all
             replicas.
         worst: The parameter, stage and replica with that gradient.
+        norm: Of the gradient norms of the first step, over all ranks.
+        later_norm: Of those of the later steps, to which rounding adds up.
     """
 
     loss: float
     validation: float
     gradient: float
     worst: str
+    norm: float
+    later_norm: float
 
 
 def reference_losses(folder: Path) -> dict[str, list[float]]:
     """What the probe of a one-process run wrote."""
     return json.loads((folder / "losses-0.json").read_text(encoding="utf-8"))
+
+
+def norm_differences(folder: Path, plan: Plan, reference: Path) -> tuple[float, float]:
+    """Of the gradient norm of the first step and of later ones, NaN without clipping; all ranks must agree.
+
+    Raises:
+        ComparisonError: Ranks know different norms, or one of the two runs skipped a step that the other made.
+    """
+    expected = json.loads((reference / "norms-0.json").read_text(encoding="utf-8"))
+    found = [json.loads((folder / f"norms-{r}.json").read_text(encoding="utf-8")) for r in range(plan.world_size)]
+    if any(norms != found[0] for norms in found):
+        raise ComparisonError(f"{folder}: ranks know different gradient norms")
+    if [n is None for n in found[0]] != [n is None for n in expected]:
+        raise ComparisonError(f"{folder}: other steps are skipped: {found[0]}, expected {expected}")
+    # Without clipping Megatron says 0 and does not compute it.
+    pairs = [(a, b) for a, b in zip(found[0], expected, strict=True) if a is not None and (a or b)]
+    if not pairs:
+        return float("nan"), float("nan")
+    (first, wanted), *later = pairs
+    rest = relative([a for a, _ in later], [b for _, b in later], "gradient norms") if later else 0.0
+    return relative([first], [wanted], "gradient norm"), rest
 
 
 def plan_losses(folder: Path, plan: Plan) -> dict[str, list[float]]:
@@ -72,17 +96,15 @@ def gathered(folder: Path, ranks: Sequence[int]) -> Arrays:
     shards = [dict(np.load(folder / f"gradients-{rank}.npz")) for rank in ranks]
     dims = json.loads((folder / f"gradients-{ranks[0]}.json").read_text(encoding="utf-8"))
     full: Arrays = {}
-    for name, dim in dims.items():
+    for name, (dim, stride) in dims.items():
         parts = [shard[name] for shard in shards]
         if dim < 0:
             if any(not np.array_equal(part, parts[0]) for part in parts):
                 raise ComparisonError(f"{name}: TP ranks {list(ranks)} hold different gradients")
             full[name] = parts[0]
-        elif name.endswith(_GATED):
-            halves = [np.split(part, 2, axis=dim) for part in parts]
-            full[name] = np.concatenate([h[i] for i in (0, 1) for h in halves], axis=dim)
-        else:
-            full[name] = np.concatenate(parts, axis=dim)
+        else:  # a gated weight is [gate, up] in full and [gate_t, up_t] on TP rank t: stride 2
+            blocks = [np.split(part, stride, axis=dim) for part in parts]
+            full[name] = np.concatenate([b[i] for i in range(stride) for b in blocks], axis=dim)
     return full
 
 
@@ -111,7 +133,7 @@ def compare_gradients(folder: Path, plan: Plan, reference: Arrays) -> tuple[floa
 
 def _expected(whole: np.ndarray, name: str, stage: int, plan: Plan) -> np.ndarray:
     """A stage's part of a gradient: everything but the vocabulary is never split over stages."""
-    if splits_vocabulary(plan) and name in _VOCABULARY:
+    if options_of(plan, "vocabulary") is not None and name in _VOCABULARY:
         return np.split(whole, len(plan.stages))[stage]
     return whole
 
@@ -129,9 +151,12 @@ def compare(folder: Path, plan: Plan, reference: Path, *, gradients: bool = True
     gradient, worst = float("nan"), "not kept"
     if gradients:
         gradient, worst = compare_gradients(folder, plan, gathered(reference, [0]))
+    norm, later_norm = norm_differences(folder, plan, reference)
     return Differences(
         relative(found["losses"], expected["losses"], "losses"),
         relative(found["validation"], expected["validation"], "validation"),
         gradient,
         worst,
+        norm,
+        later_norm,
     )

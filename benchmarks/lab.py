@@ -9,7 +9,7 @@ from benchmarks.runner import Job, Runner
 from megatron_het.plan import save_plan
 
 _DOCUMENTS, _DATA_SEED = 3000, 7
-_CASE_S = 300.0  # far more than a case takes, for machines that do other work
+_CASE_S = 900.0  # far more than a case takes, for machines that do other work
 
 
 class Lab:
@@ -23,23 +23,27 @@ class Lab:
     def __init__(self, runner: Runner, folder: Path) -> None:
         self.runner = runner
         self.folder = folder.resolve()
-        self._references: dict[tuple[Weights, float], Path] = {}
+        self._references: dict[tuple[Weights, float, tuple[str, ...]], Path] = {}
         self._checkpoints: dict[Weights, Path] = {}
         self._data: Path | None = None
+        self._jobs = 0
 
     def data_flags(self) -> tuple[str, ...]:
         """Flags for the dataset, which is written on first use."""
         if self._data is None:
             prefix = self.folder / "data" / "documents"
             prefix.parent.mkdir(parents=True)
-            options = {
-                "prefix": str(prefix), "vocab_size": VOCABULARY,
-                "documents": _DOCUMENTS, "seed": _DATA_SEED,
-            }  # fmt: skip
+            options = {"prefix": str(prefix), "vocab_size": VOCABULARY, "documents": _DOCUMENTS, "seed": _DATA_SEED}
             self.runner.run(
-                Job("dataset", 1, (), prefix.parent, "benchmarks.probe:nothing",
-                    ("benchmarks.probe:write_dataset", options))
-            )  # fmt: skip
+                Job(
+                    "dataset",
+                    1,
+                    (),
+                    prefix.parent,
+                    "benchmarks.probe:nothing",
+                    ("benchmarks.probe:write_dataset", options),
+                )
+            )
             self._data = prefix
         return ("--data-path", str(self._data), "--data-cache-path", str(self._data.parent / "cache"))
 
@@ -60,14 +64,14 @@ class Lab:
 
     def reference(self, case: Case) -> Path:
         """The folder of the case's one-process run of stock Megatron."""
-        key = weights, clip = case.reference
+        key = weights, clip, extra = case.reference
         if key not in self._references:
-            folder = self.folder / f"one-{weights}-{clip}"
+            folder = self.folder / f"one-{len(self._references)}-{weights}-{clip}"
             self.runner.run(
                 Job(
                     folder.name,
                     1,
-                    (*common_flags(weights, clip), *self.start_flags(weights)),
+                    (*common_flags(weights, clip, extra), *self.start_flags(weights)),
                     folder,
                     setup=("benchmarks.probe:observe", {"out": str(folder), "gradients": True}),
                 )
@@ -76,8 +80,9 @@ class Lab:
         return self._references[key]
 
     def job(self, case: Case, *more: str) -> Job:
-        """The run of a case under its plan."""
-        folder = self.folder / "cases" / case.name
+        """The run of a case under its plan, in a folder of its own, also where several cases have one name."""
+        folder = self.folder / "cases" / f"{self._jobs:03}-{case.name}"
+        self._jobs += 1
         folder.mkdir(parents=True)
         save_plan(case.plan, folder / "plan.json")
         flags = common_flags(*case.reference, by_samples=case.by_samples)

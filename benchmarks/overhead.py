@@ -55,10 +55,7 @@ def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
 
     save_plan(two_stage_plan(), scratch / "plan.json")
     platform = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
-    sides = {
-        "stock": "--pipeline-model-parallel-size 2",
-        "plan": f"--het-plan {scratch / 'plan.json'}",
-    }
+    sides = {"stock": "--pipeline-model-parallel-size 2", "plan": f"--het-plan {scratch / 'plan.json'}"}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     with Runner() as runner:
         for pair in range(pairs):

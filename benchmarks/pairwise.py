@@ -17,11 +17,7 @@ def pairs_of(row: Mapping[str, Any]) -> set[Pair]:
 
 
 def pairwise(
-    parameters: Mapping[str, Sequence[Any]],
-    is_valid: Callable[[Row], bool],
-    rng: random.Random,
-    *,
-    tries: int = 400,
+    parameters: Mapping[str, Sequence[Any]], is_valid: Callable[[Row], bool], rng: random.Random, *, tries: int = 400
 ) -> tuple[list[Row], set[Pair]]:
     """Greedily choose rows until all pairs are covered.
 

@@ -1,7 +1,7 @@
 """Training under plans against stock Megatron in one process, from one shared checkpoint.
 
 ``python -m benchmarks.parity --json OUT``: at least 40 plans chosen pairwise from every feature,
-some of them in bf16 too, and 20 random ones.  For each: the largest relative difference of the losses
+some of them in bf16 and fp16 too, and 20 random ones.  For each: the largest relative difference of the losses
 of 10 steps (lr 1e-3, dropout 0) and of the evaluations, and of every gradient at the first step
 (L2, per parameter, on every replica).  Top-level figures are those of fp32; bf16 stands apart.
 """
@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,16 @@ from benchmarks.cases import PARAMETERS, Case, case_from_row, is_valid, random_c
 from benchmarks.compare import compare
 from benchmarks.lab import Lab
 from benchmarks.pairwise import pairwise
+from benchmarks.poplar_cases import poplar_cases
 from benchmarks.runner import Runner
 from benchmarks.slimpipe_cases import MultiHeadLab, slimpipe_cases
+from benchmarks.zero_bubble_cases import zero_bubble_cases
 from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases
 
 BAR = 1e-5
-_MIN_PAIRWISE, _BF16, _RANDOM = 40, 10, 20
+# Figures to which the rounding of all steps adds up: shown, without a bar.
+_LATER = ("max_relative_later_norm_difference",)
+_MIN_PAIRWISE, _BF16, _FP16, _RANDOM = 40, 10, 5, 20
 # Schedules that the executor runs: chunks per stage and parameters of the generator.
 SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {"1f1b": (1, {}), "gpipe": (1, {})}
 
@@ -41,6 +46,10 @@ def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[s
         return list(slimpipe_cases(seed, quick)), []
     if schedule == "ministage":
         return ministage_cases(seed, quick), []
+    if schedule == "zero-bubble":
+        return zero_bubble_cases(seed, quick), []
+    if schedule == "unequal-microbatches":
+        return poplar_cases(seed, quick), []
     rng = random.Random(seed)
     rows, impossible = pairwise(PARAMETERS, is_valid, rng)
     while len(rows) < _MIN_PAIRWISE:  # cover pairs a second time
@@ -48,6 +57,7 @@ def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[s
     names = [f"pair-{i:02}" for i in range(len(rows))]
     cases = [case_from_row(row, name, rng) for row, name in zip(rows, names, strict=True)]
     bf16 = [case_from_row(rows[i], f"bf16-{i:02}", rng, "bf16") for i in range(_BF16)]
+    bf16 += [case_from_row(rows[i], f"fp16-{i:02}", rng, "fp16") for i in range(_BF16, _BF16 + _FP16)]
     drawn = [random_case(f"random-{i:02}", rng) for i in range(_RANDOM)]
     if quick:
         cases, bf16, drawn = cases[:8], bf16[:2], drawn[:4]
@@ -57,22 +67,24 @@ def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[s
     return cases, sorted(" and ".join(sorted(f"{k}={v}" for k, v in pair)) for pair in impossible)
 
 
+def labs(cases: Iterable[Case]) -> dict[type[Lab], list[Case]]:
+    """The cases by the laboratory that runs them."""
+    found: dict[type[Lab], list[Case]] = {}
+    for case in cases:
+        multi_head, ministage = case.chosen.get("multi_head"), "ministages" in case.chosen
+        found.setdefault(MultiHeadLab if multi_head else MinistageLab if ministage else Lab, []).append(case)
+    return found
+
+
 def measure(cases: list[Case], folder: Path, at_once: int) -> list[dict[str, Any]]:
     """Run all cases; a case that fails is recorded and does not end the benchmark."""
-    multi_head = [case for case in cases if case.chosen.get("multi_head")]
-    ministage = [case for case in cases if "ministages" in case.chosen]
-    grouped = [case for case in cases if case not in multi_head and case not in ministage]
-    found = _measure(grouped, folder / "grouped", at_once, Lab) if grouped else []
-    if multi_head:
-        found += _measure(multi_head, folder / "multi-head", at_once, MultiHeadLab)
-    if ministage:
-        found += _measure(ministage, folder / "ministage", at_once, MinistageLab)
+    found = []
+    for kind, members in labs(cases).items():
+        found += _measure(members, folder / kind.__name__, at_once, kind)
     return sorted(found, key=lambda entry: entry["name"])
 
 
-def _measure(
-    cases: list[Case], folder: Path, at_once: int, lab_type: type[Lab]
-) -> list[dict[str, Any]]:
+def _measure(cases: list[Case], folder: Path, at_once: int, lab_type: type[Lab]) -> list[dict[str, Any]]:
     found = []
     with Runner() as runner:
         lab = lab_type(runner, folder)
@@ -90,9 +102,7 @@ def _measure(
             }
             try:
                 finished.check()
-                figures = compare(
-                    job.log_dir, case.plan, lab.reference(case), gradients=keeps_gradients(case)
-                )
+                figures = compare(job.log_dir, case.plan, lab.reference(case), gradients=keeps_gradients(case))
                 if isinstance(lab, MinistageLab):
                     entry["relative_parameter_difference"] = lab.parameter_difference(case)
             except (AssertionError, OSError, KeyError) as error:
@@ -104,9 +114,12 @@ def _measure(
                     relative_validation_difference=figures.validation,
                     relative_gradient_difference=figures.gradient,
                     worst_gradient=figures.worst,
+                    relative_norm_difference=figures.norm,
+                    relative_later_norm_difference=figures.later_norm,
                 )
                 print(
-                    f"{case.name:18} {case.plan.world_size} ranks {finished.elapsed_s:5.1f} s, {finished.cpu_s:5.1f} s of processor  "
+                    f"{case.name:18} {case.plan.world_size} ranks {finished.elapsed_s:5.1f} s, "
+                    f"{finished.cpu_s:5.1f} s of processor  "
                     f"loss {figures.loss:.1e}  gradient {figures.gradient:.1e}",
                     flush=True,
                 )
@@ -118,7 +131,7 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Largest differences over entries that ran, and how many did not."""
     ran = [entry for entry in entries if "error" not in entry]
     figures: dict[str, Any] = {"plans": len(entries), "failed": len(entries) - len(ran)}
-    for name in ("loss", "validation", "gradient", "parameter"):
+    for name in ("loss", "validation", "gradient", "norm", "later_norm", "parameter"):
         key = f"relative_{name}_difference"
         values = [entry[key] for entry in ran if entry.get(key) is not None and not math.isnan(entry[key])]
         if values or name != "parameter":
@@ -132,7 +145,11 @@ def main() -> int:
     parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
     parser.add_argument("--seed", type=int, default=0, help="of pairwise choice and random plans")
     parser.add_argument("--quick", action="store_true", help="a small part of the cases")
-    parser.add_argument("--schedule", choices=sorted([*SCHEDULES, "ministage", "slimpipe"]), default="1f1b")
+    parser.add_argument(
+        "--schedule",
+        choices=sorted([*SCHEDULES, "ministage", "slimpipe", "unequal-microbatches", "zero-bubble"]),
+        default="1f1b",
+    )
     parser.add_argument("--only", metavar="NAME", default="*", help="cases by name; * stands for anything")
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
     parser.add_argument("--keep", type=Path, help="keep logs and gradients in this folder")
@@ -148,12 +165,11 @@ def main() -> int:
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    by_precision = {
-        p: summary([e for e in entries if e["chosen"]["precision"] == p]) for p in ("fp32", "bf16")
-    }
+    by_precision = {p: summary([e for e in entries if e["chosen"]["precision"] == p]) for p in ("fp32", "bf16", "fp16")}
     failed = [entry["name"] for entry in entries if "error" in entry]
     fp32 = by_precision["fp32"]
-    worst = max((v for k, v in fp32.items() if k.startswith("max_") and v is not None), default=None)
+    within = [v for k, v in fp32.items() if k.startswith("max_") and k not in _LATER and v is not None]
+    worst = max(within, default=None)
     report = {
         **{name: value for name, value in fp32.items() if name.startswith("max_")},
         "bar": BAR,

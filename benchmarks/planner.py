@@ -1,9 +1,13 @@
 """The planner measured: accuracy, quality, speed, the published clusters, and runs on this machine.
 
-    python -m benchmarks.planner --json OUT [--only accuracy,quality,speed,growth,zorse,methods,gloo] [--cases 30]
+    python -m benchmarks.planner --json OUT [--cases 30]
+        [--only accuracy,catalog,families,quality,speed,growth,pools,zorse,methods,gloo] [--pools 40]
 
 Keys of the JSON: ``time_error``, ``memory_error`` (mean absolute relative errors on published runs),
-``worst_gap_to_brute_force``, ``search_cpu_s`` (by case), and details under the section names.
+``worst_gap_to_brute_force``, ``search_cpu_s`` and ``bound_gap`` (by case), ``promised_over_emitted`` (the largest
+quotient of the simulated plan and the promise), numbers of random clusters on which the plan is worse than another
+search's by more than 0.5 % (``worse_with_a_node``, ``worse_than_one_kind``, ``worse_than_random_search``,
+``worse_than_fewer_schedules``), and details under the section names.
 """
 
 from __future__ import annotations
@@ -19,11 +23,14 @@ from typing import Any
 
 from benchmarks import planner_cases as cases
 from benchmarks.machine import machine
+from benchmarks.planner_accuracy import SECTIONS
+from benchmarks.planner_pools import COUNTS, pools, promised
 from tools.planner.files import write_json
 from tools.planner.report import describe
 from tools.planner.search.auto import search_auto
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import METHODS, search
+from tools.planner.search.pools import Bounds, all_gpus
 
 
 def accuracy() -> dict[str, Any]:
@@ -40,10 +47,19 @@ def accuracy() -> dict[str, Any]:
         "leave_one_out_time_error": times.leave_one_out_error,
         "leave_one_out_memory_error": memory.leave_one_out_error,
         "constants": times.constants | memory.constants,
-        "runs": [{"run": c.run.name, "measured_s": c.run.iteration_s, "predicted_s": c.iteration_s, "time_error": c.time_error,
-                  "measured_bytes": c.run.memory_bytes, "predicted_bytes": c.memory_bytes, "memory_error": c.memory_error}
-                 for c in found],
-    }  # fmt: skip
+        "runs": [
+            {
+                "run": c.run.name,
+                "measured_s": c.run.iteration_s,
+                "predicted_s": c.iteration_s,
+                "time_error": c.time_error,
+                "measured_bytes": c.run.memory_bytes,
+                "predicted_bytes": c.memory_bytes,
+                "memory_error": c.memory_error,
+            }
+            for c in found
+        ],
+    }
 
 
 def quality(count: int) -> dict[str, Any]:
@@ -53,19 +69,34 @@ def quality(count: int) -> dict[str, Any]:
     rows = []
     for seed in range(count):
         rows.append(compare_case(seed))
-        print(f"  case {seed + 1}/{count}: {rows[-1]['gpus']}, gap {100 * rows[-1]['gap']:.2f} %", file=sys.stderr, flush=True)
+        print(
+            f"  case {seed + 1}/{count}: {rows[-1]['gpus']}, gap {100 * rows[-1]['gap']:.2f} %",
+            file=sys.stderr,
+            flush=True,
+        )
     return {"worst_gap_to_brute_force": max(r["gap"] for r in rows), "cases": rows}
 
 
 def _search_row(name: str, estimator: Any) -> dict[str, Any]:
     started = time.process_time()
     outcome = search_auto(estimator, Goal())
-    row = {"case": name, "gpus": estimator.cluster.total_gpus, "cpu_s": time.process_time() - started,
-           "evaluations": outcome.evaluations, "simulations": outcome.simulations,
-           "bar_s": cases.SEARCH_BARS_S.get(name)}
+    row = {
+        "case": name,
+        "gpus": estimator.cluster.total_gpus,
+        "cpu_s": time.process_time() - started,
+        "evaluations": outcome.evaluations,
+        "simulations": outcome.simulations,
+        "bar_s": cases.SEARCH_BARS_S.get(name),
+    }
     if outcome.best:
-        row |= {"iteration_s": outcome.best.iteration_s, "closed_form_s": outcome.best.estimate.iteration_s,
-                "plan": describe(estimator, outcome.best.candidate)}
+        outcome.bound = Bounds(estimator, Goal()).value(all_gpus(estimator))
+        row |= {
+            "bound_gap": outcome.gap(Goal()),
+            "promised_over_emitted": promised(estimator, outcome),
+            "iteration_s": outcome.best.iteration_s,
+            "closed_form_s": outcome.best.estimate.iteration_s,
+            "plan": describe(estimator, outcome.best.candidate),
+        }
     return row
 
 
@@ -73,7 +104,13 @@ def speed() -> dict[str, Any]:
     """CPU seconds of the search for the required cases."""
     _warm_up()
     rows = [_search_row(name, estimator) for name, estimator in cases.search_cases().items()]
-    return {"search_cpu_s": {r["case"]: r["cpu_s"] for r in rows}, "cases": rows}
+    ratios = [r["promised_over_emitted"] for r in rows if r.get("promised_over_emitted") is not None]
+    return {
+        "search_cpu_s": {r["case"]: r["cpu_s"] for r in rows},
+        "bound_gap": {r["case"]: r.get("bound_gap") for r in rows},
+        "promised_over_emitted": max(ratios, default=None),
+        "cases": rows,
+    }
 
 
 def growth() -> dict[str, Any]:
@@ -99,13 +136,21 @@ def zorse() -> dict[str, Any]:
         peak = sum(n.quota * cluster.gpu(n.gpu).peak("fp16") for n in cluster.nodes) / 1e12
         best = outcome.best.iteration_s if outcome.best else None
         even = cases.even_split_with_zero_2(cluster, model)
-        rows.append({
-            "cluster": name, "model": model_name, "tflops": flops / best if best else None,
-            "hfu": flops / best / peak if best else None, "paper_tflops": paper, "paper_hfu": paper_hfu,
-            "even_split_tflops": even[0] if even else None, "paper_even_split_tflops": paper_even,
-            "even_split_plan": even[1] if even else None,
-            "plan": describe(estimator, outcome.best.candidate) if outcome.best else None, "cpu_s": outcome.cpu_s,
-        })  # fmt: skip
+        rows.append(
+            {
+                "cluster": name,
+                "model": model_name,
+                "tflops": flops / best if best else None,
+                "hfu": flops / best / peak if best else None,
+                "paper_tflops": paper,
+                "paper_hfu": paper_hfu,
+                "even_split_tflops": even[0] if even else None,
+                "paper_even_split_tflops": paper_even,
+                "even_split_plan": even[1] if even else None,
+                "plan": describe(estimator, outcome.best.candidate) if outcome.best else None,
+                "cpu_s": outcome.cpu_s,
+            }
+        )
     return {"cases": rows}
 
 
@@ -118,8 +163,14 @@ def methods() -> dict[str, Any]:
     for name, estimator in estimators.items():
         for method in METHODS:
             outcome = search(method, estimator, Goal())
-            rows.append({"case": name, "method": method, "cpu_s": outcome.cpu_s,
-                         "iteration_s": outcome.best.iteration_s if outcome.best else None})
+            rows.append(
+                {
+                    "case": name,
+                    "method": method,
+                    "cpu_s": outcome.cpu_s,
+                    "iteration_s": outcome.best.iteration_s if outcome.best else None,
+                }
+            )
     return {"cases": rows}
 
 
@@ -131,19 +182,38 @@ def gloo(saved: Path | None) -> dict[str, Any]:
     return {f"gloo_{k}" if k.endswith("_error") else k: v for k, v in found.items() if k != "rounds"}
 
 
+def _joined(key: str, before: Any, now: Any) -> Any:
+    """A figure of several sections: gaps by case side by side, the largest quotient."""
+    if before is None:
+        return now
+    if key == "bound_gap":
+        return before | now
+    return max(before, now) if key == "promised_over_emitted" and now is not None else now
+
+
 def main() -> None:
     """Run the sections asked for and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, metavar="OUT")
-    parser.add_argument("--only", default="accuracy,quality,speed,growth,zorse,methods,gloo")
+    parser.add_argument("--only", default="accuracy,catalog,families,quality,speed,growth,pools,zorse,methods,gloo")
     parser.add_argument("--cases", type=int, default=30, help="random clusters for the comparison with brute force")
-    parser.add_argument("--gloo", type=Path, metavar="FILE", help="compare with these rounds of benchmarks.planner_gloo again")
+    parser.add_argument("--pools", type=int, default=40, help="random clusters for the section pools (default 40)")
+    parser.add_argument(
+        "--gloo", type=Path, metavar="FILE", help="compare with these rounds of benchmarks.planner_gloo again"
+    )
     parser.add_argument("--add", action="store_true", help="keep what the file holds of other sections")
     options = parser.parse_args()
     sections: dict[str, Callable[[], dict[str, Any]]] = {
-        "accuracy": accuracy, "quality": lambda: quality(options.cases), "speed": speed, "growth": growth,
-        "zorse": zorse, "methods": methods, "gloo": lambda: gloo(options.gloo),
-    }  # fmt: skip
+        "accuracy": accuracy,
+        "quality": lambda: quality(options.cases),
+        "speed": speed,
+        "growth": growth,
+        "pools": lambda: pools(options.pools),
+        "zorse": zorse,
+        "methods": methods,
+        "gloo": lambda: gloo(options.gloo),
+        **SECTIONS,
+    }
     out: dict[str, Any] = {}
     if options.add and Path(options.json).exists():
         out = json.loads(Path(options.json).read_text())
@@ -153,10 +223,22 @@ def main() -> None:
         print(name, file=sys.stderr, flush=True)
         out[name] = sections[name]()
         out["machine"] = machine()
-        for key in ("time_error", "memory_error", "worst_gap_to_brute_force", "search_cpu_s", "gloo_time_error",
-                    "gloo_memory_error"):
+        for key in (
+            "time_error",
+            "memory_error",
+            "worst_gap_to_brute_force",
+            "search_cpu_s",
+            "bound_gap",
+            "promised_over_emitted",
+            *COUNTS,
+            "gloo_time_error",
+            "gloo_memory_error",
+            "family_left_out_time_error",
+            "family_left_out_memory_error",
+            "catalog_error",
+        ):
             if key in out[name]:
-                out[key] = out[name][key]
+                out[key] = _joined(key, out.get(key), out[name][key])
         write_json(options.json, out)
     print(json.dumps({k: v for k, v in out.items() if k not in sections}, indent=2))
 

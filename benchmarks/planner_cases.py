@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from tools.planner.analysis import even_splits
+from tools.planner.baseline import even_splits
 from tools.planner.catalog import catalog
 from tools.planner.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.estimate import Estimator
@@ -67,25 +67,39 @@ def wide_cluster(gpus: int) -> Cluster:
     links = [
         ZoneLink(between=(a, b), bytes_per_s=rate, latency_s=latency, usd_per_gb=price)
         for a, b, rate, latency, price in (
-            ("us-a", "us-b", 1.0e9, 0.03, 0.02), ("us-a", "eu-a", 0.5e9, 0.1, 0.05), ("us-b", "eu-a", 0.5e9, 0.1, 0.05))
+            ("us-a", "us-b", 1.0e9, 0.03, 0.02),
+            ("us-a", "eu-a", 0.5e9, 0.1, 0.05),
+            ("us-b", "eu-a", 0.5e9, 0.1, 0.05),
+        )
     ]
     return Cluster(name="wide", nodes=tuple(nodes), links=tuple(links))
 
 
 LLAMA = {
-    "Llama 7B": (32, 4096, 11008, 32), "Llama 13B": (40, 5120, 13824, 40),
-    "Llama 33B": (60, 6656, 17920, 52), "Llama 65B": (80, 8192, 22016, 64),
-}  # fmt: skip
+    "Llama 7B": (32, 4096, 11008, 32),
+    "Llama 13B": (40, 5120, 13824, 40),
+    "Llama 33B": (60, 6656, 17920, 52),
+    "Llama 65B": (80, 8192, 22016, 64),
+}
 
 
 def llama(name: str, sequence: int) -> Model:
     """Llama as in the Zorse paper: fp16, recomputation, one million tokens per iteration."""
     layers, hidden, ffn, heads = LLAMA[name]
     return Model(
-        name=name, num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, num_attention_heads=heads,
-        vocab_size=32000, seq_length=sequence, global_batch_size=(1 << 20) // sequence, precision="fp16",
-        distributed_optimizer=True, recompute=("full",), micro_batch_sizes=(1, 2, 4, 8, 16),
-    )  # fmt: skip
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        vocab_size=32000,
+        seq_length=sequence,
+        global_batch_size=(1 << 20) // sequence,
+        precision="fp16",
+        distributed_optimizer=True,
+        recompute=("full",),
+        micro_batch_sizes=(1, 2, 4, 8, 16),
+    )
 
 
 def zorse_cluster(name: str) -> tuple[Cluster, int]:
@@ -95,28 +109,48 @@ def zorse_cluster(name: str) -> tuple[Cluster, int]:
     p3.16x 25 to 100, g4dn.metal 100 Gbit/s); between AWS nodes without a placement group one TCP
     stream gets 5 to 10 Gbit/s, so a node's usable rate is taken as 25 Gbit/s.
     """
+
     def nodes(gpu: str, count: int, per_node: int, gbit: float, zone: str) -> NodeGroup:
         return NodeGroup(gpu=gpu, count=count, gpus_per_node=per_node, zone=zone, network_bytes_per_s=gbit / 8 * 1e9)
 
     if name == "A":
-        return Cluster(name="A", nodes=(nodes("H100-NVL", 2, 2, 50, "azure-1"), nodes("A100-80", 2, 8, 50, "azure-1"))), 4096
+        return Cluster(
+            name="A", nodes=(nodes("H100-NVL", 2, 2, 50, "azure-1"), nodes("A100-80", 2, 8, 50, "azure-1"))
+        ), 4096
     if name == "B":
-        return Cluster(name="B", nodes=(
-            nodes("A100-40", 1, 8, 50, "east-1"), nodes("A10G", 2, 8, 25, "east-1"),
-            nodes("V100-16", 2, 8, 25, "east-1"), nodes("T4", 3, 8, 25, "east-1"))), 1024
-    return Cluster(name="C", nodes=(
-        nodes("A10G", 2, 8, 25, "east-1"), nodes("T4", 6, 8, 25, "east-1"),
-        nodes("V100-16", 2, 8, 25, "west-1"), nodes("T4", 6, 8, 25, "west-1")),
-        links=(ZoneLink(between=("east-1", "west-1"), bytes_per_s=0.625e9, latency_s=12e-3, usd_per_gb=0.02),)), 512
+        return Cluster(
+            name="B",
+            nodes=(
+                nodes("A100-40", 1, 8, 50, "east-1"),
+                nodes("A10G", 2, 8, 25, "east-1"),
+                nodes("V100-16", 2, 8, 25, "east-1"),
+                nodes("T4", 3, 8, 25, "east-1"),
+            ),
+        ), 1024
+    return Cluster(
+        name="C",
+        nodes=(
+            nodes("A10G", 2, 8, 25, "east-1"),
+            nodes("T4", 6, 8, 25, "east-1"),
+            nodes("V100-16", 2, 8, 25, "west-1"),
+            nodes("T4", 6, 8, 25, "west-1"),
+        ),
+        links=(ZoneLink(between=("east-1", "west-1"), bytes_per_s=0.625e9, latency_s=12e-3, usd_per_gb=0.02),),
+    ), 512
 
 
 ZORSE_TABLE_5 = {
-    ("A", "Llama 7B"): (4370.56, 0.5246, 4223.80), ("A", "Llama 13B"): (4917.87, 0.5902, 3837.49),
-    ("A", "Llama 33B"): (5281.64, 0.6339, 944.47), ("A", "Llama 65B"): (5239.13, 0.6288, None),
-    ("B", "Llama 7B"): (3412.88, 0.4349, 2033.53), ("B", "Llama 13B"): (2965.64, 0.3779, 1956.09),
-    ("B", "Llama 33B"): (2658.29, 0.3387, None), ("C", "Llama 7B"): (3936.94, 0.3924, 2441.70),
-    ("C", "Llama 13B"): (3357.97, 0.3347, 2061.55), ("C", "Llama 33B"): (1548.60, 0.1544, None),
-}  # fmt: skip
+    ("A", "Llama 7B"): (4370.56, 0.5246, 4223.80),
+    ("A", "Llama 13B"): (4917.87, 0.5902, 3837.49),
+    ("A", "Llama 33B"): (5281.64, 0.6339, 944.47),
+    ("A", "Llama 65B"): (5239.13, 0.6288, None),
+    ("B", "Llama 7B"): (3412.88, 0.4349, 2033.53),
+    ("B", "Llama 13B"): (2965.64, 0.3779, 1956.09),
+    ("B", "Llama 33B"): (2658.29, 0.3387, None),
+    ("C", "Llama 7B"): (3936.94, 0.3924, 2441.70),
+    ("C", "Llama 13B"): (3357.97, 0.3347, 2061.55),
+    ("C", "Llama 33B"): (1548.60, 0.1544, None),
+}
 """(Zorse in TFLOP/s, its share of the peak, TorchTitan-Het in TFLOP/s); None where the paper reports out of memory."""
 
 
@@ -133,7 +167,9 @@ def even_split_with_zero_2(cluster: Cluster, model: Model) -> tuple[float, str] 
     """
     best: tuple[float, str] | None = None
     for width in (n for n in range(1, cluster.total_gpus + 1) if cluster.total_gpus % n == 0):
-        wider = model.model_copy(update={"global_batch_size": -(-model.global_batch_size // width) * width, "micro_batch_sizes": ()})
+        wider = model.model_copy(
+            update={"global_batch_size": -(-model.global_batch_size // width) * width, "micro_batch_sizes": ()}
+        )
         estimator = with_catalog(cluster, wider)
         for candidate in even_splits(estimator, 2):
             if sum(g.count for g in candidate.stages[0].groups) != width:

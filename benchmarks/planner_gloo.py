@@ -47,10 +47,20 @@ from tools.planner.runtime import CPU_GLOO
 from tools.planner.simulation import simulate_candidate
 
 MODEL = Model(
-    name="tiny", num_layers=6, hidden_size=256, ffn_hidden_size=688, num_attention_heads=8, num_query_groups=4,
-    vocab_size=384, seq_length=256, global_batch_size=16, precision="fp32", attention="unfused", recompute=("none",),
+    name="tiny",
+    num_layers=6,
+    hidden_size=256,
+    ffn_hidden_size=688,
+    num_attention_heads=8,
+    num_query_groups=4,
+    vocab_size=384,
+    seq_length=256,
+    global_batch_size=16,
+    precision="fp32",
+    attention="unfused",
+    recompute=("none",),
     distributed_optimizer=True,
-)  # fmt: skip
+)
 ITERATIONS = 7
 PROCESSES = 2
 
@@ -66,29 +76,56 @@ def _replicas(count: int, batch: int, **changes: Any) -> Candidate:
 def plans() -> list[Candidate]:
     """Different splits, batches, data parallelism, optimizers and schedules."""
     return [
-        _replicas(2, 1), _replicas(2, 2), _replicas(2, 4), _replicas(2, 2, zero_stage=1),
-        _pipeline((3, 3), 1), _pipeline((3, 3), 2), _pipeline((3, 3), 4),
-        _pipeline((4, 2), 1), _pipeline((2, 4), 2), _pipeline((1, 5), 1), _pipeline((5, 1), 4),
-        _pipeline((3, 3), 1, schedule="interleaved", chunks=3), _pipeline((4, 2), 2, schedule="interleaved", chunks=2),
+        _replicas(2, 1),
+        _replicas(2, 2),
+        _replicas(2, 4),
+        _replicas(2, 2, zero_stage=1),
+        _pipeline((3, 3), 1),
+        _pipeline((3, 3), 2),
+        _pipeline((3, 3), 4),
+        _pipeline((4, 2), 1),
+        _pipeline((2, 4), 2),
+        _pipeline((1, 5), 1),
+        _pipeline((5, 1), 4),
+        _pipeline((3, 3), 1, schedule="interleaved", chunks=3),
+        _pipeline((4, 2), 2, schedule="interleaved", chunks=2),
         _pipeline((3, 3), 2, schedule="slimpipe", slices=2),
-    ]  # fmt: skip
+    ]
 
 
 def measured_profile(folder: Path, devices: list[CpuDevice]) -> Profile:
     """Layers at the micro batch sizes of the plans, all devices at once, and the link between them."""
     settings = ProfileSettings(
-        model=ProfiledModel(MODEL.hidden_size, MODEL.ffn_hidden_size, MODEL.num_attention_heads, MODEL.groups,
-                            MODEL.vocab_size, MODEL.seq_length, "fp32", "tiny"),
-        out=str(folder / "profile.json"), kinds=("core",) * len(devices), devices_per_node=1, micro_batch_sizes=(1, 2, 4),
-        window_s=0.6, link_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 23),
-    )  # fmt: skip
+        model=ProfiledModel(
+            MODEL.hidden_size,
+            MODEL.ffn_hidden_size,
+            MODEL.num_attention_heads,
+            MODEL.groups,
+            MODEL.vocab_size,
+            MODEL.seq_length,
+            "fp32",
+            "tiny",
+        ),
+        out=str(folder / "profile.json"),
+        kinds=("core",) * len(devices),
+        devices_per_node=1,
+        micro_batch_sizes=(1, 2, 4),
+        window_s=0.6,
+        link_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 23),
+    )
     return run_profile(settings, len(devices), {PINNING_VARIABLE: pinning(devices)}, ("examples.llama.pinned", *WORKER))
 
 
 def estimator_of(profile: Profile) -> Estimator:
     """The planner's model of this machine."""
-    cpu = Gpu(flops={"fp32": 5e10}, memory_bytes=4 << 30, memory_bytes_per_s=1e10, intra_node_bytes_per_s=2e9,
-              reserved_bytes=0, source="this machine")
+    cpu = Gpu(
+        flops={"fp32": 5e10},
+        memory_bytes=4 << 30,
+        memory_bytes_per_s=1e10,
+        intra_node_bytes_per_s=2e9,
+        reserved_bytes=0,
+        source="this machine",
+    )
     cluster = Cluster(nodes=(NodeGroup(gpu="core", count=PROCESSES, gpus_per_node=1),), gpus={"core": cpu})
     return Estimator(cluster, MODEL, MeasuredCosts(MODEL, profile, cluster.gpu, CPU_GLOO), CPU_GLOO)
 
@@ -103,10 +140,17 @@ def predict(estimator: Estimator, candidate: Candidate, file: Path) -> dict[str,
     file.parent.mkdir(parents=True, exist_ok=True)
     save_plan(plan, file)
     return {
-        "plan": describe(estimator, candidate), "zero_stage": candidate.zero_stage, "predicted_s": predicted_s,
-        "by_cause_s": {"compute": estimate.busy_s, "bubble": estimate.fill_s, "sync": estimate.sync_s, "update": estimate.update_s},
+        "plan": describe(estimator, candidate),
+        "zero_stage": candidate.zero_stage,
+        "predicted_s": predicted_s,
+        "by_cause_s": {
+            "compute": estimate.busy_s,
+            "bubble": estimate.fill_s,
+            "sync": estimate.sync_s,
+            "update": estimate.update_s,
+        },
         "predicted_bytes": max(m.total_bytes - m.reserved_bytes for m in estimate.memory),
-    }  # fmt: skip
+    }
 
 
 def job_of(file: Path, devices: list[CpuDevice], data: DataFiles) -> Job:
@@ -118,8 +162,14 @@ def job_of(file: Path, devices: list[CpuDevice], data: DataFiles) -> Job:
     words = [w for group in argument_groups(training).values() for w in group]
     words += [*plan_arguments(plan), "--make-vocab-size-divisible-by", "128"]
     words += ["--het-plan", str(file), "--het-report", str(file.parent / "ranks")]
-    return Job(file.parent.name, plan.world_size, tuple(words), file.parent / "logs",
-               setup=("benchmarks.machine:pin", {"cores": [d.core for d in devices]}), timeout_s=120.0)
+    return Job(
+        file.parent.name,
+        plan.world_size,
+        tuple(words),
+        file.parent / "logs",
+        setup=("benchmarks.machine:pin", {"cores": [d.core for d in devices]}),
+        timeout_s=120.0,
+    )
 
 
 def measure_round(folder: Path) -> dict[str, Any]:
@@ -128,8 +178,13 @@ def measure_round(folder: Path) -> dict[str, Any]:
     if len(cores) < PROCESSES:
         raise SystemExit(f"this machine offers {len(cores)} core(s); the runs need {PROCESSES}")
     devices = [CpuDevice(f"core-{i}", "core", core, 1) for i, core in enumerate(cores)]
-    done = subprocess.run([sys.executable, "-m", "examples.llama.data", "--out", str(folder / "data")],
-                          env=default_environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.llama.data", "--out", str(folder / "data")],
+        env=default_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     data = DataFiles(**json.loads(done.stdout))
     profile = measured_profile(folder, devices)
     estimator = estimator_of(profile)
@@ -159,10 +214,13 @@ def median_profile(profiles: list[Profile]) -> Profile:
             timings.append(dataclasses.replace(timing, **times))
         devices.append(dataclasses.replace(device, timings=timings))
     links = [
-        dataclasses.replace(link, latency_s=median(p.links[i].latency_s for p in profiles),
-                            bytes_per_s=median(p.links[i].bytes_per_s for p in profiles))
+        dataclasses.replace(
+            link,
+            latency_s=median(p.links[i].latency_s for p in profiles),
+            bytes_per_s=median(p.links[i].bytes_per_s for p in profiles),
+        )
         for i, link in enumerate(first.links)
-    ]  # fmt: skip
+    ]
     return dataclasses.replace(first, devices=devices, links=links)
 
 
@@ -178,15 +236,24 @@ def summary(rounds: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
         row = predict(estimator, candidate, folder / f"plan-{i}.json")
         measured_s = median(t for one in rounds for t in one["runs"][i]["iterations_s"])
         measured_bytes = max(one["runs"][i]["bytes"] for one in rounds)
-        rows.append(row | {
-            "measured_s": measured_s, "time_error": row["predicted_s"] / measured_s - 1,
-            "measured_s_by_round": [median(one["runs"][i]["iterations_s"]) for one in rounds],
-            "measured_bytes": measured_bytes, "memory_error": row["predicted_bytes"] / measured_bytes - 1,
-        })  # fmt: skip
+        rows.append(
+            row
+            | {
+                "measured_s": measured_s,
+                "time_error": row["predicted_s"] / measured_s - 1,
+                "measured_s_by_round": [median(one["runs"][i]["iterations_s"]) for one in rounds],
+                "measured_bytes": measured_bytes,
+                "memory_error": row["predicted_bytes"] / measured_bytes - 1,
+            }
+        )
     return {
-        "time_error": mean(abs(r["time_error"]) for r in rows), "memory_error": mean(abs(r["memory_error"]) for r in rows),
-        "bias": mean(r["time_error"] for r in rows), "machine": machine(), "runs": rows, "rounds": rounds,
-    }  # fmt: skip
+        "time_error": mean(abs(r["time_error"]) for r in rows),
+        "memory_error": mean(abs(r["memory_error"]) for r in rows),
+        "bias": mean(r["time_error"] for r in rows),
+        "machine": machine(),
+        "runs": rows,
+        "rounds": rounds,
+    }
 
 
 def measure(count: int, out: Path | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.candidate import Candidate, Stage
 from tools.planner.catalog import catalog
 from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.errors import PlannerError
@@ -34,16 +34,29 @@ def random_case(seed: int, largest: int = 8) -> tuple[Cluster, Model]:
         gpus = rng.randint(1, most) if i + 1 < len(kinds) else most
         left -= gpus
         per_node = rng.choice([n for n in (1, 2, 4, 8) if gpus % n == 0])
-        nodes.append(NodeGroup(
-            gpu=kind, count=gpus // per_node, gpus_per_node=per_node, zone="lab-a",
-            network_bytes_per_s=rng.choice([1.25e9, 3e9, 12.5e9, 25e9]),
-        ))  # fmt: skip
+        nodes.append(
+            NodeGroup(
+                gpu=kind,
+                count=gpus // per_node,
+                gpus_per_node=per_node,
+                zone="lab-a",
+                network_bytes_per_s=rng.choice([1.25e9, 3e9, 12.5e9, 25e9]),
+            )
+        )
     hidden = rng.choice([1024, 2048, 4096])
     model = Model(
-        name="small", num_layers=rng.randint(3, 6), hidden_size=hidden, ffn_hidden_size=4 * hidden,
-        num_attention_heads=16, vocab_size=rng.choice([8192, 32000]), seq_length=1024,
-        global_batch_size=rng.choice([8, 12, 16]), precision="fp16", micro_batch_sizes=(1, 2, 4), recompute=("none",),
-    )  # fmt: skip
+        name="small",
+        num_layers=rng.randint(3, 6),
+        hidden_size=hidden,
+        ffn_hidden_size=4 * hidden,
+        num_attention_heads=16,
+        vocab_size=rng.choice([8192, 32000]),
+        seq_length=1024,
+        global_batch_size=rng.choice([8, 12, 16]),
+        precision="fp16",
+        micro_batch_sizes=(1, 2, 4),
+        recompute=("none",),
+    )
     return Cluster(nodes=tuple(nodes)), model
 
 
@@ -96,17 +109,17 @@ def brute_force(estimator: Estimator, start: float) -> tuple[float, int, int]:
         for recompute in estimator.model.recompute:
             for candidate in all_plans(estimator, Candidate((), batch, recompute), best):
                 seen += 1
-                estimate = estimator.estimate(candidate)
+                tried, estimate = candidate, estimator.estimate(candidate)
                 for slack in LESS:
                     if estimate is None or estimator.fits(estimate):
                         break
-                    candidate = candidate.with_(slack=slack)
-                    estimate = estimator.estimate(candidate)
+                    tried = candidate.with_(slack=slack)
+                    estimate = estimator.estimate(tried)
                 if estimate is None or not estimator.fits(estimate) or max(estimate.stage_busy_s) >= best[0]:
                     continue
                 try:
                     simulated += 1
-                    best[0] = min(best[0], simulate_block(estimator, candidate, estimate).iteration_s)
+                    best[0] = min(best[0], simulate_block(estimator, tried, estimate).iteration_s)
                 except PlannerError:
                     continue
     return best[0], seen, simulated
@@ -118,14 +131,31 @@ def compare_case(seed: int) -> dict[str, Any]:
     estimator = estimator_of(cluster, model)
     outcome = search_auto(estimator, Goal(schedules=("1f1b",)))
     row: dict[str, Any] = {
-        "seed": seed, "gpus": " + ".join(f"{n.quota} {n.gpu}" for n in cluster.nodes), "layers": model.num_layers,
-        "search_cpu_s": outcome.cpu_s, "exact": outcome.exact,
-    }  # fmt: skip
+        "seed": seed,
+        "gpus": " + ".join(f"{n.quota} {n.gpu}" for n in cluster.nodes),
+        "layers": model.num_layers,
+        "search_cpu_s": outcome.cpu_s,
+        "exact": outcome.exact,
+    }
     if outcome.best is None:
-        found = next((c for b in model.batch_sizes for c in all_plans(estimator, Candidate((), b), [1e9])
-                      if (e := estimator.estimate(c)) and estimator.fits(e)), None)
+        found = next(
+            (
+                c
+                for b in model.batch_sizes
+                for c in all_plans(estimator, Candidate((), b), [1e9])
+                if (e := estimator.estimate(c)) and estimator.fits(e)
+            ),
+            None,
+        )
         return {**row, "gap": 0.0 if found is None else float("inf"), "iteration_s": None}
     started = time.process_time()
     best, seen, simulated = brute_force(estimator, outcome.best.iteration_s)
-    return {**row, "iteration_s": outcome.best.iteration_s, "brute_force_s": best, "plans": seen, "simulated": simulated,
-            "gap": outcome.best.iteration_s / best - 1, "brute_force_cpu_s": time.process_time() - started}
+    return {
+        **row,
+        "iteration_s": outcome.best.iteration_s,
+        "brute_force_s": best,
+        "plans": seen,
+        "simulated": simulated,
+        "gap": outcome.best.iteration_s / best - 1,
+        "brute_force_cpu_s": time.process_time() - started,
+    }

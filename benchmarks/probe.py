@@ -55,6 +55,7 @@ class Observer:
         self._out = out
         self._gradients = gradients
         self._kept: dict[str, list[float]] = {"losses": [], "validation": []}
+        self._norms: list[float | None] = []
         self.iteration = -1
 
     def wrap(self, step: Step) -> Step:
@@ -65,18 +66,27 @@ class Observer:
             training = not keywords.get("forward_only", False)
             self.iteration += training
             first = training and self.iteration == 0 and self._gradients
-            if first:  # else the distributed optimizer leaves a shard of each gradient
-                keywords["force_all_reduce"] = True
             result = step(*positional, **keywords)
             if self._out is not None:
                 self._keep_loss(result, "losses" if training else "validation")
                 if first:
-                    window = getattr(positional[0], "_window", None) if positional else None
-                    whole = window.whole_gradients() if window is not None else {}
+                    feature = positional[0].feature("window") if positional else None
+                    if feature is not None:
+                        whole = feature.window.whole_gradients()
+                    else:
+                        whole = reduced_gradients(keywords["model"])
                     write_gradients(keywords["model"], self._out, self._rank, whole)
             return result
 
         return observed
+
+    def keep_norm(self, norm: Any) -> None:
+        """A step of the optimizer has ended; ``norm`` is None where it was skipped."""
+        if self._out is None:
+            return
+        self._norms.append(None if norm is None else float(norm))
+        path = self._out / f"norms-{self._rank}.json"
+        path.write_text(json.dumps(self._norms), encoding="utf-8")
 
     def _keep_loss(self, reports: Any, kind: str) -> None:
         import torch
@@ -102,15 +112,52 @@ def _wrap_stock(observer: Observer) -> None:
         return observer.wrap(original(*positional, **keywords))
 
     training.get_forward_backward_func = get_forward_backward_func
+    step = training.train_step
+
+    @functools.wraps(step)
+    def train_step(*positional: Any, **keywords: Any) -> Any:
+        result = step(*positional, **keywords)
+        observer.keep_norm(result[5])
+        return result
+
+    training.train_step = train_step
 
 
 def _wrap_plan(observer: Observer, meter: bool) -> None:
-    from megatron_het.runtime.report import RunReport
+    from megatron_het.report.run_report import RunReport
     from megatron_het.runtime.session import HetSession
 
     if not meter:
         RunReport._meter = lambda self: contextlib.nullcontext()
     HetSession.forward_backward = observer.wrap(HetSession.forward_backward)
+
+
+def reduced_gradients(model: Any) -> dict[Any, Any]:
+    """Whole gradients where the distributed optimizer has left every replica a shard of them, by parameter.
+
+    Training reduces and scatters; this gathers what it left, so that the path is the one of training.
+    """
+    import torch
+    import torch.distributed as dist
+
+    found = {}
+    for chunk in model if isinstance(model, list) else [model]:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            whole = torch.empty_like(buffer.grad_data)
+            start = buffer.grad_data.storage_offset()
+            for bucket in buffer.buckets:
+                flat = bucket.grad_data
+                own = flat.view(group.size(), -1)[group.rank()].contiguous()
+                first = flat.storage_offset() - start
+                dist.all_gather_into_tensor(whole[first : first + flat.numel()], own, group=group)
+            for parameter in buffer.params:
+                gradient = parameter.main_grad
+                first = gradient.storage_offset() - start
+                found[parameter] = whole[first : first + gradient.numel()].view(gradient.shape)
+    return found
 
 
 def write_gradients(model: Any, out: Path, rank: int, whole: Mapping[Any, Any] = {}) -> None:
@@ -125,9 +172,11 @@ def write_gradients(model: Any, out: Path, rank: int, whole: Mapping[Any, Any] =
     arrays, places = {}, {}
     for name, parameter in _named_parameters(model):
         split = getattr(parameter, "tensor_model_parallel", False)
-        gradient = whole[parameter] if parameter in whole else parameter.main_grad
+        gradient = whole.get(parameter)
+        if gradient is None:
+            gradient = parameter.main_grad
         arrays[name] = gradient.detach().float().numpy()
-        places[name] = parameter.partition_dim if split else -1
+        places[name] = [parameter.partition_dim, parameter.partition_stride] if split else [-1, 1]
     np.savez(out / f"gradients-{rank}.npz", **arrays)
     (out / f"gradients-{rank}.json").write_text(json.dumps(places), encoding="utf-8")
 
@@ -140,10 +189,11 @@ def _named_parameters(model: Any) -> Iterator[tuple[str, Any]]:
             match = _LAYER.match(name)
             if match:
                 layer = chunk.decoder.layers[int(match[1])].layer_number - 1
-                name = f"decoder.layers.{layer}.{name[match.end():]}"
+                yield f"decoder.layers.{layer}.{name[match.end() :]}", parameter
             elif name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-                name = "embedding.word_embeddings.weight"  # the last stage's copy
-            yield name, parameter
+                yield "embedding.word_embeddings.weight", parameter  # the last stage's copy
+            else:
+                yield name, parameter
 
 
 def _kill_in_forward(iteration: int, operation: int, observer: Observer) -> None:
@@ -252,7 +302,8 @@ def die_while_saving(*, rank: int, which: int, save: int) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     writer = filesystem_async.FileSystemWriterAsync
-    original, seen = writer.prepare_write_data, []
+    original = writer.prepare_write_data
+    seen: list[Any] = []
 
     @functools.wraps(original)
     def prepare_write_data(*positional: Any, **keywords: Any) -> Any:

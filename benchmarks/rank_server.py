@@ -49,8 +49,8 @@ class Rank:
         job = self.job
         os.setsid()
         # As multiprocessing does after its own forks: the server's helper is not this rank's child.
-        multiprocessing.process._children.clear()
-        multiprocessing.util._finalizer_registry.clear()
+        multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+        multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
         self._redirect(Path(job["log_dir"]) / f"rank-{self.rank}.log")
         os.environ.update(
             RANK=str(self.rank),
@@ -76,8 +76,8 @@ class Rank:
         os.dup2(target, 2)
         os.close(target)
         os.close(nothing)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def _resolve(name: str) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENTRY = "megatron_het.pretrain_gpt:main"
-_START_S = 180.0  # bound on the server's imports
+_START_S = 600.0  # bound on the server's imports
 _TAIL_LINES = 40
 
 

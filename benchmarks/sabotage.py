@@ -10,7 +10,7 @@ from benchmarks import probe
 
 def _no_class_exchange() -> None:
     """Replicas of different TP, and tied copies, keep their own gradients."""
-    from megatron_het.runtime.gradients import GradientFinalizer
+    from megatron_het.gradients.finalize import GradientFinalizer
 
     GradientFinalizer._sum_across_classes = lambda self, model: None
 
@@ -21,12 +21,12 @@ def _wrong_routing() -> None:
 
     original = data.RoutedBatchSampler.__init__
 
-    def init(self: Any, batches: Any, microbatches: Any, num_microbatches: int) -> None:
+    def init(self: Any, batches: Any, microbatches: Any, batches_of: Any) -> None:
         from megatron.core import parallel_state
 
         shift = parallel_state.get_pipeline_model_parallel_rank() == 0
-        moved = [(m + shift) % num_microbatches for m in microbatches]
-        original(self, batches, moved, num_microbatches)
+        moved = [(m + shift) % len(batches_of) for m in microbatches]
+        original(self, batches, moved, batches_of)
 
     data.RoutedBatchSampler.__init__ = init
 
@@ -40,7 +40,7 @@ def _no_duplicate_mark() -> None:
 
 def _gated_as_plain() -> None:
     """The exchange cuts gated weights as if gate and up projection were one block."""
-    from megatron_het.runtime import resharding
+    from megatron_het.gradients import resharding
 
     original = resharding.segments
 

@@ -16,7 +16,8 @@ from benchmarks.slimpipe_runs import Model, Setting, run
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
-from megatron_het.schedule.passes import add_exchange, add_transfers, post_receives_early
+from megatron_het.schedule.passes import add_transfers, post_receives_early
+from megatron_het.schedule.passes.exchange import add_exchange
 from megatron_het.schedule.simulate import simulate
 
 _WARMUP = 3  # iterations that do not count; memory is metered in the second one
@@ -45,8 +46,7 @@ def bubble(runner: Runner, setting: Setting, model: Model, folder: Path, iterati
     more = ("--het-report", str(report), "--het-trace", str(report), "--het-trace-iteration", str(traced))
     run(runner, setting, model, folder, iterations=_WARMUP + iterations, memory=False, more=more)
     ranks = [
-        json.loads((report / f"rank-{r}.json").read_text(encoding="utf-8"))["iterations"]
-        for r in range(setting.stages)
+        json.loads((report / f"rank-{r}.json").read_text(encoding="utf-8"))["iterations"] for r in range(setting.stages)
     ]
     by_iteration = [
         max(i["schedule_s"] for i in same) / statistics.mean(i["compute_s"] for i in same) - 1
@@ -102,14 +102,18 @@ def _costs(setting: Setting, program: Program, report: Path) -> tuple[Costs, Cos
                 key = (rank, Op(Kind[a["kind"]], a["microbatch"], a["slice"], a["chunk"]))
                 own[key] = e["dur"] / 1e6
         posts.append(_posting_s(trace, done))
+    forward, backward = _KINDS
     smooth = Costs(
-        *(tuple(tables[name]) for name in (*_KINDS, *("attention " + kind for kind in _KINDS))),
+        tuple(tables[forward]),
+        tuple(tables[backward]),
+        tuple(tables["attention " + forward]),
+        tuple(tables["attention " + backward]),
         diagonal=_DIAGONAL,
         host_blocks=True,
         post_s=statistics.mean(posts),
     )
     # With the exchange a pass contains work for others, which the program has as operations of its own.
-    return smooth, smooth if program.exchange_units else replace(smooth, measured_s=own)
+    return smooth, smooth if program.attention_units else replace(smooth, measured_s=own)
 
 
 def _posting_s(trace: Events, done: Events) -> float:

@@ -16,50 +16,93 @@ _RANDOM, _MAX_RANKS = 10, 8
 _RECOMPUTE = ("none", "selective", "full", "up projection")
 _OFFLOAD = (0.0, 0.75, 1.0)
 _RANDOM_SHARED = 6
-_PLAIN: dict[str, Any] = {
-    "stages": 2, "slices": 4, "chunks": 1, "microbatches": 2, "tp": 1, "recompute": "none", "tied": False,
-    "distributed_optimizer": False, "multi_head": False, "uneven": False, "layers": 4,
-}  # fmt: skip
+PLAIN: dict[str, Any] = {
+    "stages": 2,
+    "slices": 4,
+    "chunks": 1,
+    "microbatches": 2,
+    "tp": 1,
+    "recompute": "none",
+    "tied": False,
+    "distributed_optimizer": False,
+    "multi_head": False,
+    "uneven": False,
+    "layers": 4,
+}
+"""The parameters of a plain case, for :func:`sliced_case`."""
 _ON = {"context_exchange": True}
 _ALL = {"context_exchange": True, "exchange_idle": True, "exchange_keep": True}
 _EXCHANGE: dict[str, dict[str, Any]] = {
     "exchange-p2-n4": {"exchange": _ON, "microbatches": 1},
     "exchange-p2-n8-v2-tp2": {
-        "exchange": _ON, "slices": 8, "chunks": 2, "tp": 2, "distributed_optimizer": True, "recompute": "selective",
+        "exchange": _ON,
+        "slices": 8,
+        "chunks": 2,
+        "tp": 2,
+        "distributed_optimizer": True,
+        "recompute": "selective",
     },
     "exchange-p2-replicas": {"exchange": {**_ON, "exchange_units": 4}, "microbatches": 4, "tied": True},
     "exchange-p4-n4-keep": {"exchange": {**_ON, "exchange_keep": True}, "stages": 4, "microbatches": 3},
     "exchange-p4-n8": {"exchange": {**_ON, "exchange_units": 1}, "stages": 4, "slices": 8, "multi_head": True},
     "exchange-p4-n8-v2-all": {
-        "exchange": _ALL, "stages": 4, "slices": 8, "chunks": 2, "microbatches": 3, "recompute": "full",
+        "exchange": _ALL,
+        "stages": 4,
+        "slices": 8,
+        "chunks": 2,
+        "microbatches": 3,
+        "recompute": "full",
     },
     "exchange-p4-n16-idle": {
-        "exchange": {**_ON, "exchange_idle": True}, "stages": 4, "slices": 16, "distributed_optimizer": True,
+        "exchange": {**_ON, "exchange_idle": True},
+        "stages": 4,
+        "slices": 16,
+        "distributed_optimizer": True,
     },
     "exchange-p4-n8-vocabulary": {
-        "exchange": {**_ON, "exchange_idle": True}, "stages": 4, "slices": 8, "vocabulary": True, "offload": 0.5,
+        "exchange": {**_ON, "exchange_idle": True},
+        "stages": 4,
+        "slices": 8,
+        "vocabulary": True,
+        "offload": 0.5,
     },
     "exchange-p2-replicas-vocabulary": {
-        "exchange": _ALL, "slices": 8, "vocabulary": True, "microbatches": 4, "tied": True,
+        "exchange": _ALL,
+        "slices": 8,
+        "vocabulary": True,
+        "microbatches": 4,
+        "tied": True,
     },
     "exchange-p4-n16-keep": {"exchange": {**_ON, "exchange_keep": True}, "stages": 4, "slices": 16, "microbatches": 3},
     "exchange-p4-tp2-all": {"exchange": _ALL, "stages": 4, "slices": 8, "tp": 2, "microbatches": 1},
-}  # fmt: skip
+}
 _UNSLICED = {"schedule": "1f1b", "slices": 1}
 _CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
     "cp2-1f1b": {"cp": 2, **_UNSLICED},
     "cp2-1f1b-replicas": {"cp": 2, **_UNSLICED, "microbatches": 4, "tied": True, "recompute": "selective"},
     "cp2-tp2": {"cp": 2, **_UNSLICED, "stages": 1, "tp": 2, "distributed_optimizer": True, "recompute": "full"},
     "cp2-window": {
-        "cp": 2, **_UNSLICED, "schedule": "ministage", "chunks": 2, "distributed_optimizer": True,
-        "parameters": {"window": True, "offload": True}, "microbatches": 4,
+        "cp": 2,
+        **_UNSLICED,
+        "schedule": "ministage",
+        "chunks": 2,
+        "distributed_optimizer": True,
+        "parameters": {"window": True, "offload": True},
+        "microbatches": 4,
     },
     "cp2-p2-n4": {"cp": 2, "multi_head": True},
     "cp2-p2-n8-v2": {"cp": 2, "slices": 8, "chunks": 2, "distributed_optimizer": True, "microbatches": 1},
     "cp2-p2-tp2-uneven": {"cp": 2, "tp": 2, "uneven": True, "microbatches": 3},
     "cp4-p1": {"cp": 4, "stages": 1, "slices": 2},
     "cp2-vocabulary": {"cp": 2, "vocabulary": True, "microbatches": 4, "tied": True},
-    "cp2-1f1b-vocabulary": {"cp": 2, **_UNSLICED, "vocabulary": True, "tp": 2, "distributed_optimizer": True, "overlap": True},
+    "cp2-1f1b-vocabulary": {
+        "cp": 2,
+        **_UNSLICED,
+        "vocabulary": True,
+        "tp": 2,
+        "distributed_optimizer": True,
+        "overlap": True,
+    },
     "cp2-exchange-vocabulary": {"cp": 2, "exchange": _ALL, "vocabulary": True, "offload": 0.75},
     "cp2-exchange": {"cp": 2, "exchange": _ALL, "recompute": "selective"},
     "cp2-exchange-p4-v2": {"cp": 2, "exchange": _ON, "stages": 4, "slices": 4, "chunks": 2},
@@ -118,12 +161,7 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
     model = replace(plan.model, num_query_groups=HEADS) if row["multi_head"] else plan.model
     routed = [tuple(range(count)), tuple(range(count, MICROBATCHES))][:replicas]
     stages = tuple(
-        replace(
-            s,
-            replicas=tuple(
-                replace(r, microbatches=m) for r, m in zip(s.replicas, routed, strict=True)
-            ),
-        )
+        replace(s, replicas=tuple(replace(r, microbatches=m) for r, m in zip(s.replicas, routed, strict=True)))
         for s in plan.stages
     )
     stages = with_context_parallel(stages, row.get("cp", 1))
@@ -180,7 +218,7 @@ def slimpipe_cases(seed: int, quick: bool) -> list[SlicedCase]:
     for i in range(_RANDOM):
         cases.append(sliced_case(_random_row(rng), f"random-{i}", rng))
     for name, row in {**_EXCHANGE, **_CONTEXT_PARALLEL}.items():
-        cases.append(sliced_case({**_PLAIN, **row}, name, rng))
+        cases.append(sliced_case({**PLAIN, **row}, name, rng))
     for i in range(_RANDOM_SHARED):
         cases.append(sliced_case(_random_shared_row(rng), f"random-shared-{i}", rng))
     return cases[3::4] if quick else cases
@@ -221,6 +259,6 @@ def _random_shared_row(rng: random.Random) -> dict[str, Any]:
             exchange |= {name: True for name in ("exchange_keep", "exchange_idle") if rng.random() < 0.5}
         ranks = row["stages"] * row["tp"] * row["cp"] * replicas_of(row["microbatches"])
         blocks = 2 * row["cp"] if row["cp"] > 1 else 1
-        if ranks <= _MAX_RANKS and SEQUENCE // row["slices"] % blocks == 0 and (exchange or row["cp"] > 1):
-            if row["tp"] == 1 or tokens % row["tp"] == 0:
-                return {**row, "exchange": exchange}
+        divides = SEQUENCE // row["slices"] % blocks == 0 and tokens % row["tp"] == 0
+        if ranks <= _MAX_RANKS and divides and (exchange or row["cp"] > 1):
+            return {**row, "exchange": exchange}

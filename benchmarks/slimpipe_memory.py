@@ -56,9 +56,7 @@ class Bench:
         self.tokens = tokens
         self.layer_bytes = self.other_bytes = 0.0
 
-    def peaks(
-        self, setting: Setting, model: Model = MODEL, more: tuple[str, ...] = (), what: str = ""
-    ) -> list[int]:
+    def peaks(self, setting: Setting, model: Model = MODEL, more: tuple[str, ...] = (), what: str = "") -> list[int]:
         """Activation bytes of every rank; ``more`` flags are known as ``what``."""
         folder = self._folder / f"layers-{model.layers}-{model.vocabulary}-{what.replace(' ', '-')}"
         found = run(self._runner, setting, model, folder, iterations=2, memory=True, more=more)
@@ -94,9 +92,7 @@ class Bench:
         """The simulator's peaks, per stage."""
         p, v = setting.stages, setting.chunks
         layers = MODEL.layers // (p * v)
-        shape = Shape.uniform(
-            p, _MICROBATCHES, slices=setting.slices, chunks=v, layers_per_chunk=layers
-        )
+        shape = Shape.uniform(p, _MICROBATCHES, slices=setting.slices, chunks=v, layers_per_chunk=layers)
         program = add_transfers(generate("slimpipe", shape))
         memory = Memory(
             activation_bytes=((layers * self.layer_bytes,) * v,) * p,
@@ -175,9 +171,7 @@ def _report(bench: Bench, quick: bool) -> dict[str, Any]:
     if not quick:
         report["features"] = bench.features()
         longest = bench.longest(4, 32, 1, max(stock))
-        report.update(
-            limit_bytes=max(stock), longest_sequence=longest, max_sequence_ratio=longest / bench.tokens
-        )
+        report.update(limit_bytes=max(stock), longest_sequence=longest, max_sequence_ratio=longest / bench.tokens)
     return report
 
 

@@ -27,9 +27,7 @@ class FusedAttention(torch.nn.Module):
         super().__init__()
         self._scale = config.softmax_scale
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-    ) -> torch.Tensor:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """``[s, b, heads, d]`` in, ``[s, b, heads * d]`` out."""
         # A copy of the values, as slices make one: the view would keep the whole projection alive.
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value.clone()))
@@ -39,9 +37,7 @@ class FusedAttention(torch.nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def watch(
-    *, rank: int, out: str, memory: bool = False, fused: bool = False
-) -> None:
+def watch(*, rank: int, out: str, memory: bool = False, fused: bool = False) -> None:
     """Wrap the forward-backward function, stock's and the extension's; for times, also pin the rank to a core.
 
     Args:

@@ -69,13 +69,20 @@ class Setting:
 
 
 def job(
-    setting: Setting, model: Model, folder: Path, *, iterations: int, memory: bool,
-    more: tuple[str, ...] = (), timeout_s: float = 900.0,
-) -> Job:  # fmt: skip
+    setting: Setting,
+    model: Model,
+    folder: Path,
+    *,
+    iterations: int,
+    memory: bool,
+    more: tuple[str, ...] = (),
+    timeout_s: float = 900.0,
+) -> Job:
     """The run of a setting; its ranks write ``watch-<rank>.json`` into ``folder``."""
     s = setting
     flags = [
-        *model.flags(), *machine_flags(),
+        *model.flags(),
+        *machine_flags(),
         *words(
             f"--seq-length {s.seq_length} --max-position-embeddings {s.seq_length} "
             f"--micro-batch-size 1 --global-batch-size {s.microbatches} --calculate-per-token-loss "
@@ -83,7 +90,7 @@ def job(
             f"--log-interval 1 --pipeline-model-parallel-size {s.stages} "
             "--distributed-timeout-minutes 10 --seed 1"
         ),
-    ]  # fmt: skip
+    ]
     if s.chunks > 1:
         per_chunk = model.layers // (s.stages * s.chunks)
         flags += ["--num-layers-per-virtual-pipeline-stage", str(per_chunk)]
@@ -93,9 +100,8 @@ def job(
         flags += s.flags
     watch = {"out": str(folder), "memory": memory, "fused": s.schedule != "slimpipe"}
     return Job(
-        s.name, s.stages, (*flags, *more), folder,
-        setup=("benchmarks.slimpipe_probe:watch", watch), timeout_s=timeout_s,
-    )  # fmt: skip
+        s.name, s.stages, (*flags, *more), folder, setup=("benchmarks.slimpipe_probe:watch", watch), timeout_s=timeout_s
+    )
 
 
 def run(runner: Runner, setting: Setting, model: Model, folder: Path, **options: Any) -> list[dict[str, Any]]:
@@ -103,7 +109,4 @@ def run(runner: Runner, setting: Setting, model: Model, folder: Path, **options:
     target = folder / setting.name
     target.mkdir(parents=True, exist_ok=True)
     runner.run(job(setting, model, target, **options))
-    return [
-        json.loads((target / f"watch-{rank}.json").read_text(encoding="utf-8"))
-        for rank in range(setting.stages)
-    ]
+    return [json.loads((target / f"watch-{rank}.json").read_text(encoding="utf-8")) for rank in range(setting.stages)]

@@ -38,52 +38,64 @@ def median_s(runner: Runner, setting: Setting, folder: Path, iterations: int) ->
     return statistics.median(max(times) for times in zip(*by_rank, strict=True))
 
 
-def main() -> int:
-    """Command line."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.slimpipe_speed", description=__doc__)
     parser.add_argument("--json", required=True, type=Path)
-    parser.add_argument("--tokens", type=int, default=12288, help="per sequence; 6144 takes a quarter of the 15 minutes")
+    parser.add_argument(
+        "--tokens", type=int, default=12288, help="per sequence; 6144 takes a quarter of the 15 minutes"
+    )
     parser.add_argument("--iterations", type=int, default=1, help="that count, of each run")
     parser.add_argument(
-        "--sweep", type=lambda text: tuple(map(int, text.split(","))), nargs="+", metavar="N,V",
+        "--sweep",
+        type=lambda text: tuple(map(int, text.split(","))),
+        nargs="+",
+        metavar="N,V",
         help="SlimPipe's slices and chunks to try (default: 8,1 16,4)",
     )
     parser.add_argument("--exchange", action="store_true", help="with the attention context exchange")
     parser.add_argument("--rounds", type=int, default=2, help="how often each side runs")
-    options = parser.parse_args()
-    pipeline = {
+    return parser.parse_args()
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Setting]:
+    """Both pipelines of stock Megatron, SlimPipe's sweep, and one process with and without slices."""
+    flags = _EXCHANGE if options.exchange else ()
+    return {
         "1f1b": Setting("stock", _STAGES, options.tokens, _MICROBATCHES),
         "interleaved-2": Setting("stock", _STAGES, options.tokens, _MICROBATCHES, chunks=2),
         "interleaved-4": Setting("stock", _STAGES, options.tokens, _MICROBATCHES, chunks=4),
         **{
-            f"slimpipe-{n}-{v}": Setting(
-                "slimpipe", _STAGES, options.tokens, _MICROBATCHES, n, v, _EXCHANGE if options.exchange else ()
-            )
+            f"slimpipe-{n}-{v}": Setting("slimpipe", _STAGES, options.tokens, _MICROBATCHES, n, v, flags)
             for n, v in (options.sweep or _SWEEP)
         },
         "whole": Setting("slimpipe", 1, options.tokens, _MICROBATCHES, 1),
         "sliced": Setting("slimpipe", 1, options.tokens, _MICROBATCHES, _SLICES),
     }
-    times: dict[str, list[float]] = {name: [] for name in pipeline}
+
+
+def main() -> int:
+    """Command line."""
+    options = _options()
+    settings = _settings(options)
+    slim = [name for name in settings if name.startswith("slimpipe")]
+    times: dict[str, list[float]] = {name: [] for name in settings}
     start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="slimpipe-speed-"))
     try:
         with Runner() as runner:
             for index in range(options.rounds):
-                for name, setting in pipeline.items():
-                    times[name].append(
-                        median_s(runner, setting, folder / str(index), options.iterations)
-                    )
+                for name, setting in settings.items():
+                    times[name].append(median_s(runner, setting, folder / str(index), options.iterations))
                     print(f"round {index} {name:14} {times[name][-1]:.3f} s", flush=True)
             medians = {name: statistics.median(values) for name, values in times.items()}
-            best = min((name for name in pipeline if name.startswith("slimpipe")), key=medians.__getitem__)
-            plain = min((name for name in pipeline if name.startswith("slimpipe")), key=lambda n: pipeline[n].chunks)
+            best = min(slim, key=medians.__getitem__)
+            plain = min(slim, key=lambda name: settings[name].chunks)
             bubbles = {
-                name: bubble(runner, pipeline[name], MODEL, folder / "bubble" / name, options.iterations + 1)
+                name: bubble(runner, settings[name], MODEL, folder / "bubble" / name, options.iterations + 1)
                 for name in dict.fromkeys((plain, best))
             }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    n, v = pipeline[best].slices, pipeline[best].chunks
+    n, v = settings[best].slices, settings[best].chunks
     interleaved = min(medians["interleaved-2"], medians["interleaved-4"])
     report = {
         "speedup_over_1f1b": medians["1f1b"] / medians[best],
@@ -91,8 +103,7 @@ def main() -> int:
         "best_slimpipe": best,
         "context_exchange": options.exchange,
         "slicing_overhead": medians["sliced"] / medians["whole"] - 1,
-        "ideal_speedup_over_1f1b": (1 + (_STAGES - 1) / _MICROBATCHES)
-        / (1 + (_STAGES - 1) / (_MICROBATCHES * n * v)),
+        "ideal_speedup_over_1f1b": (1 + (_STAGES - 1) / _MICROBATCHES) / (1 + (_STAGES - 1) / (_MICROBATCHES * n * v)),
         "bubble_error": max(found["bubble_error"] for found in bubbles.values()),
         "bubbles": bubbles,
         "medians_s": medians,

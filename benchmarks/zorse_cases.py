@@ -50,7 +50,13 @@ _NO_WINDOW = (((1, 2), 1, 2), ((2,), 1, 3), ((1, 1, 1), 1, 2))
 _MORE: tuple[Row, ...] = (
     {"replicas": (2, 2), "ministages": 2, "window": {"update": "undo"}, "clip": 0.05},
     {"replicas": (3,), "ministages": 4, "window": {"update": "undo", "offload": True}, "clip": 1.0},
-    {"replicas": (1, 2), "tp": 2, "ministages": 2, "window": {"update": "undo", "offload_optimizer": True}, "clip": 0.05},
+    {
+        "replicas": (1, 2),
+        "tp": 2,
+        "ministages": 2,
+        "window": {"update": "undo", "offload_optimizer": True},
+        "clip": 0.05,
+    },
     # One ministage in one stage: its norm is the global one.
     {"replicas": (4,), "ministages": 1, "window": {"update": "per-ministage"}, "clip": 0.05},
     {"replicas": (2, 1), "ministages": 2, "window": {"update": "per-ministage"}, "clip": 100.0},
@@ -59,25 +65,83 @@ _MORE: tuple[Row, ...] = (
     # Two microbatches in four stages.
     {"replicas": (1, 1, 1, 1), "ministages": 1, "window": {"offload": True}, "clip": 1.0, "micro_batch_size": 3},
     {"replicas": (2, 1, 1), "ministages": 2, "window": {}, "clip": 1.0, "micro_batch_size": 3},
-    {"replicas": (2, 1), "ministages": 2, "window": {"update": "undo", "offload_optimizer": True}, "clip": 0.05, "precision": "bf16"},
+    {
+        "replicas": (2, 1),
+        "ministages": 2,
+        "window": {"update": "undo", "offload_optimizer": True},
+        "clip": 0.05,
+        "precision": "bf16",
+    },
     {"replicas": (2, 1), "ministages": 2, "window": {"offload": True, "offload_activations": 1.0}, "clip": 1.0},
-    {"replicas": (1, 2), "tp": 2, "ministages": 2, "window": {"offload_activations": 0.5}, "clip": 1.0, "recompute": "none"},
+    {
+        "replicas": (1, 2),
+        "tp": 2,
+        "ministages": 2,
+        "window": {"offload_activations": 0.5},
+        "clip": 1.0,
+        "recompute": "none",
+    },
     {"replicas": (2,), "ministages": 3, "window": {"update": "undo", "offload_activations": 1.0}, "clip": 0.05},
     # Unequal shares of a stage's state.
     {"replicas": (2, 1), "ministages": 2, "window": {}, "clip": 0.05, "shares": ((3, 1), (1,))},
-    {"replicas": (3,), "ministages": 4, "window": {"offload": True, "offload_optimizer": True}, "clip": 1.0, "shares": ((0, 2, 1),)},
+    {
+        "replicas": (3,),
+        "ministages": 4,
+        "window": {"offload": True, "offload_optimizer": True},
+        "clip": 1.0,
+        "shares": ((0, 2, 1),),
+    },
     {"replicas": (4,), "ministages": 2, "window": {"update": "undo"}, "clip": 0.05, "shares": ((4, 2, 0, 1),)},
-    {"replicas": (1, 2), "tp": 2, "ministages": 2, "window": {"keep_at_turn": False}, "clip": 0.05, "shares": ((1,), (1, 2.5))},
-    {"replicas": (2, 2), "ministages": 4, "window": {"update": "at-once", "offload": True}, "clip": 0.0, "shares": ((1, 0), (1, 5))},
+    {
+        "replicas": (1, 2),
+        "tp": 2,
+        "ministages": 2,
+        "window": {"keep_at_turn": False},
+        "clip": 0.05,
+        "shares": ((1,), (1, 2.5)),
+    },
+    {
+        "replicas": (2, 2),
+        "ministages": 4,
+        "window": {"update": "at-once", "offload": True},
+        "clip": 0.0,
+        "shares": ((1, 0), (1, 5)),
+    },
     {"replicas": (4,), "ministages": 1, "window": {"update": "per-ministage"}, "clip": 0.05, "shares": ((1, 2, 3, 4),)},
-    {"replicas": (2, 2), "ministages": 2, "window": {"per_microbatch": True, "per_layer": False}, "clip": 1.0, "shares": ((2, 1), (1, 0))},
-    {"replicas": (2, 1), "ministages": 2, "window": {"update": "undo", "offload_optimizer": True}, "clip": 0.05, "precision": "bf16", "shares": ((0, 1), (1,))},
-    {"replicas": (1, 3), "ministages": 2, "window": {"offload": True}, "clip": 1.0, "precision": "bf16", "shares": ((1,), (1, 3, 2))},
+    {
+        "replicas": (2, 2),
+        "ministages": 2,
+        "window": {"per_microbatch": True, "per_layer": False},
+        "clip": 1.0,
+        "shares": ((2, 1), (1, 0)),
+    },
+    {
+        "replicas": (2, 1),
+        "ministages": 2,
+        "window": {"update": "undo", "offload_optimizer": True},
+        "clip": 0.05,
+        "precision": "bf16",
+        "shares": ((0, 1), (1,)),
+    },
+    {
+        "replicas": (1, 3),
+        "ministages": 2,
+        "window": {"offload": True},
+        "clip": 1.0,
+        "precision": "bf16",
+        "shares": ((1,), (1, 3, 2)),
+    },
     # Several: against one process that clips group by group; this bound is below some of the norms only.
     {"replicas": (2, 1), "ministages": 2, "window": {"update": "per-ministage"}, "clip": CLIP_SOME},
     {"replicas": (3,), "ministages": 3, "window": {"update": "per-ministage", "offload": True}, "clip": 0.05},
-    {"replicas": (1, 2), "tp": 2, "ministages": 2, "window": {"update": "per-ministage", "offload_optimizer": True}, "clip": CLIP_SOME},
-)  # fmt: skip
+    {
+        "replicas": (1, 2),
+        "tp": 2,
+        "ministages": 2,
+        "window": {"update": "per-ministage", "offload_optimizer": True},
+        "clip": CLIP_SOME,
+    },
+)
 
 
 def ministage_cases(seed: int, quick: bool) -> list[Case]:
@@ -92,14 +156,28 @@ def ministage_cases(seed: int, quick: bool) -> list[Case]:
     for i, (sizes, tp, chunks, options) in enumerate(_ROWS):
         clip = 0.0 if options.get("update") == "at-once" else _CLIPS[i % 2]
         rows.append(
-            {"replicas": sizes, "tp": tp, "ministages": chunks, "window": {"window": True, **options},
-             "clip": clip, "recompute": ("none", "full")[i // 2 % 2], "precision": "fp32"}
-        )  # fmt: skip
+            {
+                "replicas": sizes,
+                "tp": tp,
+                "ministages": chunks,
+                "window": {"window": True, **options},
+                "clip": clip,
+                "recompute": ("none", "full")[i // 2 % 2],
+                "precision": "fp32",
+            }
+        )
     for sizes, tp, chunks in _NO_WINDOW:
         rows.append(
-            {"replicas": sizes, "tp": tp, "ministages": chunks, "window": {}, "clip": 1.0,
-             "recompute": "none", "precision": "fp32"}
-        )  # fmt: skip
+            {
+                "replicas": sizes,
+                "tp": tp,
+                "ministages": chunks,
+                "window": {},
+                "clip": 1.0,
+                "recompute": "none",
+                "precision": "fp32",
+            }
+        )
     rows += [{**rows[i], "precision": "bf16"} for i in (1, 5, 8)]
     for row in _MORE:
         common = {"tp": 1, "recompute": "full", "precision": "fp32"}
@@ -128,9 +206,7 @@ def _case(row: Row, name: str, rng: random.Random) -> Case:
         plan = _with_larger_microbatches(plan, row["micro_batch_size"])
     plan = replace(
         plan,
-        stages=tuple(
-            replace(s, layers=_divided(sum(s.layers), row["ministages"], rng)) for s in plan.stages
-        ),
+        stages=tuple(replace(s, layers=_divided(sum(s.layers), row["ministages"], rng)) for s in plan.stages),
         schedule=ScheduleSpec("ministage", dict(row["window"])),
     )
     if "shares" in row:
@@ -143,9 +219,7 @@ def with_shares(plan: Plan, shares: Sequence[Sequence[float]]) -> Plan:
     stages = tuple(
         replace(
             stage,
-            replicas=tuple(
-                replace(r, state_share=float(share)) for r, share in zip(stage.replicas, row, strict=True)
-            ),
+            replicas=tuple(replace(r, state_share=float(share)) for r, share in zip(stage.replicas, row, strict=True)),
         )
         for stage, row in zip(plan.stages, shares, strict=True)
     )
@@ -182,15 +256,16 @@ class MinistageLab(Lab):
     def __init__(self, runner: Runner, folder: Path) -> None:
         super().__init__(runner, folder)
         self._saved: dict[Any, Path] = {}
+        self._folders: dict[str, Path] = {}
 
     def reference(self, case: Case) -> Path:
         """As in a lab, with a checkpoint after the last step; clipped by ministages where the case is."""
-        weights, clip = case.reference
+        weights, clip, extra = case.reference
         groups = clipping_groups(case)
         key = (*case.reference, str(groups))
         if key not in self._saved:
             folder = self.folder / f"one-saved-{len(self._saved)}-{weights}-{clip}"
-            flags = (*common_flags(weights, clip), *self.start_flags(weights), *_saving(folder))
+            flags = (*common_flags(weights, clip, extra), *self.start_flags(weights), *_saving(folder))
             setup: tuple[str, Row] = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
             if groups is not None:
                 setup = ("benchmarks.zorse_clipping:observe_clipping_groups", {"out": str(folder), "groups": groups})
@@ -204,23 +279,28 @@ class MinistageLab(Lab):
         size = ("--micro-batch-size", str(case.plan.training.micro_batch_size))
         if case.chosen.get("window", {}).get("update") in ("at-once", "per-ministage"):
             more += ("--rerun-mode", "disabled")  # an update cannot be made twice
-        job = super().job(case, *_saving(self.folder / "cases" / case.name), *size, *more)
-        options = {**job.setup[1], "gradients": keeps_gradients(case)}
-        return replace(job, timeout_s=600, setup=("benchmarks.probe:observe", options))
+        job = super().job(case, *size, *more)
+        assert job.setup is not None
+        self._folders[case.name] = job.log_dir
+        setup = ("benchmarks.probe:observe", {**job.setup[1], "gradients": keeps_gradients(case)})
+        return replace(job, argv=(*job.argv, *_saving(job.log_dir)), timeout_s=600, setup=setup)
 
     def parameter_difference(self, case: Case) -> float:
-        """Largest relative L2 difference of a parameter after the last step."""
-        out = self.folder / "cases" / case.name / "parameters.json"
+        """Largest relative L2 difference of a parameter after the last step of the case's newest run."""
+        folder = self._folders[case.name]
+        out = folder / "parameters.json"
         last = f"checkpoint/iter_{STEPS:07}"
-        options = {
-            "first": str(self.folder / "cases" / case.name / last),
-            "second": str(self.reference(case) / last),
-            "out": str(out),
-        }
+        options = {"first": str(folder / last), "second": str(self.reference(case) / last), "out": str(out)}
         self.runner.run(
-            Job("parameters", 1, (), out.parent / "comparison", "benchmarks.probe:nothing",
-                ("benchmarks.zorse_cases:compare_parameters", options))
-        )  # fmt: skip
+            Job(
+                "parameters",
+                1,
+                (),
+                out.parent / "comparison",
+                "benchmarks.probe:nothing",
+                ("benchmarks.zorse_cases:compare_parameters", options),
+            )
+        )
         return float(json.loads(out.read_text(encoding="utf-8"))["difference"])
 
 
@@ -284,11 +364,12 @@ def die_in_update(*, rank: int, which: int, update: int, out: str | None = None)
     observe(rank=rank, out=out)
     if rank != which:
         return
-    from megatron_het.runtime.window_memory import HostCopy
-    from megatron_het.runtime.window_optimizer import ChunkedOptimizer
+    from megatron_het.window.memory import HostCopy
+    from megatron_het.window.optimizer import ChunkedOptimizer
 
     step, store = ChunkedOptimizer._step, HostCopy.store
-    updates, stores = [], []
+    updates: list[Any] = []
+    stores: list[Any] = []
 
     def counted_step(self: Any, *positional: Any, **keywords: Any) -> None:
         updates.append(None)

@@ -35,15 +35,7 @@ from benchmarks.machine import machine
 from benchmarks.runner import Job, Runner, words
 from benchmarks.zorse_cases import with_shares
 from benchmarks.zorse_model import Layers, Prediction, share_of
-from megatron_het.plan import (
-    ModelShape,
-    Plan,
-    Replica,
-    ScheduleSpec,
-    Stage,
-    TrainingShape,
-    save_plan,
-)
+from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 
 LAYERS, HIDDEN, FFN, HEADS, SEQUENCE, VOCABULARY = 16, 128, 384, 4, 32, 127
 STAGES, REPLICAS, MICROBATCHES, STEPS = 2, 4, 16, 3
@@ -59,7 +51,8 @@ FLAGS = words(
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32
     --mock-data --split 90,10,0 --micro-batch-size 1 --global-batch-size {MICROBATCHES}
-    --calculate-per-token-loss --clip-grad 0 --train-iters {STEPS} --lr 1e-3 --eval-iters 0 --eval-interval 100 --log-interval 1
+    --calculate-per-token-loss --clip-grad 0 --train-iters {STEPS} --lr 1e-3
+    --eval-iters 0 --eval-interval 100 --log-interval 1
     --distributed-timeout-minutes 2 --rerun-mode disabled
     """
 )
@@ -157,17 +150,30 @@ def measure(runner: Runner, configuration: Configuration, layers: Layers, folder
     plan = plan_of(configuration)
     folder.mkdir(parents=True)
     save_plan(plan, folder / "plan.json")
-    argv = (*FLAGS, *machine_flags(), "--global-batch-size", str(configuration.microbatches),
-            "--het-plan", str(folder / "plan.json"), "--het-report", str(folder), "--het-transport", "gloo")  # fmt: skip
+    argv = (
+        *FLAGS,
+        *machine_flags(),
+        "--global-batch-size",
+        str(configuration.microbatches),
+        "--het-plan",
+        str(folder / "plan.json"),
+        "--het-report",
+        str(folder),
+        "--het-transport",
+        "gloo",
+    )
     watch = ("benchmarks.zorse_probe:watch", {"out": str(folder)})
     runner.run(Job(configuration.name, plan.world_size, argv, folder, setup=watch, timeout_s=900))
     expected = Prediction(plan, layers)
     ranks = [_rank(configuration, expected, rank, folder) for rank in range(plan.world_size)]
     worst = {what: max(rank["errors"][what] for rank in ranks) for what in ranks[0]["errors"]}
     return {
-        **asdict(configuration), "max_error_to_simulator": max(worst.values()), "errors": worst,
-        "largest_ministage_bytes": [max(row) for row in expected.chunk_bytes], "ranks": ranks,
-    }  # fmt: skip
+        **asdict(configuration),
+        "max_error_to_simulator": max(worst.values()),
+        "errors": worst,
+        "largest_ministage_bytes": [max(row) for row in expected.chunk_bytes],
+        "ranks": ranks,
+    }
 
 
 def _rank(configuration: Configuration, expected: Prediction, rank: int, folder: Path) -> dict[str, Any]:

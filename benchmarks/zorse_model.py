@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NoReturn
 
-from megatron_het.plan import Placement, Plan
+from megatron_het.features import options_of
+from megatron_het.features.activation_offload import offload_ratio
+from megatron_het.lowering.programs import build
+from megatron_het.lowering.transports import posted_for
+from megatron_het.plan import Plan
 from megatron_het.plan.shares import state_shares
-from megatron_het.plan.slices import offload_ratio
-from megatron_het.runtime.programs import build_programs
-from megatron_het.runtime.transport import posted_for
-from megatron_het.runtime.window_options import split_parameters
 from megatron_het.schedule.cost import Costs, Memory, PerChunk
 from megatron_het.schedule.ir import Kind, Program
 from megatron_het.schedule.memory import memory_use
@@ -48,20 +49,39 @@ class Layers:
             folder: Where the profile is written.
         """
         shape = plan.model
+        if shape.ffn_hidden_size is None:
+            raise ValueError("the plan's model has no ffn_hidden_size: its layers cannot be profiled")
         profiled = ProfiledModel(
-            shape.hidden_size, shape.ffn_hidden_size, shape.num_attention_heads, shape.num_query_groups,
-            vocabulary, shape.seq_length, "fp32",
-        )  # fmt: skip
+            shape.hidden_size,
+            shape.ffn_hidden_size,
+            shape.num_attention_heads,
+            shape.num_query_groups,
+            vocabulary,
+            shape.seq_length,
+            "fp32",
+        )
         settings = ProfileSettings(
-            profiled, str(folder / "profile.json"), (_KIND,), recompute=_RECOMPUTE, window_s=0.02, windows=1, links=False
+            profiled,
+            str(folder / "profile.json"),
+            (_KIND,),
+            recompute=_RECOMPUTE,
+            window_s=0.02,
+            windows=1,
+            links=False,
         )
         model = Model(
-            num_layers=shape.num_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.ffn_hidden_size,
-            num_attention_heads=shape.num_attention_heads, vocab_size=vocabulary, seq_length=shape.seq_length,
-            global_batch_size=plan.training.global_batch_size, precision="fp32", attention="unfused",
-        )  # fmt: skip
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            ffn_hidden_size=shape.ffn_hidden_size,
+            num_attention_heads=shape.num_attention_heads,
+            vocab_size=vocabulary,
+            seq_length=shape.seq_length,
+            global_batch_size=plan.training.global_batch_size,
+            precision="fp32",
+            attention="unfused",
+        )
 
-        def no_catalog(kind: str) -> None:
+        def no_catalog(kind: str) -> NoReturn:
             raise LookupError(f"{kind} is measured")
 
         return cls(MeasuredCosts(model, run_profile(settings, 1), no_catalog, CPU_GLOO))
@@ -92,7 +112,7 @@ class Prediction:
     @cached_property
     def program(self) -> Program:
         """What the ranks run, over gloo."""
-        return posted_for("gloo", build_programs(Placement(self.plan))[False])
+        return posted_for("gloo", build(self.plan)[False])
 
     @cached_property
     def chunk_bytes(self) -> list[list[int]]:
@@ -134,7 +154,7 @@ class Prediction:
 
     def _state(self) -> Memory:
         """Parameters, gradients and optimizer state (in fp32 the shards are the main parameters)."""
-        _, options = split_parameters(self.plan.schedule)
+        options = options_of(self.plan, "window")
         assert options is not None
         whole = self._per_device([tuple(map(float, row)) for row in self.chunk_bytes])
         shard = tuple(
@@ -143,12 +163,15 @@ class Prediction:
         )
         moments = tuple(tuple(2 * value for value in row) for row in shard)
         return Memory(
-            parameter_bytes=whole, gradient_bytes=whole, parameter_shard_bytes=shard, gradient_shard_bytes=shard,
+            parameter_bytes=whole,
+            gradient_bytes=whole,
+            parameter_shard_bytes=shard,
+            gradient_shard_bytes=shard,
             optimizer_bytes=() if options.offload_optimizer else moments,
-        )  # fmt: skip
+        )
 
     @cached_property
-    def peaks(self) -> list[dict[str, float]]:
+    def peaks(self) -> list[dict[str, Any]]:
         """Per device: peaks of each kind by itself and of everything together, and gathers."""
         shape = self.plan.model
         ones = tuple(tuple(1.0 for _ in self.plan.stages[d.stage].layers) for d in self.program.devices)
@@ -157,16 +180,21 @@ class Prediction:
         costs = Costs(ones, threes, reduce_s=ones, host_blocks=CPU_GLOO.host_blocks, keeps_sent=CPU_GLOO.keeps_sent)
         state, activations = self._state(), self._activations()
         both = replace(
-            state, activation_bytes=activations.activation_bytes, workspace_bytes=activations.workspace_bytes,
+            state,
+            activation_bytes=activations.activation_bytes,
+            workspace_bytes=activations.workspace_bytes,
             boundary_bytes=activations.boundary_bytes,
-        )  # fmt: skip
+        )
         whole = replace(state, parameter_shard_bytes=(), gradient_shard_bytes=(), optimizer_bytes=())
         uses = {
             name: memory_use(simulate(self.program, replace(costs, memory=memory, message_bytes=bytes_)))
             for name, memory, bytes_ in (
-                ("whole", whole, 0.0), ("state", state, 0.0), ("activations", activations, message), ("all", both, message),
+                ("whole", whole, 0.0),
+                ("state", state, 0.0),
+                ("activations", activations, message),
+                ("all", both, message),
             )
-        }  # fmt: skip
+        }
         return [
             {
                 "parameters": uses["whole"][d].peak_of("parameters"),

@@ -25,7 +25,7 @@ def watch(*, rank: int, out: str) -> None:
     """Meter the start and the third iteration of this rank into ``watch-<rank>.json``."""
     from megatron.training import training
 
-    from megatron_het.runtime.report import RunReport
+    from megatron_het.report.run_report import RunReport
     from megatron_het.runtime.session import HetSession
 
     RunReport._meter = lambda self: contextlib.nullcontext()  # meters one more time, and differently
@@ -57,15 +57,21 @@ class WindowWatcher(Watcher):
         from megatron_het.platform.memory import CpuMemoryMeter
 
         session = positional[0]
-        if session._offload is not None:
-            session._offload.pool.reset_peak()
+        offload = session.feature("activation_offload")
+        if offload is not None:
+            offload.offload.pool.reset_peak()
         with CpuMemoryMeter() as everything, CpuMemoryMeter() as activations:
             everything.add(_state(session))
-            with _window_overlooked(activations), _resizes_shown(), everything.region("iteration") as whole, activations.region("iteration") as part:
+            with (
+                _window_overlooked(activations),
+                _resizes_shown(),
+                everything.region("iteration") as whole,
+                activations.region("iteration") as part,
+            ):
                 result = step(*positional, **keywords)
         self.found["total_bytes"] = whole.peak_bytes
         self.found["activation_bytes"] = part.peak_bytes
-        host = session._offload.pool.peak_bytes if session._offload is not None else 0
+        host = offload.offload.pool.peak_bytes if offload is not None else 0
         self.found["host_activation_bytes"] = host
         return result
 
@@ -74,11 +80,11 @@ def _state(session: Any) -> Iterator[torch.Tensor]:
     """Parameters, gradients and optimizer state of a rank, open or closed."""
     from megatron.core.utils import get_model_config
 
-    from megatron_het.runtime.report import _optimizer_tensors
-    from megatron_het.runtime.session import _optimizer_of
+    from megatron_het.report.run_report import optimizer_tensors
+    from megatron_het.runtime.feature import optimizer_of
 
-    yield from _optimizer_tensors(_optimizer_of(get_model_config(session._models[0])))
-    for chunk in session._window._chunks:
+    yield from optimizer_tensors(optimizer_of(get_model_config(session._models[0])))
+    for chunk in session.feature("window").window._chunks:
         yield from _tensors(chunk)
 
 
@@ -94,8 +100,8 @@ def _tensors(chunk: Any) -> Iterator[torch.Tensor]:
 @contextlib.contextmanager
 def _window_overlooked(activations: Any) -> Iterator[None]:
     """While it is open, a meter overlooks what the window allocates."""
-    from megatron_het.runtime.window import ParameterWindow
-    from megatron_het.runtime.window_chunk import ChunkWindow
+    from megatron_het.window.chunk import ChunkWindow
+    from megatron_het.window.window import ParameterWindow
 
     def overlooked(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -115,8 +121,8 @@ def _window_overlooked(activations: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _resizes_shown() -> Iterator[None]:
     """While it is open, all meters see at once what the window resizes."""
-    from megatron_het.runtime.window_chunk import ChunkWindow
-    from megatron_het.runtime.window_memory import HostCopy
+    from megatron_het.window.chunk import ChunkWindow
+    from megatron_het.window.memory import HostCopy
 
     def looking(tensors: Callable[..., Iterable[torch.Tensor]]) -> Callable[[Any], Any]:
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,19 +35,9 @@ from benchmarks.cases import machine_flags
 from benchmarks.machine import machine
 from benchmarks.runner import Job, Runner, words
 from examples.llama.contention import simulate_shared
-from megatron_het.plan import (
-    ModelShape,
-    Placement,
-    Plan,
-    Replica,
-    ScheduleSpec,
-    Stage,
-    TrainingShape,
-    save_plan,
-)
+from megatron_het.lowering.programs import assemble, schedule_shape
+from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.routing import route
-from megatron_het.runtime.programs import schedule_shape
-from megatron_het.schedule import generate
 from megatron_het.schedule.ir import Kind, Op
 
 LAYERS, HEADS, VOCABULARY = 8, 4, 127
@@ -137,8 +127,16 @@ def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> Meas
         --distributed-timeout-minutes 2 --rerun-mode disabled
         """
     )
-    argv = (*flags, *machine_flags(), "--het-plan", str(folder / "plan.json"),
-            "--het-report", str(folder), "--het-transport", "gloo")  # fmt: skip
+    argv = (
+        *flags,
+        *machine_flags(),
+        "--het-plan",
+        str(folder / "plan.json"),
+        "--het-report",
+        str(folder),
+        "--het-transport",
+        "gloo",
+    )
     setup = ("benchmarks.zorse_speed:pin", {"cores": unequal_cores(plan.world_size)})
     runner.run(Job(setting.name, plan.world_size, argv, folder, setup=setup, timeout_s=300.0))
     reports = [json.loads((folder / f"rank-{r}.json").read_text("utf-8")) for r in range(plan.world_size)]
@@ -154,7 +152,7 @@ def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> Meas
 def simulated_s(setting: Setting, profile: Measured) -> float:
     """Forward and backward part of an iteration when processes divide their core equally."""
     placement = Placement(setting.plan())
-    program = generate("ministage", schedule_shape(placement))
+    program = assemble(schedule_shape(placement.plan), "ministage", transfers="none")
     cores = [core[0] for core in unequal_cores(placement.world_size)]
 
     def work_s(device: int, op: Op) -> float:
@@ -220,8 +218,12 @@ class Bench:
             "simulated_speedup": simulated_s(even, profile) / min(expected),
             "layer_s": [profile.forward_s, profile.backward_s],
             "routes": [[list(own) for own in stage] for stage in routed.ids],
-            "tokens": tokens, "hidden": hidden, "microbatches": total, "layers": layers, "runs_s": times,
-        }  # fmt: skip
+            "tokens": tokens,
+            "hidden": hidden,
+            "microbatches": total,
+            "layers": layers,
+            "runs_s": times,
+        }
 
     def zero3(self, tokens: int, total: int, ministages: int) -> dict[str, Any]:
         """Ministages against gathers for every microbatch."""
@@ -237,8 +239,12 @@ class Bench:
         times = self.alternate([ministages_only, *zero3])
         return {
             "speedup_over_zero3": min(ratio(times, side.name, "ministages") for side in zero3),
-            "tokens": tokens, "hidden": hidden, "microbatches": total, "ministages": ministages, "runs_s": times,
-        }  # fmt: skip
+            "tokens": tokens,
+            "hidden": hidden,
+            "microbatches": total,
+            "ministages": ministages,
+            "runs_s": times,
+        }
 
 
 def ratio(times: Mapping[str, Sequence[float]], slower: str, faster: str) -> float:
@@ -256,7 +262,9 @@ def main() -> int:
     parser.add_argument("--only", choices=["even", "zero3"], help="one of the two comparisons")
     options = parser.parse_args()
     if options.iterations < 2:
-        parser.error(f"--iterations {options.iterations}: at least 2, because one of them counts memory and is left out")
+        parser.error(
+            f"--iterations {options.iterations}: at least 2, because one of them counts memory and is left out"
+        )
     start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="zorse-speed-"))
     mixed: dict[str, Any] = {}
     zero3: dict[str, Any] = {}
@@ -273,9 +281,14 @@ def main() -> int:
     bars = {"speedup_over_even_split": BAR_EVEN, "speedup_over_zero3": BAR_ZERO3}
     passed = all(figure >= bars[name] for name, figure in figures.items())
     report = {
-        **figures, "passed": passed, "bars": [BAR_EVEN, BAR_ZERO3], "machine": machine(),
-        "mixed_stage": mixed, "zero3": zero3, "elapsed_s": round(time.monotonic() - start_s, 1),
-    }  # fmt: skip
+        **figures,
+        "passed": passed,
+        "bars": [BAR_EVEN, BAR_ZERO3],
+        "machine": machine(),
+        "mixed_stage": mixed,
+        "zero3": zero3,
+        "elapsed_s": round(time.monotonic() - start_s, 1),
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps({**figures, "passed": passed}, indent=1) + "\n")

@@ -15,36 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.config import HetConfig
-from megatron_het.plan import Plan, PlanError, ScheduleSpec
-from megatron_het.runtime.window_options import SCHEDULE as MINISTAGE
-from megatron_het.runtime.window_options import UPDATES
+from megatron_het.features import FEATURES
+from megatron_het.features.base import Feature, Option
+from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
+from megatron_het.plan import Plan, ScheduleSpec
+from megatron_het.untrusted import count
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "ministage", "seq1f1b", "slimpipe", "terapipe")
 
 
 def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of this extension to a parser."""
     group = parser.add_argument_group(
         "heterogeneous training",
-        "Without --het-plan and --het-schedule Megatron runs exactly as it is. See docs/ for the plan "
-        "file.",
+        "Without --het-plan and --het-schedule Megatron runs exactly as it is. See docs/ for the plan file.",
     )
-    group.add_argument(
-        "--het-plan", metavar="FILE", help="plan.json: which rank runs which layers and microbatches"
-    )
+    group.add_argument("--het-plan", metavar="FILE", help="plan.json: which rank runs which layers and microbatches")
     group.add_argument(
         "--het-schedule",
-        choices=SCHEDULES,
+        choices=runnable_schedules(),
         help="the pipeline schedule, in place of the plan's; without --het-plan an even plan is made "
         "from Megatron's own flags (pipeline, tensor and virtual pipeline sizes, batch sizes)",
-    )
-    _add_slice_arguments(group)
-    _add_window_arguments(group)
-    group.add_argument(
-        "--het-thrifty-layers",
-        action="store_true",
-        help="RMSNorm and SwiGLU keep only their input from forward to backward",
     )
     group.add_argument(
         "--het-transport",
@@ -54,9 +45,7 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "tensors by way of host memory: several ranks per GPU, mixed vendors); auto chooses",
     )
     group.add_argument(
-        "--het-report",
-        metavar="DIR",
-        help="write rank-<rank>.json with times, losses and memory of this run into DIR",
+        "--het-report", metavar="DIR", help="write rank-<rank>.json with times, losses and memory of this run into DIR"
     )
     group.add_argument(
         "--het-trace",
@@ -66,84 +55,33 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     group.add_argument(
         "--het-trace-iteration",
         metavar="N",
-        type=int,
+        type=count(1, 1 << 31),
         default=3,
         help="the iteration of this run to trace, counted from 1 (default: 3)",
     )
+    for feature in FEATURES:
+        _add_feature(parser, feature)
     return parser
 
 
-def _add_slice_arguments(group: argparse._ArgumentGroup) -> None:
-    """What schedules over slices can be asked for, and what goes with them."""
-    group.add_argument(
-        "--het-slices",
-        metavar="N",
-        type=int,
-        help="slices per sequence, for slimpipe, seq1f1b and terapipe",
-    )
-    group.add_argument(
-        "--het-vocabulary-parallel",
-        action="store_true",
-        help="split embedding, output layer and loss over all stages and TP ranks",
-    )
-    group.add_argument(
-        "--het-offload-activations",
-        metavar="RATIO",
-        type=float,
-        help="share (above 0, at most 1) of the activations of each forward that waits in host memory "
-        "for its backward, where the schedule leaves time for it",
-    )
-    group.add_argument(
-        "--het-context-exchange",
-        action="store_true",
-        help="devices with short prefixes attend for those with long ones, so that slices take equal "
-        "time on all stages (SlimPipe, section 4.2)",
-    )
-    group.add_argument(
-        "--het-exchange-units",
-        metavar="Q",
-        type=int,
-        help="the context exchange moves attention in units of 1/Q of a slice (default: 2)",
-    )
-    group.add_argument(
-        "--het-exchange-keep",
-        action="store_true",
-        help="keys and values stay where they were sent until their microbatch is done, and their gradients "
-        "return once: less traffic, more memory",
-    )
-    group.add_argument(
-        "--het-exchange-idle",
-        action="store_true",
-        help="stages that wait for work at the start and the end of an iteration attend for others too",
-    )
-
-
-def _add_window_arguments(group: argparse._ArgumentGroup) -> None:
-    """The parameter window of ministages; the plan can say more (docs/zorse.md)."""
-    group.add_argument(
-        "--het-window",
-        action="store_true",
-        help="with --het-schedule ministage: shard a stage's parameters over its replicas and keep only "
-        "two ministages whole (Zorse, section 4.1); the next three flags imply it; shards are equal unless the "
-        "plan's replicas have a state_share",
-    )
-    group.add_argument(
-        "--het-update",
-        choices=UPDATES,
-        help="when a ministage is updated: exact (after the global gradient norm, the default), at-once, "
-        "undo (at once, taken back when the norm asks for it), per-ministage (clipped by its own norm); at-once "
-        "and per-ministage need --rerun-mode disabled",
-    )
-    group.add_argument(
-        "--het-offload-parameters",
-        action="store_true",
-        help="parameter shards live in host memory while their ministage is closed",
-    )
-    group.add_argument(
-        "--het-offload-optimizer",
-        action="store_true",
-        help="the optimizer's state lives in host memory while its ministage is not updated",
-    )
+def _add_feature(parser: argparse.ArgumentParser, feature: Feature) -> None:
+    """The flags of one feature, in a group of their own."""
+    flagged = [option for option in feature.parameters if option.flag]
+    if not flagged:
+        return
+    where = "" if feature.schedules is None else f" (schedules: {', '.join(feature.schedules)})"
+    group = parser.add_argument_group(feature.title + where)
+    for option in flagged:
+        if option.kind is bool:
+            group.add_argument(option.flag, action="store_true", help=option.help)
+        else:
+            group.add_argument(
+                option.flag,
+                type=option.kind,
+                metavar=option.metavar or None,
+                choices=option.choices or None,
+                help=option.help,
+            )
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
@@ -160,6 +98,9 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         SystemExit: A ``--het-*`` flag is malformed or unknown (argparse prints why).
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given = [word.split("=", 1)[0] for word in argv if word.startswith("--het-")]
+    if twice := next((flag for flag in given if given.count(flag) > 1), None):
+        parser.error(f"{twice} is there twice: give it once")
     namespace, rest = add_het_arguments(parser).parse_known_args(list(argv))
     unknown = [word for word in rest if word.startswith("--het-")]
     if unknown:
@@ -171,11 +112,11 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
             parser.error(f"{given[0]} needs --het-plan or --het-schedule")
         return HetConfig(), rest
     plan, rest = _plan(namespace, rest)
+    check_plan_alone(plan)
     config = HetConfig(
         plan=plan,
         plan_path=namespace.het_plan or "from the flags",
         transport=namespace.het_transport,
-        thrifty_layers=namespace.het_thrifty_layers,
         report_dir=Path(namespace.het_report) if namespace.het_report else None,
         trace_dir=Path(namespace.het_trace) if namespace.het_trace else None,
         trace_iteration=namespace.het_trace_iteration,
@@ -192,7 +133,6 @@ def _plan(namespace: argparse.Namespace, rest: list[str]) -> tuple[Plan, list[st
     parameters = _schedule_parameters(namespace)
     if namespace.het_plan is None:
         schedule = ScheduleSpec(namespace.het_schedule, parameters)
-        _check_window_flags(schedule)
         plan, rest = plan_from_flags(rest, int(os.environ.get("WORLD_SIZE", "1")), schedule)
         check_plan(plan)
         return plan, rest
@@ -200,40 +140,26 @@ def _plan(namespace: argparse.Namespace, rest: list[str]) -> tuple[Plan, list[st
     name = namespace.het_schedule or plan.schedule.name
     # Another schedule's parameters mean nothing to this one.
     kept = plan.schedule.parameters if name == plan.schedule.name else {}
-    schedule = ScheduleSpec(name, {**kept, **parameters})
-    _check_window_flags(schedule)
-    return replace(plan, schedule=schedule), rest
-
-
-def _check_window_flags(schedule: ScheduleSpec) -> None:
-    if schedule.parameters.get("window") and schedule.name != MINISTAGE:
-        raise PlanError(
-            "--het-window", True, f"schedule {schedule.name} has no parameter window",
-            f"Use --het-schedule {MINISTAGE}",
-        )  # fmt: skip
+    return replace(plan, schedule=ScheduleSpec(name, {**kept, **parameters})), rest
 
 
 def _schedule_parameters(namespace: argparse.Namespace) -> dict[str, Any]:
     """The schedule's parameters among the flags that were given."""
-    from megatron_het.plan.slices import OFFLOAD, VOCABULARY
+    found: dict[str, Any] = {}
+    for feature in FEATURES:
+        given = {o.parameter: value for o in feature.parameters if (value := _given(namespace, o)) is not None}
+        if given and feature.implied and feature.switch is not None:
+            found[feature.switch.parameter] = True
+        found |= given
+    return found
 
-    window = {
-        "update": namespace.het_update,
-        "offload": namespace.het_offload_parameters or None,
-        "offload_optimizer": namespace.het_offload_optimizer or None,
-    }
-    found = {
-        "window": namespace.het_window or any(window.values()) or None,
-        **window,
-        "slices": namespace.het_slices,
-        VOCABULARY: namespace.het_vocabulary_parallel or None,
-        OFFLOAD: namespace.het_offload_activations,
-        "context_exchange": namespace.het_context_exchange or None,
-        "exchange_units": namespace.het_exchange_units,
-        "exchange_keep": namespace.het_exchange_keep or None,
-        "exchange_idle": namespace.het_exchange_idle or None,
-    }
-    return {name: value for name, value in found.items() if value is not None}
+
+def _given(namespace: argparse.Namespace, option: Option) -> Any:
+    """The value of an option's flag; None if it was not given."""
+    if not option.flag:
+        return None
+    value = getattr(namespace, option.flag.removeprefix("--").replace("-", "_"))
+    return None if value is False else value
 
 
 def het_help() -> str:

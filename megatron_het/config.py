@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_het.config_plan import check_plan_alone
-from megatron_het.config_slices import check_slices
-from megatron_het.config_vocabulary import check_offload, check_vocabulary
+from megatron_het.features import FEATURES, features_of
+from megatron_het.features.base import Refusal, flag_of
 from megatron_het.plan import Placement, Plan, PlanError
-from megatron_het.runtime.window_options import check_window
-from megatron_het.plan.slices import cuts_sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,99 +27,104 @@ class HetConfig:
     report_dir: Path | None = None
     trace_dir: Path | None = None
     trace_iteration: int = 3
-    thrifty_layers: bool = False
 
     @property
     def is_active(self) -> bool:
         """Whether there is a plan to run."""
         return self.plan is not None
 
+    def report_file(self, rank: int) -> Path | None:
+        """Where a rank's report goes; None when none was asked for."""
+        return self.report_dir / f"rank-{rank}.json" if self.report_dir else None
 
-def _truthy(value: Any) -> bool:
-    return bool(value)
+    def trace_file(self, rank: int) -> Path | None:
+        """Where a rank's trace goes; None when none was asked for."""
+        return self.trace_dir / f"trace-rank-{rank}.json" if self.trace_dir else None
 
 
 def _more_than_one(value: Any) -> bool:
     return value is not None and value != 1
 
 
-# (attribute of Megatron's arguments, when it is refused, why)
-_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("num_experts", _truthy, "mixture of experts is not supported with a plan yet"),
-    ("expert_model_parallel_size", _more_than_one, "expert parallelism is not supported with a plan yet"),
-    ("use_torch_fsdp2", _truthy, "FSDP replaces the process groups that a plan sets up"),
-    ("use_megatron_fsdp", _truthy, "FSDP replaces the process groups that a plan sets up"),
-    ("fp8", _truthy, "fp8 scaling statistics are reduced over groups that a plan does not have"),
-    ("fp4", _truthy, "fp4 scaling statistics are reduced over groups that a plan does not have"),
-    ("rampup_batch_size", _truthy, "a plan routes a fixed number of microbatches"),
-    ("step_batch_size_schedule", _truthy, "a plan routes a fixed number of microbatches"),
-    ("hybrid_context_parallel", _truthy, "sequences are shared by the plan's own context parallelism"),
-    ("hierarchical_context_parallel_sizes", _truthy, "sequences are shared by the plan's own context parallelism"),
-    ("mtp_num_layers", _truthy, "multi-token prediction is not supported with a plan"),
-    ("hybrid_layer_pattern", _truthy, "hybrid models are not supported with a plan"),
-    ("num_distributed_optimizer_instances", _more_than_one, "a plan has one optimizer instance per TP class"),
-    ("data_parallel_random_init", _truthy, "replicas must start from the same weights"),
-    ("full_validation", _truthy, "evaluation must have the plan's number of microbatches"),
-    ("multiple_validation_sets", _truthy, "evaluation must have the plan's number of microbatches"),
-    ("sft", _truthy, "packed sequences are not supported with a plan"),
-    ("perform_rl_step", _truthy, "reinforcement learning is not supported with a plan"),
-    ("phase_transition_iterations", _truthy, "samples are routed by one global order"),
-    ("yaml_cfg", _truthy, "give the options as flags"),
-    ("inprocess_restart", _truthy, "in-process restart rebuilds groups that a plan owns"),
-    ("use_tp_pp_dp_mapping", _truthy, "the plan says which rank goes where"),
-    ("decoder_first_pipeline_num_layers", _truthy, "the plan says which layers go where"),
-    ("decoder_last_pipeline_num_layers", _truthy, "the plan says which layers go where"),
-    ("num_layers_per_virtual_pipeline_stage", _truthy, "the plan says which layers go where"),
-    ("num_virtual_stages_per_pipeline_rank", _truthy, "the plan says which layers go where"),
-    ("pipeline_model_parallel_layout", _truthy, "the plan says which layers go where"),
-    ("account_for_embedding_in_pipeline_split", _truthy, "the plan says which layers go where"),
-    ("account_for_loss_in_pipeline_split", _truthy, "the plan says which layers go where"),
-    ("gtp_weight_remat_size", _more_than_one, "weight rematerialisation groups are not supported with a plan"),
-    ("optimizer_cuda_graph", _truthy, "CUDA graphs capture groups that a plan rebuilds"),
-    ("moe_expert_rank_capacity_factor", _truthy, "mixture of experts is not supported with a plan yet"),
+_REFUSED = (
+    Refusal("num_experts", "mixture of experts is not supported with a plan yet"),
+    Refusal("expert_model_parallel_size", "expert parallelism is not supported with a plan yet", _more_than_one),
+    Refusal("use_torch_fsdp2", "FSDP replaces the process groups that a plan sets up"),
+    Refusal("use_megatron_fsdp", "FSDP replaces the process groups that a plan sets up"),
+    Refusal("fp8", "fp8 scaling statistics are reduced over groups that a plan does not have"),
+    Refusal("fp4", "fp4 scaling statistics are reduced over groups that a plan does not have"),
+    Refusal("rampup_batch_size", "a plan routes a fixed number of microbatches"),
+    Refusal("step_batch_size_schedule", "a plan routes a fixed number of microbatches"),
+    Refusal("mtp_num_layers", "multi-token prediction is not supported with a plan"),
+    Refusal("hybrid_layer_pattern", "hybrid models are not supported with a plan"),
+    Refusal("num_distributed_optimizer_instances", "a plan has one optimizer instance per TP class", _more_than_one),
+    Refusal("data_parallel_random_init", "replicas must start from the same weights"),
+    Refusal("full_validation", "evaluation must have the plan's number of microbatches"),
+    Refusal("multiple_validation_sets", "evaluation must have the plan's number of microbatches"),
+    Refusal("sft", "packed sequences are not supported with a plan"),
+    Refusal("perform_rl_step", "reinforcement learning is not supported with a plan"),
+    Refusal("phase_transition_iterations", "samples are routed by one global order"),
+    Refusal("yaml_cfg", "give the options as flags"),
+    Refusal("inprocess_restart", "in-process restart rebuilds groups that a plan owns"),
+    Refusal("use_tp_pp_dp_mapping", "the plan says which rank goes where"),
+    Refusal("decoder_first_pipeline_num_layers", "the plan says which layers go where"),
+    Refusal("decoder_last_pipeline_num_layers", "the plan says which layers go where"),
+    Refusal("num_layers_per_virtual_pipeline_stage", "the plan says which layers go where"),
+    Refusal("num_virtual_stages_per_pipeline_rank", "the plan says which layers go where"),
+    Refusal("pipeline_model_parallel_layout", "the plan says which layers go where"),
+    Refusal("account_for_embedding_in_pipeline_split", "the plan says which layers go where"),
+    Refusal("account_for_loss_in_pipeline_split", "the plan says which layers go where"),
+    Refusal("gtp_weight_remat_size", "weight rematerialisation groups are not supported with a plan", _more_than_one),
+    Refusal("optimizer_cuda_graph", "CUDA graphs capture groups that a plan rebuilds"),
+    Refusal("moe_expert_rank_capacity_factor", "mixture of experts is not supported with a plan yet"),
 )
 
 
 def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     """Compare a plan with Megatron's parsed (not yet validated) arguments.
 
+    Args:
+        plan: The plan; what depends on it alone has been checked (``features.plan_checks``).
+        args: Megatron's arguments.
+        world_size: Number of processes.
+
     Raises:
         PlanError: The first thing that does not fit.
     """
     if world_size != plan.world_size:
         raise PlanError(
-            "WORLD_SIZE", world_size, f"the plan has {plan.world_size} ranks",
+            "WORLD_SIZE",
+            world_size,
+            f"the plan has {plan.world_size} ranks",
             "Start as many processes as the plan has ranks, or make a plan for this world size",
         )
-    for name, is_refused, reason in _REFUSED:
-        value = getattr(args, name, None)
-        if is_refused(value):
-            raise PlanError(_flag(name), value, f"cannot be used with --het-plan: {reason}")
+    for refusal in _REFUSED:
+        refusal.check(args, "--het-plan")
+    for known in FEATURES:
+        known.check_any_arguments(plan, args)
     if getattr(args, "cuda_graph_impl", "none") != "none":
         raise PlanError("--cuda-graph-impl", args.cuda_graph_impl, "cannot be used with --het-plan")
     if args.dataloader_type == "external":
         raise PlanError("--dataloader-type", "external", "a plan routes samples itself; use single or cyclic")
     if not args.calculate_per_token_loss:
         raise PlanError(
-            "--calculate-per-token-loss", False, "required with --het-plan",
+            "--calculate-per-token-loss",
+            False,
+            "required with --het-plan",
             "Gradients are summed and divided once by the global token count, so that any routing "
             "of microbatches gives the same training; add the flag",
         )
-    check_plan_alone(plan)
     _check_model(plan, args)
     _check_batch(plan, args)
     _check_parallelism(plan, args)
     _check_recompute(args)
     _check_mixed(plan, args)
+    check_skipping(plan, args)
+    _check_masks(plan, args)
+    _check_optimizer(plan, args)
     _check_checkpoint(plan, args)
-    check_slices(plan, args)
-    check_vocabulary(plan, args)
-    check_offload(plan, args)
-    check_window(plan, args)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    for feature, options in features_of(plan):
+        feature.check_arguments(plan, options, args)
 
 
 def _check_model(plan: Plan, args: Any) -> None:
@@ -142,16 +143,19 @@ def _check_model(plan: Plan, args: Any) -> None:
         expected = getattr(plan.model, name)
         if value != expected:
             raise PlanError(
-                f"model.{name}", expected, f"the plan is for another model; the arguments say {value!r}",
+                f"model.{name}",
+                expected,
+                f"the plan is for another model; the arguments say {value!r}",
                 "Make a plan for this model, or correct the arguments",
             )
-
 
     length = getattr(args, "decoder_seq_length", None)
     if length not in (None, plan.model.seq_length):
         raise PlanError(
-            "--decoder-seq-length", length, f"a decoder's sequences have the length of --seq-length = "
-            f"{plan.model.seq_length}", "Leave the flag out",
+            "--decoder-seq-length",
+            length,
+            f"a decoder's sequences have the length of --seq-length = {plan.model.seq_length}",
+            "Leave the flag out",
         )
 
 
@@ -159,24 +163,20 @@ def _check_batch(plan: Plan, args: Any) -> None:
     for name in ("micro_batch_size", "global_batch_size"):
         value, expected = getattr(args, name), getattr(plan.training, name)
         if value is not None and value != expected:
-            raise PlanError(_flag(name), value, f"the plan was made for {expected}")
+            raise PlanError(flag_of(name), value, f"the plan was made for {expected}")
     for name in ("eval_micro_batch_size", "eval_global_batch_size"):
         value = getattr(args, name, None)
         expected = getattr(plan.training, name.removeprefix("eval_"))
         if value is not None and value != expected:
-            raise PlanError(_flag(name), value, f"evaluation uses the plan's routing, hence its {expected}")
+            raise PlanError(flag_of(name), value, f"evaluation uses the plan's routing, hence its {expected}")
 
 
 def _check_parallelism(plan: Plan, args: Any) -> None:
     sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
-    for name, fits in (
-        ("tensor_model_parallel_size", sizes),
-        ("pipeline_model_parallel_size", [len(plan.stages)]),
-        ("context_parallel_size", [plan.context_parallel]),
-    ):
+    for name, fits in (("tensor_model_parallel_size", sizes), ("pipeline_model_parallel_size", [len(plan.stages)])):
         value = getattr(args, name)
         if value not in (1, *fits):
-            raise PlanError(_flag(name), value, f"the plan says {fits}", "Leave the flag out")
+            raise PlanError(flag_of(name), value, f"the plan says {fits}", "Leave the flag out")
     wanted = {
         "sequence_parallel": plan.training.sequence_parallel,
         "use_distributed_optimizer": plan.training.distributed_optimizer,
@@ -185,12 +185,10 @@ def _check_parallelism(plan: Plan, args: Any) -> None:
     }
     for name, value in wanted.items():
         if getattr(args, name) and not value:
-            raise PlanError(_flag(name), True, "the plan was made without it", "Make the plan again with it")
+            raise PlanError(flag_of(name), True, "the plan was made without it", "Make the plan again with it")
     granularity = args.recompute_granularity or ("selective" if args.recompute_activations else None)
     if granularity is not None and granularity != plan.training.recompute:
-        raise PlanError(
-            "--recompute-granularity", granularity, f"the plan was made for {plan.training.recompute!r}"
-        )
+        raise PlanError("--recompute-granularity", granularity, f"the plan was made for {plan.training.recompute!r}")
 
 
 def _check_recompute(args: Any) -> None:
@@ -198,7 +196,9 @@ def _check_recompute(args: Any) -> None:
     modules = getattr(args, "recompute_modules", None) or ()
     if "layernorm" in modules and importlib.util.find_spec("transformer_engine") is None:
         raise PlanError(
-            "--recompute-modules", "layernorm", "Megatron needs Transformer Engine for it, which is not installed",
+            "--recompute-modules",
+            "layernorm",
+            "Megatron needs Transformer Engine for it, which is not installed",
             "Leave it out; --het-thrifty-layers saves as much of norms",
         )
 
@@ -210,31 +210,86 @@ def _check_mixed(plan: Plan, args: Any) -> None:
     if args.overlap_grad_reduce and (mixed or tied):
         what = f"stage {mixed[0]} has replicas of different TP" if mixed else "tied embeddings span two stages"
         raise PlanError(
-            "--overlap-grad-reduce", True, f"{what}: gradients must be summed across TP classes "
-            "before Megatron reduces them inside a class", "Leave the flag out",
+            "--overlap-grad-reduce",
+            True,
+            f"{what}: gradients must be summed across TP classes before Megatron reduces them inside a class",
+            "Leave the flag out",
         )
     if mixed and getattr(args, "qk_layernorm", False):
         raise PlanError("--qk-layernorm", True, f"stage {mixed[0]} has replicas of different TP")
+
+
+def check_skipping(plan: Plan, args: Any) -> None:
+    """Megatron reads the batches of a skipped iteration from one iterator, and has several with several chunks.
+
+    Raises:
+        PlanError: Iterations are to be skipped, and the plan has several chunks per stage.
+    """
+    if getattr(args, "iterations_to_skip", None) and len(plan.stages[0].layers) > 1:
+        raise PlanError(
+            "--iterations-to-skip",
+            " ".join(map(str, args.iterations_to_skip)),
+            f"Megatron cannot skip iterations with {len(plan.stages[0].layers)} chunks per stage",
+            "Use one chunk per stage, or leave the flag out",
+        )
+
+
+def _check_masks(plan: Plan, args: Any) -> None:
+    """Chunks that read no batch, those between the first and the last, get no attention mask from Megatron."""
+    if not getattr(args, "reset_attention_mask", False):
+        return
+    chunks = len(plan.stages) * len(plan.stages[0].layers)
+    if chunks > 2:
+        raise PlanError(
+            "--reset-attention-mask",
+            True,
+            f"the plan has {chunks} chunks; those between the first and the last get no attention mask, "
+            "so that their tokens would attend to other documents",
+            "Use at most two chunks in all, or leave the flag out",
+        )
+
+
+_OF_WHOLE_MATRICES = ("muon", "dist_muon", "adaptive_muon", "soap")
+
+
+def _check_optimizer(plan: Plan, args: Any) -> None:
+    name = getattr(args, "optimizer", None) or "adam"
+    if plan.training.distributed_optimizer and name != "adam":
+        raise PlanError(
+            "--optimizer",
+            name,
+            "the distributed optimizer of a plan shards the state of adam only",
+            "Use adam, or make the plan without training.distributed_optimizer",
+        )
+    sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
+    if name in _OF_WHOLE_MATRICES and sizes != [1]:
+        raise PlanError(
+            "--optimizer",
+            name,
+            f"its update of a matrix depends on how TP cuts the matrix, and the plan has TP sizes {sizes}",
+            "Use adam, or TP size 1 everywhere",
+        )
 
 
 def _check_checkpoint(plan: Plan, args: Any) -> None:
     if not (args.save or args.load):
         return
     if args.ckpt_format != "torch_dist":
-        raise PlanError(
-            "--ckpt-format", args.ckpt_format, "only torch_dist can be saved and loaded across plans"
-        )
+        raise PlanError("--ckpt-format", args.ckpt_format, "only torch_dist can be saved and loaded across plans")
     if args.non_persistent_ckpt_type not in (None, "global"):
         raise PlanError(
-            "--non-persistent-ckpt-type", args.non_persistent_ckpt_type,
+            "--non-persistent-ckpt-type",
+            args.non_persistent_ckpt_type,
             "of replicas of different TP and of tied embeddings only one copy is saved, which other ranks "
-            "cannot read from a local checkpoint", "Use global",
+            "cannot read from a local checkpoint",
+            "Use global",
         )
     keeps_optimizer = not (args.no_save_optim and args.no_load_optim)
     distributed = plan.training.distributed_optimizer
     if distributed and keeps_optimizer and not args.dist_ckpt_optim_fully_reshardable:
         raise PlanError(
-            "--dist-ckpt-optim-fully-reshardable", False,
+            "--dist-ckpt-optim-fully-reshardable",
+            False,
             "required with the distributed optimizer and a plan: other formats depend on the layout",
             "Add the flag",
         )
@@ -269,11 +324,9 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     # and by TP if it is left open, which may exceed the ranks per stage.
     args.expert_tensor_parallel_size = 1
     args.pipeline_model_parallel_size = placement.num_stages
-    # To Megatron, ranks that share sequences are like data-parallel ones; attention knows better.
-    args.context_parallel_size = 1
     if placement.num_stages > 1:
         args.pipeline_model_parallel_layout = pipeline_layout(plan)
-    args.micro_batch_size = plan.training.micro_batch_size
+    args.micro_batch_size = plan.training.reading_unit
     args.global_batch_size = plan.training.global_batch_size
     args.sequence_parallel = plan.training.sequence_parallel
     args.use_distributed_optimizer = plan.training.distributed_optimizer
@@ -283,17 +336,31 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
         # True of the executor: it posts every transfer asynchronously.  Megatron's check of it is
         # about its own interleaved schedule, which does not run.
         args.overlap_p2p_comm = True
-    if cuts_sequences(plan):
-        args.create_attention_mask_in_dataloader = False  # slices are causal; a mask grows as s^2
+    for feature, options in features_of(plan):
+        feature.apply(plan, options, args)
     _apply_recompute(plan, args)
     sizes = {r.tp for s in plan.stages for r in s.replicas}
     if args.padded_vocab_size is None:
         # Padding depends on TP; one multiple for all gives one vocabulary for all.
         args.make_vocab_size_divisible_by *= math.lcm(*sizes) // tp
+    if getattr(args, "ckpt_assume_constant_structure", False) and _has_unequal_classes(placement):
+        # Megatron's cache of who saves what is empty on ranks without replicas; from the second save on these
+        # would wait for a collective that the others skip.
+        args.ckpt_fully_parallel_save = False
     if len(sizes) > 1 or plan.model.tied_embeddings:
         # Several local shapes or copies per key: right under a plan, an error to this check.
         args.ckpt_load_validate_sharding_integrity = False
     return tp * placement.num_stages
+
+
+def _has_unequal_classes(placement: Placement) -> bool:
+    """Whether some ranks share their weights with replicas and others do not."""
+    counts = {
+        len(placement.class_ranks(stage, tp, 0)) > 1
+        for stage in range(placement.num_stages)
+        for tp in placement.class_sizes(stage)
+    }
+    return len(counts) > 1
 
 
 def apply_chunks(plan: Plan, args: Any) -> None:

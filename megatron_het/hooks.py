@@ -10,25 +10,30 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_het.arguments import het_help, split_arguments
-from megatron_het.config import HetConfig, apply_chunks, apply_plan, check_arguments, environment_of
-from megatron_het.config_plan import check_plan_alone
+from megatron_het.config import HetConfig, apply_chunks, apply_plan, check_arguments, check_skipping, environment_of
+from megatron_het.features import features_of
 from megatron_het.plan import Placement, PlanError
+from megatron_het.untrusted import FileError, check_target
+from megatron_het.upstream import found
 
 if TYPE_CHECKING:  # it imports torch
     from megatron_het.platform import Platform
     from megatron_het.runtime.session import HetSession
 
 
-def install(argv: list[str] | None = None) -> HetConfig:
+def install(
+    argv: list[str] | None = None, make_session: Callable[[HetConfig, Platform, int], HetSession] | None = None
+) -> HetConfig:
     """Read and remove the ``--het-*`` flags and prepare this process for Megatron.
 
     Args:
         argv: The command line with the program's name first; default ``sys.argv``.  Changed in
             place: Megatron's parser sees what is left.
+        make_session: Makes the session of a run with a plan; default :class:`HetSession`.
 
     Raises:
         SystemExit: A bad flag or a bad plan.  Rank 0 prints the one error message.
@@ -41,13 +46,17 @@ def install(argv: list[str] | None = None) -> HetConfig:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if config.plan is not None and world_size != config.plan.world_size:
             raise PlanError(
-                "WORLD_SIZE", world_size, f"the plan {config.plan_path} has {config.plan.world_size} ranks",
+                "WORLD_SIZE",
+                world_size,
+                f"the plan {config.plan_path} has {config.plan.world_size} ranks",
                 "Start as many processes as the plan has ranks, or make a plan for this world size",
             )
         if config.plan is not None:
-            check_plan_alone(config.plan)  # before the session makes programs of it
-    except PlanError as error:
+            _refuse_yaml(rest)
+        found.check(found.find())
+    except (PlanError, found.PatchError) as error:
         _exit_with(error)
+    _check_outputs(config)
     argv[1:] = rest
     if config.plan is not None:
         for name, value in environment_of(config.plan).items():
@@ -58,11 +67,33 @@ def install(argv: list[str] | None = None) -> HetConfig:
     device = platform.activate()
     upstream.install("stock")
     if config.plan is not None:
-        _install_plan(config, device)
+        _install_plan(config, device, make_session)
     return config
 
 
-def _exit_with(error: PlanError) -> NoReturn:
+def _check_outputs(config: HetConfig) -> None:
+    """Before anything starts: a folder that cannot be written to would be noticed after the training."""
+    rank = int(os.environ.get("RANK", "0"))
+    for file in (config.report_file(rank), config.trace_file(rank)):
+        try:
+            if file is not None:
+                check_target(file)
+        except FileError as error:  # of this machine perhaps, so that every rank says it
+            sys.stderr.write(f"megatron_het: rank {rank}: {error}\n")
+            sys.stderr.flush()
+            raise SystemExit(2) from None
+
+
+def _refuse_yaml(words: list[str]) -> None:
+    """Before Megatron reads the file: its parser fails over it, and the plan's checks would never see it."""
+    for i, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if len(name) > 3 and "--yaml-cfg".startswith(name):
+            file = value or next(iter(words[i + 1 : i + 2]), "")
+            raise PlanError("--yaml-cfg", file, "cannot be used with a plan", "Give the options as flags")
+
+
+def _exit_with(error: Exception) -> NoReturn:
     """One message on one rank, and a failure everywhere."""
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.write(f"megatron_het: {error}\n")
@@ -70,15 +101,19 @@ def _exit_with(error: PlanError) -> NoReturn:
     raise SystemExit(2)
 
 
-def _install_plan(config: HetConfig, device: Platform) -> None:
+def _install_plan(
+    config: HetConfig, device: Platform, make_session: Callable[[HetConfig, Platform, int], HetSession] | None
+) -> None:
     from megatron_het import upstream
     from megatron_het.checkpoint.loading import LoadHook
     from megatron_het.runtime.session import HetSession
     from megatron_het.runtime.training import PretrainHook
 
     assert config.plan is not None
+    for feature, _ in features_of(config.plan):
+        upstream.watch(f"the feature {feature.name}", feature.upstream_names)
     try:
-        session = HetSession(config, device)
+        session = (make_session or HetSession)(config, device, int(os.environ.get("RANK", "0")))
     except PlanError as error:
         _exit_with(error)
     pretrain = PretrainHook(session)
@@ -95,7 +130,7 @@ def _install_plan(config: HetConfig, device: Platform) -> None:
 
 
 def _check_transport(transport: str, backend: str, on_cuda: bool) -> None:
-    from megatron_het.runtime.transport import choose_transport
+    from megatron_het.lowering.transports import choose_transport
 
     try:
         choose_transport(transport, backend, on_cuda, ())
@@ -108,17 +143,43 @@ def _check_platform(device: Platform, args: Any) -> None:
     missing = device.unmet_flags(args)
     if missing:
         raise PlanError(
-            "--" + missing[0].attribute.replace("_", "-"), getattr(args, missing[0].attribute),
+            "--" + missing[0].attribute.replace("_", "-"),
+            getattr(args, missing[0].attribute),
             f"this machine ({device.device_name}) needs other flags",
             "Add " + ", ".join(str(flag) for flag in missing),
-        )  # fmt: skip
+        )
+
+
+def argument_problems(config: HetConfig, device: Platform, session: HetSession, args: Any) -> Iterator[PlanError]:
+    """What is wrong with Megatron's parsed, not yet validated arguments under a plan; one error per kind of check.
+
+    What this machine lacks is not among it; see ``Platform.unmet_flags``.
+
+    Args:
+        config: With a plan.
+        device: What this process computes on.
+        session: Of the same configuration; not open.
+        args: What Megatron's ``parse_args`` returned.
+    """
+    plan = config.plan
+    assert plan is not None
+    checks: tuple[Callable[[], None], ...] = (
+        lambda: check_arguments(plan, args, args.world_size),
+        lambda: session.check(args),
+        lambda: _check_transport(config.transport, args.distributed_backend, device.has_nccl),
+    )
+    for check in checks:
+        try:
+            check()
+        except PlanError as error:
+            yield error
 
 
 def _validate_args_hook(
     config: HetConfig, device: Platform, session: HetSession
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Builds the replacement of ``megatron.training.arguments.validate_args``."""
-    from megatron_het.layers import use_thrifty_activation
+    from megatron_het.checkpoint.choice import CheckpointError, check_tracked_form
 
     plan = config.plan
     assert plan is not None
@@ -127,18 +188,20 @@ def _validate_args_hook(
         @functools.wraps(original)
         def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
             try:
-                check_arguments(plan, args, args.world_size)
-                session.check(args)
+                for problem in argument_problems(config, device, session, args):
+                    raise problem
                 _check_platform(device, args)
-                _check_transport(config.transport, args.distributed_backend, device.is_cuda)
             except PlanError as error:
                 _exit_with(error)
             world_size = args.world_size
             args.world_size = apply_plan(plan, Placement(plan), args, args.rank)
-            if config.thrifty_layers:
-                use_thrifty_activation(args)
             result = original(args, defaults or {})
             args.world_size = world_size
+            try:
+                check_skipping(plan, args)  # validation has read more iterations to skip from a file
+                check_tracked_form(args)
+            except (PlanError, CheckpointError) as error:
+                _exit_with(error)
             apply_chunks(plan, args)
             args.het_plan = config.plan_path
             return result

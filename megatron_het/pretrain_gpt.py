@@ -16,12 +16,19 @@ from typing import Any
 
 import torch
 
-
 # What a batch may hold; the loader fills a subset of it.
 _FIELDS = (
-    "tokens", "labels", "loss_mask", "attention_mask", "position_ids",
-    "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
-)  # fmt: skip
+    "tokens",
+    "labels",
+    "loss_mask",
+    "attention_mask",
+    "position_ids",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_seqlen",
+    "local_cp_size",
+    "hybrid_cp_group",
+)
 
 _SPIKE_FACTOR = 10.0  # a loss this many times the largest one seen counts as a spike
 
@@ -71,8 +78,7 @@ def read_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, 
     if tp_rank == 0:
         loaded = next(data_iterator)
         batch = {
-            name: loaded[name].cuda(non_blocking=True) if loaded.get(name) is not None else None
-            for name in _FIELDS
+            name: loaded[name].cuda(non_blocking=True) if loaded.get(name) is not None else None for name in _FIELDS
         }
     batch = get_batch_on_this_tp_rank(
         batch,
@@ -195,9 +201,7 @@ def _watch_loss(args: Any, loss: torch.Tensor) -> None:
     if args.check_for_spiky_loss:
         machine.validate_result(
             result=loss,
-            rejection_func=partial(
-                machine.is_unexpectedly_large, threshold=_SPIKE_FACTOR, context="loss"
-            ),
+            rejection_func=partial(machine.is_unexpectedly_large, threshold=_SPIKE_FACTOR, context="loss"),
             message="Spiky loss",
             tolerance=0.0,
             fatal=False,
@@ -247,11 +251,21 @@ def _dataset_config(args: Any) -> Any:
             sequences = json.load(file)
     # Fields whose flag has the same name
     same = (
-        "split", "multiple_validation_sets", "full_validation", "num_dataset_builder_threads",
-        "mmap_bin_files", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
-        "object_storage_cache_path", "mid_level_dataset_surplus", "allow_ambiguous_pad_tokens",
-        "context_parallel_size", "data_parallel_size", "hybrid_context_parallel",
-    )  # fmt: skip
+        "split",
+        "multiple_validation_sets",
+        "full_validation",
+        "num_dataset_builder_threads",
+        "mmap_bin_files",
+        "reset_position_ids",
+        "reset_attention_mask",
+        "eod_mask_loss",
+        "object_storage_cache_path",
+        "mid_level_dataset_surplus",
+        "allow_ambiguous_pad_tokens",
+        "context_parallel_size",
+        "data_parallel_size",
+        "hybrid_context_parallel",
+    )
     options = {name: getattr(args, name) for name in same}
     options.update(
         random_seed=args.seed,
@@ -281,9 +295,7 @@ def _dataset_config(args: Any) -> Any:
     )
 
 
-def datasets_provider(
-    train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None
-) -> tuple[Any, ...]:
+def datasets_provider(train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
     """Train, validation and test datasets on the ranks that read data.
 
     Args:
@@ -291,9 +303,7 @@ def datasets_provider(
         vp_stage: Model chunk of this rank, with several of them.
     """
     from megatron.core import mpu
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
-    )
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
     from megatron.training import get_args, print_rank_0
     from megatron.training.datasets.fim_dataset import GPTFIMDataset
@@ -310,9 +320,7 @@ def datasets_provider(
     choices = ((args.sft, SFTDataset), (args.mock_data, MockGPTDataset), (args.fim_data, GPTFIMDataset))
     kind = next((dataset for chosen, dataset in choices if chosen), GPTDataset)
     print_rank_0(f"> building {kind.__name__} for training, validation and test ...")
-    return BlendedMegatronDatasetBuilder(
-        kind, train_val_test_num_samples, reads_data, _dataset_config(args)
-    ).build()
+    return BlendedMegatronDatasetBuilder(kind, train_val_test_num_samples, reads_data, _dataset_config(args)).build()
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank may call it
@@ -342,10 +350,7 @@ def main() -> None:
     main_entry_s = time.time()
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
     set_startup_timestamps(program_start=_PROGRAM_START_S, main_entry=main_entry_s)

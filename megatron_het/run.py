@@ -19,11 +19,23 @@ def main() -> None:
     if not os.path.isfile(script):
         sys.stderr.write(f"megatron_het.run: no such script: {script}\n")
         raise SystemExit(2)
+    # First, as Python does for a script: a checkout's own megatron/ comes before an installed one.
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
     from megatron_het.hooks import install
+    from megatron_het.upstream.found import find
+    from megatron_het.upstream.registry import PatchError
 
+    try:
+        megatron = find()
+    except PatchError as error:
+        sys.stderr.write(f"megatron_het.run: {error}\n")
+        raise SystemExit(2) from None
+    if int(os.environ.get("RANK", "0")) == 0:
+        own = str(megatron.folder) == sys.path[0]
+        sys.stderr.write(f"megatron_het.run: {megatron} ({"the script's own" if own else 'not beside the script'})\n")
+        sys.stderr.flush()
     sys.argv = sys.argv[1:]
     install(sys.argv)
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
     runpy.run_path(script, run_name="__main__")
 
 

@@ -63,9 +63,7 @@ def plan_of(options: Mapping[str, Any], size: Size) -> Plan:
     layers = (LAYERS_PER_MINISTAGE,) * MINISTAGES
     return Plan(
         ModelShape(sum(layers), size.hidden, size.heads, size.heads, size.tokens, size.ffn),
-        TrainingShape(
-            1, size.microbatches, precision="bf16", recompute="full", distributed_optimizer=True
-        ),
+        TrainingShape(1, size.microbatches, precision="bf16", recompute="full", distributed_optimizer=True),
         (Stage(layers, (Replica((0,), tuple(range(size.microbatches))),)),),
         ScheduleSpec("ministage", {"window": True, **options}),
     )
@@ -102,11 +100,25 @@ def run(name: str, plan: Plan, flags: list[str], folder: Path) -> dict[str, floa
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {
-        **os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "megatron_het.pretrain_gpt", *flags, "--het-plan", str(folder / "plan.json"),
-               "--het-report", str(folder)]  # fmt: skip
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_het.pretrain_gpt",
+        *flags,
+        "--het-plan",
+        str(folder / "plan.json"),
+        "--het-report",
+        str(folder),
+    ]
     with (folder / "log").open("w") as log:
         done = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
@@ -126,9 +138,10 @@ def figures(runs: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
     slowdowns = {
         name: statistics.median(
             b["iteration_s"] / a["iteration_s"] for a, b in zip(runs["nothing"], found, strict=True)
-        ) - 1
+        )
+        - 1
         for name, found in runs.items()
-    }  # fmt: skip
+    }
     worst = max(slowdowns[name] for name in JUDGED)
     return {"max_slowdown": worst, "bar": BAR, "passed": worst <= BAR, "slowdowns": slowdowns}
 
@@ -152,9 +165,7 @@ def main() -> int:
         sys.stdout.write("skipped: benchmarks.gpu.offload needs a CUDA device, and there is none here\n")
         return 0
     size = SMALL if options.small else Size(tokens=options.tokens, microbatches=options.microbatches)
-    common = {
-        "device": torch.cuda.get_device_name() if is_cuda else "CPU", "machine": machine(), **asdict(size),
-    }  # fmt: skip
+    common = {"device": torch.cuda.get_device_name() if is_cuda else "CPU", "machine": machine(), **asdict(size)}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="gpu-offload-"))
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}

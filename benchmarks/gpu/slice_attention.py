@@ -10,6 +10,7 @@ written after every length.  Runs on the CPU too, with small sizes, to see that 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -71,24 +72,27 @@ def measure(work: Callable[[], None], device: torch.device, repeats: int) -> tup
 
 
 def cases(
-    kernel: Kernel, tokens: int, counts: list[int], device: torch.device, dtype: torch.dtype, repeats: int,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+    kernel: Kernel, tokens: int, counts: list[int], device: torch.device, dtype: torch.dtype, repeats: int
+) -> Iterator[dict[str, Any]]:
     """Figures of one kernel at one length, over slice counts."""
     scale, tensors = _HEAD_DIM**-0.5, _tensors(tokens, device, dtype)
     whole_s, whole_bytes = measure(lambda: unsliced(kernel, tensors, scale), device, repeats)
     for count in counts:
         cache = KVCache(count)
-        part_s, part_bytes = measure(
-            lambda n=count, c=cache: sliced(kernel, tensors, scale, n, c), device, repeats
-        )
+        work = functools.partial(sliced, kernel, tensors, scale, count, cache)
+        part_s, part_bytes = measure(work, device, repeats)
         cache.check_empty()
         yield {
-            "kernel": kernel.name, "tokens": tokens, "slices": count,
-            "unsliced_s": whole_s, "sliced_s": part_s,
+            "kernel": kernel.name,
+            "tokens": tokens,
+            "slices": count,
+            "unsliced_s": whole_s,
+            "sliced_s": part_s,
             "relative_throughput": whole_s / part_s,
-            "unsliced_peak_bytes": whole_bytes, "sliced_peak_bytes": part_bytes,
+            "unsliced_peak_bytes": whole_bytes,
+            "sliced_peak_bytes": part_bytes,
             "pool_bytes": cache.pool_bytes,
-        }  # fmt: skip
+        }
         print(
             f"{kernel.name:15} {tokens:7} tokens {count:3} slices: {whole_s:.4f} s unsliced, "
             f"{part_s:.4f} s sliced, throughput {whole_s / part_s:.3f}",
@@ -98,9 +102,7 @@ def cases(
 
 def report_of(entries: list[dict[str, Any]], kernels: list[Kernel], on_cuda: bool) -> dict[str, Any]:
     """What has been measured so far; the first kernel is the one that would be chosen."""
-    found = [
-        e["relative_throughput"] for e in entries if e["kernel"] == kernels[0].name and "error" not in e
-    ]
+    found = [e["relative_throughput"] for e in entries if e["kernel"] == kernels[0].name and "error" not in e]
     return {
         "device": torch.cuda.get_device_name() if on_cuda else "CPU",
         "min_relative_throughput": min(found, default=None),

@@ -49,11 +49,16 @@ class DataFiles:
     def arguments(self) -> list[str]:
         """The Megatron flags that read this data set."""
         return [
-            "--tokenizer-type", "NullTokenizer",
-            "--vocab-size", str(VOCAB_SIZE),
-            "--make-vocab-size-divisible-by", "32",
-            "--train-data-path", self.train_prefix,
-            "--valid-data-path", self.validation_prefix,
+            "--tokenizer-type",
+            "NullTokenizer",
+            "--vocab-size",
+            str(VOCAB_SIZE),
+            "--make-vocab-size-divisible-by",
+            "32",
+            "--train-data-path",
+            self.train_prefix,
+            "--valid-data-path",
+            self.validation_prefix,
         ]
 
 
@@ -64,9 +69,7 @@ def source_files(library: Path | None = None) -> list[Path]:
         FileNotFoundError: The interpreter has no standard library in source form.
     """
     root = library or Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(
-        path for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts)
-    )
+    files = sorted(path for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts))
     if not files:
         raise FileNotFoundError(
             f"no .py files under {root}: this Python has no standard library in source form; "
@@ -119,13 +122,9 @@ def _fingerprint(files: Sequence[Path], root: Path, validation_fraction: float) 
     return digest.hexdigest()[:16]
 
 
-def _split(
-    files: Sequence[Path], root: Path, validation_fraction: float
-) -> tuple[list[Path], list[Path]]:
+def _split(files: Sequence[Path], root: Path, validation_fraction: float) -> tuple[list[Path], list[Path]]:
     """Order by a hash of the name, so that both splits hold a mix, the same on every machine."""
-    ordered = sorted(
-        files, key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest()
-    )
+    ordered = sorted(files, key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
     held_out = max(1, round(len(ordered) * validation_fraction))
     return ordered[held_out:] or ordered, ordered[:held_out]
 
@@ -134,12 +133,7 @@ def _write(files: Sequence[Path], prefix: Path) -> int:
     """Write one IndexedDataset; returns its number of tokens."""
     import numpy
     import torch
-    from megatron.core.datasets.indexed_dataset import (
-        DType,
-        IndexedDatasetBuilder,
-        get_bin_path,
-        get_idx_path,
-    )
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 
     builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype=DType.optimal_dtype(VOCAB_SIZE))
     tokens = 0

@@ -20,22 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from examples.llama import job as jobs
-from examples.llama import planning, report
+from examples.llama import page, planning, report
 from examples.llama.data import VOCAB_SIZE, DataFiles
-from examples.llama.devices import (
-    PINNING_VARIABLE,
-    CpuDevice,
-    available_cores,
-    describe,
-    mixed_devices,
-    pinning,
-)
+from examples.llama.devices import PINNING_VARIABLE, CpuDevice, available_cores, describe, mixed_devices, pinning
 from examples.llama.screen import Screen
 from megatron_het.plan import ModelShape, TrainingShape, save_plan
 from tools.planner.emit import emit
 from tools.planner.emit_nodes import NodeKind
 from tools.planner.emit_scripts import LaunchOptions
 from tools.planner.errors import PlannerError
+from tools.planner.page.html import write_page
 from tools.planner.profile import WORKER, default_environment, run_profile
 from tools.planner.profile_schema import Profile, ProfiledModel
 from tools.planner.profile_settings import ProfileSettings
@@ -70,13 +64,21 @@ class Size:
 FULL = Size(
     ModelShape(9, 256, 8, 4, 256, ffn_hidden_size=704),
     TrainingShape(micro_batch_size=1, global_batch_size=12),
-    iterations=60, short_iterations=9, rounds=2, window_s=0.6, profiles=2,
-)  # fmt: skip
+    iterations=60,
+    short_iterations=9,
+    rounds=2,
+    window_s=0.6,
+    profiles=2,
+)
 QUICK = Size(
     ModelShape(6, 64, 4, 2, 64, ffn_hidden_size=128),
     TrainingShape(micro_batch_size=1, global_batch_size=12),
-    iterations=6, short_iterations=5, rounds=1, window_s=0.1, profiles=1,
-)  # fmt: skip
+    iterations=6,
+    short_iterations=5,
+    rounds=1,
+    window_s=0.1,
+    profiles=1,
+)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -84,7 +86,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.llama.demo", description="A mixed cluster trains a small Llama on this machine."
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for everything (default: runs/demo)")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder (default: runs/demo)")
     parser.add_argument("--iterations", type=int, help="training iterations (default: 60)")
     parser.add_argument("--rounds", type=int, help="short runs of each plan in the comparison (default: 2)")
     parser.add_argument("--max-cores", type=int, default=4, help="use at most this many cores (default: 4)")
@@ -161,7 +163,7 @@ class Demo:
         training = self._train(trial, order, data)
         result = report.build(trial, even, training, [d.name for d in order])
         result["elapsed_s"] = time.monotonic() - self.started
-        self._finish(result, trial)
+        self._finish(result, trial, order)
         return result
 
     def _data(self) -> DataFiles:
@@ -186,8 +188,14 @@ class Demo:
         model = self.size.model
         settings = ProfileSettings(
             model=ProfiledModel(
-                model.hidden_size, model.ffn_hidden_size or 0, model.num_attention_heads, model.num_query_groups,
-                _PADDED_VOCAB, model.seq_length, "fp32", name="demo",
+                model.hidden_size,
+                model.ffn_hidden_size or 0,
+                model.num_attention_heads,
+                model.num_query_groups,
+                _PADDED_VOCAB,
+                model.seq_length,
+                "fp32",
+                name="demo",
             ),
             out=str(self.out / "profile.json"),
             kinds=tuple(d.kind for d in devices),
@@ -197,27 +205,32 @@ class Demo:
             windows=5,
             link_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 23),
             notes=describe(devices),
-        )  # fmt: skip
+        )
         # Speeds of an earlier run may have been measured on a busier machine.
         (self.out / "profile.json").unlink(missing_ok=True)
         profile = run_profile(
-            settings, len(devices), {PINNING_VARIABLE: pinning(devices)}, ("examples.llama.pinned", *WORKER),
-        )  # fmt: skip
+            settings, len(devices), {PINNING_VARIABLE: pinning(devices)}, ("examples.llama.pinned", *WORKER)
+        )
         rows = []
         for device in profile.devices:
             for t in device.timings:
-                rows.append([
-                    f"{device.kind} {t.layer}", f"{t.forward_s * 1e3:.2f}", f"{t.backward_s * 1e3:.2f}",
-                    f"{t.update_s * 1e3:.2f}", f"{t.activation_bytes / 2**20:.1f}",
-                ])  # fmt: skip
+                rows.append(
+                    [
+                        f"{device.kind} {t.layer}",
+                        f"{t.forward_s * 1e3:.2f}",
+                        f"{t.backward_s * 1e3:.2f}",
+                        f"{t.update_s * 1e3:.2f}",
+                        f"{t.activation_bytes / 2**20:.1f}",
+                    ]
+                )
         self.screen.table(
-            "One microbatch", ["device and layer", "forward, ms", "backward, ms", "update, ms", "activations, MiB"], rows
+            "One microbatch",
+            ["device and layer", "forward, ms", "backward, ms", "update, ms", "activations, MiB"],
+            rows,
         )
         return profile
 
-    def _choose(
-        self, devices: Sequence[CpuDevice], data: DataFiles
-    ) -> tuple[planning.Speeds, planning.Estimate]:
+    def _choose(self, devices: Sequence[CpuDevice], data: DataFiles) -> tuple[planning.Speeds, planning.Estimate]:
         """The fastest plan, and the speeds that it was made from."""
         layers, microbatches = self.size.model.num_layers, self.size.training.num_microbatches
         left = self.size.profiles
@@ -259,9 +272,12 @@ class Demo:
         return trial, even, order
 
     def _try_out(
-        self, finalists: Sequence[planning.Estimate], speeds: planning.Speeds, devices: Sequence[CpuDevice],
+        self,
+        finalists: Sequence[planning.Estimate],
+        speeds: planning.Speeds,
+        devices: Sequence[CpuDevice],
         data: DataFiles,
-    ) -> tuple[planning.Estimate, list[float]]:  # fmt: skip
+    ) -> tuple[planning.Estimate, list[float]]:
         """The fastest of candidates that are predicted to be about equally fast, by a short run of each.
 
         Returns:
@@ -293,25 +309,47 @@ class Demo:
         """args.sh and the Slurm and torchrun scripts of the same job."""
         job = self._job(trial, "plan.json", order, data, self.size.iterations, "training", evaluate=True)
         kinds = {d.kind: NodeKind(devices=1, constraint=d.kind) for d in order}
-        launch = LaunchOptions(run_dir=str(self.out.resolve()), job_name="het-demo", time_limit="00:30:00",
-                               python=sys.executable, cpus_per_task=1)
+        launch = LaunchOptions(
+            run_dir=str(self.out.resolve()),
+            job_name="het-demo",
+            time_limit="00:30:00",
+            python=sys.executable,
+            cpus_per_task=1,
+        )
         header = ["Written by the demo for nodes that behave like this machine's devices, one rank per node."]
         emitted = emit(trial.plan, self.out, kinds, jobs.argument_groups(job), launch, header)
         self.screen.line("written: " + ", ".join(str(p) for p in emitted.files.values()))
 
     def _job(
-        self, trial: report.Trial, plan_file: str, order: Sequence[CpuDevice], data: DataFiles,
-        iterations: int, folder: str, evaluate: bool = False,
-    ) -> jobs.Job:  # fmt: skip
+        self,
+        trial: report.Trial,
+        plan_file: str,
+        order: Sequence[CpuDevice],
+        data: DataFiles,
+        iterations: int,
+        folder: str,
+        evaluate: bool = False,
+    ) -> jobs.Job:
         return jobs.Job(
-            plan=trial.plan, plan_file=self.out / plan_file, devices=order, data=data, iterations=iterations,
-            decay_iterations=self.size.iterations, folder=self.out / folder, evaluate=evaluate, trace=True,
-        )  # fmt: skip
+            plan=trial.plan,
+            plan_file=self.out / plan_file,
+            devices=order,
+            data=data,
+            iterations=iterations,
+            decay_iterations=self.size.iterations,
+            folder=self.out / folder,
+            evaluate=evaluate,
+            trace=True,
+        )
 
     def _compare(
-        self, trial: report.Trial, even: report.Trial, order: Sequence[CpuDevice],
-        even_order: Sequence[CpuDevice], data: DataFiles,
-    ) -> None:  # fmt: skip
+        self,
+        trial: report.Trial,
+        even: report.Trial,
+        order: Sequence[CpuDevice],
+        even_order: Sequence[CpuDevice],
+        data: DataFiles,
+    ) -> None:
         """Short runs of both plans in turn, so that a drift of the machine hits both."""
         self.screen.title("The plan against the even split, in turn")
         count = self.size.short_iterations
@@ -335,17 +373,19 @@ class Demo:
         trial.runs.append(training)
         return training
 
-    def _finish(self, result: dict[str, Any], trial: report.Trial) -> None:
-        """report.json, the pictures and the tables."""
+    def _finish(self, result: dict[str, Any], trial: report.Trial, order: Sequence[CpuDevice]) -> None:
+        """report.json, the page, the pictures and the tables."""
+        traces = self.out / "training" / "trace"
         report.save(result, self.out / "report.json")
-        written = [self.out / "report.json"]
+        write_page(page.demo_page(result, trial, order, traces), self.out / "report.html")
+        written = [self.out / "report.json", self.out / "report.html"]
         try:
             from examples.llama import pictures
 
             pictures.loss_picture(result, self.out / "loss.png")
             written.append(self.out / "loss.png")
             names = [r["device"] for r in result["per_rank"]]
-            traces, timeline = self.out / "training" / "trace", self.out / "timeline.png"
+            timeline = self.out / "timeline.png"
             if pictures.timeline_picture(trial.estimate, names, traces, timeline):
                 written.append(timeline)
         except ImportError:

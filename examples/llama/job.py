@@ -21,11 +21,22 @@ from tools.planner.profile import default_environment, free_port
 
 #: What Megatron needs on a machine without a GPU.
 CPU_ARGUMENTS = (
-    "--transformer-impl", "local", "--attention-backend", "unfused", "--distributed-backend", "gloo",
-    "--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion",
-    "--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion",
-    "--num-workers", "0", "--use-cpu-initialization",
-)  # fmt: skip
+    "--transformer-impl",
+    "local",
+    "--attention-backend",
+    "unfused",
+    "--distributed-backend",
+    "gloo",
+    "--no-persist-layer-norm",
+    "--no-gradient-accumulation-fusion",
+    "--no-rope-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--num-workers",
+    "0",
+    "--use-cpu-initialization",
+)
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|.*?lm loss: ([0-9.E+-]+)")
 
@@ -67,16 +78,36 @@ class Job:
 def training_arguments(iterations: int, decay_iterations: int, evaluate: bool) -> list[str]:
     """Flags of the optimization, the same for every plan."""
     return [
-        "--train-iters", str(iterations),
-        "--lr", "3e-3", "--min-lr", "3e-4", "--lr-decay-style", "cosine",
-        "--lr-decay-iters", str(decay_iterations),
-        "--lr-warmup-iters", str(max(1, decay_iterations // 10)),
-        "--adam-beta2", "0.95", "--weight-decay", "0.1", "--clip-grad", "1.0",
-        "--init-method-std", "0.02", "--seed", "1234",
-        "--eval-iters", "4" if evaluate else "0",
-        "--eval-interval", str(max(1, iterations)),
-        "--log-interval", "1", "--log-throughput",
-    ]  # fmt: skip
+        "--train-iters",
+        str(iterations),
+        "--lr",
+        "3e-3",
+        "--min-lr",
+        "3e-4",
+        "--lr-decay-style",
+        "cosine",
+        "--lr-decay-iters",
+        str(decay_iterations),
+        "--lr-warmup-iters",
+        str(max(1, decay_iterations // 10)),
+        "--adam-beta2",
+        "0.95",
+        "--weight-decay",
+        "0.1",
+        "--clip-grad",
+        "1.0",
+        "--init-method-std",
+        "0.02",
+        "--seed",
+        "1234",
+        "--eval-iters",
+        "4" if evaluate else "0",
+        "--eval-interval",
+        str(max(1, iterations)),
+        "--log-interval",
+        "1",
+        "--log-throughput",
+    ]
 
 
 def argument_groups(job: Job) -> dict[str, list[str]]:
@@ -105,13 +136,25 @@ def run(job: Job, on_loss: Callable[[int, int, float], None] | None = None) -> l
         old.unlink()
     words = [w for group in argument_groups(job).values() for w in group]
     command = [
-        sys.executable, "-m", "torch.distributed.run",
-        "--nproc-per-node", str(job.plan.world_size),
-        "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
-        "-m", "examples.llama.pinned", "megatron_het.pretrain_gpt",
-        *words, *plan_arguments(job.plan),
-        "--het-plan", str(job.plan_file), "--het-report", str(report),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(job.plan.world_size),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "-m",
+        "examples.llama.pinned",
+        "megatron_het.pretrain_gpt",
+        *words,
+        *plan_arguments(job.plan),
+        "--het-plan",
+        str(job.plan_file),
+        "--het-report",
+        str(report),
+    ]
     if job.trace:
         command += ["--het-trace", str(job.folder / "trace")]
     environment = {**default_environment(), PINNING_VARIABLE: pinning(job.devices)}
@@ -156,8 +199,13 @@ def _follow(
 ) -> int:
     """Run a command, copy its output to a log, report iterations; its exit code."""
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", start_new_session=True,
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
     timer = threading.Timer(timeout_s, process.terminate)
     timer.start()

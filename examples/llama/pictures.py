@@ -38,9 +38,11 @@ def loss_picture(report: dict[str, Any], path: Path) -> None:
 
 def _times(axes: Any, report: dict[str, Any]) -> None:
     values = [
-        report["predicted_iteration_s"], report["measured_iteration_s"],
-        report["even_split_predicted_iteration_s"], report["even_split_iteration_s"],
-    ]  # fmt: skip
+        report["predicted_iteration_s"],
+        report["measured_iteration_s"],
+        report["even_split_predicted_iteration_s"],
+        report["even_split_iteration_s"],
+    ]
     places = [0, 1, 2.5, 3.5]
     bars = axes.bar(places, values, width=0.9, color=[_PREDICTED, _MEASURED, _PREDICTED, _MEASURED])
     axes.bar_label(bars, fmt="%.2f", padding=2)
@@ -54,13 +56,18 @@ def _memory(axes: Any, report: dict[str, Any]) -> None:
     rows = report["per_rank"]
     for offset, key, color in ((-0.2, "predicted_memory_bytes", _PREDICTED), (0.2, "measured_memory_bytes", _MEASURED)):
         bars = axes.bar(
-            [r["rank"] + offset for r in rows], [r[key] / 2**20 for r in rows], width=0.4, color=color,
+            [r["rank"] + offset for r in rows],
+            [r[key] / 2**20 for r in rows],
+            width=0.4,
+            color=color,
             label=key.split("_")[0],
         )
         axes.bar_label(bars, fmt="%.0f" if rows[0][key] > 10 << 20 else "%.1f", padding=2, fontsize=8)
     axes.set_xticks([r["rank"] for r in rows], [f"rank {r['rank']}\n{r['device']}" for r in rows])
     axes.set(ylabel="MiB", title="Memory of parameters, gradients,\noptimizer and activations")
-    axes.set_ylim(top=1.35 * max(r[k] for r in rows for k in ("predicted_memory_bytes", "measured_memory_bytes")) / 2**20)
+    axes.set_ylim(
+        top=1.35 * max(r[k] for r in rows for k in ("predicted_memory_bytes", "measured_memory_bytes")) / 2**20
+    )
     axes.legend(frameon=False, ncols=2, loc="upper center")
 
 

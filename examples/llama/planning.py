@@ -14,18 +14,9 @@ from dataclasses import dataclass
 
 from examples.llama.contention import Timeline, simulate_shared
 from examples.llama.devices import CpuDevice
-from megatron_het.plan import (
-    ModelShape,
-    Plan,
-    Prediction,
-    RankPrediction,
-    Replica,
-    ScheduleSpec,
-    Stage,
-    TrainingShape,
-)
+from megatron_het.plan import ModelShape, Plan, Prediction, RankPrediction, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.schedule import Kind, Op, Program, Shape, generate
-from tools.planner.profile_schema import LayerTiming, LinkProfile, Profile
+from tools.planner.profile_schema import DeviceProfile, LayerKind, LayerTiming, LinkProfile, Profile
 
 #: Candidates that are simulated when the bound has sorted a larger space.
 _SIMULATED = 400
@@ -82,21 +73,19 @@ class Speeds:
 
     def __init__(self, profile: Profile, devices: Sequence[CpuDevice]) -> None:
         self.profile, self.devices = profile, devices
-        self._timings = [
-            {t.layer: t for t in self._device(d.kind).timings} for d in devices
-        ]
+        self._timings = [{t.layer: t for t in self._device(d.kind).timings} for d in devices]
 
-    def _device(self, kind: str):  # type: ignore[no-untyped-def]
+    def _device(self, kind: str) -> DeviceProfile:
         found = self.profile.device(kind)
         if found is None:
             raise ValueError(f"the profile has no device kind {kind!r}")
         return found
 
-    def timing(self, device: int, layer: str) -> LayerTiming:
+    def timing(self, device: int, layer: LayerKind) -> LayerTiming:
         """The measured figures of a layer kind on a device."""
         return self._timings[device][layer]
 
-    def work_s(self, device: int, parts: Iterable[tuple[str, int]], backward: bool) -> float:
+    def work_s(self, device: int, parts: Iterable[tuple[LayerKind, int]], backward: bool) -> float:
         """Seconds of a core for (layer kind, how many) in one direction."""
         total = 0.0
         for layer, count in parts:
@@ -104,17 +93,18 @@ class Speeds:
             total += count * (timing.backward_s if backward else timing.forward_s)
         return total / self.devices[device].sharers
 
-    def update_work_s(self, device: int, parts: Iterable[tuple[str, int]]) -> float:
+    def update_work_s(self, device: int, parts: Iterable[tuple[LayerKind, int]]) -> float:
         """Seconds of a core for the optimizer step."""
         total = sum(count * self.timing(device, layer).update_s for layer, count in parts)
         return total / self.devices[device].sharers
 
-    def parameters(self, parts: Iterable[tuple[str, int]]) -> int:
+    def parameters(self, parts: Iterable[tuple[LayerKind, int]]) -> int:
         """Parameters of (layer kind, how many)."""
         return sum(count * self.timing(0, layer).parameters for layer, count in parts)
 
     def speed(self, device: int) -> float:
         """Speed relative to the fastest device, all being busy."""
+
         def rate(d: int) -> float:
             timing = self.timing(d, "layer")
             return 1.0 / (timing.forward_s + timing.backward_s)
@@ -123,9 +113,9 @@ class Speeds:
 
     def link_s(self, operation: str, participants: int, size_bytes: float) -> float:
         """Time of an operation over the slowest measured link with that many participants."""
-        links = [
-            k for k in self.profile.links if k.operation == operation and k.participants == participants
-        ] or [k for k in self.profile.links if k.operation == operation]
+        links = [k for k in self.profile.links if k.operation == operation and k.participants == participants] or [
+            k for k in self.profile.links if k.operation == operation
+        ]
         return max((_link_s(k, size_bytes) for k in links), default=0.0)
 
 
@@ -133,9 +123,9 @@ def _link_s(link: LinkProfile, size_bytes: float) -> float:
     return link.latency_s + size_bytes / link.bytes_per_s
 
 
-def parts_of(candidate: Candidate, stage: int) -> list[tuple[str, int]]:
+def parts_of(candidate: Candidate, stage: int) -> list[tuple[LayerKind, int]]:
     """(layer kind, how many) that a stage holds."""
-    parts = [("layer", candidate[stage].layers)]
+    parts: list[tuple[LayerKind, int]] = [("layer", candidate[stage].layers)]
     if stage == 0:
         parts.append(("embedding", 1))
     if stage == len(candidate) - 1:
@@ -186,9 +176,7 @@ def estimate(candidate: Candidate, speeds: Speeds) -> Estimate:
     def work_s(device: int, op: Op) -> float:
         return work[device][op.kind]
 
-    timeline = simulate_shared(
-        program, work_s, [speeds.devices[d].core for _, d in order], lambda a, b: message_s
-    )
+    timeline = simulate_shared(program, work_s, [speeds.devices[d].core for _, d in order], lambda a, b: message_s)
     tail_s = _tail_s(candidate, speeds)
     return Estimate(candidate, program, timeline, tail_s, timeline.makespan_s + tail_s)
 
@@ -222,9 +210,7 @@ def groupings(devices: Sequence[CpuDevice]) -> Iterator[tuple[tuple[int, ...], .
         for assignment in itertools.product(range(stages), repeat=len(devices)):
             if len(set(assignment)) != stages:
                 continue
-            groups = tuple(
-                tuple(d for d, s in enumerate(assignment) if s == stage) for stage in range(stages)
-            )
+            groups = tuple(tuple(d for d, s in enumerate(assignment) if s == stage) for stage in range(stages))
             key = tuple(tuple(sorted(kinds[d] for d in g)) for g in groups)
             if key not in seen:
                 seen.add(key)
@@ -281,9 +267,7 @@ def best(
 
     All that are predicted to be at most the fraction ``within`` slower than the best are there.
     """
-    bounded = sorted(
-        ((bound_s(c, speeds), i, c) for i, c in enumerate(candidates(devices, layers, microbatches))),
-    )
+    bounded = sorted(((bound_s(c, speeds), i, c) for i, c in enumerate(candidates(devices, layers, microbatches))))
     found: list[Estimate] = []
     for bound, _, candidate in bounded:
         if found and bound > min(e.iteration_s for e in found) * (1 + within):
@@ -338,9 +322,7 @@ def even_splits(devices: Sequence[CpuDevice], layers: int, microbatches: int) ->
             )
         )
     if not found:
-        raise ValueError(
-            f"{count} devices cannot split {layers} layers and {microbatches} microbatches evenly"
-        )
+        raise ValueError(f"{count} devices cannot split {layers} layers and {microbatches} microbatches evenly")
     return found
 
 

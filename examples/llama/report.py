@@ -85,8 +85,8 @@ def build(trial: Trial, even: Trial, training: list[dict[str, Any]], devices: Se
     """
     predicted = trial.plan.predicted
     assert predicted is not None
-    losses = next((r["losses"] for r in reversed(training) if r.get("losses")), [])
-    validation = next((r["validation"] for r in reversed(training) if r.get("validation")), [])
+    losses: list[Any] = next((r["losses"] for r in reversed(training) if r.get("losses")), [])
+    validation: list[Any] = next((r["validation"] for r in reversed(training) if r.get("validation")), [])
     measured_s, even_s = trial.iteration_s, even.iteration_s
     return {
         "plan_hash": plan_hash(trial.plan),
@@ -170,18 +170,31 @@ def show(report: dict[str, Any], screen: Screen) -> None:
     """The tables at the end of the demo."""
     rows = [
         [
-            f"{r['rank']}: {r['device']}", f"{r['stage']}", f"{r['layers']}", f"{r['microbatches']}",
-            f"{r['predicted_compute_s']:.3f}", f"{r['measured_compute_s']:.3f}",
-            f"{r['predicted_memory_bytes'] / 2**20:.0f}", f"{r['measured_memory_bytes'] / 2**20:.0f}",
+            f"{r['rank']}: {r['device']}",
+            f"{r['stage']}",
+            f"{r['layers']}",
+            f"{r['microbatches']}",
+            f"{r['predicted_compute_s']:.3f}",
+            f"{r['measured_compute_s']:.3f}",
+            f"{r['predicted_memory_bytes'] / 2**20:.0f}",
+            f"{r['measured_memory_bytes'] / 2**20:.0f}",
         ]
         for r in report["per_rank"]
-    ]  # fmt: skip
+    ]
     screen.table(
         "Ranks",
-        ["rank", "stage", "layers", "micro-\nbatches", "busy s\npredict.", "busy s\nmeasured",
-         "MiB\npredict.", "MiB\nmeasured"],
+        [
+            "rank",
+            "stage",
+            "layers",
+            "micro-\nbatches",
+            "busy s\npredict.",
+            "busy s\nmeasured",
+            "MiB\npredict.",
+            "MiB\nmeasured",
+        ],
         rows,
-    )  # fmt: skip
+    )
     losses = [loss for _, loss in report["losses"]]
     figures = [
         ("iteration, planned, s", report["predicted_iteration_s"], report["measured_iteration_s"]),
@@ -193,9 +206,7 @@ def show(report: dict[str, Any], screen: Screen) -> None:
             report["speedup_over_even_split"],
         ),
     ]
-    screen.table(
-        "The job", ["", "predicted", "measured"], [[name, f"{a:.3f}", f"{b:.3f}"] for name, a, b in figures]
-    )
+    screen.table("The job", ["", "predicted", "measured"], [[name, f"{a:.3f}", f"{b:.3f}"] for name, a, b in figures])
     screen.line(f"Planned:    {report['plan']}")
     screen.line(f"Even split: {report['even_split']}")
     if losses:

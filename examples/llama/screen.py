@@ -57,9 +57,12 @@ class Screen:
             yield self._print_some(name, iterations)
             return
         columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TextColumn("{task.fields[loss]}"), TimeElapsedColumn(),
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=self._console) as progress:
             task = progress.add_task(name, total=iterations, loss="starting")
             yield lambda i, n, loss: progress.update(task, completed=i, total=n, loss=f"loss {loss:.3f}")

@@ -88,9 +88,7 @@ def pack(*tensors: torch.Tensor) -> torch.Tensor:
     return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
 
 
-def unpack(
-    message: torch.Tensor, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]
-) -> list[torch.Tensor]:
+def unpack(message: torch.Tensor, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
     """Views of the tensors in a message."""
     found, at = [], 0
     for shape, dtype in parts:

@@ -16,10 +16,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_het.attention.blocks import Blocks, take_blocks
-from megatron_het.attention.context_parallel import CommutedContextParallel
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.slice_attention import NO_EXCHANGE, LayerExchange, slice_attention
+from megatron_het.attention.slice_attention import NO_EXCHANGE, LayerExchange, SharedSlices, slice_attention
 
 
 @dataclass
@@ -58,13 +57,16 @@ class SliceCoreAttention(torch.nn.Module):
         slots: Chunks of keys and values that the schedule holds at once.
         softmax_scale: Factor of the scores, None for ``d ** -0.5``.
         kernel: Name of the attention kernel, None for the best one.
+        batch: Sequences of the largest microbatch; None where all are alike.
     """
 
-    def __init__(self, slots: int, softmax_scale: float | None = None, kernel: str | None = None) -> None:
+    def __init__(
+        self, slots: int, softmax_scale: float | None = None, kernel: str | None = None, batch: int | None = None
+    ) -> None:
         super().__init__()
-        self.cache = KVCache(slots)
+        self.cache = KVCache(slots, batch)
         self.exchange: LayerExchange = NO_EXCHANGE
-        self.parallel: CommutedContextParallel | None = None
+        self.parallel: SharedSlices | None = None
         self._scale = softmax_scale
         self._kernel_name = kernel
         self._kernel: Kernel | None = None
@@ -95,9 +97,7 @@ class SliceCoreAttention(torch.nn.Module):
             ``[s, b, heads * d]``.
         """
         if not isinstance(packed_seq_params, SliceParams):
-            raise RuntimeError(
-                "slice attention was called without a slice: the model runs outside of the schedule"
-            )
+            raise RuntimeError("slice attention was called without a slice: the model runs outside of the schedule")
         if attention_bias is not None:
             raise RuntimeError("slice attention has no attention bias")
         if self._kernel is None:
@@ -118,7 +118,7 @@ class SliceCoreAttention(torch.nn.Module):
 
 
 def replace_core_attention(
-    model: torch.nn.Module, slots: int, device: torch.device, kernel: str | None = None
+    model: torch.nn.Module, slots: int, device: torch.device, kernel: str | None = None, batch: int | None = None
 ) -> list[SliceCoreAttention]:
     """Put slice attention into every self-attention of a model chunk, of local or TE specs.
 
@@ -127,6 +127,7 @@ def replace_core_attention(
         slots: Chunks of keys and values per layer.
         device: What the model will compute on; its weights may not be there yet.
         kernel: Name of the attention kernel, None for the best one.
+        batch: Sequences of the largest microbatch; None where all are alike.
 
     Returns:
         The new modules, in layer order.
@@ -142,7 +143,7 @@ def replace_core_attention(
         dtype = next(attention.linear_qkv.parameters()).dtype
         # What cannot run is known before training.
         choose_kernel(Setting.on(device, dtype, attention.hidden_size_per_attention_head), kernel)
-        attention.core_attention = SliceCoreAttention(slots, attention.config.softmax_scale, kernel)
+        attention.core_attention = SliceCoreAttention(slots, attention.config.softmax_scale, kernel, batch)
         placed.append(attention.core_attention)
     return placed
 

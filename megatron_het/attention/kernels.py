@@ -146,9 +146,8 @@ class CudaFlash:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Kernel`."""
         out, lse, *_ = aten._flash_attention_forward.default(
-            _swap(q), _swap(k), _swap(v), None, None, q.shape[0], k.shape[0],
-            0.0, causal, False, scale=scale,
-        )  # fmt: skip
+            _swap(q), _swap(k), _swap(v), None, None, q.shape[0], k.shape[0], 0.0, causal, False, scale=scale
+        )
         return _swap(out), lse
 
     def backward(
@@ -166,9 +165,22 @@ class CudaFlash:
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's; unused
         offset = torch.empty(0, dtype=torch.uint64, device=q.device)
         dq, dk, dv = aten._flash_attention_backward.default(
-            _swap(grad).contiguous(), _swap(q), _swap(k), _swap(v), _swap(out).contiguous(), lse,
-            None, None, q.shape[0], k.shape[0], 0.0, causal, seed, offset, scale=scale,
-        )  # fmt: skip
+            _swap(grad).contiguous(),
+            _swap(q),
+            _swap(k),
+            _swap(v),
+            _swap(out).contiguous(),
+            lse,
+            None,
+            None,
+            q.shape[0],
+            k.shape[0],
+            0.0,
+            causal,
+            seed,
+            offset,
+            scale=scale,
+        )
         return _swap(dq), _swap(dk), _swap(dv)
 
 
@@ -196,9 +208,8 @@ class CudaEfficient:
         """See :class:`Kernel`."""
         k, v = (_repeat(t, q.shape[2]) for t in (k, v))
         out, lse, *_ = aten._efficient_attention_forward.default(
-            _swap(q), _swap(k), _swap(v), None, None, None, None, None,
-            0.0, int(causal), True, scale=scale,
-        )  # fmt: skip
+            _swap(q), _swap(k), _swap(v), None, None, None, None, None, 0.0, int(causal), True, scale=scale
+        )
         return _swap(out), lse[..., : q.shape[0]]  # the kernel pads to a multiple of 32
 
     def backward(
@@ -217,10 +228,24 @@ class CudaEfficient:
         padded = torch.nn.functional.pad(lse, (0, -q.shape[0] % 32), value=math.inf).contiguous()
         unused = torch.zeros((), dtype=torch.long)
         dq, dk, dv, _ = aten._efficient_attention_backward.default(
-            _swap(grad).contiguous(), _swap(q), _swap(_repeat(k, q.shape[2])),
-            _swap(_repeat(v, q.shape[2])), None, _swap(out).contiguous(), None, None,
-            q.shape[0], k.shape[0], padded, 0.0, unused, unused, int(causal), False, scale=scale,
-        )  # fmt: skip
+            _swap(grad).contiguous(),
+            _swap(q),
+            _swap(_repeat(k, q.shape[2])),
+            _swap(_repeat(v, q.shape[2])),
+            None,
+            _swap(out).contiguous(),
+            None,
+            None,
+            q.shape[0],
+            k.shape[0],
+            padded,
+            0.0,
+            unused,
+            unused,
+            int(causal),
+            False,
+            scale=scale,
+        )
         return _swap(dq), _fold(_swap(dk), groups), _fold(_swap(dv), groups)
 
 
@@ -266,14 +291,27 @@ class CudnnFlash:
         """See :class:`Kernel`."""
         groups, queries, keys = k.shape[2], q.shape[0], k.shape[0]
         grad, q, k, v, out = (
-            t.permute(1, 2, 0, 3)
-            for t in (grad, q, _repeat(k, q.shape[2]), _repeat(v, q.shape[2]), out)
+            t.permute(1, 2, 0, 3) for t in (grad, q, _repeat(k, q.shape[2]), _repeat(v, q.shape[2]), out)
         )
         seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
-            grad, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, None, None,
-            queries, keys, 0.0, causal, scale=scale,
-        )  # fmt: skip
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.unsqueeze(-1),
+            seed,
+            offset,
+            None,
+            None,
+            None,
+            queries,
+            keys,
+            0.0,
+            causal,
+            scale=scale,
+        )
         dq, dk, dv = (t.permute(2, 0, 1, 3) for t in (dq, dk, dv))
         return dq, _fold(dk, groups), _fold(dv, groups)
 

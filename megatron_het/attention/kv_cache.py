@@ -46,9 +46,10 @@ def _widened(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What one microbatch holds.  ``slots[i]`` is the slot of slice i."""
+    """What one microbatch holds: ``batch`` sequences, the i-th slice of them in ``slots[i]``."""
 
     grows_up: bool
+    batch: int
     slots: list[int] = field(default_factory=list)
     gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -58,10 +59,12 @@ class KVCache:
 
     Args:
         slots: Chunks in the pool.  The schedule says how many are needed at once.
+        batch: Sequences of the largest microbatch; by default all have as many as the first.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, batch: int | None = None) -> None:
         self.slots = slots
+        self._batch = batch
         self._free = set(range(slots))
         self._sequences: dict[int, _Sequence] = {}
         self._opened = 0
@@ -81,6 +84,11 @@ class KVCache:
             return 0
         return self._keys.nbytes + self._values.nbytes
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The slab and the gradients collected so far."""
+        slabs = [tensor for tensor in (self._keys, self._values) if tensor is not None]
+        return slabs + [t for s in self._sequences.values() for pair in s.gradients.values() for t in pair]
+
     def append(self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Copy a slice's keys and values into the pool; once only, so that recomputation is safe.
 
@@ -98,30 +106,32 @@ class KVCache:
         """
         sequence = self._sequences.get(microbatch)
         if sequence is None:
-            sequence = self._sequences[microbatch] = _Sequence(self._opened % 2 == 0)
+            if not self._sequences:
+                # Sides decide in which order keys are attended to, hence how sums round: every iteration, the
+                # first one after a resumption too, begins at the same side.
+                self._opened = 0
+            sequence = self._sequences[microbatch] = _Sequence(self._opened % 2 == 0, key.shape[1])
             self._opened += 1
         if index < len(sequence.slots):
             return False
         if index > len(sequence.slots):
-            raise CacheError(
-                f"microbatch {microbatch}: slice {index} after {len(sequence.slots)} cached slices"
-            )
+            raise CacheError(f"microbatch {microbatch}: slice {index} after {len(sequence.slots)} cached slices")
         if not self._free:
             raise CacheError(
-                f"microbatch {microbatch} slice {index}: all {self.slots} chunks of the key-value pool "
-                "are in use"
+                f"microbatch {microbatch} slice {index}: all {self.slots} chunks of the key-value pool are in use"
             )
         keys, values = self._slab(key)
         slot = min(self._free) if sequence.grows_up else max(self._free)
         self._free.remove(slot)
         sequence.slots.append(slot)
-        keys[self._span(slot)].copy_(key)
-        values[self._span(slot)].copy_(value)
+        keys[self._span(slot), : sequence.batch].copy_(key)
+        values[self._span(slot), : sequence.batch].copy_(value)
         return True
 
     def own(self, microbatch: int, index: int) -> Run:
         """The chunk of one slice."""
-        return self._run(((self._sequences[microbatch].slots[index], index),))
+        sequence = self._sequences[microbatch]
+        return self._run(((sequence.slots[index], index),), sequence.batch)
 
     def prefix(self, microbatch: int, index: int, skipped_tokens: int = 0) -> list[Run]:
         """The chunks of the slices before one, as few contiguous runs as they form.
@@ -131,7 +141,8 @@ class KVCache:
             index: Index of the slice.
             skipped_tokens: Tokens at the start of the sequence to leave out.
         """
-        slots = self._sequences[microbatch].slots
+        sequence = self._sequences[microbatch]
+        slots, batch = sequence.slots, sequence.batch
         cut, rest = divmod(skipped_tokens, self._slice_tokens)
         whole = cut + (rest > 0)
         found: list[list[tuple[int, int]]] = []
@@ -140,9 +151,9 @@ class KVCache:
                 found[-1].append((slot, piece))
             else:
                 found.append([(slot, piece)])
-        runs = [self._run(tuple(chunks)) for chunks in found]
+        runs = [self._run(tuple(chunks), batch) for chunks in found]
         if rest:
-            part = self._run(((slots[cut], cut),))
+            part = self._run(((slots[cut], cut),), batch)
             runs.append(Run(part.keys[rest:], part.values[rest:], part.slices, rest))
         return runs
 
@@ -176,9 +187,7 @@ class KVCache:
                 "slices must go backward last first, each once"
             )
 
-    def add_gradient(
-        self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor
-    ) -> None:
+    def add_gradient(self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor) -> None:
         """Add a later slice's contribution to the gradients of cached chunks.
 
         Totals are in at least fp32: there is one addition per later slice.
@@ -226,9 +235,7 @@ class KVCache:
         for total, part in zip(gradients[piece], (grad_key, grad_value), strict=True):
             total[lo:hi].add_(part)
 
-    def release(
-        self, microbatch: int, index: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def release(self, microbatch: int, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Give the last slice's chunk back.
 
         Returns:
@@ -264,24 +271,23 @@ class KVCache:
 
     def _slab(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The slabs, made at the first use."""
-        tokens, *rest = like.shape
+        tokens, batch, *rest = like.shape
         if self._keys is None or self._values is None:
-            shape = (self.slots * tokens, *rest)
-            self._keys, self._values = (
-                torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2)
-            )
+            shape = (self.slots * tokens, self._batch or batch, *rest)
+            self._keys, self._values = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2))
             self._slice_tokens = tokens
-        elif tokens != self._slice_tokens or list(self._keys.shape[1:]) != rest:
+        most = self._keys.shape[1]
+        fits = batch == most or (self._batch is not None and batch < most)
+        if tokens != self._slice_tokens or not fits or list(self._keys.shape[2:]) != rest:
             raise CacheError(
-                f"keys of shape {tuple(like.shape)} for a pool of chunks "
-                f"{(self._slice_tokens, *self._keys.shape[1:])}"
+                f"keys of shape {tuple(like.shape)} for a pool of chunks {(self._slice_tokens, *self._keys.shape[1:])}"
             )
         return self._keys, self._values
 
     def _span(self, slot: int) -> slice:
         return slice(slot * self._slice_tokens, (slot + 1) * self._slice_tokens)
 
-    def _run(self, chunks: tuple[tuple[int, int], ...]) -> Run:
+    def _run(self, chunks: tuple[tuple[int, int], ...], batch: int) -> Run:
         assert self._keys is not None and self._values is not None
         span = slice(chunks[0][0] * self._slice_tokens, (chunks[-1][0] + 1) * self._slice_tokens)
-        return Run(self._keys[span], self._values[span], tuple(piece for _, piece in chunks))
+        return Run(self._keys[span, :batch], self._values[span, :batch], tuple(piece for _, piece in chunks))

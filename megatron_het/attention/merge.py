@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def merge_(
-    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
-) -> torch.Tensor:
+def merge_(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> torch.Tensor:
     """Merge attention over other keys into ``out``, in place.
 
     ``out * exp(lse - n) + other * exp(other_lse - n)`` with ``n = logaddexp(lse, other_lse)`` is a

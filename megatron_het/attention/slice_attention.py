@@ -7,22 +7,20 @@ complete when its backward runs, because later slices went before.
 
 With the context exchange (section 4.2) a part of the earlier chunks is attended to by other devices,
 and merged like the local parts; see :class:`LayerExchange`.  With context parallelism (section 5) a slice
-is shared by several ranks, whose queries all come here; see ``context_parallel.py``.
+is shared by several ranks, whose queries all come here; see :class:`SharedSlices`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from megatron_het.attention.context_parallel import CommutedContextParallel
-from megatron_het.attention.kernels import Kernel
+from megatron_het.attention.kernels import Gradients, Kernel
 from megatron_het.attention.kv_cache import KVCache, Run
 from megatron_het.attention.merge import merge_
-
 
 TokenGradient = tuple[int, int, torch.Tensor, torch.Tensor]
 """First token, end of tokens, gradients of their keys and values."""
@@ -44,9 +42,7 @@ class LayerExchange(Protocol):
     def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Output and log-sum-exp of the parts given away."""
 
-    def begin_backward(
-        self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> int:
+    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> int:
         """Hand the gradient of the output out; returns the tokens given away."""
 
     def help_backward(self, kernel: Kernel, scale: float) -> None:
@@ -54,6 +50,37 @@ class LayerExchange(Protocol):
 
     def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
         """Parts given away: gradient of the query, and what is complete of those of keys and values."""
+
+
+class SharedSlices(Protocol):
+    """The ranks that share slices with this one (``context_parallel/commuted.py``).
+
+    ``[S, ...]`` are rows of the other ranks, in one order; calls are collectives, waited for by what they return.
+    """
+
+    def gather(self, *tensors: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Start to collect the others' rows ``[S, ...]`` of tensors ``[s, ...]``."""
+
+    def causal(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: Kernel, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the others' queries to this rank's part of their own slice, and its log-sum-exp."""
+
+    def causal_backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kernel: Kernel,
+        scale: float,
+    ) -> Gradients:
+        """Gradients of the others' queries and of this rank's keys and values."""
+
+    def give_back(self, *tensors: torch.Tensor) -> Callable[[], Sequence[tuple[torch.Tensor, ...]]]:
+        """Start to send each of the others its rows; what it returns gives this rank's rows, by sender."""
 
 
 class NoExchange:
@@ -70,9 +97,7 @@ class NoExchange:
         """See :class:`LayerExchange`."""
         return ()
 
-    def begin_backward(
-        self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> int:
+    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> int:
         """See :class:`LayerExchange`."""
         return 0
 
@@ -116,9 +141,7 @@ class _RowGradients:
     lse: torch.Tensor
     dq: torch.Tensor
 
-    def differentiate(
-        self, runs: Iterable[Run], kernel: Kernel, scale: float, cache: KVCache, microbatch: int
-    ) -> None:
+    def differentiate(self, runs: Iterable[Run], kernel: Kernel, scale: float, cache: KVCache, microbatch: int) -> None:
         """Differentiate full attention to cached chunks; their gradients go to the cache."""
         for run in runs:
             part, *grads = kernel.backward(
@@ -141,7 +164,7 @@ class _SliceAttention(torch.autograd.Function):
         index: int,
         scale: float,
         exchange: LayerExchange,
-        parallel: CommutedContextParallel | None,
+        parallel: SharedSlices | None,
     ) -> torch.Tensor:
         # A recomputed forward attends to everything itself: the slot of its helpers is over.
         now = exchange if cache.append(microbatch, index, key, value) else NO_EXCHANGE
@@ -176,7 +199,7 @@ class _SliceAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, out, lse = ctx.saved_tensors
         cache, kernel, microbatch, index, scale, exchange, parallel = ctx.place
         cache.check_last(microbatch, index)
@@ -194,7 +217,8 @@ class _SliceAttention(torch.autograd.Function):
             theirs = gathering()
             given_tokens = exchange.begin_backward(*_joined(theirs, mine))
             dq, *parts = parallel.causal_backward(*theirs, chunk.keys, chunk.values, kernel, scale)
-            rows = _RowGradients(*theirs, dq)
+            all_grad, all_query, all_out, all_lse = theirs
+            rows = _RowGradients(all_grad, all_query, all_out, all_lse, dq)
             dk, dv = (part + more for part, more in zip(grads, parts, strict=True))
         exchange.help_backward(kernel, scale)
         runs = cache.prefix(microbatch, index, given_tokens)
@@ -233,7 +257,7 @@ def slice_attention(
     index: int,
     scale: float,
     exchange: LayerExchange = NO_EXCHANGE,
-    parallel: CommutedContextParallel | None = None,
+    parallel: SharedSlices | None = None,
 ) -> torch.Tensor:
     """Attention of slice ``index`` of a microbatch.
 
@@ -255,6 +279,4 @@ def slice_attention(
     Raises:
         CacheError: Slices come out of order.
     """
-    return _SliceAttention.apply(
-        query, key, value, cache, kernel, microbatch, index, scale, exchange, parallel
-    )
+    return _SliceAttention.apply(query, key, value, cache, kernel, microbatch, index, scale, exchange, parallel)

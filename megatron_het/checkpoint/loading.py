@@ -5,9 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from megatron_het.checkpoint.choice import (
+    CheckpointError,
+    agreed_problems,
+    check_optimizer_state,
+    choose,
+    repair_tracker,
+)
 from megatron_het.checkpoint.random_state import RANDOM_STATE_KEY, restore_random_state
 from megatron_het.plan import Plan, topology_hash
 
@@ -32,10 +43,14 @@ class LoadHook:
 
             args = get_args()
             wants_random_state = not (args.no_load_rng or args.finetune)
-            with _set(args, tensor_model_parallel_size=self._shown_tp, no_load_rng=True):
+            shown: dict[str, Any] = {"tensor_model_parallel_size": self._shown_tp, "no_load_rng": True}
+            if args.load and keywords.get("load_arg", "load") == "load":
+                shown |= whole_checkpoint(args)
+            with _set(args, **shown):
                 iteration, flops = original(*positional, **keywords)
-            if iteration and wants_random_state:
-                self._load_random_state(loaded_path(args, iteration))
+                path = loaded_path(args, iteration) if iteration and wants_random_state else None
+            if path is not None:
+                self._load_random_state(path)
             return iteration, flops
 
         return load_checkpoint
@@ -51,6 +66,42 @@ class LoadHook:
         keys = dist_checkpointing.serialization.load_sharded_metadata(path)
         if any(key.split("/")[0] == RANDOM_STATE_KEY for key in keys):
             restore_random_state(path)
+
+
+def whole_checkpoint(args: Any) -> dict[str, Any]:
+    """What Megatron's arguments must be for it to load the newest checkpoint that is whole; collective.
+
+    Args:
+        args: Megatron's arguments.
+
+    Returns:
+        Attributes to set while it loads.
+
+    Raises:
+        SystemExit: There is none, or its optimizer state does not fit; the first rank says why.
+    """
+    from megatron.training.utils import print_rank_0
+
+    try:
+        choice = choose(args, agreed_problems)
+        for note in choice.notes:
+            print_rank_0(f"het: {note}")
+        if choice.candidate is None:
+            return {}
+        if choice.notes:
+            print_rank_0(f"het: loading {choice.candidate.folder} instead")
+        check_optimizer_state(args, choice.candidate.folder)
+        if choice.tracker_is_broken and dist.get_rank() == 0:
+            repair_tracker(Path(args.load), choice.candidate)
+    except CheckpointError as error:
+        if dist.get_rank() == 0:
+            sys.stderr.write(f"megatron_het: {error}\n")
+            sys.stderr.flush()
+        raise SystemExit(2) from None
+    dist.barrier()
+    if not choice.candidate.persistent:
+        return {}
+    return {"ckpt_step": choice.candidate.iteration, "non_persistent_ckpt_type": None}
 
 
 def loaded_path(args: Any, iteration: int) -> str:

@@ -21,11 +21,7 @@ def random_state_object(load: bool = False) -> Any:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     return ShardedObject(
-        RANDOM_STATE_KEY,
-        None if load else _collect(),
-        (dist.get_world_size(),),
-        (dist.get_rank(),),
-        replica_id=0,
+        RANDOM_STATE_KEY, None if load else _collect(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
     )
 
 

@@ -44,12 +44,7 @@ class StateDictHook:
 
         @functools.wraps(original)
         def generate_state_dict(
-            args: Any,
-            model: Any,
-            optimizer: Any,
-            opt_param_scheduler: Any,
-            rng_state: Any,
-            **keywords: Any,
+            args: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, rng_state: Any, **keywords: Any
         ) -> dict[str, Any]:
             options = keywords.get("optim_sd_kwargs") or {}
             loading = options.get("is_loading", False)
@@ -66,8 +61,7 @@ class StateDictHook:
         saved_args.no_save_rng = True
         saved_args.het_topology = self._topology
         kept: dict[str, Any] = {
-            key: self._strip(value) if key.startswith(("model", "optimizer")) else value
-            for key, value in state.items()
+            key: self._strip(value) if key.startswith(("model", "optimizer")) else value for key, value in state.items()
         }
         kept["args"] = saved_args
         if not args.no_save_rng:

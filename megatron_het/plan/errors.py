@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_het.untrusted import one_line, shown
+
 
 class PlanError(ValueError):
     """A plan, or a plan together with the training arguments, cannot be run.
@@ -18,10 +20,7 @@ class PlanError(ValueError):
         self.value = value
         self.problem = problem
         self.hint = hint
-        shown = repr(value)
-        if len(shown) > 200:
-            shown = shown[:197] + "..."
-        text = f"{where} = {shown}: {problem}"
+        text = f"{where} = {shown(value, 200)}: {problem}"
         if hint:
             text += f". {hint}"
-        super().__init__(text)
+        super().__init__(one_line(text))

@@ -35,17 +35,20 @@ def _parser() -> argparse.ArgumentParser:
     for name in _CHUNK_FLAGS:
         parser.add_argument(name, type=int)
     for name in (
-        "group-query-attention", "sequence-parallel", "use-distributed-optimizer", "bf16", "fp16",
-        "recompute-activations", "untie-embeddings-and-output-weights",
-    ):  # fmt: skip
+        "group-query-attention",
+        "sequence-parallel",
+        "use-distributed-optimizer",
+        "bf16",
+        "fp16",
+        "recompute-activations",
+        "untie-embeddings-and-output-weights",
+    ):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--recompute-granularity")
     return parser
 
 
-def plan_from_flags(
-    words: Sequence[str], world_size: int, schedule: ScheduleSpec
-) -> tuple[Plan, list[str]]:
+def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpec) -> tuple[Plan, list[str]]:
     """The even plan for a command line.
 
     Args:
@@ -70,9 +73,15 @@ def plan_from_flags(
     heads = flags.num_attention_heads
     groups = (flags.num_query_groups or 1) if flags.group_query_attention else heads
     model = ModelShape(
-        flags.num_layers, flags.hidden_size, heads, groups, flags.seq_length, flags.ffn_hidden_size,
-        None, not flags.untie_embeddings_and_output_weights,
-    )  # fmt: skip
+        flags.num_layers,
+        flags.hidden_size,
+        heads,
+        groups,
+        flags.seq_length,
+        flags.ffn_hidden_size,
+        None,
+        not flags.untie_embeddings_and_output_weights,
+    )
     recompute = flags.recompute_granularity or ("selective" if flags.recompute_activations else "none")
     training = TrainingShape(
         flags.micro_batch_size,
@@ -90,7 +99,8 @@ def _global_batch_size(flags: argparse.Namespace, world_size: int) -> int:
     size = flags.global_batch_size or flags.micro_batch_size * replicas
     if size % (flags.micro_batch_size * replicas):
         raise PlanError(
-            "--global-batch-size", size,
+            "--global-batch-size",
+            size,
             f"is not a multiple of micro batch size {flags.micro_batch_size} x {replicas} replicas",
         )
     return size
@@ -140,7 +150,9 @@ def _layers(flags: argparse.Namespace, pp: int) -> tuple[int, ...]:
         flag, value, pieces = _CHUNK_FLAGS[1], chunks, pp * chunks
     if pieces < 1 or chunks < 1 or flags.num_layers % pieces:
         raise PlanError(
-            flag, value, f"{flags.num_layers} layers do not divide evenly over {pp} stages",
+            flag,
+            value,
+            f"{flags.num_layers} layers do not divide evenly over {pp} stages",
             "Choose sizes that divide, or write a plan",
         )
     return (flags.num_layers // (pp * chunks),) * chunks

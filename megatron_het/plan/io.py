@@ -1,14 +1,14 @@
-"""Reading and writing plan files.  A file is either complete or absent: writes go through a rename."""
+"""Reading and writing plan files, within the limits of ``megatron_het.untrusted``."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from pathlib import Path
 
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.schema import Plan, Replica, _plain
+from megatron_het.untrusted import FileError, read_json, write_json
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -19,39 +19,35 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """
     from megatron_het.plan.validate import check_plan
 
-    text = _read_text(Path(path))
     try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(
-            f"{path}:{error.lineno}:{error.colno}",
-            text[max(0, error.pos - 30) : error.pos + 10],
-            f"not JSON ({error.msg}); is the file truncated?",
-            "Write it again",
-        ) from error
+        document = read_json(path)
+    except FileError as error:
+        raise _plan_error(error) from None
     plan = Plan.from_json(document)
     check_plan(plan)
     return plan
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise PlanError("--het-plan", str(path), "no such file", "Give the path of a plan.json") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError("--het-plan", str(path), f"cannot be read: {error}") from error
+def _plan_error(error: FileError) -> PlanError:
+    where = f"{error.where}: " if error.where else ""
+    return PlanError(
+        "plan file", error.path, where + error.problem, error.hint or "Give the path of a plan.json (a run: --het-plan)"
+    )
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Check a plan and write it; an existing file is replaced only by a complete one."""
+    """Check a plan and write it; an existing file is replaced only by a complete one.
+
+    Raises:
+        PlanError: The plan contradicts itself, or ``path`` is no place for a file.
+    """
     from megatron_het.plan.validate import check_plan
 
     check_plan(plan)
-    target = Path(path)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
-    os.replace(scratch, target)
+    try:
+        write_json(path, plan.to_json())
+    except FileError as error:
+        raise _plan_error(error) from None
 
 
 def plan_hash(plan: Plan) -> str:

@@ -38,7 +38,12 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class TrainingShape:
-    """Batch and numerics.  ``global_batch_size`` is in sequences and never changes between plans."""
+    """Batch and numerics.  ``global_batch_size`` is in sequences and never changes between plans.
+
+    ``micro_batch_sizes`` are the sequences of every microbatch id where they differ (Poplar, section 3.2): large
+    passes for large devices, small ones for small devices, and remainders, so that any global batch size can be
+    run.  ``micro_batch_size`` is then the largest of them.
+    """
 
     micro_batch_size: int
     global_batch_size: int
@@ -46,11 +51,26 @@ class TrainingShape:
     sequence_parallel: bool = False
     recompute: str = "none"
     distributed_optimizer: bool = False
+    micro_batch_sizes: tuple[int, ...] = field(default=(), metadata={"omit_default": True})
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches per iteration over all replicas."""
-        return self.global_batch_size // self.micro_batch_size
+        return len(self.micro_batch_sizes) or self.global_batch_size // self.micro_batch_size
+
+    def sequences(self, microbatch: int) -> int:
+        """Sequences of a microbatch."""
+        return self.micro_batch_sizes[microbatch] if self.micro_batch_sizes else self.micro_batch_size
+
+    @property
+    def reading_unit(self) -> int:
+        """Sequences that are read at once: every microbatch is one or several of these."""
+        return 1 if self.micro_batch_sizes else self.micro_batch_size
+
+    @property
+    def batches_of_microbatches(self) -> tuple[int, ...]:
+        """Of what is read at once, how many each microbatch is."""
+        return self.micro_batch_sizes or (1,) * self.num_microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +100,9 @@ class Replica:
     microbatches: tuple[int, ...]
     device: str = ""
     speed: float = 1.0
+    zone: str = field(default="", metadata={"omit_default": True})
+    """The zone that its node is meant to be in, where the cluster file has this kind of device in several; never
+    changes a result."""
     cp: int = field(default=1, metadata={"omit_default": True})
     """Context-parallel size; the same in the whole plan."""
     state_share: float = field(default=1.0, metadata={"omit_default": True})
@@ -122,12 +145,7 @@ class RankPrediction:
     @property
     def total_bytes(self) -> int:
         """All categories together."""
-        return (
-            self.parameter_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + self.activation_bytes
-        )
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +200,17 @@ class Plan:
         if not isinstance(document, dict) or document.get("format") != PLAN_FORMAT:
             found = document.get("format") if isinstance(document, dict) else type(document).__name__
             raise PlanError(
-                "format", found, f"this file is not a plan (expected {PLAN_FORMAT!r})",
+                "format",
+                found,
+                f"this file is not a plan (expected {PLAN_FORMAT!r})",
                 "Write one with 'python -m tools.planner' or by hand after docs/plan.md",
             )
         version = document.get("version")
-        if version != PLAN_VERSION or isinstance(version, bool):
+        if type(version) is not int or version != PLAN_VERSION:
             raise PlanError(
-                "version", version, f"unknown plan version; this release reads version {PLAN_VERSION}",
+                "version",
+                version,
+                f"unknown plan version; this release reads version {PLAN_VERSION}",
                 "Make the plan again with this release's planner",
             )
         body = {k: v for k, v in document.items() if k not in ("format", "version")}
@@ -245,9 +267,7 @@ def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
     prefix = f"{where}." if where else ""
     for key in value:
         if key not in known:
-            raise PlanError(
-                f"{prefix}{key}", value[key], "unknown key", f"Known keys here: {', '.join(known)}"
-            )
+            raise PlanError(f"{prefix}{key}", value[key], "unknown key", f"Known keys here: {', '.join(known)}")
     hints = typing.get_type_hints(kind)
     arguments: dict[str, Any] = {}
     for name, spec in known.items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from megatron_het.plan.errors import PlanError
+from megatron_het.plan.limits import check_limits, check_sizes
 from megatron_het.plan.schema import ModelShape, Plan, Replica, Stage, TrainingShape
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -13,9 +15,10 @@ RECOMPUTE = ("none", "selective", "full")
 
 def check_plan(plan: Plan) -> None:
     """Raise a PlanError if the plan contradicts itself."""
-    _check_positive_numbers(plan)
     if not plan.stages:
         raise PlanError("stages", [], "a plan needs at least one stage")
+    _check_numbers(plan)
+    check_limits(plan)
     _check_ranks(plan)
     _check_layers(plan)
     for s, stage in enumerate(plan.stages):
@@ -24,31 +27,46 @@ def check_plan(plan: Plan) -> None:
         _check_state_shares(stage, s)
 
 
-def _check_positive_numbers(plan: Plan) -> None:
+def _check_numbers(plan: Plan) -> None:
     model, training = plan.model, plan.training
-    for owner, name in [
-        *((model, n) for n in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")),
-        (model, "num_query_groups"),
-        (training, "micro_batch_size"),
-        (training, "global_batch_size"),
-    ]:
-        if getattr(owner, name) < 1:
-            section = "model" if owner is model else "training"
-            raise PlanError(f"{section}.{name}", getattr(owner, name), "must be at least 1")
+    check_sizes(model, "model")
+    check_sizes(training, "training")
     if model.num_attention_heads % model.num_query_groups:
         raise PlanError(
-            "model.num_query_groups", model.num_query_groups,
+            "model.num_query_groups",
+            model.num_query_groups,
             f"does not divide the {model.num_attention_heads} attention heads",
         )
-    if training.global_batch_size % training.micro_batch_size:
+    if training.micro_batch_sizes:
+        _check_sizes_of_microbatches(training)
+    elif training.global_batch_size % training.micro_batch_size:
         raise PlanError(
-            "training.global_batch_size", training.global_batch_size,
+            "training.global_batch_size",
+            training.global_batch_size,
             f"is not a multiple of micro_batch_size = {training.micro_batch_size}",
+            "Use another size, or give every microbatch its own with training.micro_batch_sizes",
         )
     if training.precision not in PRECISIONS:
         raise PlanError("training.precision", training.precision, f"must be one of {PRECISIONS}")
     if training.recompute not in RECOMPUTE:
         raise PlanError("training.recompute", training.recompute, f"must be one of {RECOMPUTE}")
+
+
+def _check_sizes_of_microbatches(training: TrainingShape) -> None:
+    sizes, where = training.micro_batch_sizes, "training.micro_batch_sizes"
+    for m, size in enumerate(sizes):
+        if size < 1:
+            raise PlanError(f"{where}[{m}]", size, "a microbatch needs at least one sequence")
+    if sum(sizes) != training.global_batch_size:
+        raise PlanError(
+            where, sum(sizes), f"add up to another number than global_batch_size = {training.global_batch_size}"
+        )
+    if max(sizes) != training.micro_batch_size:
+        raise PlanError(
+            "training.micro_batch_size",
+            training.micro_batch_size,
+            f"must be the largest of micro_batch_sizes, which is {max(sizes)}",
+        )
 
 
 def _check_ranks(plan: Plan) -> None:
@@ -64,18 +82,20 @@ def _check_ranks(plan: Plan) -> None:
             for rank in replica.ranks:
                 if rank in seen:
                     raise PlanError(
-                        where, list(replica.ranks), f"rank {rank} is already used by {seen[rank]}",
+                        where,
+                        list(replica.ranks),
+                        f"rank {rank} is already used by {seen[rank]}",
                         "Every rank belongs to exactly one replica",
                     )
                 seen[rank] = where
             if list(replica.ranks) != sorted(replica.ranks):
                 raise PlanError(where, list(replica.ranks), "must be ascending (TP order is rank order)")
-            if replica.speed <= 0:
-                raise PlanError(f"stages[{s}].replicas[{q}].speed", replica.speed, "must be positive")
     missing = sorted(set(range(len(seen))) - set(seen))
     if missing:
         raise PlanError(
-            "stages[*].replicas[*].ranks", sorted(seen), f"rank {missing[0]} is missing",
+            "stages[*].replicas[*].ranks",
+            sorted(seen),
+            f"rank {missing[0]} is missing",
             f"Ranks must be 0 to {len(seen) - 1} without gaps",
         )
     for s, stage in enumerate(plan.stages):
@@ -88,8 +108,11 @@ def _check_context_parallel(replica: Replica, where: str, expected: int) -> None
         raise PlanError(where, replica.cp, f"must divide the {len(replica.ranks)} ranks of the replica")
     if replica.cp != expected:
         raise PlanError(
-            where, replica.cp, f"the first replica has {expected}: each context-parallel rank talks to the one "
-            "with the same part of the sequence in the next stage", "Use one size in the whole plan",
+            where,
+            replica.cp,
+            f"the first replica has {expected}: each context-parallel rank talks to the one "
+            "with the same part of the sequence in the next stage",
+            "Use one size in the whole plan",
         )
 
 
@@ -99,15 +122,20 @@ def _check_crossing_ranks(stage: Stage, s: int) -> None:
     Megatron's distributed optimizer gives the n-th replica of a data-parallel group the n-th shard,
     and sums norm gradients over TP groups shard by shard: both need one n for a whole replica.
     """
+    classes: dict[int, list[int]] = {}
     for q, replica in enumerate(stage.replicas):
-        for p, other in enumerate(stage.replicas[:q]):
-            if other.tp != replica.tp:
-                continue
-            before = {a < b for a, b in zip(other.ranks, replica.ranks, strict=True)}
-            if len(before) > 1:
+        classes.setdefault(replica.tp, []).append(q)
+    for members in classes.values():
+        # In the order of their first ranks, neighbours decide: "comes first" is transitive.
+        members.sort(key=lambda q: stage.replicas[q].ranks)
+        for p, q in itertools.pairwise(members):
+            first, second = stage.replicas[p], stage.replicas[q]
+            if not all(a < b for a, b in zip(first.ranks, second.ranks, strict=True)):
+                earlier, later = min(p, q), max(p, q)
                 raise PlanError(
-                    f"stages[{s}].replicas[{q}].ranks", list(replica.ranks),
-                    f"crosses replica {p} with ranks {list(other.ranks)}: "
+                    f"stages[{s}].replicas[{later}].ranks",
+                    list(stage.replicas[later].ranks),
+                    f"crosses replica {earlier} with ranks {list(stage.replicas[earlier].ranks)}: "
                     "one must come first at every position",
                     "Number the ranks replica by replica",
                 )
@@ -117,7 +145,8 @@ def _check_special_ranks(plan: Plan) -> None:
     """Megatron reads data and decides about training on rank 0 and logs on the last rank."""
     if plan.stages[0].replicas[0].ranks[0] != 0:
         raise PlanError(
-            "stages[0].replicas[0].ranks", list(plan.stages[0].replicas[0].ranks),
+            "stages[0].replicas[0].ranks",
+            list(plan.stages[0].replicas[0].ranks),
             "rank 0 must be the first rank of the first replica of the first stage (it reads the data)",
             "Number the ranks stage by stage",
         )
@@ -141,7 +170,8 @@ def _check_layers(plan: Plan) -> None:
         total += sum(stage.layers)
     if total != plan.model.num_layers:
         raise PlanError(
-            "stages[*].layers", [list(s.layers) for s in plan.stages],
+            "stages[*].layers",
+            [list(s.layers) for s in plan.stages],
             f"add up to {total}, but model.num_layers is {plan.model.num_layers}",
         )
 
@@ -151,16 +181,13 @@ def _check_microbatches(stage: Stage, s: int, num_microbatches: int) -> None:
     for q, replica in enumerate(stage.replicas):
         where = f"stages[{s}].replicas[{q}].microbatches"
         if not replica.microbatches:
-            raise PlanError(
-                where, [], "a replica without microbatches", "Leave it out of the plan or give it work"
-            )
+            raise PlanError(where, [], "a replica without microbatches", "Leave it out of the plan or give it work")
         if list(replica.microbatches) != sorted(set(replica.microbatches)):
             raise PlanError(where, list(replica.microbatches), "must be ascending, each id once")
         for m in replica.microbatches:
             if not 0 <= m < num_microbatches:
                 raise PlanError(
-                    where, m, f"microbatch ids are 0 to {num_microbatches - 1} "
-                    "(global_batch_size / micro_batch_size of them)",
+                    where, m, f"microbatch ids are 0 to {num_microbatches - 1} ({num_microbatches} of them)"
                 )
             if m in owner:
                 raise PlanError(where, m, f"microbatch {m} already belongs to replica {owner[m]}")
@@ -168,7 +195,8 @@ def _check_microbatches(stage: Stage, s: int, num_microbatches: int) -> None:
     if len(owner) != num_microbatches:  # counted, not listed: a wrong batch size may be huge
         missing = next(m for m in range(num_microbatches) if m not in owner)
         raise PlanError(
-            f"stages[{s}].replicas[*].microbatches", sorted(owner),
+            f"stages[{s}].replicas[*].microbatches",
+            sorted(owner),
             f"microbatch {missing} belongs to no replica (there are {num_microbatches})",
         )
 
@@ -181,8 +209,10 @@ def _check_state_shares(stage: Stage, s: int) -> None:
             )
     if not any(replica.state_share for replica in stage.replicas):
         raise PlanError(
-            f"stages[{s}].replicas[*].state_share", [0.0] * len(stage.replicas),
-            "nobody keeps the state of this stage", "Give at least one replica a share",
+            f"stages[{s}].replicas[*].state_share",
+            [0.0] * len(stage.replicas),
+            "nobody keeps the state of this stage",
+            "Give at least one replica a share",
         )
 
 
@@ -192,16 +222,16 @@ def _check_divisibility(stage: Stage, s: int, model: ModelShape, training: Train
         for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
             size = getattr(model, name)
             if size is not None and size % tp:
-                raise PlanError(
-                    where, list(replica.ranks), f"TP size {tp} does not divide model.{name} = {size}"
-                )
+                raise PlanError(where, list(replica.ranks), f"TP size {tp} does not divide model.{name} = {size}")
         if replica.cp > 1 and model.seq_length % (2 * replica.cp):
             raise PlanError(
-                f"stages[{s}].replicas[{q}].cp", replica.cp,
+                f"stages[{s}].replicas[{q}].cp",
+                replica.cp,
                 f"twice as many blocks must divide model.seq_length = {model.seq_length}",
             )
         if training.sequence_parallel and model.seq_length % tp:
             raise PlanError(
-                where, list(replica.ranks),
+                where,
+                list(replica.ranks),
                 f"with sequence parallel, TP size {tp} must divide model.seq_length = {model.seq_length}",
             )

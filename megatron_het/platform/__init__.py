@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from megatron_het.platform import nccl_order
 from megatron_het.platform.flags import Flag, platform_flags, unmet
 
 __all__ = ["Flag", "Platform", "activate", "is_active"]
@@ -29,14 +30,21 @@ class Platform:
 
     Attributes:
         kind: ``"cuda"`` or ``"cpu"``.
+        plays_cuda: Whether a dry run on the CPU stands for a CUDA device, with NCCL and fused kernels.
     """
 
     kind: Literal["cuda", "cpu"]
+    plays_cuda: bool = False
 
     @property
     def is_cuda(self) -> bool:
         """Whether the process computes on a CUDA device."""
         return self.kind == "cuda"
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether groups of the backend ``nccl`` move this device's tensors (on the CPU: in NCCL's order only)."""
+        return self.is_cuda or self.plays_cuda or nccl_order.is_installed()
 
     @property
     def device(self) -> torch.device:
@@ -64,7 +72,7 @@ class Platform:
 
     def flags(self) -> tuple[Flag, ...]:
         """Megatron flags that this machine asks for, each with its reason."""
-        return platform_flags(self.is_cuda)
+        return platform_flags(self.is_cuda, self.has_nccl, has_kernels=self.plays_cuda)
 
     def default_flags(self) -> tuple[str, ...]:
         """The same flags as words of a command line; empty with CUDA, TE and Apex in place."""
@@ -89,8 +97,11 @@ def _cuda_is_usable() -> bool:
     return torch.cuda.is_available() and torch.cuda.device_count() > 0
 
 
-def activate() -> Platform:
+def activate(*, plays_cuda: bool = False) -> Platform:
     """Make this process ready to import ``megatron.training``; further calls do nothing.
+
+    Args:
+        plays_cuda: See :class:`Platform`; for dry runs.
 
     Returns:
         The platform of this process.
@@ -103,6 +114,8 @@ def activate() -> Platform:
 
             cpu.install()
             _ACTIVE.append(Platform("cpu"))
+    if plays_cuda and not _ACTIVE[0].is_cuda:
+        _ACTIVE[0] = Platform("cpu", plays_cuda=True)
     return _ACTIVE[0]
 
 

@@ -24,11 +24,30 @@ import torch
 
 _CPU = torch.device("cpu")
 
-_FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like "
-    "rand rand_like randint randn randn_like randperm scalar_tensor tensor zeros zeros_like"
-).split()
-_TENSOR_FACTORIES = "new_empty new_full new_ones new_tensor new_zeros".split()
+_FACTORIES = [
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randn",
+    "randn_like",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+    "zeros_like",
+]
+_TENSOR_FACTORIES = ["new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
 
 
 def install() -> None:
@@ -82,7 +101,7 @@ def _without_compiler() -> None:
     Dynamo is imported first: torch's optimizers import it later, and its table of known functions
     has to be built from the functions as torch defines them.
     """
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
 
     def compile_nothing(model: Callable[..., Any] | None = None, **_: Any) -> Any:
         return model if model is not None else lambda function: function
@@ -213,7 +232,7 @@ def _memory_queries() -> None:
     """There is no device allocator to ask; :mod:`megatron_het.platform.memory` measures."""
     cuda = torch.cuda
     cuda.empty_cache = cuda.reset_peak_memory_stats = _nothing
-    for name in "memory_allocated max_memory_allocated memory_reserved max_memory_reserved".split():
+    for name in ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]:
         setattr(cuda, name, lambda device=None: 0)
     cuda.device_memory_used = lambda device=None: 0
     cuda.memory_stats = lambda device=None: defaultdict(int)

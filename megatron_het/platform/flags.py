@@ -43,35 +43,31 @@ def _has(*modules: str) -> bool:
     return any(importlib.util.find_spec(module) is not None for module in modules)
 
 
-def platform_flags(is_cuda: bool) -> tuple[Flag, ...]:
+def platform_flags(is_cuda: bool, has_nccl: bool = False, has_kernels: bool = False) -> tuple[Flag, ...]:
     """The flags for this machine, from what is installed on it.
 
     Args:
         is_cuda: Whether the process computes on a CUDA device.
+        has_nccl: Whether the backend ``nccl`` moves its tensors all the same.
+        has_kernels: Whether something stands for the fused kernels of a GPU.
     """
     flags: list[Flag] = []
-    if not is_cuda:
+    if not is_cuda and not has_nccl:
         flags.append(
-            Flag(
-                ("--distributed-backend", "gloo"),
-                "distributed_backend",
-                "gloo",
-                "NCCL moves CUDA tensors only",
-            )
+            Flag(("--distributed-backend", "gloo"), "distributed_backend", "gloo", "NCCL moves CUDA tensors only")
         )
     if not (is_cuda and _has("transformer_engine")):
         reason = "Transformer Engine cannot be used"
-        flags += [
-            Flag(("--transformer-impl", "local"), "transformer_impl", "local", reason),
-            _off("rope-fusion", reason),
-        ]
+        flags += [Flag(("--transformer-impl", "local"), "transformer_impl", "local", reason)]
+        if not has_kernels:
+            flags.append(_off("rope-fusion", reason))
         if not (is_cuda and _has("apex")):
             flags.append(_off("persist-layer-norm", "torch's norms do not know it"))
-        if not (is_cuda and _has("fused_weight_gradient_mlp_cuda")):
+        if not (has_kernels or (is_cuda and _has("fused_weight_gradient_mlp_cuda"))):
             flags.append(_off("gradient-accumulation-fusion", "its CUDA kernel is not installed"))
         if not (is_cuda and _has("scaled_upper_triang_masked_softmax_cuda")):
             flags.append(_off("masked-softmax-fusion", "its CUDA kernel is not installed"))
-    if not is_cuda:
+    if not is_cuda and not has_kernels:
         flags += [
             _off("bias-swiglu-fusion", "nothing fuses it on CPU", required=False),
             _off("bias-dropout-fusion", "nothing fuses it on CPU", required=False),
@@ -87,6 +83,4 @@ def unmet(flags: tuple[Flag, ...], args: object) -> tuple[Flag, ...]:
         flags: What :func:`platform_flags` returned.
         args: The namespace.
     """
-    return tuple(
-        flag for flag in flags if flag.required and getattr(args, flag.attribute) != flag.value
-    )
+    return tuple(flag for flag in flags if flag.required and getattr(args, flag.attribute) != flag.value)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_het.platform import Platform
@@ -79,7 +79,7 @@ class MemoryMeter(ABC):
         raise NotImplementedError(f"{type(self).__name__} counts all that is allocated")
         yield
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  a meter without hooks has nothing to undo
         """Stop measuring."""
 
     @contextlib.contextmanager
@@ -136,8 +136,10 @@ class CpuMemoryMeter(MemoryMeter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages = _Storages()
-        self._mode: TorchDispatchMode | None = _Watch(self._storages)
+        self._storages = Storages()
+        self._watched = watched(self._storages)
+        self._watched.__enter__()
+        self._mode: TorchDispatchMode | None = StorageWatch(self._storages)
         self._mode.__enter__()
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -151,11 +153,8 @@ class CpuMemoryMeter(MemoryMeter):
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
-        before, self._storages.ignores_new = self._storages.ignores_new, True
-        try:
+        with self._storages.ignoring():
             yield
-        finally:
-            self._storages.ignores_new = before
 
     def live_bytes(self) -> int:
         return self._storages.live_bytes
@@ -168,16 +167,29 @@ class CpuMemoryMeter(MemoryMeter):
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None
+            self._watched.__exit__(None, None, None)
 
 
-class _Storages:
-    """The storages that have been seen, until they die."""
+class Storages:
+    """The storages that have been seen, until they die.
+
+    Real and fake tensors alike: a storage without memory has a size all the same.
+    """
 
     def __init__(self) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
         self.ignores_new = False
         self._counted_bytes: dict[int, int | None] = {}
+
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """What is allocated inside stays foreign."""
+        before, self.ignores_new = self.ignores_new, True
+        try:
+            yield
+        finally:
+            self.ignores_new = before
 
     def see(self, tensor: torch.Tensor, *, new: bool) -> None:
         """Take note of a tensor that an operator was given or has returned.
@@ -193,7 +205,7 @@ class _Storages:
         key = storage._cdata
         if key not in self._counted_bytes:
             self._counted_bytes[key] = None
-            weakref.finalize(storage, self._forget, key).atexit = False
+            weakref.finalize(storage, self.forget, key).atexit = False
             if new and not self.ignores_new:
                 self._count(key, storage.nbytes())
         elif self._counted_bytes[key] is not None:
@@ -208,24 +220,56 @@ class _Storages:
             self._count(storage._cdata, storage.nbytes())
 
     def _count(self, key: int, size_bytes: int) -> None:
-        self.live_bytes += size_bytes - (self._counted_bytes[key] or 0)
+        before = self._counted_bytes[key] or 0
+        self.live_bytes += size_bytes - before
         self._counted_bytes[key] = size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if size_bytes != before:
+            self.changed(key, before, size_bytes)
 
-    def _forget(self, key: int) -> None:
-        self.live_bytes -= self._counted_bytes.pop(key) or 0
+    def forget(self, key: int) -> None:
+        """A storage has died."""
+        before = self._counted_bytes.pop(key) or 0
+        self.live_bytes -= before
+        if before:
+            self.changed(key, before, 0)
+
+    def changed(self, key: int, before_bytes: int, after_bytes: int) -> None:
+        """A counted storage has appeared, been resized or died; for subclasses.
+
+        Args:
+            key: Of the storage, until it dies.
+            before_bytes, after_bytes: Its size; 0 before it appeared and after it died.
+        """
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was resized without an operator."""
+        if self._counted_bytes.get(storage._cdata) is not None:
+            self._count(storage._cdata, storage.nbytes())
 
 
-class _Watch(TorchDispatchMode):
+# A meter is a mode of the process; these are the storages of all that are open.
+_WATCHED: list[Storages] = []
+
+
+@contextlib.contextmanager
+def watched(storages: Storages) -> Iterator[None]:
+    """While it is open, :func:`uncounted` holds for these storages as well."""
+    _WATCHED.append(storages)
+    try:
+        yield
+    finally:
+        _WATCHED.remove(storages)
+
+
+class StorageWatch(TorchDispatchMode):
     """Shows every operator's inputs and outputs to the storages."""
 
-    def __init__(self, storages: _Storages) -> None:
+    def __init__(self, storages: Storages) -> None:
         super().__init__()
         self._storages = storages
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Inputs first: what an in-place operator or a view returns is not new.
         if func not in _WRAPPING:
@@ -242,7 +286,9 @@ class _Watch(TorchDispatchMode):
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
     """Tensors made inside are not counted on a CPU, where host memory stands for a device's too."""
-    with _disable_current_modes():
+    with contextlib.ExitStack() as stack:
+        for storages in _WATCHED:
+            stack.enter_context(storages.ignoring())
         yield
 
 

@@ -17,28 +17,21 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.training.models.base import compose_hooks
-from megatron.training.models.dist_utils import (
-    prepare_existing_model_chunks_for_distributed_training,
-)
+from megatron.training.models.dist_utils import prepare_existing_model_chunks_for_distributed_training
 from megatron.training.models.gpt import GPTModelBuilder
-
-from megatron_het.runtime.window_layout import wrap_layered
 
 BUILDER = f"{__name__}.ChunkedGPTModelBuilder"
 """The value of a model configuration's ``builder`` that selects the builder of several chunks."""
-
-WINDOW_BUILDER = f"{__name__}.WindowGPTModelBuilder"
-"""The value that selects the builder of chunks for a parameter window."""
 
 
 class ChunkedGPTModelBuilder(GPTModelBuilder):
     """Builds all chunks of the only stage of a pipeline.
 
     Attributes:
-        layered: Whether DDP gets one bucket per layer (for the parameter window).
+        wraps_with_upstream: Whether upstream wraps them with DDP; else ``_wrap`` does.
     """
 
-    layered = False
+    wraps_with_upstream = True
 
     def build_distributed_models(
         self,
@@ -55,7 +48,7 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
         """As upstream's; the chunks of a single stage are built one after the other."""
         config = self._model_config
         chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
-        if not self.layered and (pg_collection.pp.size() > 1 or chunks == 1):
+        if not self._builds(pg_collection.pp.size(), chunks):
             return super().build_distributed_models(
                 pg_collection,
                 ddp_config,
@@ -79,11 +72,17 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
             data_parallel_random_init=data_parallel_random_init,
             mixed_precision_wrapper=mixed_precision_wrapper,
         )
-        if not self.layered:
-            return finish(list(built))
-        # Each chunk is finished, which closes its window, before the next one is built: never is the
-        # whole stage in memory.  Hooks see one chunk at a time.
-        return [model for chunk in built for model in finish([chunk])]
+        return self._finish_all(built, finish)
+
+    def _builds(self, stages: int, chunks: int) -> bool:
+        """Whether the chunks are built here, and not by upstream."""
+        return stages == 1 and chunks > 1
+
+    def _finish_all(
+        self, chunks: Iterator[GPTModel], finish: Callable[[list[GPTModel]], list[GPTModel]]
+    ) -> list[GPTModel]:
+        """Finish the chunks, all at once."""
+        return finish(list(chunks))
 
     def _finish(
         self,
@@ -102,13 +101,19 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
             config.transformer,
             pg_collection,
             ddp_config=ddp_config,
-            wrap_with_ddp=wrap_with_ddp and not self.layered,
+            wrap_with_ddp=wrap_with_ddp and self.wraps_with_upstream,
             **options,
         )
-        if self.layered and wrap_with_ddp:
+        if wrap_with_ddp and not self.wraps_with_upstream:
             assert ddp_config is not None
-            models = wrap_layered(models, ddp_config, pg_collection)
+            models = self._wrap(models, ddp_config, pg_collection)
         return compose_hooks(config.post_wrap_hooks)(models)
+
+    def _wrap(
+        self, models: list[GPTModel], ddp_config: DistributedDataParallelConfig, pg_collection: ProcessGroupCollection
+    ) -> list[GPTModel]:
+        """Wrap chunks with DDP, where upstream does not."""
+        raise NotImplementedError
 
     def _build_chunks(
         self, pg_collection: ProcessGroupCollection, chunks: int, model_type: ModelType
@@ -129,9 +134,3 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
             )
             model.model_type = model_type
             yield model
-
-
-class WindowGPTModelBuilder(ChunkedGPTModelBuilder):
-    """Builds any number of chunks on layered buffers."""
-
-    layered = True

@@ -1,9 +1,6 @@
-"""Point-to-point transfers between stages: one process group per directed edge between two ranks.
+"""Point-to-point transfers between ranks: posting, waiting, and saying which one failed.
 
-Why one group per edge: a group is one queue on every transport, so two directions, or two peers,
-never wait for each other.  Groups are created eagerly, in one order on all ranks; NCCL
-communicators are also connected at creation, because lazily connected ones deadlock when two ranks
-first use them in different orders.
+The groups are those of ``topology/pairs.py``.  They are connected before the first iteration.
 
 Transports:
 
@@ -18,12 +15,14 @@ Every wait is bounded by the timeout, and every failure names the operation and 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from megatron_het.topology import Edge, Link, PairGroups
 
 
 class TransferError(RuntimeError):
@@ -53,7 +52,7 @@ class Channels:
     """This rank's ends of all edges that a plan's programs use.
 
     Args:
-        edges: Directed (source, destination) pairs of world ranks; the same sequence on all ranks.
+        links: The links of this rank's edges (``topology/pairs.py``).
         transport: ``nccl``, ``gloo`` or ``staged``.
         timeout_s: Bound on every wait, in seconds.
         rank: This rank.
@@ -65,43 +64,47 @@ class Channels:
 
     def __init__(
         self,
-        edges: Iterable[tuple[int, int]],
+        links: Mapping[Edge, Link],
         transport: str,
         timeout_s: float,
         rank: int,
         pending_per_edge: int | None = None,
     ) -> None:
+        self._links = links
         self._transport = transport
         self._pending_per_edge = pending_per_edge
         self._timeout = timedelta(seconds=timeout_s)
         self._rank = rank
-        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._sends: list[_PendingSend] = []
-        backend = "nccl" if transport == "nccl" else "gloo"
-        for edge in edges:
-            group = dist.new_group(list(edge), timeout=self._timeout, backend=backend)
-            if rank in edge:
-                self._groups[edge] = group
-                if backend == "nccl":
-                    self._connect(edge)
 
-    def _connect(self, edge: tuple[int, int]) -> None:
-        """Move one element, so that the communicator exists before the first iteration."""
-        probe = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
-        if self._rank == edge[0]:
-            dist.send(probe, edge[1], group=self._groups[edge])
-        else:
-            dist.recv(probe, edge[0], group=self._groups[edge])
+    @classmethod
+    def open(
+        cls,
+        pairs: PairGroups,
+        purpose: str,
+        edges: Iterable[Edge],
+        transport: str,
+        timeout_s: float,
+        rank: int,
+        *,
+        pending_per_edge: int | None = None,
+        one_order: bool = False,
+    ) -> Channels:
+        """Connect a purpose and make its channels; see :meth:`PairGroups.connect`, which is collective."""
+        links = pairs.connect(edges, "nccl" if transport == "nccl" else "gloo", purpose, one_order=one_order)
+        return cls(links, transport, timeout_s, rank, pending_per_edge)
 
     def send(self, tensor: torch.Tensor, dst: int, label: str) -> None:
         """Post a send; the tensor is kept until ``wait_sends`` or its completion is seen."""
         self._drop_finished_sends(dst)
         if self._transport == "staged":
-            tensor = tensor.to("cpu", copy=True)
+            # The default keeps strides, which gloo refuses.
+            tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         elif not tensor.is_contiguous():
             tensor = tensor.contiguous()
         try:
-            work = dist.isend(tensor, dst, group=self._groups[self._rank, dst])
+            link = self._links[self._rank, dst]
+            work = dist.isend(tensor, dst, group=link.group, tag=link.tag)
         except RuntimeError as error:
             raise self._failure("send to", dst, label, error) from error
         if work is None:
@@ -114,9 +117,8 @@ class Channels:
         if self._transport == "staged":
             host = torch.empty_like(target, device="cpu")
         try:
-            work = dist.irecv(
-                target if host is None else host, src, group=self._groups[src, self._rank]
-            )
+            link = self._links[src, self._rank]
+            work = dist.irecv(target if host is None else host, src, group=link.group, tag=link.tag)
         except RuntimeError as error:
             raise self._failure("receive from", src, label, error) from error
         if work is None:
@@ -136,10 +138,8 @@ class Channels:
         self._sends.clear()
 
     def close(self) -> None:
-        """Destroy the groups.  Pending operations must have completed."""
+        """Let go of what was sent; the groups belong to :class:`~megatron_het.topology.PlanGroups`."""
         self._sends.clear()
-        while self._groups:
-            dist.destroy_process_group(self._groups.pop(next(iter(self._groups))))
 
     def _drop_finished_sends(self, dst: int) -> None:
         """Let go of tensors that have left.

@@ -9,65 +9,23 @@ when the operation that needs it runs; sends are waited for at the end of the it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from megatron_het.runtime.channels import Channels, PendingReceive
-from megatron_het.runtime.gradient_sync import sync_points
-from megatron_het.runtime.lowering import RankOp, RankProgram
-from megatron_het.runtime.slicing import Sequences, WholeSequences
-from megatron_het.runtime.timeline import Timeline
-from megatron_het.runtime.window_options import PARAMETER_KINDS
-from megatron_het.schedule.ir import EXCHANGE, Kind
-
-if TYPE_CHECKING:  # it imports Megatron
-    from megatron_het.runtime.activation_offload import ActivationOffload
-    from megatron_het.runtime.exchange import ContextExchange
-    from megatron_het.runtime.window import ParameterWindow
-    from megatron_het.vocab.team import SplitVocabulary
-
-Key = tuple[int, int, int]
-"""(microbatch, slice, chunk) of a compute operation on this device."""
+from megatron_het.lowering.ranks import RankOp, RankProgram
+from megatron_het.report.timeline import Timeline
+from megatron_het.runtime.batches import Batches
+from megatron_het.runtime.channels import Channels
+from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handler, Iteration, Key, RuntimeFeature
+from megatron_het.schedule.gradient_sync import sync_points
+from megatron_het.schedule.ir import Kind
 
 
 class ExecutorError(RuntimeError):
     """The program and the call do not fit, or the program left work undone."""
-
-
-@dataclass(slots=True)
-class Call:
-    """The arguments of one call of the forward-backward function, as Megatron passes them."""
-
-    forward_step_func: Callable[..., Any]
-    data_iterators: list[Any]
-    models: list[torch.nn.Module]
-    config: Any
-    num_microbatches: int
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-    device: torch.device
-    forward_only: bool
-    collect_non_loss_data: bool
-
-
-@dataclass(slots=True)
-class Iteration:
-    """Everything that lives for one iteration."""
-
-    inputs: dict[Key, torch.Tensor | None] = field(default_factory=dict)
-    outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
-    to_send: dict[tuple[Kind, Key], torch.Tensor] = field(default_factory=dict)
-    receives: dict[tuple[Kind, Key], tuple[torch.Tensor, list[PendingReceive]]] = field(
-        default_factory=dict
-    )
-    reports: list[Any] = field(default_factory=list)
-    num_tokens: torch.Tensor | None = None
-    forwarded: set[int] = field(default_factory=set)
-    no_sync: dict[int, contextlib.ExitStack] = field(default_factory=dict)
 
 
 class Executor:
@@ -79,11 +37,11 @@ class Executor:
         is_last: Whether this rank's stage is the last of the pipeline.
         num_chunks: Model chunks on this rank.
         timeline: Records when every operation ran.
-        sequences: Runs a forward over a whole sequence (the default) or over a slice.
-        window: Runs parameter operations; None when parameters are always whole.
-        vocabulary: Runs the output layer; None when the last stage does so in its forward.
-        offload: Moves activations to the host and back; None when they stay.
-        exchange: Runs the operations of the attention context exchange.
+        features: What else runs, in the order in which it is called.
+        batches: What forwards read.
+
+    Raises:
+        ExecutorError: The programs have operations that nobody executes, or two features execute one kind.
     """
 
     def __init__(
@@ -94,41 +52,41 @@ class Executor:
         is_last: bool,
         num_chunks: int,
         timeline: Timeline,
-        sequences: Sequences | None = None,
-        window: ParameterWindow | None = None,
-        vocabulary: SplitVocabulary | None = None,
-        offload: ActivationOffload | None = None,
-        exchange: ContextExchange | None = None,
+        features: Sequence[RuntimeFeature] = (),
+        batches: Batches | None = None,
     ) -> None:
-        self._sequences = sequences or WholeSequences()
         self._programs = programs
         self._sync_points = {mode: sync_points(program.ops, num_chunks) for mode, program in programs.items()}
         self._channels = channels
         self._is_last = is_last
         self._num_chunks = num_chunks
         self._timeline = timeline
+        self._features = tuple(features)
+        self._batches = batches or Batches()
         self.current = ""
         """Label of the operation that runs, for messages."""
-        self._window = window
-        self._handlers: dict[Kind, Callable[[RankOp, Call, Iteration], None]] = {
+        self._handlers = self._all_handlers()
+
+    def _all_handlers(self) -> dict[Kind, Handler]:
+        handlers: dict[Kind, Handler] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
             Kind.SEND_FORWARD: self._send,
             Kind.SEND_BACKWARD: self._send,
             Kind.RECV_FORWARD: self._receive,
             Kind.RECV_BACKWARD: self._receive,
         }
-        if window is not None:
-            self._handlers |= dict.fromkeys(PARAMETER_KINDS, lambda op, call, state: window.handle(op))
-        self._vocabulary = vocabulary
-        if vocabulary is not None:
-            self._handlers |= vocabulary.handlers()
-        self._offload = offload
-        if offload is not None:
-            self._handlers |= offload.handlers()
-        self._exchange = exchange
-        if exchange is not None:
-            self._handlers |= dict.fromkeys(EXCHANGE, lambda op, call, state: exchange.handle(op))
+        for feature in self._features:
+            found = feature.handlers()
+            if twice := handlers.keys() & found.keys():
+                raise ExecutorError(f"{feature.name}: {sorted(k.name for k in twice)} have a handler already")
+            handlers |= found
+        kinds = {op.kind for program in self._programs.values() for op in program.ops}
+        if missing := kinds - handlers.keys():
+            names = ", ".join(sorted(kind.name for kind in missing))
+            raise ExecutorError(f"nothing executes {names}: the feature that does is not open")
+        return handlers
 
     def run(self, call: Call) -> Iteration:
         """Run one iteration and return what it left (reports of the last stage, token count)."""
@@ -141,95 +99,85 @@ class Executor:
             )
         state = Iteration(num_tokens=torch.zeros([], dtype=torch.int, device=call.device))
         self._hold_gradient_sync(call, state)
-        if self._window is not None:
-            self._window.begin()
-        if self._exchange is not None:
-            self._exchange.begin(call.forward_only)
-        offload = None if call.forward_only else self._offload
-        if offload is not None:
-            offload.begin(call.models)
+        for feature in self._features:
+            feature.begin(call, state)
         for index, op in enumerate(program.ops):
             self.current = op.label
             for chunk in self._sync_points[call.forward_only].get(index, ()):
                 state.no_sync.pop(chunk).close()  # the gradients that follow complete those of the chunk
             with record_function(op.label), self._timeline.measure(op):
                 self._handlers[op.kind](op, call, state)
-        if self._vocabulary is not None:
-            self._vocabulary.finish(call, state)
-        if offload is not None:
-            offload.finish()
+        for feature in self._features:
+            feature.finish(call, state)
         self._channels.wait_sends()
         self._check_nothing_left(state)
-        self._sequences.finish()
+        self._batches.finish()
         return state
 
     # -- compute -----------------------------------------------------------------------------
 
     def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
         from megatron.core.pipeline_parallel import schedules
-        from megatron.core.utils import get_attr_wrapped_model
 
-        key, model = op.key, call.models[op.chunk]
-        is_last = self._is_last and op.chunk == self._num_chunks - 1
-        # With a split vocabulary the model ends with hidden states, and the loss comes later.
-        split = self._vocabulary if is_last else None
-        forward_step_func = call.forward_step_func if split is None else split.capture(call.forward_step_func)
-        if self._vocabulary is not None:
-            self._vocabulary.enter(op)
+        key, is_last = op.key, self._is_last and op.chunk == self._num_chunks - 1
         source = self._arrived(Kind.RECV_FORWARD, key, state)
         if source is not None and not call.forward_only:
             source.requires_grad_()
-        whole = call.data_iterators[op.chunk]
-        saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._offload is not None and not call.forward_only:
-            saving = self._offload.saving(op, source)
-        with saving, self._sequences.forward(op, whole, call.forward_only) as data_iterator:
-            output, num_tokens = schedules.forward_step(
-                forward_step_func,
-                data_iterator,
-                model,
-                call.num_microbatches,
-                source,
-                state.reports,
-                call.config,
-                1,  # context-parallel size
-                call.collect_non_loss_data,
-                is_first_microbatch=op.chunk not in state.forwarded,
-                current_microbatch=op.microbatch,
-                is_last_stage=is_last and split is None,
-                **({"vp_stage": op.chunk} if self._num_chunks > 1 else {}),
-            )
-        # Every chunk would keep the input of its last microbatch until its next forward.
-        get_attr_wrapped_model(model, "set_input_tensor")(None)
-        state.forwarded.add(op.chunk)
-        state.num_tokens += num_tokens
-        if not is_last or split is not None:
+        iterator = self._batches.iterator(op, call.data_iterators[op.chunk])
+        forward = ForwardPass(op, source, call.forward_step_func, iterator, ends_in_loss=is_last)
+        with contextlib.ExitStack() as around:
+            for feature in self._features:
+                around.enter_context(feature.around_forward(forward, call))
+            around.enter_context(call.sized(op.microbatch))
+            forward.output = output = self._forward_step(forward, call, state)
+        if not forward.ends_in_loss:
             # The transfer needs the values, autograd only the node: Megatron's backward expects
             # the output to be deallocated, so the values are kept by a detached alias.
-            if split is not None:
-                split.put(op, output.detach())
-            else:
-                self._keep_for_send(Kind.SEND_FORWARD, key, output.detach(), call, state)
+            self._keep_for_send(Kind.SEND_FORWARD, key, output.detach(), call, state)
             if not call.forward_only:
                 schedules.deallocate_output_tensor(output, call.config.deallocate_pipeline_outputs)
         if not call.forward_only:
             state.inputs[key], state.outputs[key] = source, output
 
+    def _forward_step(self, forward: ForwardPass, call: Call, state: Iteration) -> torch.Tensor:
+        """Megatron's own forward step; counts the tokens of the loss."""
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.core.utils import get_attr_wrapped_model
+
+        chunk, model = forward.op.chunk, call.models[forward.op.chunk]
+        output, num_tokens = schedules.forward_step(
+            forward.forward_step_func,
+            forward.data_iterator,
+            model,
+            call.num_microbatches,
+            forward.source,
+            state.reports,
+            call.config,
+            1,  # context-parallel size
+            call.collect_non_loss_data,
+            is_first_microbatch=chunk not in state.forwarded,
+            current_microbatch=forward.op.microbatch,
+            is_last_stage=forward.ends_in_loss,
+            **({"vp_stage": chunk} if self._num_chunks > 1 else {}),
+        )
+        # Every chunk would keep the input of its last microbatch until its next forward.
+        get_attr_wrapped_model(model, "set_input_tensor")(None)
+        state.forwarded.add(chunk)
+        state.num_tokens += num_tokens
+        return output
+
     def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:
+        """BACKWARD and BACKWARD_INPUT: a feature decides what of it is left for later."""
         from megatron.core.pipeline_parallel import schedules
 
-        key = op.key
-        if self._window is not None:
-            self._window.before_backward(op.chunk, state.num_tokens)
-        gradient = self._arrived(Kind.RECV_BACKWARD, key, state)
-        if self._vocabulary is not None and self._is_last and op.chunk == self._num_chunks - 1:
-            gradient = self._vocabulary.hidden_gradient(op)
-        if self._offload is not None:
-            self._offload.release(op)
-        with self._sequences.backward(op):
-            result = schedules.backward_step(
-                state.inputs.pop(key), state.outputs.pop(key), gradient, call.config
-            )
+        key, backward = op.key, BackwardPass(op)
+        with contextlib.ExitStack() as around:
+            for feature in self._features:
+                around.enter_context(feature.around_backward(backward, call, state))
+            gradient = self._arrived(Kind.RECV_BACKWARD, key, state)
+            if backward.gradient is not None:
+                gradient = backward.gradient
+            result = schedules.backward_step(state.inputs.pop(key), state.outputs.pop(key), gradient, call.config)
         if result is not None:
             self._keep_for_send(Kind.SEND_BACKWARD, key, result, call, state)
 
@@ -244,9 +192,7 @@ class Executor:
                 stack.enter_context(no_sync())
             state.no_sync[chunk] = stack
 
-    def _keep_for_send(
-        self, kind: Kind, key: Key, tensor: torch.Tensor, call: Call, state: Iteration
-    ) -> None:
+    def _keep_for_send(self, kind: Kind, key: Key, tensor: torch.Tensor, call: Call, state: Iteration) -> None:
         """Keep a result for its sends; a replicated result may have none on this rank."""
         program = self._programs[call.forward_only]
         if (kind, key) in program.sends:
@@ -266,7 +212,7 @@ class Executor:
     def _receive(self, op: RankOp, call: Call, state: Iteration) -> None:
         slot = (op.kind, op.key)
         if slot not in state.receives:
-            buffer = torch.empty(call.shape, dtype=call.dtype, device=call.device)
+            buffer = torch.empty(call.shape(op.microbatch), dtype=call.dtype, device=call.device)
             state.receives[slot] = (buffer, [])
         buffer, pending = state.receives[slot]
         pending.append(self._channels.receive(buffer[op.lo : op.hi], op.peer, op.label))

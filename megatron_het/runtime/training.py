@@ -8,8 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_het.checkpoint.checksums import ChecksumWriter
+from megatron_het.checkpoint.choice import save_folders
 from megatron_het.checkpoint.state_dict import StateDictHook
 from megatron_het.runtime.data import routed_provider
+from megatron_het.runtime.roll_call import RollCall
 from megatron_het.runtime.session import HetSession
 
 
@@ -23,34 +26,64 @@ class PretrainHook:
     def __init__(self, session: HetSession) -> None:
         self._session = session
         self._state_dict: StateDictHook | None = None
+        self._checksums: ChecksumWriter | None = None
+        self._roll_call: RollCall | None = None
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``pretrain`` with the plan's groups, schedule, data routing and report."""
 
         @functools.wraps(original)
-        def pretrain(
-            cfg_container: Any, provider: Callable[..., Any], *positional: Any, **keywords: Any
-        ) -> Any:
-            session = self._session
+        def pretrain(cfg_container: Any, provider: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
             args = _initialize_distributed(keywords.get("store"))
-            session.open(args)
-            self._state_dict = StateDictHook(session.groups, session.tied_copies)
-            session.prepare_model_config(cfg_container.model)
-            provider = self._route_data(args, provider)
-            keywords["skip_model_parallel_init"] = True
-            _say_on_first_rank(session)
+            self._roll_call = RollCall(dist.distributed_c10d._get_default_store(), args.rank, args.world_size)
             try:
-                with session.explained(lambda: "a step outside of the schedule"):
-                    result = original(cfg_container, provider, *positional, **keywords)
-            except SystemExit as stop:
-                if stop.code not in (None, 0):
-                    raise
-                self._finish()  # a planned stop, e.g. --exit-interval
+                return self._run(original, args, cfg_container, provider, *positional, **keywords)
+            except BaseException:
+                # A process that ends while a thread waits in the store is aborted, whatever its exit code.
+                self._roll_call.close()
                 raise
-            self._finish()
-            return result
 
         return pretrain
+
+    def _run(
+        self,
+        original: Callable[..., Any],
+        args: Any,
+        cfg_container: Any,
+        provider: Callable[..., Any],
+        *positional: Any,
+        **keywords: Any,
+    ) -> Any:
+        """``pretrain`` once ``torch.distributed`` is up."""
+        session = self._session
+        try:
+            session.open(args)
+        except RuntimeError as error:
+            self._add_verdict(error, args.rank)
+            raise
+        self._state_dict = StateDictHook(session.groups, session.tied_copies)
+        session.prepare_model_config(cfg_container.model)
+        provider = self._route_data(args, provider)
+        keywords["skip_model_parallel_init"] = True
+        _say_on_first_rank(session)
+        try:
+            with session.explained(lambda: "a step outside of the schedule"):
+                result = original(cfg_container, provider, *positional, **keywords)
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+            self._finish()  # a planned stop, e.g. --exit-interval
+            raise
+        except RuntimeError as error:
+            self._add_verdict(error, args.rank)
+            raise
+        self._finish()
+        return result
+
+    def _add_verdict(self, error: RuntimeError, rank: int) -> None:
+        """Add to an error who does not answer any more."""
+        assert self._roll_call is not None
+        error.add_note(f"het: rank {rank}: {self._roll_call.verdict()}")
 
     def _route_data(self, args: Any, provider: Callable[..., Any]) -> Callable[..., Any]:
         placement = self._session.placement
@@ -58,7 +91,11 @@ class PretrainHook:
         replica = placement.replica(where.stage, where.replica)
         loader_type, args.dataloader_type = args.dataloader_type, "external"
         return routed_provider(
-            provider, replica.microbatches, self._session.plan.num_microbatches, loader_type
+            provider,
+            replica.microbatches,
+            self._session.plan.training.batches_of_microbatches,
+            loader_type,
+            lambda: self._session.is_running,
         )
 
     def wrap_schedule_getter(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +103,7 @@ class PretrainHook:
 
         @functools.wraps(original)
         def get_forward_backward_func(*_positional: Any, **_keywords: Any) -> Callable[..., Any]:
-            return self._session.forward_backward
+            return self._step
 
         return get_forward_backward_func
 
@@ -77,11 +114,30 @@ class PretrainHook:
         def generate_state_dict(*positional: Any, **keywords: Any) -> Any:
             assert self._state_dict is not None, "no checkpoint before the session is open"
             self._session.materialise_parameters()
+            if not (keywords.get("optim_sd_kwargs") or {}).get("is_loading", False):
+                self._note_save(positional[0] if positional else keywords["args"], keywords.get("iteration"))
             return self._state_dict.wrap(original)(*positional, **keywords)
 
         return generate_state_dict
 
+    def _step(self, *positional: Any, **keywords: Any) -> list[Any]:
+        """One call of the forward-backward function."""
+        if self._checksums is not None:
+            self._checksums.poll()
+        return self._session.forward_backward(*positional, **keywords)
+
+    def _note_save(self, args: Any, iteration: int | None) -> None:
+        """A checkpoint of an iteration is about to be written."""
+        if iteration is None:
+            return
+        if self._checksums is None:
+            self._checksums = ChecksumWriter(dist.get_rank())
+        self._checksums.begin(save_folders(args), iteration)
+
     def _finish(self) -> None:
+        if self._checksums is not None:
+            self._checksums.poll()
+            self._checksums.finish()
         report = self._session.report
         if report is not None:
             self._session.finish_report()
@@ -89,14 +145,16 @@ class PretrainHook:
         # All ranks leave together, and with no group left: a process that ends while its peers still
         # use their connections to it can abort in the threads behind them.
         dist.barrier()
+        if self._roll_call is not None:
+            self._roll_call.close()
+        dist.barrier()  # the store is on rank 0
         self._session.close()
         dist.destroy_process_group()
 
 
 def _initialize_distributed(store: Any) -> Any:
     """Start ``torch.distributed`` as Megatron does it, leaving model-parallel groups to the plan."""
-    from megatron.training import get_args
-    from megatron.training import initialize
+    from megatron.training import get_args, initialize
 
     initialize._initialize_distributed(None, None, store, skip_model_parallel_init=True)
     return get_args()

@@ -9,7 +9,26 @@ from megatron_het.schedule.simulate import Result, simulate
 from megatron_het.schedule.text import ScheduleSyntaxError, dumps, loads
 
 __all__ = [
-    "COMPUTE", "GENERATORS", "RECEIVES", "SENDS", "TRANSFERS", "Costs", "Device", "Graph", "Kind", "Link", "Memory",
-    "Op", "Program", "Result", "ScheduleError", "ScheduleSyntaxError", "Shape", "add_transfers", "dumps", "generate",
-    "loads", "simulate",
-]  # fmt: skip
+    "COMPUTE",
+    "GENERATORS",
+    "RECEIVES",
+    "SENDS",
+    "TRANSFERS",
+    "Costs",
+    "Device",
+    "Graph",
+    "Kind",
+    "Link",
+    "Memory",
+    "Op",
+    "Program",
+    "Result",
+    "ScheduleError",
+    "ScheduleSyntaxError",
+    "Shape",
+    "add_transfers",
+    "dumps",
+    "generate",
+    "loads",
+    "simulate",
+]

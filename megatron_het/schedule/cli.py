@@ -3,24 +3,22 @@
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
+from megatron_het.features import FEATURES
+from megatron_het.features.base import ViewFlag
+from megatron_het.lowering.programs import assemble
 from megatron_het.schedule.compare import Setting, compare, model_costs
 from megatron_het.schedule.cost import Costs, Link
 from megatron_het.schedule.exchange import plan_exchange
-from megatron_het.schedule.generators import GENERATORS, generate
+from megatron_het.schedule.generators import GENERATORS, V_SHAPED
 from megatron_het.schedule.graph import Graph, ScheduleError
 from megatron_het.schedule.ir import Program, Shape
-from megatron_het.schedule.passes import (
-    add_activation_offload,
-    add_exchange,
-    add_parameters,
-    add_transfers,
-    add_vocabulary,
-)
 from megatron_het.schedule.report import (
     comparison_table,
     print_table,
@@ -35,8 +33,9 @@ from megatron_het.schedule.trace import chrome_trace, write_json
 from megatron_het.schedule.transports import TRANSPORTS, deadlocks
 from megatron_het.schedule.validate import validate
 from megatron_het.schedule.visualize import PICTURES, draw, text_picture
+from megatron_het.untrusted import MAX_PASSES, amount, check_target, count, one_line, read_text, shown
 
-_V_SHAPED = ("zb-v", "v-half")
+_COUNT = count(1, MAX_PASSES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 when ``check`` found the program broken; 2 for input that cannot be used.
     """
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         return int(options.run(options))
     except BrokenPipeError:
         return 0
@@ -55,8 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Bad options become the one error line that other bad input becomes."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(one_line(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m megatron_het.schedule", description="Look at, check, simulate and compare pipeline schedules."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -73,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     show, check, sim = (commands.choices[name] for name in ("show", "check", "simulate"))
     show.add_argument("--program-text", action="store_true", help="the program as text instead of a timeline")
     show.add_argument("--exchange-plan", action="store_true", help="the exchange plan instead of a timeline")
-    show.add_argument("--width", type=int, default=120, help="characters of the timeline (default %(default)s)")
+    show.add_argument(
+        "--width", type=count(1, 10_000), default=120, help="characters of the timeline (default %(default)s)"
+    )
     for command in (show, sim):
         command.add_argument("--picture", type=Path, help="write timeline and memory to this .svg, .png or .pdf")
         command.add_argument("--trace", type=Path, help="write a Chrome trace for Perfetto to this file")
@@ -82,17 +90,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     both = commands.add_parser("compare", help="all schedules side by side", description="all schedules side by side")
     both.set_defaults(run=_compare)
-    both.add_argument("--pp", type=int, required=True, help="pipeline stages")
-    both.add_argument("--microbatches", type=int, required=True)
-    both.add_argument("--slices", type=int, required=True, help="slices per sequence, where a schedule has them")
-    both.add_argument("--chunks", type=int, default=1, help="chunks per stage, where a schedule has them")
+    both.add_argument("--pp", type=_COUNT, required=True, help="pipeline stages")
+    both.add_argument("--microbatches", type=_COUNT, required=True)
+    both.add_argument("--slices", type=_COUNT, required=True, help="slices per sequence, where a schedule has them")
+    both.add_argument("--chunks", type=_COUNT, default=1, help="chunks per stage, where a schedule has them")
     both.add_argument(
-        "--attention-share", type=float, default=0.0, help="causal attention's share of the layers' forward time"
+        "--attention-share",
+        type=amount(0.0, 1.0),
+        default=0.0,
+        help="causal attention's share of the layers' forward time",
     )
     both.add_argument(
-        "--output-share", type=float, default=0.0, help="the output layer's share of the model's forward time"
+        "--output-share",
+        type=amount(0.0, 0.99),
+        default=0.0,
+        help="the output layer's share of the model's forward time",
     )
-    both.add_argument("--layers-per-chunk", type=int, default=1, help="for the volume of the attention exchange")
+    both.add_argument("--layers-per-chunk", type=_COUNT, default=1, help="for the volume of the attention exchange")
     _add_json(both)
     return parser
 
@@ -104,44 +118,67 @@ def _add_json(command: argparse.ArgumentParser) -> None:
 def _add_program(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("program")
     group.add_argument("program", help=f"a file with a program, or one of: {', '.join(sorted(GENERATORS))}")
-    group.add_argument("--pp", type=int, default=4, help="pipeline stages (default %(default)s)")
-    group.add_argument("--microbatches", type=int, default=8, help="default %(default)s")
-    group.add_argument("--slices", type=int, default=1, help="slices per sequence (default %(default)s)")
-    group.add_argument("--chunks", type=int, help="chunks per stage (default 1; 2 for the V schedules)")
+    group.add_argument("--pp", type=_COUNT, default=4, help="pipeline stages (default %(default)s)")
+    group.add_argument("--microbatches", type=_COUNT, default=8, help="default %(default)s")
+    group.add_argument("--slices", type=_COUNT, default=1, help="slices per sequence (default %(default)s)")
+    group.add_argument("--chunks", type=_COUNT, help="chunks per stage (default 1; 2 for the V schedules)")
     group.add_argument("--layers", help="layers per chunk, unequal stages as in '3 2 | 2 2 | 1' (sets --pp, --chunks)")
     group.add_argument("--replicas", help="replicas per stage, as in '1 2 1'")
     group.add_argument("--route", help="replica of each microbatch, per stage, as in '0 0 0 | 0 1 0' (default: round)")
     group.add_argument("--forward-only", action="store_true", help="the evaluation program")
-    group.add_argument("--exchange-units", type=int, default=0, help="attention exchange in 1/UNITS slices")
-    group.add_argument("--helping", action="store_true", help="idle devices take part in the exchange")
-    group.add_argument("--keep-kv", action="store_true", help="keys and values stay at the helper")
-    group.add_argument("--vocabulary", action="store_true", help="split the output layer over the devices")
-    group.add_argument("--parameters", action="store_true", help="gather parameters per chunk, reduce gradients")
-    group.add_argument("--prefetch", type=int, default=1, help="chunks gathered ahead (default %(default)s)")
-    group.add_argument("--offload", action="store_true", help="parameters (with --parameters) and activations to host")
-    group.add_argument("--step", choices=("end", "ministage", "none"), default="end", help="optimizer steps")
     group.add_argument("--transfers", choices=("global", "late", "none"), default="global", help="where receives go")
+    for feature in FEATURES:
+        for flag in feature.view_flags:
+            _add_view_flag(group, flag)
+
+
+def _add_view_flag(group: argparse._ArgumentGroup, flag: ViewFlag) -> None:
+    if flag.default is False:
+        group.add_argument(flag.flag, action="store_true", help=flag.help)
+    elif flag.choices:
+        group.add_argument(flag.flag, choices=flag.choices, default=flag.default, help=flag.help)
+    else:
+        group.add_argument(flag.flag, type=count(0, flag.most), default=flag.default, help=flag.help)
 
 
 def _add_costs(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("costs (units: forward of one microbatch through one chunk = 1 s)")
-    group.add_argument("--attention-share", type=float, default=0.0, help="of causal attention in the forward")
-    group.add_argument("--output-share", type=float, default=0.0, help="of the output layer in the model's forward")
+    group.add_argument(
+        "--attention-share", type=amount(0.0, 1.0), default=0.0, help="of causal attention in the forward"
+    )
+    group.add_argument(
+        "--output-share", type=amount(0.0, 0.99), default=0.0, help="of the output layer in the model's forward"
+    )
     group.add_argument("--speeds", help="relative speed per device, as in '1 1 0.5'")
-    group.add_argument("--latency", type=float, default=0.0, help="of every message, in s")
-    group.add_argument("--transfer", type=float, default=0.0, help="of one microbatch's activations, in s")
-    group.add_argument("--gather", type=float, default=0.0, help="all-gather (and reduction) of one chunk, in s")
+    group.add_argument("--latency", type=amount(0.0, 1e6), default=0.0, help="of every message, in s")
+    group.add_argument("--transfer", type=amount(0.0, 1e6), default=0.0, help="of one microbatch's activations, in s")
+    group.add_argument(
+        "--gather", type=amount(0.0, 1e6), default=0.0, help="all-gather (and reduction) of one chunk, in s"
+    )
 
 
 def _numbers(text: str, name: str) -> tuple[tuple[int, ...], ...]:
     try:
-        return tuple(tuple(int(n) for n in row.split()) for row in text.split("|"))
+        rows = tuple(tuple(int(n) for n in row.split()) for row in text.split("|"))
     except ValueError:
-        raise ValueError(f"--{name} {text!r}: integers expected, rows separated by |") from None
+        rows = ((-1,),)
+    if any(not 0 <= n <= MAX_PASSES for row in rows for n in row):
+        raise ValueError(f"--{name} {shown(text)}: integers from 0 to {MAX_PASSES} expected, rows separated by |")
+    return rows
+
+
+def _check_size(options: argparse.Namespace) -> None:
+    """Before anything is laid out: a mistyped number is an error, not a machine without memory."""
+    passes = 2 * options.pp * options.microbatches * options.slices * (options.chunks or 1)
+    if passes > MAX_PASSES:
+        raise ValueError(
+            f"--pp, --microbatches, --slices and --chunks make {passes} passes per iteration, more than {MAX_PASSES}"
+        )
 
 
 def _shape(options: argparse.Namespace) -> Shape:
-    placement = "v" if options.program in _V_SHAPED else "loop"
+    _check_size(options)
+    placement = "v" if options.program in V_SHAPED else "loop"
     chunks = options.chunks or (2 if placement == "v" else 1)
     layers = _numbers(options.layers, "layers") if options.layers else ((1,) * chunks,) * options.pp
     stages = len(layers)
@@ -159,37 +196,35 @@ def _program(options: argparse.Namespace) -> Program:
     """The program of the arguments: read from a file as it is, or generated with all passes asked for."""
     if options.program not in GENERATORS:
         path = Path(options.program)
-        if not path.exists():
-            raise ValueError(f"{options.program!r} is neither a file nor a schedule ({', '.join(sorted(GENERATORS))})")
+        if not os.path.lexists(path):
+            known = ", ".join(sorted(GENERATORS))
+            raise ValueError(f"{shown(options.program)} is neither a file nor a schedule ({known})")
+        text = read_text(path)
         try:
-            return loads(path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not a text file ({error.reason} at byte {error.start})") from None
+            return loads(text)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-    program = generate(options.program, _shape(options), forward_only=options.forward_only)
-    if options.exchange_units:
-        program = add_exchange(
-            program, units=options.exchange_units, helping=options.helping, keep=options.keep_kv
-        )
-    if options.vocabulary:
-        program = add_vocabulary(program)
-    if options.transfers != "none":
-        program = add_transfers(program, order=options.transfers)
-    if options.parameters:
-        program = add_parameters(program, prefetch=options.prefetch, offload=options.offload, step=options.step)
-    return add_activation_offload(program) if options.offload and not options.forward_only else program
+            raise ValueError(one_line(f"{path}: {error}")) from None
+    viewed = [(feature, feature.viewed(vars(options))) for feature in FEATURES]
+    return assemble(
+        _shape(options),
+        options.program,
+        [(feature, chosen) for feature, chosen in viewed if chosen is not None],
+        forward_only=options.forward_only,
+        transfers=options.transfers,
+    )
 
 
 def _costs(options: argparse.Namespace, program: Program) -> Costs:
     """Equal layers; a chunk of average size takes 1 s forward."""
     shape = program.shape
-    for name, most in (("attention_share", 1.0), ("output_share", 0.99)):
-        if not 0 <= getattr(options, name) <= most:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be between 0 and {most:g}")
-    speeds = [float(s) for s in options.speeds.split()] if options.speeds else [1.0] * len(shape.devices)
-    if len(speeds) != len(shape.devices) or min(speeds) <= 0:
-        raise ValueError(f"--speeds {options.speeds!r}: one positive number for each of {len(shape.devices)} devices")
+    try:
+        speeds = [float(s) for s in options.speeds.split()] if options.speeds else [1.0] * len(shape.devices)
+    except ValueError:
+        speeds = []
+    if len(speeds) != len(shape.devices) or not all(1e-6 <= s <= 1e6 for s in speeds):
+        raise ValueError(
+            f"--speeds {shown(options.speeds)}: one number from 1e-6 to 1e6 for each of {len(shape.devices)} devices"
+        )
     costs = model_costs(program, float(len(shape.path)), options.attention_share, options.output_share, speeds)
     size = 1e-9  # of a message: next to nothing beside the activations, which are 1 in the whole model
     link = Link(options.latency, size / options.transfer if options.transfer else math.inf)
@@ -198,8 +233,6 @@ def _costs(options: argparse.Namespace, program: Program) -> Costs:
 
 
 def _result(options: argparse.Namespace, program: Program) -> Result:
-    if min(options.latency, options.transfer, options.gather) < 0:
-        raise ValueError("--latency, --transfer and --gather must not be negative")
     return simulate(program, _costs(options, program))
 
 
@@ -214,9 +247,14 @@ def _write(options: argparse.Namespace, data: object) -> bool:
     return False
 
 
-def _check_picture(options: argparse.Namespace) -> None:
-    if options.picture and options.picture.suffix not in PICTURES:
-        raise ValueError(f"--picture {options.picture}: the name must end in {', '.join(PICTURES)}")
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Before any work: whether the files that were asked for can be written."""
+    if options.json not in (None, "-"):
+        check_target(options.json)
+    if getattr(options, "picture", None):
+        check_target(options.picture, PICTURES)
+    if getattr(options, "trace", None):
+        check_target(options.trace)
 
 
 def _pictures(options: argparse.Namespace, result: Result) -> None:
@@ -227,7 +265,7 @@ def _pictures(options: argparse.Namespace, result: Result) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    _check_picture(options)
+    _check_outputs(options)
     program = _program(options)
     if options.exchange_plan:
         units = options.exchange_units or 2
@@ -246,6 +284,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    _check_outputs(options)
     program = _program(options)
     transports = options.transport or list(TRANSPORTS)
     problems = validate(program, transports=transports)
@@ -261,7 +300,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    _check_picture(options)
+    _check_outputs(options)
     program = _program(options)
     problems = validate(program, transports=("edge",))
     if problems:
@@ -275,6 +314,8 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    _check_outputs(options)
+    _check_size(options)
     rows = compare(
         Setting(
             stages=options.pp,

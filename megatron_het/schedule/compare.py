@@ -3,10 +3,12 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_het.features import FEATURES
+from megatron_het.lowering.programs import assemble
+from megatron_het.plan import ScheduleSpec
+from megatron_het.schedule.columns import Direction, Fields, Role
 from megatron_het.schedule.cost import Costs, Memory, PerChunk
-from megatron_het.schedule.generators import generate
-from megatron_het.schedule.ir import Kind, Program, Shape
-from megatron_het.schedule.passes import add_exchange, add_transfers, add_vocabulary
+from megatron_het.schedule.ir import Program, Shape
 from megatron_het.schedule.simulate import Result, simulate
 
 
@@ -84,15 +86,12 @@ def compare(setting: Setting, only: Collection[str] = ()) -> list[Row]:
 
 def _candidates(s: Setting) -> Iterator[tuple[str, Callable[[], Program]]]:
     def plain(name: str, slices: int = 1, chunks: int = 1, placement: str = "loop") -> Callable[[], Program]:
-        return lambda: generate(name, s.shape(slices, chunks, placement))
+        return lambda: assemble(s.shape(slices, chunks, placement), name)
 
-    def slim(**exchange: object) -> Callable[[], Program]:
-        def make() -> Program:
-            program = generate("slimpipe", s.shape(s.slices, s.chunks))
-            program = add_exchange(program, **exchange) if exchange else program
-            return add_vocabulary(program) if s.output_share else program
-
-        return make
+    def slim(**parameters: bool) -> Callable[[], Program]:
+        spec = ScheduleSpec("slimpipe", {**parameters, "vocabulary": s.output_share > 0})
+        features = [(f, options) for f in FEATURES if (options := f.read(spec)) is not None]
+        return lambda: assemble(s.shape(s.slices, s.chunks), spec.name, features)
 
     yield "gpipe", plain("gpipe")
     yield "1f1b", plain("1f1b")
@@ -104,13 +103,13 @@ def _candidates(s: Setting) -> Iterator[tuple[str, Callable[[], Program]]]:
     yield "v-half", plain("v-half", chunks=2, placement="v")
     yield "ministage", plain("ministage", chunks=s.chunks)
     yield "slimpipe-plain", slim()
-    yield "slimpipe", slim(units=2)
-    yield "slimpipe-helping", slim(units=2, helping=True)
+    yield "slimpipe", slim(context_exchange=True)
+    yield "slimpipe-helping", slim(context_exchange=True, exchange_idle=True)
 
 
 def _row(setting: Setting, name: str, make: Callable[[], Program]) -> Row:
     try:
-        program = add_transfers(make())
+        program = make()
     except ValueError as error:
         return Row(name, reason=str(error))
     costs, unit = setting_costs(setting, program)
@@ -131,7 +130,7 @@ def setting_costs(setting: Setting, program: Program) -> tuple[Costs, float]:
     then exact.
     """
     slices = program.shape.slices
-    unit = float(len(program.shape.path) * slices * (slices + 1) * max(program.exchange_units, 1))
+    unit = float(len(program.shape.path) * slices * (slices + 1) * max(program.attention_units, 1))
     return model_costs(program, unit, setting.attention_share, setting.output_share), unit
 
 
@@ -169,8 +168,8 @@ def model_costs(
 
     layers, head = unit * (1 - output_share), unit * output_share
     attention, linear = layers * attention_share, layers * (1 - attention_share)
-    own_head = 0.0 if program.vocabulary else head
-    part = tuple(head / shape.stages / speed for speed in speeds) if program.vocabulary else ()
+    own_head = 0.0 if program.splits_output else head
+    part = tuple(head / shape.stages / speed for speed in speeds) if program.splits_output else ()
     return Costs(
         forward_s=table(linear, own_head),
         backward_s=table(2 * linear, 2 * own_head),
@@ -194,22 +193,12 @@ def communication_volume(result: Result) -> float:
     total = [0.0] * len(program.ops)
     for d, ops in enumerate(program.ops):
         for op in ops:
-            kind = op[0]
-            if Kind.SEND_FORWARD <= kind <= Kind.RECV_BACKWARD:
+            kind = op.kind
+            if kind.role is Role.TRANSFER:
                 total[d] += 1.0
-            elif kind in _EXCHANGED:
-                owner = op.peer if kind in _HELPER_SIDE else d
+            elif kind.role in (Role.GIVE, Role.HELP, Role.KEYS):
+                owner = op.peer if kind.fields is Fields.UNITS_OF_PEER else d
                 layers = shape.layers[shape.devices[owner].stage][op.peer_chunk]
-                tensors = 2.0 if kind in _QUERIES else 2.0 * (op.stop - op.start) / program.exchange_units
-                total[d] += layers * tensors * (2 if kind in _BACKWARD else 1)
+                tensors = 2.0 * (op.stop - op.start) / program.attention_units if kind.role is Role.KEYS else 2.0
+                total[d] += layers * tensors * (2 if kind.direction is Direction.BACKWARD else 1)
     return max(total) / shape.slices / shape.microbatches
-
-
-_QUERIES = frozenset(
-    {Kind.ATTEND_GIVE, Kind.ATTEND_HELP, Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD}
-)
-_BACKWARD = frozenset(
-    {Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD, Kind.KV_SEND_BACKWARD, Kind.KV_RECV_BACKWARD}
-)
-_HELPER_SIDE = frozenset({Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD, Kind.KV_RECV, Kind.KV_RECV_BACKWARD})
-_EXCHANGED = _QUERIES | _BACKWARD | _HELPER_SIDE | {Kind.KV_SEND}

@@ -81,13 +81,16 @@ class Costs:
     Attributes:
         forward_s: ``[device][chunk]`` forward of one microbatch, without causal attention when
             ``attention_forward_s`` is given.  Embedding and output layer belong to the first and last chunk
-            (:meth:`of` adds them), unless the program has VOCAB_* operations.
+            (:meth:`of` adds them), unless the program has EMBED_* and VOCAB_* operations.
         backward_s: the same for the backward.
         attention_forward_s: ``[device][chunk]`` causal attention of one microbatch.
         attention_backward_s: the same for the backward.
         weight_share: share of ``backward_s`` that computes weight gradients; attention has none.
         vocab_forward_s: per device, its part of VOCAB_FORWARD of one microbatch.
         vocab_backward_s: the same for VOCAB_BACKWARD.
+        embed_forward_s: per device, its part of EMBED_FORWARD of one microbatch; on the first stage: until the
+            tokens are on their way and its own part is there.
+        embed_backward_s: the same for EMBED_BACKWARD.
         diagonal: cost of a slice's attention to itself, in slices; 1 as in the papers, 0.5 with a kernel
             that skips masked blocks.
         message_bytes: activations between two chunks, of one microbatch; the gradient is as large.
@@ -119,6 +122,8 @@ class Costs:
     weight_share: float = 0.5
     vocab_forward_s: tuple[float, ...] = ()
     vocab_backward_s: tuple[float, ...] = ()
+    embed_forward_s: tuple[float, ...] = ()
+    embed_backward_s: tuple[float, ...] = ()
     diagonal: float = 1.0
     message_bytes: float = 0.0
     kv_message_bytes: PerChunk = ()
@@ -151,9 +156,13 @@ class Costs:
                     raise ValueError(f"{name}: rows of {[len(r) for r in table]} for devices with chunks {chunks}")
                 if any(value < 0 or value != value for row in table for value in row):
                     raise ValueError(f"{name}: {table} has a negative entry")
-        for owner, names in ((self, _PER_DEVICE), (self.memory, _MEMORY_PER_DEVICE)):
-            for name in names:
-                row = getattr(owner, name)
+        per_device: tuple[tuple[object, tuple[str, ...]], ...] = (
+            (self, _PER_DEVICE),
+            (self.memory, _MEMORY_PER_DEVICE),
+        )
+        for holder, fields_ in per_device:
+            for name in fields_:
+                row = getattr(holder, name)
                 if row and len(row) != len(chunks):
                     raise ValueError(f"{name}: {len(row)} values for {len(chunks)} devices")
 
@@ -223,12 +232,30 @@ class Costs:
 
 
 _PER_CHUNK = (
-    "forward_s", "backward_s", "attention_forward_s", "attention_backward_s", "kv_message_bytes",
-    "query_message_bytes", "gather_s", "reduce_s", "prefetch_s", "offload_s", "act_offload_s", "act_fetch_s", "step_s",
-)  # fmt: skip
-_PER_DEVICE = ("vocab_forward_s", "vocab_backward_s", "tail_s")
+    "forward_s",
+    "backward_s",
+    "attention_forward_s",
+    "attention_backward_s",
+    "kv_message_bytes",
+    "query_message_bytes",
+    "gather_s",
+    "reduce_s",
+    "prefetch_s",
+    "offload_s",
+    "act_offload_s",
+    "act_fetch_s",
+    "step_s",
+)
+_PER_DEVICE = ("vocab_forward_s", "vocab_backward_s", "embed_forward_s", "embed_backward_s", "tail_s")
 _MEMORY_PER_CHUNK = (
-    "parameter_bytes", "gradient_bytes", "activation_bytes", "kv_bytes", "parameter_shard_bytes",
-    "gradient_shard_bytes", "optimizer_bytes", "boundary_bytes", "workspace_bytes",
-)  # fmt: skip
+    "parameter_bytes",
+    "gradient_bytes",
+    "activation_bytes",
+    "kv_bytes",
+    "parameter_shard_bytes",
+    "gradient_shard_bytes",
+    "optimizer_bytes",
+    "boundary_bytes",
+    "workspace_bytes",
+)
 _MEMORY_PER_DEVICE = ("logits_bytes", "other_bytes")

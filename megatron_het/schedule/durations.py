@@ -1,47 +1,93 @@
 """Durations and message sizes of operations under a cost model."""
 
+from collections.abc import Callable
+
+from megatron_het.schedule.columns import Direction, Price, Role, complete
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.ir import Kind, Op, Program
+from megatron_het.schedule.ir import COMPUTE, Op, Program
+from megatron_het.schedule.kinds import where
+
+_KEYS = where(lambda kind: kind.role is Role.KEYS)
+_SHORTENED = where(lambda kind: kind.price in (Price.FORWARD, Price.BACKWARD, Price.INPUT_GRADIENT))
+"""Kinds that have less to do when attention was given away."""
+_WITH_FIXED_TIME = (Price.FORWARD, Price.BACKWARD, Price.INPUT_GRADIENT, Price.WEIGHT_GRADIENT)
+_TIMELESS = where(lambda kind: kind.price in (Price.LINK, Price.FREE))
 
 
 def _at(table: PerChunk, device: int, chunk: int) -> float:
     return table[device][chunk] if table else 0.0
 
 
-class _Compute:
-    """Durations of FORWARD, BACKWARD and its halves, and of attention done for others."""
+class _Prices:
+    """Seconds of an operation under each :class:`Price`."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs, self.slices = program, costs, program.shape.slices
         self.total = costs.attention_total(self.slices)
-        self.units = max(program.exchange_units, 1)
+        self.units = max(program.attention_units, 1)
+        self.of: dict[Price, Callable[[int, Op], float]] = complete(Price, self._all())
 
-    def of(self, device: int, op: Op) -> float:
-        """The operation itself, with all of its attention."""
-        costs, kind, chunk = self.costs, op.kind, op.chunk
-        weight = op.slice + costs.diagonal
-        if kind == Kind.FORWARD:
-            attention = _at(costs.attention_forward_s, device, chunk) * weight / self.total
-            return costs.forward_s[device][chunk] / self.slices + attention + costs.operation_s
-        attention = _at(costs.attention_backward_s, device, chunk) * weight / self.total
-        linear = costs.backward_s[device][chunk] / self.slices
-        if kind == Kind.BACKWARD_WEIGHT:
-            return linear * costs.weight_share + costs.operation_s
-        if kind == Kind.BACKWARD_INPUT:
-            return linear * (1 - costs.weight_share) + attention + costs.operation_s
-        return linear + attention + costs.operation_s
-
-    def given(self, device: int, op: Op, backward: bool) -> float:
-        """Attention over the units ``[start, stop)`` that this device does not have to do itself."""
+    def _all(self) -> dict[Price, Callable[[int, Op], float]]:
         costs = self.costs
-        table = costs.attention_backward_s if backward else costs.attention_forward_s
-        return (op.stop - op.start) * table[device][op.chunk] / (self.units * self.total) if table else 0.0
+        return {
+            Price.FORWARD: self._forward,
+            Price.BACKWARD: self._backward,
+            Price.INPUT_GRADIENT: self._input_gradient,
+            Price.WEIGHT_GRADIENT: self._weight_gradient,
+            Price.LINK: lambda d, op: 0.0,  # depends on the link, see the simulator
+            Price.GIVEN: lambda d, op: 0.0,  # see durations()
+            Price.HELPED: self._helped,
+            Price.MERGED: self._merged,
+            Price.OUTPUT_PART: self._per_slice_of_device(costs.vocab_forward_s),
+            Price.OUTPUT_PART_BACKWARD: self._per_slice_of_device(costs.vocab_backward_s),
+            Price.WORD_PART: self._per_slice_of_device(costs.embed_forward_s),
+            Price.WORD_PART_BACKWARD: self._per_slice_of_device(costs.embed_backward_s),
+            Price.PREFETCH: lambda d, op: _at(costs.prefetch_s, d, op.chunk),
+            Price.OFFLOAD: lambda d, op: _at(costs.offload_s, d, op.chunk),
+            Price.STEP: lambda d, op: _at(costs.step_s, d, op.chunk),
+            Price.GATHER: lambda d, op: _at(costs.gather_s, d, op.chunk) * layer_share(self.program, d, op),
+            Price.REDUCE: lambda d, op: _at(costs.reduce_s, d, op.chunk) * layer_share(self.program, d, op),
+            Price.ACT_OFFLOAD: lambda d, op: _at(costs.act_offload_s, d, op.chunk) / self.slices,
+            Price.ACT_FETCH: lambda d, op: _at(costs.act_fetch_s, d, op.chunk) / self.slices,
+            Price.FREE: lambda d, op: 0.0,
+        }
 
-    def helped(self, device: int, op: Op, backward: bool) -> float:
+    def _per_slice_of_device(self, row: tuple[float, ...]) -> Callable[[int, Op], float]:
+        return lambda d, op: row[d] / self.slices if row else 0.0
+
+    def _attention(self, table: PerChunk, device: int, op: Op) -> float:
+        return _at(table, device, op.chunk) * (op.slice + self.costs.diagonal) / self.total
+
+    def _forward(self, device: int, op: Op) -> float:
+        attention = self._attention(self.costs.attention_forward_s, device, op)
+        return self.costs.forward_s[device][op.chunk] / self.slices + attention + self.costs.operation_s
+
+    def _backward(self, device: int, op: Op) -> float:
+        attention = self._attention(self.costs.attention_backward_s, device, op)
+        return self.costs.backward_s[device][op.chunk] / self.slices + attention + self.costs.operation_s
+
+    def _input_gradient(self, device: int, op: Op) -> float:
+        attention = self._attention(self.costs.attention_backward_s, device, op)
+        linear = self.costs.backward_s[device][op.chunk] / self.slices
+        return linear * (1 - self.costs.weight_share) + attention + self.costs.operation_s
+
+    def _weight_gradient(self, device: int, op: Op) -> float:
+        linear = self.costs.backward_s[device][op.chunk] / self.slices
+        return linear * self.costs.weight_share + self.costs.operation_s
+
+    def _attention_table(self, op: Op) -> PerChunk:
+        backward = op.kind.direction is Direction.BACKWARD
+        return self.costs.attention_backward_s if backward else self.costs.attention_forward_s
+
+    def given(self, device: int, op: Op) -> float:
+        """Attention over the units ``[start, stop)`` that this device does not have to do itself."""
+        table = self._attention_table(op)
+        return (op.stop - op.start) * _at(table, device, op.chunk) / (self.units * self.total)
+
+    def _helped(self, device: int, op: Op) -> float:
         """Time a helper spends: its own speed for attention, times the layers of the owner's chunk."""
-        shape, costs = self.program.shape, self.costs
-        table = costs.attention_backward_s if backward else costs.attention_forward_s
+        shape, table = self.program.shape, self._attention_table(op)
         own_layers = sum(shape.layers[shape.devices[device].stage])
         if not table or not own_layers:
             return 0.0
@@ -49,71 +95,52 @@ class _Compute:
         whole = sum(table[device]) * owner_layers / own_layers
         return (op.stop - op.start) * whole / (self.units * self.total)
 
-    def merged(self, device: int, op: Op) -> float:
+    def _merged(self, device: int, op: Op) -> float:
         """Query out and partial output back, as far as they are not hidden: both, at full length."""
-        costs = self.costs
-        link = costs.link(device, op.peer)
-        size = _at(costs.query_message_bytes, device, op.chunk) / self.slices
+        link = self.costs.link(device, op.peer)
+        size = _at(self.costs.query_message_bytes, device, op.chunk) / self.slices
         return 2 * link.latency_s + size / link.bytes_per_s
 
 
 def durations(graph: Graph, costs: Costs) -> list[float]:
     """Seconds of every operation of a program; transfers are left at 0 (they depend on the link)."""
     program = graph.program
-    compute = _Compute(program, costs)
+    prices = _Prices(program, costs)
     out: list[float] = []
-    known: dict[tuple[int, ...], float] = {}
+    known: dict[tuple[int, int, int, int], float] = {}
     for d, ops in enumerate(program.ops):
         given = 0.0
         for op in ops:
-            kind = op[0]
-            if kind < 4:
-                key = (d, kind, op[2], op[3])
+            kind = op.kind
+            if kind in _TIMELESS:
+                out.append(0.0)
+            elif kind in COMPUTE:
+                key = (d, kind, op.slice, op.chunk)
                 seconds = known.get(key)
                 if seconds is None:
-                    seconds = known[key] = compute.of(d, op)
-                if given and kind < 3:
+                    seconds = known[key] = prices.of[kind.price](d, op)
+                if given and kind in _SHORTENED:
                     seconds, given = seconds - given, 0.0
                 out.append(seconds)
-            elif kind < 10 or kind > 25:
-                out.append(0.0)
-            elif kind == Kind.ATTEND_GIVE or kind == Kind.ATTEND_GIVE_BACKWARD:
-                given += compute.given(d, op, kind == Kind.ATTEND_GIVE_BACKWARD)
-                out.append(0.0)
-            elif kind == Kind.ATTEND_HELP or kind == Kind.ATTEND_HELP_BACKWARD:
-                out.append(compute.helped(d, op, kind == Kind.ATTEND_HELP_BACKWARD))
-            elif kind == Kind.ATTEND_MERGE or kind == Kind.ATTEND_MERGE_BACKWARD:
-                out.append(compute.merged(d, op))
             else:
-                out.append(_other(program, costs, d, op))
+                if kind.price is Price.GIVEN:
+                    given += prices.given(d, op)
+                out.append(prices.of[kind.price](d, op))
+    if program.shape.sizes:
+        _resize(graph, costs, out)
     if costs.measured_s:
         found = (costs.measured_s.get((d, op)) for d, op in zip(graph.device, graph.ops))
         out = [old if new is None else new for old, new in zip(out, found)]
     return out
 
 
-def _other(program: Program, costs: Costs, device: int, op: Op) -> float:
-    slices, chunk = program.shape.slices, op.chunk
-    match op.kind:
-        case Kind.VOCAB_FORWARD:
-            return costs.vocab_forward_s[device] / slices if costs.vocab_forward_s else 0.0
-        case Kind.VOCAB_BACKWARD:
-            return costs.vocab_backward_s[device] / slices if costs.vocab_backward_s else 0.0
-        case Kind.ACT_OFFLOAD:
-            return _at(costs.act_offload_s, device, chunk) / slices
-        case Kind.ACT_FETCH:
-            return _at(costs.act_fetch_s, device, chunk) / slices
-        case Kind.PARAM_PREFETCH:
-            return _at(costs.prefetch_s, device, chunk)
-        case Kind.PARAM_OFFLOAD:
-            return _at(costs.offload_s, device, chunk)
-        case Kind.PARAM_GATHER:
-            return _at(costs.gather_s, device, chunk) * layer_share(program, device, op)
-        case Kind.GRAD_REDUCE:
-            return _at(costs.reduce_s, device, chunk) * layer_share(program, device, op)
-        case Kind.OPTIMIZER_STEP:
-            return _at(costs.step_s, device, chunk)
-    return 0.0
+def _resize(graph: Graph, costs: Costs, seconds: list[float]) -> None:
+    """Gives operations of smaller microbatches their share of the time, apart from what every operation costs."""
+    sizes = graph.program.shape.relative_sizes()
+    for i, op in enumerate(graph.ops):
+        if op.microbatch >= 0:
+            fixed = costs.operation_s if op.kind.price in _WITH_FIXED_TIME else 0.0
+            seconds[i] = (seconds[i] - fixed) * sizes[op.microbatch] + fixed
 
 
 def layer_share(program: Program, device: int, op: Op) -> float:
@@ -124,8 +151,9 @@ def layer_share(program: Program, device: int, op: Op) -> float:
 
 def message_bytes(costs: Costs, program: Program, source: int, op: Op) -> float:
     """Size of a transfer, given its receive and the device that sends."""
-    slices = program.shape.slices
-    if op.kind in (Kind.KV_RECV, Kind.KV_RECV_BACKWARD):
-        share = (op.stop - op.start) / (program.exchange_units * slices)
-        return _at(costs.kv_message_bytes, source, op.peer_chunk) * share
-    return costs.message_bytes / slices
+    shape = program.shape
+    size = shape.sizes[op.microbatch] / max(shape.sizes) if shape.sizes else 1.0
+    if op.kind in _KEYS:
+        share = (op.stop - op.start) / (program.attention_units * shape.slices)
+        return _at(costs.kv_message_bytes, source, op.peer_chunk) * share * size
+    return costs.message_bytes / shape.slices * size

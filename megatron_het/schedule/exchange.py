@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_het.schedule.generators.listing import require
-from megatron_het.schedule.ir import Kind, Op, Program
+from megatron_het.schedule.ir import Op, Program
+from megatron_het.schedule.slots import aligned_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """One aligned slot.
+class ExchangeSlot:
+    """One aligned slot with its exchange.
 
     Attributes:
         index: number among the forward or backward slots.
@@ -71,7 +72,7 @@ class ExchangePlan:
     """
 
     units: int
-    slots: tuple[Slot, ...]
+    slots: tuple[ExchangeSlot, ...]
 
     def volume(self, backward: bool = False) -> dict[int, float]:
         """Slices of query, output, key and value that cross each device's links, in both directions."""
@@ -105,15 +106,21 @@ class ExchangePlan:
                 "loads": [load / self.units for load in slot.loads],
                 "moves": [
                     {
-                        "owner": m.owner, "helper": m.helper, "microbatch": m.microbatch, "slice": m.slice,
-                        "chunk": m.chunk, "start": m.start, "stop": m.stop, "sent": [list(r) for r in m.sent],
+                        "owner": m.owner,
+                        "helper": m.helper,
+                        "microbatch": m.microbatch,
+                        "slice": m.slice,
+                        "chunk": m.chunk,
+                        "start": m.start,
+                        "stop": m.stop,
+                        "sent": [list(r) for r in m.sent],
                     }
                     for m in slot.moves
                 ],
                 "after": [load / self.units for load in slot.after],
             }
             for slot in self.slots
-        ]  # fmt: skip
+        ]
 
 
 def targets(loads: Mapping[int, int], floors: Mapping[int, int]) -> dict[int, int]:
@@ -166,48 +173,6 @@ def pair_up(loads: Mapping[int, int], floors: Mapping[int, int], units: int) -> 
     return moves
 
 
-def aligned_slots(program: Program) -> list[tuple[int, bool, dict[int, Op]]]:
-    """(index, backward, pass per device) of every slot, in the one order that all devices' lists agree with.
-
-    Of several pipelines the slots of one come after those of another.
-
-    Raises:
-        ValueError: the lists do not agree with any order of slots, or microbatches change between replicas.
-    """
-    pipelines = program.shape.pipelines()
-    if pipelines is None:
-        raise ValueError(f"program {program.name}: replicas are not separate pipelines, so their slots are not aligned")
-    return [slot for devices in pipelines for slot in _pipeline_slots(program, devices)]
-
-
-def _pipeline_slots(program: Program, devices: Sequence[int]) -> list[tuple[int, bool, dict[int, Op]]]:
-    lists = {d: program.compute(d) for d in devices}
-    passes: tuple[list[dict[int, Op]], list[dict[int, Op]]] = ([], [])
-    for stage, d in enumerate(devices):
-        for backward in (False, True):
-            shift = len(devices) - 1 - stage if backward else stage
-            for i, op in enumerate(op for op in lists[d] if (op.kind != Kind.FORWARD) == backward):
-                slots = passes[backward]
-                slots.extend({} for _ in range(shift + i + 1 - len(slots)))
-                slots[shift + i][d] = op
-    at, position = [0, 0], dict.fromkeys(devices, 0)
-    out: list[tuple[int, bool, dict[int, Op]]] = []
-    while at[0] < len(passes[0]) or at[1] < len(passes[1]):
-        for backward in (False, True):
-            if at[backward] == len(passes[backward]):
-                continue
-            slot = passes[backward][at[backward]]
-            if all(position[d] < len(lists[d]) and lists[d][position[d]] == op for d, op in slot.items()):
-                out.append((at[backward], backward, slot))
-                at[backward] += 1
-                for d in slot:
-                    position[d] += 1
-                break
-        else:
-            raise ValueError(f"program {program.name}: its passes are not aligned in slots, so there is no exchange")
-    return out
-
-
 def plan_exchange(
     program: Program,
     *,
@@ -252,11 +217,15 @@ def plan_exchange(
             have.update(range(start, start + amount))
             moves.append(Move(owner, helper, op.microbatch, op.slice, op.chunk, start, start + amount, sent))
         slots.append(
-            Slot(
-                index, backward, passes, tuple(loads.get(d, 0) for d in devices), tuple(moves),
+            ExchangeSlot(
+                index,
+                backward,
+                passes,
+                tuple(loads.get(d, 0) for d in devices),
+                tuple(moves),
                 tuple(after.get(d, 0) for d in devices),
             )
-        )  # fmt: skip
+        )
     return ExchangePlan(units, tuple(slots))
 
 
@@ -286,6 +255,6 @@ def lockstep_bubble(plan: ExchangePlan, slices: int, microbatches: int) -> float
     return (total - ideal) / ideal
 
 
-def balance(slots: Sequence[Slot]) -> int:
+def balance(slots: Sequence[ExchangeSlot]) -> int:
     """The largest difference between two working devices of a slot after the exchange, in units."""
     return max(max(s.after[d] for d in s.passes) - min(s.after[d] for d in s.passes) for s in slots)

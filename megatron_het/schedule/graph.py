@@ -8,8 +8,20 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_het.schedule.deps import OVERRIDES, Dependencies, Need, Value, explain, produces
-from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, Kind, Op, Program
+from megatron_het.schedule.columns import DELIVERED, FOR_A_PEER, Making, Role, Stream
+from megatron_het.schedule.deps import (
+    AFTER_BEGINNING,
+    HELPED_BY_RECEIVE,
+    OWN_VALUE,
+    Dependencies,
+    Key,
+    Need,
+    brought,
+    explain,
+)
+from megatron_het.schedule.ir import RECEIVES, SENDS, Op, Program
+from megatron_het.schedule.kinds import COLLECTIVES
+from megatron_het.schedule.lifetimes import Lifetimes, Unfit
 
 
 @contextmanager
@@ -46,13 +58,28 @@ class Graph:
         program: the program.
         ops: all operations, device after device.
         first: ``first[d]`` is the number of the first operation of device ``d``; one extra entry at the end.
+        kinds: the kinds that there are.
         device: ``device[i]`` is the device of operation ``i``.
         waits: ``waits[i]`` are the operations whose results ``i`` needs (for a receive: its send).
         other_end: ``other_end[i]`` is the operation at the other end of a transfer, -1 for others.
         missing: (operation, need) for needs that nothing in the program produces or delivers.
+        unfit: what does not fit what a device holds then (``lifetimes.py``).
     """
 
-    __slots__ = ("program", "ops", "first", "device", "waits", "other_end", "missing", "deps", "index", "_open")
+    __slots__ = (
+        "_open",
+        "deps",
+        "device",
+        "first",
+        "index",
+        "kinds",
+        "missing",
+        "ops",
+        "other_end",
+        "program",
+        "unfit",
+        "waits",
+    )
 
     @collection_paused()
     def __init__(self, program: Program, *, open_sends: bool = False) -> None:
@@ -68,10 +95,9 @@ class Graph:
         """
         self.program = program
         self._open = open_sends
-        self.deps = Dependencies(
-            program.shape, program.vocabulary, program.exchange_units, program.embedding
-        )
+        self.deps = Dependencies.of(program)
         self.ops: list[Op] = []
+        self.kinds = {op.kind for ops in program.ops for op in ops}
         self.first = [0]
         self.device: list[int] = []
         for d, ops in enumerate(program.ops):
@@ -80,6 +106,7 @@ class Graph:
             self.device += [d] * len(ops)
         self.index: list[dict[tuple[int, ...], int]] = []
         self.missing: list[tuple[int, Need | None]] = []
+        self.unfit: list[Unfit] = []
         self.other_end = [-1] * len(self.ops)
         deliveries = self._index()
         self.waits = self._edges(deliveries)
@@ -89,38 +116,34 @@ class Graph:
         device = self.device[node]
         return device, node - self.first[device]
 
-    def _index(self) -> list[dict[tuple[int, ...], int]] | None:
+    def _index(self) -> list[dict[tuple[object, ...], int]] | None:
         """Finds producers; pairs transfers.  Returns who delivers what to each device, None without transfers."""
-        deliveries: list[dict[tuple[int, ...], int]] = []
+        deliveries: list[dict[tuple[object, ...], int]] = []
         sends: dict[tuple[int, Op], int] = {}
         receives: list[int] = []
+        ops, transfer, once = self.ops, Role.TRANSFER, Making.ONCE
         for d in range(len(self.program.ops)):
             made: dict[tuple[int, ...], int] = {}
-            delivered: dict[tuple[int, ...], int] = {}
+            delivered: dict[tuple[object, ...], int] = {}
             for i in range(self.first[d], self.first[d + 1]):
-                op = self.ops[i]
-                kind = op[0]
-                if kind < 3:
-                    key = (kind > 0, op[1], op[2], op[3])
-                    if key in made:
+                op = ops[i]
+                kind, microbatch, piece, chunk, peer, _, _, _ = op
+                value = kind.makes
+                if value is not None:
+                    key: Key = (value, microbatch, piece, chunk)
+                    if value in FOR_A_PEER:
+                        key = (value, microbatch, piece, chunk, peer)
+                    if key in made and kind.making is once:
                         raise ScheduleError(f"{describe(self.program, *self.where(i))}: this operation is there twice")
                     made[key] = i
-                    continue
                 if kind in SENDS:
                     if (d, op) in sends:
                         raise ScheduleError(f"{describe(self.program, *self.where(i))}: sent twice")
                     sends[d, op] = i
-                    continue
                 elif kind in RECEIVES:
                     receives.append(i)
-                    if kind < 8:
-                        delivered[kind, op[1], op[2], op[3]] = i
-                        continue
-                made_key = produces(op)
-                if made_key is not None:
-                    if made_key in made and kind not in OVERRIDES and kind not in _REPEATED:
-                        raise ScheduleError(f"{describe(self.program, *self.where(i))}: this operation is there twice")
-                    made[made_key] = i
+                    if kind.role is transfer:
+                        delivered[kind, microbatch, piece, chunk] = i
             self.index.append(made)
             deliveries.append(delivered)
         self._pair(sends, receives)
@@ -137,66 +160,101 @@ class Graph:
         if not self._open:
             self.missing += [(j, None) for j in sends.values()]
 
-    def _edges(self, deliveries: list[dict[tuple[int, ...], int]] | None) -> list[Sequence[int]]:
+    def _edges(self, deliveries: list[dict[tuple[object, ...], int]] | None) -> list[Sequence[int]]:
+        """What every operation waits for: values (``deps.py``) and what its device holds (``lifetimes.py``)."""
         waits: list[Sequence[int]] = []
+        kinds, stateful = self.kinds, Lifetimes.matter(self.kinds)
+        ops, other_end = self.ops, self.other_end
         for d in range(len(self.program.ops)):
-            state = _Scan()
+            state = Lifetimes(self.program, d, kinds) if stateful else None
+            made = self.index[d]
             for i in range(self.first[d], self.first[d + 1]):
-                op = self.ops[i]
-                kind = op[0]
+                op = ops[i]
+                kind = op.kind
+                found: list[int] | None = None
                 if kind in RECEIVES:
-                    waits.append((self.other_end[i],) if self.other_end[i] >= 0 else ())
-                    continue
-                if kind == 4 or kind == 6:  # SEND_FORWARD, SEND_BACKWARD
-                    j = self.index[d].get((kind == 6, op[1], op[2], op[3]))
-                    if j is not None:
-                        waits.append((j,))
-                        continue
-                found = self._found(d, i, op, deliveries)
-                if kind < 4:
-                    state.compute(i, op, found)
-                elif kind in _STATEFUL:
-                    state.bookkeeping(i, op, found)
+                    found = [other_end[i]] if other_end[i] >= 0 else []
+                elif kind in OWN_VALUE:  # a short cut: no dependency but this one
+                    maker = made.get((OWN_VALUE[kind], op.microbatch, op.slice, op.chunk))
+                    found = None if maker is None else [maker]
+                if found is None:
+                    found = self._found(d, i, op, deliveries)
+                if state is not None:
+                    state.step(i, op, found)
                 waits.append(found)
+            if state is not None:
+                state.finish()
+                self.unfit += state.problems
         return waits
 
-    def _found(self, d: int, i: int, op: Op, deliveries: list[dict[tuple[int, ...], int]] | None) -> list[int]:
+    def _found(self, d: int, i: int, op: Op, deliveries: list[dict[tuple[object, ...], int]] | None) -> list[int]:
         """Operations that make or deliver what an operation requires."""
         found = []
-        for need in self.deps.requires(d, op):
+        kind = op.kind
+        receive = kind.fed_by
+        for need in self.deps.rules[kind](d, op):
             source, key = need
-            if source != d and key[0] < 2 and deliveries is not None and op[0] not in _DIRECT:
-                j = deliveries[d].get((Kind.RECV_BACKWARD if key[0] else Kind.RECV_FORWARD, op[1], op[2], op[3]))
+            if deliveries is not None and source != d and receive is not None and key[0] in DELIVERED:
+                j = deliveries[d].get((receive, op.microbatch, op.slice, op.chunk))
             else:
                 j = self.index[source].get(key)
             if j is None:
                 self.missing.append((i, need))
             else:
                 found.append(j)
-        if op[0] == Kind.VOCAB_BACKWARD:
-            found += self._before_loss(d, op)
-        if op[0] == Kind.ATTEND_HELP or op[0] == Kind.ATTEND_HELP_BACKWARD:
-            value = Value.KV if op[0] == Kind.ATTEND_HELP else Value.KV_BACKWARD
-            j = self.index[d].get((value, op[1], op[2], op[3], op[4]))
+        if kind in AFTER_BEGINNING:
+            for source, key in self.deps.begun(d, op):
+                found += self._before(source, self.index[source].get(key))
+        if kind in HELPED_BY_RECEIVE:
+            j = self.index[d].get(brought(op))
             if j is not None:
                 found.append(j)
         return found
 
-    def _before_loss(self, d: int, op: Op) -> list[int]:
-        """What a VOCAB_BACKWARD waits for besides values: that the last stage comes to its own one.
-
-        There the loss is made, whose gradient all parts need.  It is sent before the last stage's own part
-        is computed, so the others wait for what comes before that operation, not for its end.
-        """
-        last = self.deps.team(op[1])[-1]
-        node = self.index[last].get((Value.LOGITS_GRADIENT, op[1], op[2], 0))
-        if node is None or last == d:
-            return []
-        while node > self.first[last]:
+    def _before(self, device: int, node: int | None) -> list[int]:
+        """The operation before a node on its device's compute stream."""
+        while node is not None and node > self.first[device]:
             node -= 1
-            if self.ops[node][0] in _ON_COMPUTE:
+            if self.ops[node].kind.stream is Stream.COMPUTE:
                 return [node]
         return []
+
+    def teams(self) -> list[list[int]]:
+        """The collectives that several replicas of a stage take part in: what each of them does.
+
+        Raises:
+            ScheduleError: not all replicas of a stage take part in one of its collectives.
+        """
+        if self.kinds.isdisjoint(COLLECTIVES):
+            return []
+        replicas, places = self.program.shape.replicas, self.program.devices
+        teams: dict[tuple[object, ...], list[int]] = {}
+        seen: dict[tuple[object, ...], int] = {}
+        for i, op in enumerate(self.ops):
+            if op.kind in COLLECTIVES:
+                d = self.device[i]
+                stage = places[d].stage
+                if replicas[stage] > 1:
+                    name = (stage, op.kind, op.chunk, op.start, op.stop)
+                    turn = seen[d, *name] = seen.get((d, *name), -1) + 1
+                    teams.setdefault((*name, turn), []).append(i)
+        for team in teams.values():
+            if len(team) != replicas[places[self.device[team[0]]].stage]:
+                where = describe(self.program, *self.where(team[0]))
+                raise ScheduleError(f"{where}: not all replicas of the stage take part in this collective")
+        return list(teams.values())
+
+    def together(self) -> list[Sequence[int]]:
+        """:attr:`waits` where who waits for a collective waits for all replicas to come to it.
+
+        Raises:
+            ScheduleError: as :meth:`teams`.
+        """
+        members = {i: team for team in self.teams() for i in team}
+        if not members:
+            return self.waits
+        joined = lambda waits: [member for j in waits for member in members.get(j, (j,))]  # noqa: E731
+        return [waits if members.keys().isdisjoint(waits) else joined(waits) for waits in self.waits]
 
     def unmet(self, node: int, need: Need | None) -> str:
         """A missing need in words."""
@@ -216,90 +274,6 @@ class Graph:
         if self.missing:
             more = f" (and {len(self.missing) - 1} more)" if len(self.missing) > 1 else ""
             raise ScheduleError(self.unmet(*self.missing[0]) + more)
-
-
-class _Scan:
-    """Waits that follow from the order within one device: side streams and parameters.
-
-    Operations of side streams (gathers, copies from and to the host, reductions, keys and values sent ahead)
-    are issued when the compute operation before them in the list is done; compute waits for the parameters
-    and activations brought for it.  A gather with its first user right behind it is on demand: it begins when
-    the user's other data is there (nothing is overlapped), except at the start of the iteration.
-    """
-
-    __slots__ = ("last", "gathers", "prefetched", "fetched", "offloaded", "backward", "reduced", "stepped", "demanded")
-
-    def __init__(self) -> None:
-        self.last = -1
-        self.gathers: dict[int, list[int]] = {}
-        self.prefetched: dict[int, int] = {}
-        self.fetched: dict[tuple[int, int, int], int] = {}
-        self.offloaded: dict[tuple[int, int, int], int] = {}
-        self.backward: dict[int, int] = {}
-        self.reduced: dict[int, list[int]] = {}
-        self.stepped: dict[int, int] = {}
-        self.demanded: list[tuple[int, list[int]]] = []
-
-    def compute(self, i: int, op: Op, found: list[int]) -> None:
-        """FORWARD and BACKWARD: wait for the chunk's gathers and the activations fetched."""
-        if self.demanded:
-            for chunk, gather in self.demanded:
-                gather += [j for j in found if chunk == op[3]]
-            self.demanded = []
-        self.last = i
-        if self.gathers and op[3] in self.gathers:
-            found += self.gathers.pop(op[3])
-        if op[0]:
-            self.backward[op[3]] = i
-            if self.fetched:
-                j = self.fetched.pop((op[1], op[2], op[3]), None)
-                if j is not None:
-                    found.append(j)
-
-    def bookkeeping(self, i: int, op: Op, found: list[int]) -> None:
-        """Everything that lives on a side stream or concerns parameters."""
-        chunk = op.chunk
-        if op.kind not in (Kind.OPTIMIZER_STEP, Kind.ACT_OFFLOAD) and self.last >= 0:
-            found.append(self.last)
-        match op.kind:
-            case Kind.PARAM_PREFETCH:
-                self.prefetched[chunk] = i
-                found += [self.stepped[chunk]] if chunk in self.stepped else []
-            case Kind.PARAM_GATHER:
-                found += [self.prefetched[chunk]] if chunk in self.prefetched else []
-                found += [self.stepped[chunk]] if chunk in self.stepped else []
-                self.gathers.setdefault(chunk, []).append(i)
-                if self.last >= 0:
-                    self.demanded.append((chunk, found))
-            case Kind.GRAD_REDUCE:
-                found += [self.backward[chunk]] if chunk in self.backward else []
-                self.reduced.setdefault(chunk, []).append(i)
-            case Kind.OPTIMIZER_STEP:
-                found += self.reduced.pop(chunk, [])
-                self.stepped[chunk] = i
-            case Kind.PARAM_OFFLOAD:
-                found += [self.stepped[chunk]] if chunk in self.stepped else []
-            case Kind.ACT_OFFLOAD:
-                self.offloaded[op[1], op[2], op[3]] = i
-            case Kind.ACT_FETCH:
-                found += [self.offloaded.pop((op[1], op[2], op[3]))] if (op[1], op[2], op[3]) in self.offloaded else []
-                self.fetched[op[1], op[2], op[3]] = i
-
-
-_STATEFUL = frozenset(
-    {
-        Kind.PARAM_PREFETCH, Kind.PARAM_GATHER, Kind.PARAM_RELEASE, Kind.PARAM_OFFLOAD, Kind.GRAD_REDUCE,
-        Kind.OPTIMIZER_STEP, Kind.ACT_OFFLOAD, Kind.ACT_FETCH, Kind.KV_SEND, Kind.KV_SEND_BACKWARD,
-    }
-)  # fmt: skip
-
-_DIRECT = frozenset({Kind.VOCAB_FORWARD, Kind.EMBED_BACKWARD})
-"""Kinds that get a value of another device by themselves, not by a transfer of the program."""
-
-_ON_COMPUTE = COMPUTE | {Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD}
-
-_REPEATED = frozenset({Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD, Kind.KV_RECV, Kind.KV_RECV_BACKWARD})
-"""Kinds that may come several times for one value (a query for several peers, keys in several ranges)."""
 
 
 def replay(graph: Graph, duration: Sequence[float]) -> tuple[list[float], list[float], list[int]]:

@@ -9,121 +9,11 @@ Nothing in here knows about tensors, ranks or time.
 """
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import NamedTuple
 
-
-class Kind(IntEnum):
-    """What an operation does.  The text forms are in :data:`MNEMONICS`."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    """Gradients of inputs and weights together."""
-    BACKWARD_INPUT = 2
-    """Gradient of the chunk's input only (zero-bubble schedules)."""
-    BACKWARD_WEIGHT = 3
-    """Gradients of the chunk's weights only."""
-    SEND_FORWARD = 4
-    """Activations of ``chunk`` leave for ``peer_chunk`` on ``peer``."""
-    RECV_FORWARD = 5
-    """Activations for ``chunk`` arrive from ``peer_chunk`` on ``peer``."""
-    SEND_BACKWARD = 6
-    """The gradient of the input of ``chunk`` leaves for ``peer_chunk`` on ``peer``."""
-    RECV_BACKWARD = 7
-    """The gradient of the output of ``chunk`` arrives from ``peer_chunk`` on ``peer``."""
-    KV_SEND = 8
-    """Keys and values ``[start, stop)`` (exchange units) leave for ``peer``, ahead of their use."""
-    KV_RECV = 9
-    ATTEND_GIVE = 10
-    """The query of the following FORWARD is handed to ``peer``, to attend to units ``[start, stop)``."""
-    ATTEND_HELP = 11
-    """Attention of ``peer``'s query over the units ``[start, stop)`` of ``peer``'s keys and values."""
-    ATTEND_MERGE = 12
-    """The partial outputs given away are merged; the FORWARD before it is complete only now."""
-    ATTEND_GIVE_BACKWARD = 13
-    ATTEND_HELP_BACKWARD = 14
-    ATTEND_MERGE_BACKWARD = 15
-    VOCAB_FORWARD = 16
-    """This device's part of the output layer and of the cross entropy."""
-    VOCAB_BACKWARD = 17
-    PARAM_PREFETCH = 18
-    """Parameter shards of ``chunk`` come from the host."""
-    PARAM_GATHER = 19
-    """All-gather of the parameters of layers ``[start, stop)`` of ``chunk``."""
-    PARAM_RELEASE = 20
-    """The gathered parameters are dropped; the shards stay."""
-    PARAM_OFFLOAD = 21
-    """Parameter shards go to the host."""
-    GRAD_REDUCE = 22
-    """Reduce-scatter of the gradients of layers ``[start, stop)`` of ``chunk``."""
-    OPTIMIZER_STEP = 23
-    ACT_OFFLOAD = 24
-    """Activations of a FORWARD go to the host."""
-    ACT_FETCH = 25
-    """They come back ahead of the BACKWARD."""
-    KV_SEND_BACKWARD = 26
-    """As KV_SEND, for the attention's backward pass (when the peer did not keep them)."""
-    KV_RECV_BACKWARD = 27
-    EMBED_FORWARD = 28
-    """This device's part of the word embeddings of a slice; on the first stage: the tokens leave."""
-    EMBED_BACKWARD = 29
-    """Gradient of this device's part; on the first stage: the gradient of the embeddings leaves."""
-
-
-MNEMONICS: dict[Kind, str] = {
-    Kind.FORWARD: "F",
-    Kind.BACKWARD: "B",
-    Kind.BACKWARD_INPUT: "I",
-    Kind.BACKWARD_WEIGHT: "W",
-    Kind.SEND_FORWARD: "SF",
-    Kind.RECV_FORWARD: "RF",
-    Kind.SEND_BACKWARD: "SB",
-    Kind.RECV_BACKWARD: "RB",
-    Kind.KV_SEND: "KS",
-    Kind.KV_RECV: "KR",
-    Kind.ATTEND_GIVE: "AG",
-    Kind.ATTEND_HELP: "AH",
-    Kind.ATTEND_MERGE: "AM",
-    Kind.ATTEND_GIVE_BACKWARD: "AGB",
-    Kind.ATTEND_HELP_BACKWARD: "AHB",
-    Kind.ATTEND_MERGE_BACKWARD: "AMB",
-    Kind.VOCAB_FORWARD: "VF",
-    Kind.VOCAB_BACKWARD: "VB",
-    Kind.PARAM_PREFETCH: "PP",
-    Kind.PARAM_GATHER: "PG",
-    Kind.PARAM_RELEASE: "PR",
-    Kind.PARAM_OFFLOAD: "PO",
-    Kind.GRAD_REDUCE: "GR",
-    Kind.OPTIMIZER_STEP: "OS",
-    Kind.ACT_OFFLOAD: "AO",
-    Kind.ACT_FETCH: "AF",
-    Kind.KV_SEND_BACKWARD: "KSB",
-    Kind.KV_RECV_BACKWARD: "KRB",
-    Kind.EMBED_FORWARD: "EF",
-    Kind.EMBED_BACKWARD: "EB",
-}
-
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-"""The kinds whose order a generator decides and every pass keeps."""
-_ENDS = {
-    Kind.SEND_FORWARD: Kind.RECV_FORWARD,
-    Kind.SEND_BACKWARD: Kind.RECV_BACKWARD,
-    Kind.KV_SEND: Kind.KV_RECV,
-    Kind.KV_SEND_BACKWARD: Kind.KV_RECV_BACKWARD,
-}
-SENDS = frozenset(_ENDS)
-RECEIVES = frozenset(_ENDS.values())
-TRANSFERS = SENDS | RECEIVES
-EXCHANGE = frozenset(
-    {
-        Kind.KV_SEND, Kind.KV_RECV, Kind.ATTEND_GIVE, Kind.ATTEND_HELP, Kind.ATTEND_MERGE,
-        Kind.KV_SEND_BACKWARD, Kind.KV_RECV_BACKWARD,
-        Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD, Kind.ATTEND_MERGE_BACKWARD,
-    }
-)  # fmt: skip
-"""The kinds of the attention context exchange."""
-PARTNER: dict[Kind, Kind] = _ENDS | {receive: send for send, receive in _ENDS.items()}
-"""The kind at the other end of a transfer."""
+from megatron_het.schedule.columns import Role, Value
+from megatron_het.schedule.kinds import COMPUTE, EXCHANGE, RECEIVES, SENDS, TRANSFERS, Kind
+from megatron_het.untrusted import MAX_DEVICES, MAX_PASSES
 
 
 class Op(NamedTuple):
@@ -134,7 +24,7 @@ class Op(NamedTuple):
     fields, a RECV_FORWARD brings the input of the local FORWARD with the same three fields, a
     SEND_BACKWARD carries the result of the local BACKWARD, a RECV_BACKWARD feeds it.  ``peer`` is the
     device at the other end and ``peer_chunk`` the chunk there, so the partner of a transfer is
-    ``Op(PARTNER[kind], microbatch, slice, peer_chunk, this device, chunk, ...)`` on ``peer``.
+    ``Op(kind.other_end, microbatch, slice, peer_chunk, this device, chunk, ...)`` on ``peer``.
 
     Attributes:
         kind: what is done.
@@ -158,14 +48,24 @@ class Op(NamedTuple):
 
     def partner(self, device: int) -> tuple[int, "Op"]:
         """The other end of this transfer, which sits on ``device``: (its device, its operation)."""
+        other_end = self.kind.other_end
+        assert other_end is not None  # of a transfer
         return self.peer, Op(
-            PARTNER[self.kind], self.microbatch, self.slice, self.peer_chunk, device, self.chunk, self.start, self.stop
+            other_end, self.microbatch, self.slice, self.peer_chunk, device, self.chunk, self.start, self.stop
         )
 
     def __str__(self) -> str:
-        from megatron_het.schedule.text import format_op
+        """Its text, e.g. ``SF3.0.1>2.1``; see ``text.py``."""
+        out = f"{self.kind.mnemonic}{_text(self.microbatch)}.{_text(self.slice)}.{_text(self.chunk)}"
+        if self.peer >= 0 or self.peer_chunk >= 0:
+            out += f">{_text(self.peer)}.{_text(self.peer_chunk)}"
+        if self.start >= 0 or self.stop >= 0:
+            out += f"[{_text(self.start)}:{_text(self.stop)}]"
+        return out
 
-        return format_op(self)
+
+def _text(number: int) -> str:
+    return "_" if number < 0 else str(number)
 
 
 class Device(NamedTuple):
@@ -192,6 +92,7 @@ class Shape:
         slices: slices per sequence.
         placement: ``"loop"``: chunk 0 of all stages, then chunk 1 of all stages that have one, ...;
             ``"v"``: the same with every other sweep going backwards (ZB-V, V-Half).
+        sizes: sequences of every microbatch where they differ; costs and memory are those of the largest.
 
     Raises:
         ValueError: naming the field, its value and what it should be.
@@ -202,11 +103,14 @@ class Shape:
     replicas: tuple[int, ...]
     slices: int = 1
     placement: str = "loop"
+    sizes: tuple[int, ...] = ()
     path: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
     """(stage, chunk) in the order in which a microbatch visits them."""
     positions: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
     first_device: tuple[int, ...] = field(init=False, repr=False, compare=False)
     devices: tuple[Device, ...] = field(init=False, repr=False, compare=False)
+    shares: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    """Microbatches of each device, ascending."""
 
     def __post_init__(self) -> None:
         self._check()
@@ -223,6 +127,11 @@ class Shape:
         put(self, "path", tuple(path))
         put(self, "positions", {place: i for i, place in enumerate(path)})
         put(self, "first_device", tuple(first))
+        shares: list[list[int]] = [[] for _ in range(total)]
+        for start, row in zip(first, self.route):
+            for microbatch, replica in enumerate(row):
+                shares[start + replica].append(microbatch)
+        put(self, "shares", tuple(map(tuple, shares)))
         put(self, "devices", tuple(Device(s, r) for s, n in enumerate(self.replicas) for r in range(n)))
 
     def _check(self) -> None:
@@ -242,6 +151,13 @@ class Shape:
         count = len(self.route[0])
         if count == 0:
             raise ValueError("route: there must be at least one microbatch")
+        passes = 2 * sum(map(len, self.layers)) * count * self.slices
+        if passes > MAX_PASSES:
+            raise ValueError(f"slices and microbatches make {passes} passes per iteration, more than {MAX_PASSES}")
+        if sum(self.replicas) > MAX_DEVICES:
+            raise ValueError(f"replicas: {sum(self.replicas)} devices are more than {MAX_DEVICES}")
+        if self.sizes and (len(self.sizes) != count or min(self.sizes) < 1):
+            raise ValueError(f"sizes: there must be a positive one for each of the {count} microbatches")
         for s, (row, replicas) in enumerate(zip(self.route, self.replicas)):
             if replicas < 1:
                 raise ValueError(f"replicas[{s}] = {replicas}: must be at least 1")
@@ -271,6 +187,11 @@ class Shape:
             placement=placement,
         )
 
+    def relative_sizes(self) -> tuple[float, ...]:
+        """Size of every microbatch, relative to the largest."""
+        most = max(self.sizes, default=1)
+        return tuple(size / most for size in self.sizes) or (1.0,) * self.microbatches
+
     @property
     def stages(self) -> int:
         """Number of pipeline stages."""
@@ -299,8 +220,7 @@ class Shape:
 
     def microbatches_of(self, device: int) -> tuple[int, ...]:
         """Microbatches of a device, ascending."""
-        stage, replica = self.devices[device]
-        return tuple(m for m, r in enumerate(self.route[stage]) if r == replica)
+        return self.shares[device]
 
     def previous(self, stage: int, chunk: int) -> tuple[int, int] | None:
         """(stage, chunk) that feeds this one, None for the first of the model."""
@@ -322,16 +242,16 @@ class Program:
         shape: what it was generated for.
         ops: one tuple of operations per device.
         forward_only: an evaluation program: no backward operation is expected.
-        vocabulary: the output layer is split over the devices of a microbatch (VOCAB_* operations).
-        exchange_units: units per slice of the attention context exchange, 0 without exchange.
+        splits_output: the output layer is split over the devices of a microbatch (VOCAB_* operations).
+        attention_units: units per slice in which attention moves between devices, 0 where none does.
     """
 
     name: str
     shape: Shape
     ops: tuple[tuple[Op, ...], ...]
     forward_only: bool = False
-    vocabulary: bool = False
-    exchange_units: int = 0
+    splits_output: bool = False
+    attention_units: int = 0
 
     def __post_init__(self) -> None:
         if len(self.ops) != len(self.shape.devices):
@@ -340,7 +260,13 @@ class Program:
     @property
     def embedding(self) -> bool:
         """Whether the word embeddings are split over the devices of a microbatch (EMBED_* operations)."""
-        return any(op[0] == Kind.EMBED_FORWARD for ops in self.ops for op in ops)
+        return any(op.kind.makes is Value.EMBEDDING for ops in self.ops for op in ops)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether transfers were added; keys and values to send are there before, but their receives are not."""
+        kinds = {op.kind for ops in self.ops for op in ops}
+        return any(kind.role is Role.TRANSFER or kind in RECEIVES for kind in kinds)
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -356,6 +282,58 @@ class Program:
         return tuple(op for op in self.ops[device] if op.kind in COMPUTE)
 
     def __str__(self) -> str:
-        from megatron_het.schedule.text import dumps
+        """The program as text; see ``text.py``."""
+        shape, yes = self.shape, ("no", "yes")
+        head = _TEMPLATE.format(
+            name=self.name,
+            layers=_rows(shape.layers),
+            route=_rows(shape.route),
+            replicas=_rows((shape.replicas,)),
+            slices=shape.slices,
+            placement=shape.placement,
+            forward_only=yes[self.forward_only],
+            splits_output=yes[self.splits_output],
+            attention_units=self.attention_units,
+        )
+        if shape.sizes:
+            head += f"{SIZES_FIELD}: {_rows((shape.sizes,))}\n"
+        lists = (f"device {device}: {' '.join(map(str, ops))}\n" for device, ops in zip(self.devices, self.ops))
+        return head + "".join(lists)
 
-        return dumps(self)
+
+_TEMPLATE = """\
+program: {name}
+layers: {layers}
+route: {route}
+replicas: {replicas}
+slices: {slices}
+placement: {placement}
+forward_only: {forward_only}
+vocabulary: {splits_output}
+exchange_units: {attention_units}
+"""
+TEXT_FIELDS = tuple(line.partition(":")[0] for line in _TEMPLATE.splitlines())
+"""What a program's text begins with, one line each."""
+SIZES_FIELD = "sizes"
+"""The field that only a program with unequal microbatches has."""
+
+
+def _rows(table: tuple[tuple[int, ...], ...]) -> str:
+    return " | ".join(" ".join(map(str, row)) for row in table)
+
+
+__all__ = [
+    "COMPUTE",
+    "EXCHANGE",
+    "PLACEMENTS",
+    "RECEIVES",
+    "SENDS",
+    "SIZES_FIELD",
+    "TEXT_FIELDS",
+    "TRANSFERS",
+    "Device",
+    "Kind",
+    "Op",
+    "Program",
+    "Shape",
+]

@@ -15,14 +15,13 @@ event all devices go through the same layers in the same order, and post what th
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_het.schedule.exchange import aligned_slots
+from megatron_het.schedule.columns import Direction, Role
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
+from megatron_het.schedule.kinds import HELPS, where
+from megatron_het.schedule.slots import aligned_slots
 
-HELPS = frozenset({Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD})
-_MARKS = frozenset(
-    {Kind.ATTEND_GIVE, Kind.ATTEND_MERGE, Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_MERGE_BACKWARD}
-)
+_MARKS = where(lambda kind: kind.role in (Role.GIVE, Role.MERGE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def joint_slots(program: Program) -> list[JointSlot]:
 
 def owner_pass(help_: Op) -> Op:
     """The pass of the peer that an ATTEND_HELP operation works for."""
-    kind = Kind.FORWARD if help_.kind == Kind.ATTEND_HELP else Kind.BACKWARD
+    kind = Kind.FORWARD if help_.kind.direction is Direction.FORWARD else Kind.BACKWARD
     return Op(kind, help_.microbatch, help_.slice, help_.peer_chunk)
 
 
@@ -117,9 +116,8 @@ class _Events:
 
     def _merge_slots(self) -> None:
         graph = self.graph
-        nodes = {
-            (d, op): i for i, (op, d) in enumerate(zip(graph.ops, graph.device)) if op.kind in COMPUTE | HELPS
-        }
+        nodes: dict[tuple[int, Op | None], int]
+        nodes = {(d, op): i for i, (op, d) in enumerate(zip(graph.ops, graph.device)) if op.kind in COMPUTE | HELPS}
         self.skipped = {i for i, op in enumerate(graph.ops) if op.kind in _MARKS | HELPS}
         for slot in joint_slots(graph.program):
             for devices in slot.helped:

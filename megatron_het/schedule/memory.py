@@ -1,16 +1,15 @@
 """Memory of a simulated iteration: every device, every category, over time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from megatron_het.schedule.columns import Direction, Effect, Work, complete
 from megatron_het.schedule.cost import PerChunk
-from megatron_het.schedule.durations import layer_share, message_bytes
+from megatron_het.schedule.durations import message_bytes
 from megatron_het.schedule.graph import collection_paused
-from megatron_het.schedule.ir import COMPUTE, RECEIVES, Kind
-
-if TYPE_CHECKING:
-    from megatron_het.schedule.simulate import Result
+from megatron_het.schedule.ir import COMPUTE, RECEIVES, Kind, Op
+from megatron_het.schedule.lifetimes import Lifetimes
+from megatron_het.schedule.timeline import Timeline
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "kv", "logits", "buffers", "other", "workspace")
 _PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _KV, _LOGITS, _BUFFERS, _OTHER, _WORKSPACE = range(len(CATEGORIES))
@@ -57,18 +56,16 @@ class MemoryUse:
 
 
 @collection_paused()
-def memory_use(result: "Result") -> tuple[MemoryUse, ...]:
+def memory_use(timeline: Timeline) -> tuple[MemoryUse, ...]:
     """Memory of every device."""
-    kinds = {op[0] for op in result.graph.ops}
-    consumers = _consumers(result)
-    return tuple(_of_device(result, d, kinds, consumers) for d in range(len(result.program.ops)))
+    kinds = {op.kind for op in timeline.graph.ops}
+    consumers = _consumers(timeline)
+    return tuple(_of_device(timeline, d, kinds, consumers) for d in range(len(timeline.program.ops)))
 
 
-def _of_device(result: "Result", device: int, kinds: set[int], consumers: dict[int, int]) -> MemoryUse:
-    held = _at_start(result, device, kinds)
-    changes = [*_compute_changes(result, device, kinds), *_buffer_changes(result, device, consumers)]
-    if Kind.PARAM_GATHER in kinds or Kind.GRAD_REDUCE in kinds or Kind.PARAM_PREFETCH in kinds:
-        changes += _state_changes(result, device, kinds)
+def _of_device(timeline: Timeline, device: int, kinds: Set[Kind], consumers: dict[int, int]) -> MemoryUse:
+    held = _at_start(timeline, device, kinds)
+    changes = [*_Holdings(timeline, device, kinds).changes(), *_buffer_changes(timeline, device, consumers)]
     changes.sort()  # at one moment what is freed goes first
     now, peak, at, snapshot = sum(held), sum(held), 0.0, list(held)
     running = list(held)
@@ -81,87 +78,203 @@ def _of_device(result: "Result", device: int, kinds: set[int], consumers: dict[i
     return MemoryUse(peak, at, dict(zip(CATEGORIES, snapshot)), dict(zip(CATEGORIES, held)), tuple(changes))
 
 
-def _at_start(result: "Result", device: int, kinds: set[int]) -> list[float]:
-    memory = result.costs.memory
+def _at_start(timeline: Timeline, device: int, kinds: Set[Kind]) -> list[float]:
+    memory, effects = timeline.costs.memory, {kind.effect for kind in kinds}
     total = lambda table: sum(table[device]) if table else 0.0  # noqa: E731
     held = [0.0] * len(CATEGORIES)
     held[_OPTIMIZER] = total(memory.optimizer_bytes)
     held[_OTHER] = memory.other_bytes[device] if memory.other_bytes else 0.0
-    if Kind.PARAM_GATHER not in kinds:
+    if Effect.GATHER not in effects:
         held[_PARAMETERS] += total(memory.parameter_bytes)
-    if Kind.PARAM_PREFETCH not in kinds:
+    if Effect.SHARD_FROM_HOST not in effects:
         held[_PARAMETERS] += total(memory.parameter_shard_bytes)
-    if Kind.GRAD_REDUCE not in kinds:
+    if Effect.REDUCE not in effects:
         held[_GRADIENTS] += total(memory.gradient_bytes)
-    held[_GRADIENTS] += total(memory.gradient_shard_bytes) if Kind.OPTIMIZER_STEP not in kinds else 0.0
+    held[_GRADIENTS] += total(memory.gradient_shard_bytes) if Effect.STEP not in effects else 0.0
     return held
 
 
-def _table(table: PerChunk, device: int, slices: int) -> Callable[[int], float]:
-    row = [value / slices for value in table[device]] if table else None
-    return (lambda chunk: row[chunk]) if row is not None else (lambda chunk: 0.0)
+def _row(table: PerChunk, device: int, chunks: int, slices: int) -> list[float]:
+    return [value / slices for value in table[device]] if table else [0.0] * chunks
 
 
-def _compute_changes(result: "Result", device: int, kinds: set[int]) -> Iterator[Change]:
-    """Activations, keys and values, logits, and what is needed only while an operation runs."""
-    memory, program = result.costs.memory, result.program
-    slices, first = program.shape.slices, result.graph.first[device]
-    start, end = result.start_s, result.end_s
-    kept, kv = _table(memory.activation_bytes, device, slices), _table(memory.kv_bytes, device, slices)
-    boundary = _table(memory.boundary_bytes, device, slices)
-    workspace = _table(memory.workspace_bytes, device, slices)
-    logits = memory.logits_bytes[device] / slices if memory.logits_bytes else 0.0
-    last_chunk = program.shape.path[-1]
-    last_chunk = last_chunk[1] if last_chunk[0] == program.devices[device].stage and not program.vocabulary else -1
-    for i, op in enumerate(program.ops[device], first):
-        kind, chunk = op[0], op[3]
-        if memory.workspace_bytes and kind < 4:
-            yield start[i], workspace(chunk), _WORKSPACE
-            yield end[i], -workspace(chunk), _WORKSPACE
-        if kind == 0:
-            yield start[i], kept(chunk), _ACTIVATIONS
-            if memory.kv_bytes:
-                yield start[i], kv(chunk), _KV
-            if logits and chunk == last_chunk:
-                yield start[i], logits, _LOGITS
-            if program.forward_only:  # nothing is kept for a backward; keys and values until the last slice
-                yield end[i], -kept(chunk), _ACTIVATIONS
-                if logits and chunk == last_chunk:
-                    yield end[i], -logits, _LOGITS
-                if memory.kv_bytes and op[2] == slices - 1:
-                    yield end[i], -kv(chunk) * slices, _KV
-        elif kind == 1 or kind == 3:
-            yield end[i], -kept(chunk), _ACTIVATIONS
-            if memory.kv_bytes:
-                yield end[i], -kv(chunk), _KV
-            if logits and chunk == last_chunk:
-                yield end[i], -logits, _LOGITS
-        elif kind == Kind.VOCAB_FORWARD and logits:
-            yield start[i], logits, _LOGITS
-            if program.forward_only:
-                yield end[i], -logits, _LOGITS
-        elif kind == Kind.VOCAB_BACKWARD and logits:
-            yield end[i], -logits, _LOGITS
-        elif kind == Kind.ACT_OFFLOAD:
-            yield end[i], boundary(chunk) - kept(chunk), _ACTIVATIONS
-        elif kind == Kind.ACT_FETCH:
-            yield start[i], kept(chunk) - boundary(chunk), _ACTIVATIONS
+class _Holdings:
+    """Changes of what one device holds: its effects (``columns.Effect``) in bytes.
+
+    Which layers are gathered and reduced is taken from :class:`Lifetimes`.  Keys and values of others, and messages,
+    are buffers, see :func:`_buffer_changes`.
+    """
+
+    def __init__(self, timeline: Timeline, device: int, kinds: Set[Kind]) -> None:
+        self.program, self.memory = timeline.program, timeline.costs.memory
+        self.present = {kind.effect for kind in kinds}
+        self.ops, self.first = self.program.ops[device], timeline.graph.first[device]
+        self.start, self.end = timeline.start_s, timeline.end_s
+        shape, memory = self.program.shape, self.memory
+        self.slices, self.layers = shape.slices, shape.layers[shape.devices[device].stage]
+        rows = {"chunks": len(self.layers), "device": device}
+        self.kept = _row(memory.activation_bytes, slices=shape.slices, **rows)
+        self.boundary = _row(memory.boundary_bytes, slices=shape.slices, **rows)
+        self.kv = _row(memory.kv_bytes, slices=shape.slices, **rows)
+        self.workspace = _row(memory.workspace_bytes, slices=shape.slices, **rows)
+        self.full = _row(memory.parameter_bytes, slices=1, **rows)
+        self.shard = _row(memory.parameter_shard_bytes, slices=1, **rows)
+        self.gradient = _row(memory.gradient_bytes, slices=1, **rows)
+        self.gradient_shard = _row(memory.gradient_shard_bytes, slices=1, **rows)
+        self.logits = memory.logits_bytes[device] / shape.slices if memory.logits_bytes else 0.0
+        stage, chunk = shape.path[-1]
+        split = Effect.KEEP_LOGITS in self.present
+        self.own_logits = chunk if stage == shape.devices[device].stage and not split else -1
+        self.sizes = shape.relative_sizes()
+        self.state = Lifetimes(self.program, device, kinds) if Lifetimes.matter(kinds) else None
+        # What a gather or a copy fills is allocated when the operation is issued, in the order of the list:
+        # after the compute before it, however long the collectives ahead of it take.
+        self.issued = 0.0
+        self.with_gradients: set[int] = set()
+        # Without steps in the program a chunk is updated when it is first opened, by the gradients of the
+        # iteration before, which were there from the start.
+        self.updated: set[int] = set()
+        self.found: list[Change] = []
+        self.effects: dict[Effect, Callable[[int, Op], None] | None] = complete(
+            Effect,
+            {
+                Effect.KEEP: self._keep,
+                Effect.USE: None,
+                Effect.USE_UP: self._use_up,
+                Effect.USE_UP_WITHOUT_PARAMETERS: self._use_up,
+                Effect.KEEP_LOGITS: self._keep_logits,
+                Effect.USE_UP_LOGITS: self._use_up_logits,
+                Effect.TO_HOST: self._to_host,
+                Effect.FROM_HOST: self._from_host,
+                Effect.KEYS_ARRIVE: None,
+                Effect.USE_KEYS: None,
+                Effect.SHARD_FROM_HOST: self._shard_from_host,
+                Effect.GATHER: self._gather,
+                Effect.RELEASE: self._release,
+                Effect.SHARD_TO_HOST: self._shard_to_host,
+                Effect.REDUCE: self._reduce,
+                Effect.STEP: self._step,
+                Effect.NOTHING: None,
+            },
+        )
+
+    def changes(self) -> list[Change]:
+        """All changes, in the order of the list."""
+        handlers = [self.effects[kind.effect] for kind in Kind]
+        reduces, end = Effect.REDUCE in self.present, self.end
+        with_workspace = bool(self.memory.workspace_bytes)
+        for i, op in enumerate(self.ops, self.first):
+            kind = op.kind
+            if kind in COMPUTE:
+                self.issued = end[i]
+                if with_workspace:
+                    workspace = self.workspace[op.chunk] * self.sizes[op.microbatch]
+                    self.found.append((self.start[i], workspace, _WORKSPACE))
+                    self.found.append((self.end[i], -workspace, _WORKSPACE))
+                if reduces and Work.WEIGHTS in kind.work:
+                    self._open_gradients(i, op)
+            handler = handlers[kind]
+            if handler is not None:
+                handler(i, op)
+        return self.found
+
+    def _keep(self, node: int, op: Op) -> None:
+        chunk, start, size = op.chunk, self.start[node], self.sizes[op.microbatch]
+        kept, keys, logits = self.kept[chunk] * size, self.kv[chunk] * size, self.logits * size
+        self.found.append((start, kept, _ACTIVATIONS))
+        if self.memory.kv_bytes:
+            self.found.append((start, keys, _KV))
+        if logits and chunk == self.own_logits:
+            self.found.append((start, logits, _LOGITS))
+        if self.program.forward_only:  # nothing is kept for a backward; keys and values until the last slice
+            self.found.append((self.end[node], -kept, _ACTIVATIONS))
+            if logits and chunk == self.own_logits:
+                self.found.append((self.end[node], -logits, _LOGITS))
+            if self.memory.kv_bytes and op.slice == self.slices - 1:
+                self.found.append((self.end[node], -keys * self.slices, _KV))
+
+    def _use_up(self, node: int, op: Op) -> None:
+        chunk, end, size = op.chunk, self.end[node], self.sizes[op.microbatch]
+        self.found.append((end, -self.kept[chunk] * size, _ACTIVATIONS))
+        if self.memory.kv_bytes:
+            self.found.append((end, -self.kv[chunk] * size, _KV))
+        if self.logits and chunk == self.own_logits:
+            self.found.append((end, -self.logits * size, _LOGITS))
+
+    def _keep_logits(self, node: int, op: Op) -> None:
+        if self.logits:
+            logits = self.logits * self.sizes[op.microbatch]
+            self.found.append((self.start[node], logits, _LOGITS))
+            if self.program.forward_only:
+                self.found.append((self.end[node], -logits, _LOGITS))
+
+    def _use_up_logits(self, node: int, op: Op) -> None:
+        if self.logits:
+            self.found.append((self.end[node], -self.logits * self.sizes[op.microbatch], _LOGITS))
+
+    def _offloaded(self, op: Op) -> float:
+        return (self.kept[op.chunk] - self.boundary[op.chunk]) * self.sizes[op.microbatch]
+
+    def _to_host(self, node: int, op: Op) -> None:
+        self.found.append((self.end[node], -self._offloaded(op), _ACTIVATIONS))
+
+    def _from_host(self, node: int, op: Op) -> None:
+        self.found.append((self.start[node], self._offloaded(op), _ACTIVATIONS))
+
+    def _walk(self, node: int, op: Op) -> float:
+        """Goes on to the operation; share of the chunk's layers that it gathers, releases or reduces."""
+        assert self.state is not None
+        layers = self.state.reduced if op.kind.effect is Effect.REDUCE else self.state.gathered
+        before = len(layers[op.chunk])
+        self.state.step(node, op, [])
+        return abs(len(layers[op.chunk]) - before) / max(self.layers[op.chunk], 1)
+
+    def _gather(self, node: int, op: Op) -> None:
+        chunk, at = op.chunk, min(self.start[node], self.issued)
+        share = self._walk(node, op)
+        if Effect.STEP not in self.present and not self.program.forward_only and chunk not in self.updated:
+            self.updated.add(chunk)
+            self.found.append((at, -self.gradient_shard[chunk], _GRADIENTS))
+        self.found.append((at, self.full[chunk] * share, _PARAMETERS))
+
+    def _release(self, node: int, op: Op) -> None:
+        self.found.append((self.end[node], -self.full[op.chunk] * self._walk(node, op), _PARAMETERS))
+
+    def _shard_from_host(self, node: int, op: Op) -> None:
+        self.found.append((min(self.start[node], self.issued), self.shard[op.chunk], _PARAMETERS))
+
+    def _shard_to_host(self, node: int, op: Op) -> None:
+        self.found.append((self.end[node], -self.shard[op.chunk], _PARAMETERS))
+
+    def _open_gradients(self, node: int, op: Op) -> None:
+        if op.chunk not in self.with_gradients:
+            self.with_gradients.add(op.chunk)
+            self.found.append((self.start[node], self.gradient[op.chunk], _GRADIENTS))
+
+    def _reduce(self, node: int, op: Op) -> None:
+        share = self._walk(node, op)
+        self.found.append((self.end[node], -self.gradient[op.chunk] * share, _GRADIENTS))
+        if not self.program.forward_only:
+            self.found.append((self.start[node], self.gradient_shard[op.chunk] * share, _GRADIENTS))
+
+    def _step(self, node: int, op: Op) -> None:
+        self.found.append((self.end[node], -self.gradient_shard[op.chunk], _GRADIENTS))
 
 
-def _consumers(result: "Result") -> dict[int, int]:
+def _consumers(timeline: Timeline) -> dict[int, int]:
     """Who uses what each receive brings: the first operation that waits for it."""
-    ops = result.graph.ops
+    ops = timeline.graph.ops
     found: dict[int, int] = {}
-    if not (result.costs.message_bytes or result.costs.kv_message_bytes):
+    if not (timeline.costs.message_bytes or timeline.costs.kv_message_bytes):
         return found
-    for i, waits in enumerate(result.graph.waits):
+    for i, waits in enumerate(timeline.graph.waits):
         for j in waits:
-            if ops[j][0] in RECEIVES:
+            if ops[j].kind in RECEIVES:
                 found.setdefault(j, i)
     return found
 
 
-def _buffer_changes(result: "Result", device: int, consumers: dict[int, int]) -> Iterator[Change]:
+def _buffer_changes(timeline: Timeline, device: int, consumers: dict[int, int]) -> Iterator[Change]:
     """Receive buffers until the consumer starts (then they are its input); send buffers until they are sent.
 
     A receive buffer is there from the moment its receive is posted: in the order of the list, after the
@@ -169,12 +282,12 @@ def _buffer_changes(result: "Result", device: int, consumers: dict[int, int]) ->
     """
     if not consumers:
         return
-    graph, program, costs = result.graph, result.program, result.costs
-    start, end = result.start_s, result.end_s
-    kept = _held_keys(result, device) if program.exchange_units else {}
+    graph, program, costs = timeline.graph, timeline.program, timeline.costs
+    start, end = timeline.start_s, timeline.end_s
+    kept = _held_keys(timeline, device) if program.attention_units else {}
     issued = 0.0
     for i, op in enumerate(program.ops[device], graph.first[device]):
-        if op[0] in COMPUTE:
+        if op.kind in COMPUTE:
             issued = end[i]
         elif i in kept:
             size = message_bytes(costs, program, op.peer, op)
@@ -184,82 +297,34 @@ def _buffer_changes(result: "Result", device: int, consumers: dict[int, int]) ->
             if first_backward < last:  # gradients are added up where the keys are, and return with the last pass
                 yield end[first_backward], size, _KV
                 yield end[last], -size, _KV
-        elif op[0] in RECEIVES:
+        elif op.kind in RECEIVES:
             size = message_bytes(costs, program, op.peer, op)
             yield min(start[i], issued), size, _BUFFERS
-            yield (start[consumers[i]] if i in consumers else result.makespan_s), -size, _BUFFERS
+            yield (start[consumers[i]] if i in consumers else timeline.makespan_s), -size, _BUFFERS
         elif graph.other_end[i] >= 0:
             size = message_bytes(costs, program, device, graph.ops[graph.other_end[i]])
             produced = max((end[j] for j in graph.waits[i]), default=start[i])
             yield produced, size, _BUFFERS
-            yield result.makespan_s if costs.keeps_sent else end[i], -size, _BUFFERS
+            yield timeline.makespan_s if costs.keeps_sent else end[i], -size, _BUFFERS
 
 
-def _held_keys(result: "Result", device: int) -> dict[int, tuple[int, int]]:
+def _held_keys(timeline: Timeline, device: int) -> dict[int, tuple[int, int]]:
     """Keys and values of others: each receive with the last, and the first backward, attention that uses it here.
 
     Without any backward, the last one stands for the first backward too.
     """
-    graph = result.graph
+    graph = timeline.graph
     newest: dict[tuple[int, int, int, int], int] = {}
     last_use: dict[int, int] = {}
     first_backward: dict[int, int] = {}
-    for i, op in enumerate(result.program.ops[device], graph.first[device]):
-        if op[0] in (Kind.KV_RECV, Kind.KV_RECV_BACKWARD):
+    for i, op in enumerate(timeline.program.ops[device], graph.first[device]):
+        if op.kind.effect is Effect.KEYS_ARRIVE:
             newest.update(((op.peer, op.microbatch, op.peer_chunk, unit), i) for unit in range(op.start, op.stop))
-        elif op[0] in (Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD):
+        elif op.kind.effect is Effect.USE_KEYS:
             for unit in range(op.start, op.stop):
                 receive = newest.get((op.peer, op.microbatch, op.peer_chunk, unit))
                 if receive is not None:
                     last_use[receive] = i
-                    if op[0] == Kind.ATTEND_HELP_BACKWARD:
+                    if op.kind.direction is Direction.BACKWARD:
                         first_backward.setdefault(receive, i)
     return {receive: (last, first_backward.get(receive, last)) for receive, last in last_use.items()}
-
-
-def _state_changes(result: "Result", device: int, kinds: set[int]) -> Iterator[Change]:
-    """Parameters and gradients of programs that gather, reduce and offload."""
-    memory, program = result.costs.memory, result.program
-    start, end = result.start_s, result.end_s
-    full, shard = _table(memory.parameter_bytes, device, 1), _table(memory.parameter_shard_bytes, device, 1)
-    gradient, reduced = _table(memory.gradient_bytes, device, 1), _table(memory.gradient_shard_bytes, device, 1)
-    stepped = Kind.OPTIMIZER_STEP in kinds
-    open_gradients: set[int] = set()
-    gathered: dict[int, float] = {}
-    # Without steps in the program a chunk is updated when it is first opened, by the gradients of the
-    # iteration before, which were there from the start.
-    updated: set[int] = set()
-    # What a gather or a copy fills is allocated when the operation is issued, in the order of the list:
-    # after the compute before it, however long the collectives ahead of it take.
-    issued = 0.0
-    for i, op in enumerate(program.ops[device], result.graph.first[device]):
-        kind, chunk = op[0], op[3]
-        if kind in COMPUTE:
-            issued = end[i]
-        match kind:
-            case Kind.PARAM_GATHER:
-                share = layer_share(program, device, op)
-                gathered[chunk] = gathered.get(chunk, 0.0) + share
-                if not stepped and not program.forward_only and chunk not in updated:
-                    updated.add(chunk)
-                    yield min(start[i], issued), -reduced(chunk), _GRADIENTS
-                yield min(start[i], issued), full(chunk) * share, _PARAMETERS
-            case Kind.PARAM_RELEASE:
-                share = layer_share(program, device, op) if op.start >= 0 else gathered.get(chunk, 0.0)
-                gathered[chunk] = gathered.get(chunk, 0.0) - share
-                yield end[i], -full(chunk) * share, _PARAMETERS
-            case Kind.PARAM_PREFETCH:
-                yield min(start[i], issued), shard(chunk), _PARAMETERS
-            case Kind.PARAM_OFFLOAD:
-                yield end[i], -shard(chunk), _PARAMETERS
-            case Kind.GRAD_REDUCE:
-                share = layer_share(program, device, op)
-                yield end[i], -gradient(chunk) * share, _GRADIENTS
-                if not program.forward_only:
-                    yield start[i], reduced(chunk) * share, _GRADIENTS
-            case Kind.OPTIMIZER_STEP:
-                yield end[i], -reduced(chunk), _GRADIENTS
-            case Kind.BACKWARD | Kind.BACKWARD_INPUT:
-                if chunk not in open_gradients and Kind.GRAD_REDUCE in kinds:
-                    open_gradients.add(chunk)
-                    yield start[i], gradient(chunk), _GRADIENTS

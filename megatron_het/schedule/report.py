@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from megatron_het.schedule.compare import Row
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.simulate import Result
-from megatron_het.schedule.text import format_op
 from megatron_het.schedule.validate import Problem
 
 
@@ -42,7 +41,7 @@ def print_table(table: Table) -> None:
 def comparison_table(rows: Sequence[Row]) -> Table:
     """All schedules side by side."""
     columns = ("schedule", "bubble", "activations", "communication", "makespan")
-    out = []
+    out: list[tuple[str, ...]] = []
     for row in rows:
         if row.reason:
             out.append((row.schedule, f"cannot run: {row.reason}", "", "", ""))
@@ -67,12 +66,15 @@ def problems_json(program: Program, problems: Sequence[Problem], deadlocked: dic
         "deadlock": deadlocked,
         "problems": [
             {
-                "rule": p.rule, "device": p.device, "position": p.position,
-                "operation": format_op(p.op) if p.op else None, "message": p.message,
+                "rule": p.rule,
+                "device": p.device,
+                "position": p.position,
+                "operation": str(p.op) if p.op else None,
+                "message": p.message,
             }
             for p in problems
         ],
-    }  # fmt: skip
+    }
 
 
 def result_tables(result: Result) -> Iterator[Table]:
@@ -101,7 +103,7 @@ def result_tables(result: Result) -> Iterator[Table]:
 
 def _path(result: Result) -> str:
     path = result.critical_path()
-    names = [f"{program_device(result, e.device)}:{format_op(e.op)}" for e in path]
+    names = [f"{program_device(result, e.device)}:{e.op!s}" for e in path]
     if len(names) > 12:
         names = [*names[:6], f"... {len(names) - 12} more ...", *names[-6:]]
     return " ".join(names)
@@ -133,7 +135,7 @@ def result_json(result: Result) -> dict[str, object]:
             for device, busy, bubble, use in zip(program.devices, result.compute_s, result.bubble, result.memory)
         ],
         "critical_path": [
-            {"device": e.device, "operation": format_op(e.op), "start_s": e.start_s, "end_s": e.end_s}
+            {"device": e.device, "operation": str(e.op), "start_s": e.start_s, "end_s": e.end_s}
             for e in result.critical_path()
         ],
     }

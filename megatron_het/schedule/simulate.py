@@ -7,91 +7,17 @@ is done.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 
+from megatron_het.schedule.columns import Stream
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.durations import durations, message_bytes
 from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe
-from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Op, Program
-from megatron_het.schedule.memory import MemoryUse, memory_use
-from megatron_het.schedule.result import Bubble, Event, attribute_bubble
+from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Kind, Program
+from megatron_het.schedule.result import Result
 
-STREAMS = ("compute", "collective", "host_to_device", "device_to_host")
-_STREAM_OF = {
-    Kind.PARAM_GATHER: 1,
-    Kind.GRAD_REDUCE: 1,
-    Kind.PARAM_PREFETCH: 2,
-    Kind.ACT_FETCH: 2,
-    Kind.PARAM_OFFLOAD: 3,
-    Kind.ACT_OFFLOAD: 3,
-}
-
-
-class Result:
-    """What a simulation found.
-
-    Attributes:
-        program: the program.
-        graph: its graph; operation numbers below refer to it.
-        start_s, end_s: per operation.  Both ends of a transfer have the same times.
-        cause: per operation, the operation that it waited for last, -1 for none.
-        posting_s: by compute operation, the time after it in which the host posts transfers.
-        makespan_s: end of the iteration, tails included.
-        compute_s: per device, time spent in compute operations.
-    """
-
-    def __init__(self, graph: Graph, costs: Costs, engine: "_Engine") -> None:
-        self.graph, self.program, self.costs = graph, graph.program, costs
-        self.start_s, self.end_s, self.cause = engine.start, engine.end, engine.cause
-        self.posting_s = engine.posting
-        self._compute_queues = engine.queues[: len(self.program.ops)]
-        duration = engine.duration
-        self.compute_s = [sum([duration[i] for i in queue]) for queue in self._compute_queues]
-        tails = costs.tail_s or (0.0,) * len(self.program.ops)
-        firsts = self.graph.first
-        self.device_end_s = [
-            max(self.end_s[firsts[d] : firsts[d + 1]], default=0.0) + tails[d] for d in range(len(self.program.ops))
-        ]
-        self.makespan_s = max(self.device_end_s)
-
-    @property
-    def ideal_s(self) -> float:
-        """All compute spread evenly over the devices."""
-        return sum(self.compute_s) / len(self.compute_s)
-
-    @property
-    def bubble_fraction(self) -> float:
-        """(makespan - ideal) / ideal."""
-        return (self.makespan_s - self.ideal_s) / self.ideal_s
-
-    @cached_property
-    def bubble(self) -> tuple[Bubble, ...]:
-        """Idle time of the compute stream by cause, per device."""
-        return attribute_bubble(self, self._compute_queues)
-
-    @cached_property
-    def memory(self) -> tuple[MemoryUse, ...]:
-        """Memory over time and its peak, per device."""
-        return memory_use(self)
-
-    def events(self) -> Iterator[Event]:
-        """Everything that takes part in the timeline; a transfer appears at its sender and its receiver."""
-        for i, op in enumerate(self.graph.ops):
-            kind = op[0]
-            stream = "send" if kind in SENDS else "receive" if kind in RECEIVES else STREAMS[_STREAM_OF.get(kind, 0)]
-            yield Event(self.graph.device[i], stream, op, self.start_s[i], self.end_s[i])
-
-    def critical_path(self) -> list[Event]:
-        """The chain of operations that decides the makespan, first to last."""
-        node = max(range(len(self.end_s)), key=self.end_s.__getitem__)
-        path = []
-        while node >= 0:
-            op = self.graph.ops[node]
-            stream = "transfer" if op[0] in RECEIVES else STREAMS[_STREAM_OF.get(op[0], 0)]
-            path.append(Event(self.graph.device[node], stream, op, self.start_s[node], self.end_s[node]))
-            node = self.cause[node]
-        return path[::-1]
+_QUEUES = (Stream.COMPUTE, Stream.COLLECTIVE, Stream.HOST_TO_DEVICE, Stream.DEVICE_TO_HOST)
+"""Streams with one queue per device, in the order of the queues."""
 
 
 @collection_paused()
@@ -112,7 +38,8 @@ def simulate(program: Program, costs: Costs, graph: Graph | None = None) -> Resu
     graph.check_complete()
     engine = _Engine(graph, costs)
     engine.run()
-    return Result(graph, costs, engine)
+    compute = engine.queues[: len(program.ops)]
+    return Result(graph, costs, (engine.start, engine.end), engine.cause, engine.posting, compute, engine.duration)
 
 
 class _Engine:
@@ -134,50 +61,37 @@ class _Engine:
         self.occupied: dict[int, float] = {}
         self.posting: dict[int, float] = {}
         self.waits = list(graph.waits)
-        self.teams: dict[tuple[object, ...], list[int]] = {}
-        self.team_of: dict[int, tuple[object, ...]] = {}
+        self.team_of = {i: team for team in graph.teams() for i in team}
         self._fill_queues()
         self._fill_edges()
 
     def _fill_queues(self) -> None:
         graph, devices = self.graph, len(self.graph.program.ops)
-        streams: list[list[list[int]]] = [[[] for _ in range(devices)] for _ in STREAMS]
-        seen: dict[tuple[object, ...], int] = {}
-        replicas, places = graph.program.shape.replicas, graph.program.devices
+        streams: dict[Stream, list[list[int]]] = {stream: [[] for _ in range(devices)] for stream in _QUEUES}
+        queue_of, device_of = [streams.get(kind.stream) for kind in Kind], graph.device
         for i, op in enumerate(graph.ops):
-            kind = op[0]
-            if 4 <= kind <= 9 or kind >= 26:
-                continue
-            d = graph.device[i]
-            if kind < 3 or kind not in _STREAM_OF:
-                streams[0][d].append(i)
-                continue
-            streams[_STREAM_OF[kind]][d].append(i)
-            if _STREAM_OF[kind] == 1 and replicas[places[d].stage] > 1:
-                name = (places[d].stage, kind, op.chunk, op.start, op.stop)
-                turn = seen[d, *name] = seen.get((d, *name), -1) + 1
-                self.teams.setdefault((*name, turn), []).append(i)
-                self.team_of[i] = (*name, turn)
-        self.queues = [queue for stream in streams for queue in stream]
-        for key, team in self.teams.items():
-            if len(team) != replicas[key[0]]:  # type: ignore[index]
-                where = describe(graph.program, *graph.where(team[0]))
-                raise ScheduleError(f"{where}: not all replicas of the stage take part in this collective")
+            queues = queue_of[op.kind]
+            if queues is not None:  # transfers: see _fill_edges
+                queues[device_of[i]].append(i)
+        self.queues = [queue for stream in _QUEUES for queue in streams[stream]]
 
     def _fill_edges(self) -> None:
         graph, device_of, ops, other = self.graph, self.graph.device, self.graph.ops, self.graph.other_end
         sends: dict[tuple[int, int], list[int]] = {}
         receives: dict[tuple[int, int], list[int]] = {}
-        before, last = [-1] * (len(ops) if self.costs.host_blocks else 0), -1
-        posted = self._posting() if self.costs.host_blocks and self.costs.post_s else {}
+        blocks = self.costs.host_blocks
+        before, last = [-1] * (len(ops) if blocks else 0), -1
+        posted = self._posting() if blocks and self.costs.post_s else {}
+        uneven = bool(graph.program.shape.sizes)
         for i, op in enumerate(ops):
-            if op[0] in SENDS:
-                sends.setdefault((device_of[i], op[4]), []).append(other[i])
-            elif op[0] in RECEIVES:
-                receives.setdefault((op[4], device_of[i]), []).append(i)
-            elif self.costs.host_blocks and op[0] in COMPUTE:
+            kind = op.kind
+            if kind in SENDS:
+                sends.setdefault((device_of[i], op.peer), []).append(other[i])
+            elif kind in RECEIVES:
+                receives.setdefault((op.peer, device_of[i]), []).append(i)
+            elif blocks and kind in COMPUTE:
                 last = i
-            if self.costs.host_blocks:
+            if blocks:
                 before[i] = last if last >= 0 and device_of[last] == device_of[i] else -1
         for edge, queue in receives.items():
             if sends[edge] != queue:
@@ -188,7 +102,7 @@ class _Engine:
             link, sizes = self.costs.link(*edge), {}
             for i in queue:
                 op = ops[i]
-                size_key = (op[0], op[5], op[6], op[7])
+                size_key = (op.kind, op.peer_chunk, op.start, op.stop, op.microbatch if uneven else -1)
                 if size_key not in sizes:
                     sizes[size_key] = message_bytes(self.costs, graph.program, edge[0], op) / link.bytes_per_s
                 occupied = sizes[size_key]
@@ -212,9 +126,9 @@ class _Engine:
         device_of, each, last = self.graph.device, self.costs.post_s, -1
         posted: dict[int, float] = {}
         for i, op in enumerate(self.graph.ops):
-            if op[0] in COMPUTE:
+            if op.kind in COMPUTE:
                 last = i
-            elif op[0] in TRANSFERS and last >= 0 and device_of[last] == device_of[i]:
+            elif op.kind in TRANSFERS and last >= 0 and device_of[last] == device_of[i]:
                 posted[i] = self.posting[last] = self.posting.get(last, 0.0) + each
         self.occupied |= {i: self.duration[i] + seconds for i, seconds in self.posting.items()}
         return posted
@@ -228,7 +142,7 @@ class _Engine:
         self.heap: list[tuple[float, int, int, int]] = []
         self.offered: set[int] = set()
         self.resources: dict[str, float] = {}
-        self.arrived: dict[tuple[object, ...], list[tuple[float, int, int, int]]] = {}
+        self.arrived: dict[int, list[tuple[float, int, int, int]]] = {}
         while True:
             while self.ready:
                 self._advance(self.ready.pop())
@@ -236,7 +150,7 @@ class _Engine:
                 break
             self._start_shared(*heapq.heappop(self.heap))
         for i, j in enumerate(self.graph.other_end):
-            if j >= 0 and self.graph.ops[i][0] in SENDS:
+            if j >= 0 and self.graph.ops[i].kind in SENDS:
                 self.start[i], self.end[i], self.cause[i] = self.start[j], self.end[j], self.cause[j]
         if min(self.end, default=0.0) < 0:
             self._stuck()
@@ -280,12 +194,12 @@ class _Engine:
                 self.offered.add(i)
                 heapq.heappush(self.heap, (begin, i, q, why))
             return
-        key = self.team_of[i]
-        members = self.arrived.setdefault(key, [])
+        team = self.team_of[i]
+        members = self.arrived.setdefault(team[0], [])
         if any(member[1] == i for member in members):
             return
         members.append((begin, i, q, why))
-        if len(members) == len(self.teams[key]):
+        if len(members) == len(team):
             begin, _, _, why = max(members)
             length = max(self.duration[member[1]] for member in members)
             for _, node, queue, _ in members:
@@ -320,4 +234,4 @@ def peak_memory(result: Result) -> Sequence[float]:
     return [use.peak_bytes for use in result.memory]
 
 
-__all__ = ["COMPUTE", "Event", "Op", "Result", "peak_memory", "simulate"]
+__all__ = ["Result", "peak_memory", "simulate"]

@@ -13,23 +13,25 @@ line per device.  An operation is its mnemonic and ``microbatch.slice.chunk``, t
     forward_only: no
     vocabulary: no
     exchange_units: 0
+    sizes: 4 2
     device 0.0: F0.0.0 SF0.0.0>1.0 F1.0.0 ...
 
-Empty lines and lines that begin with ``#`` are ignored.
+The field ``sizes`` is there where microbatches differ in size.  Empty lines and lines that begin with
+``#`` are ignored.
 """
 
 import re
 
-from megatron_het.schedule.ir import MNEMONICS, Op, Program, Shape
+from megatron_het.schedule.ir import SIZES_FIELD, TEXT_FIELDS, Op, Program, Shape
+from megatron_het.schedule.kinds import Kind
+from megatron_het.untrusted import shown
 
-_KINDS = {text: kind for kind, text in MNEMONICS.items()}
-_NUMBER = r"(\d+|_)"
+_KINDS = {kind.mnemonic: kind for kind in Kind}
+_NUMBER = r"([0-9]{1,9}|_)"
 _OP = re.compile(rf"([A-Z]+){_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:>{_NUMBER}\.{_NUMBER})?(?:\[{_NUMBER}:{_NUMBER}\])?")
 _FIELD = re.compile(r"([a-z_]+): *(.*?) *")
-_DEVICE = re.compile(r"device (\d+)\.(\d+): *(.*?) *")
-_FIELDS = (
-    "program", "layers", "route", "replicas", "slices", "placement", "forward_only", "vocabulary", "exchange_units",
-)  # fmt: skip
+_DEVICE = re.compile(r"device ([0-9]{1,9})\.([0-9]{1,9}): *(.*?) *")
+_TABLE = re.compile(r"[0-9]{1,9}( +[0-9]{1,9})*( *\| *[0-9]{1,9}( +[0-9]{1,9})*)*")
 
 
 class ScheduleSyntaxError(ValueError):
@@ -40,29 +42,15 @@ class ScheduleSyntaxError(ValueError):
         self.line, self.column = line, column
 
 
-def _text(number: int) -> str:
-    return "_" if number < 0 else str(number)
-
-
-def format_op(op: Op) -> str:
-    """Text of one operation, e.g. ``SF3.0.1>2.1``."""
-    out = f"{MNEMONICS[op.kind]}{_text(op.microbatch)}.{_text(op.slice)}.{_text(op.chunk)}"
-    if op.peer >= 0 or op.peer_chunk >= 0:
-        out += f">{_text(op.peer)}.{_text(op.peer_chunk)}"
-    if op.start >= 0 or op.stop >= 0:
-        out += f"[{_text(op.start)}:{_text(op.stop)}]"
-    return out
-
-
 def parse_op(text: str, line: int = 1, column: int = 1) -> Op:
-    """The operation that :func:`format_op` wrote.
+    """The operation whose text this is.
 
     Raises:
         ScheduleSyntaxError: the text is not exactly one operation.
     """
     match = _OP.fullmatch(text)
     if match is None:
-        raise ScheduleSyntaxError(line, column, f"{text!r} is not an operation (like F0.0.0 or SF0.0.0>1.0)")
+        raise ScheduleSyntaxError(line, column, f"{shown(text)} is not an operation (like F0.0.0 or SF0.0.0>1.0)")
     mnemonic, *numbers = match.groups()
     if mnemonic not in _KINDS:
         raise ScheduleSyntaxError(line, column, f"unknown operation {mnemonic!r} (known: {', '.join(_KINDS)})")
@@ -71,17 +59,7 @@ def parse_op(text: str, line: int = 1, column: int = 1) -> Op:
 
 def dumps(program: Program) -> str:
     """Text of a program."""
-    shape = program.shape
-    rows = lambda table: " | ".join(" ".join(map(str, row)) for row in table)  # noqa: E731
-    yes = lambda flag: "yes" if flag else "no"  # noqa: E731
-    values = (
-        program.name, rows(shape.layers), rows(shape.route), " ".join(map(str, shape.replicas)), shape.slices,
-        shape.placement, yes(program.forward_only), yes(program.vocabulary), program.exchange_units,
-    )  # fmt: skip
-    lines = [f"{key}: {value}" for key, value in zip(_FIELDS, values)]
-    for device, ops in zip(program.devices, program.ops):
-        lines.append(f"device {device}: " + " ".join(map(format_op, ops)))
-    return "\n".join(lines) + "\n"
+    return str(program)
 
 
 class _Reader:
@@ -97,11 +75,9 @@ class _Reader:
             if place in self.devices:
                 raise ScheduleSyntaxError(number, 1, f"device {match[1]}.{match[2]} has two lists")
             base = match.start(3) + 1
-            ops = tuple(
-                parse_op(token[0], number, base + token.start()) for token in re.finditer(r"\S+", match[3])
-            )
+            ops = tuple(parse_op(token[0], number, base + token.start()) for token in re.finditer(r"\S+", match[3]))
             self.devices[place] = (number, ops)
-        elif (match := _FIELD.fullmatch(text)) is not None and match[1] in _FIELDS:
+        elif (match := _FIELD.fullmatch(text)) is not None and match[1] in (*TEXT_FIELDS, SIZES_FIELD):
             if match[1] in self.fields:
                 raise ScheduleSyntaxError(number, 1, f"{match[1]} is given twice")
             self.fields[match[1]] = (match[2], number, match.start(2) + 1)
@@ -115,9 +91,15 @@ class _Reader:
 
     def integers(self, key: str) -> tuple[tuple[int, ...], ...]:
         value, line, column = self.get(key)
-        if re.fullmatch(r"\d+( +\d+)*( *\| *\d+( +\d+)*)*", value) is None:
-            raise ScheduleSyntaxError(line, column, f"{key}: {value!r} is not a table of integers (like 2 2 | 1)")
+        if _TABLE.fullmatch(value) is None:
+            raise ScheduleSyntaxError(line, column, f"{key}: {shown(value)} is not a table of integers (like 2 2 | 1)")
         return tuple(tuple(int(n) for n in row.split()) for row in value.split("|"))
+
+    def row(self, key: str) -> tuple[int, ...]:
+        rows = self.integers(key)
+        if len(rows) != 1:
+            raise ScheduleSyntaxError(*self.get(key)[1:], f"{key}: one row expected")
+        return rows[0]
 
     def integer(self, key: str) -> int:
         table = self.integers(key)
@@ -132,38 +114,39 @@ class _Reader:
         return value == "yes"
 
     def program(self) -> Program:
-        for key in _FIELDS:
+        for key in TEXT_FIELDS:
             self.get(key)
-        replicas, (_, line, column) = self.integers("replicas"), self.get("replicas")
-        if len(replicas) != 1:
-            raise ScheduleSyntaxError(line, column, "replicas: one row expected")
+        replicas = self.row("replicas")
+        sizes = self.row(SIZES_FIELD) if SIZES_FIELD in self.fields else ()
         try:
             shape = Shape(
                 layers=self.integers("layers"),
                 route=self.integers("route"),
-                replicas=replicas[0],
+                replicas=replicas,
                 slices=self.integer("slices"),
                 placement=self.get("placement")[0],
+                sizes=sizes,
             )
         except ScheduleSyntaxError:
             raise
         except ValueError as error:
-            key = re.match(r"[a-z]+", str(error))
-            _, line, column = self.fields.get(key[0] if key else "layers", self.get("layers"))
+            named = re.match(r"[a-z]+", str(error))
+            _, line, column = self.fields.get(named[0] if named else "layers", self.get("layers"))
             raise ScheduleSyntaxError(line, column, str(error)) from error
         for place, (line, _) in self.devices.items():
             if place not in shape.devices:
-                raise ScheduleSyntaxError(line, 1, f"device {place[0]}.{place[1]} is not in replicas {replicas[0]}")
+                raise ScheduleSyntaxError(line, 1, f"device {place[0]}.{place[1]} is not in replicas {replicas}")
         for device in shape.devices:
             if device not in self.devices:
                 raise ScheduleSyntaxError(1, 1, f"device {device} has no list")
+        forward_only, splits_output, attention_units = TEXT_FIELDS[6:]
         return Program(
             name=self.get("program")[0],
             shape=shape,
             ops=tuple(self.devices[device][1] for device in shape.devices),
-            forward_only=self.flag("forward_only"),
-            vocabulary=self.flag("vocabulary"),
-            exchange_units=self.integer("exchange_units"),
+            forward_only=self.flag(forward_only),
+            splits_output=self.flag(splits_output),
+            attention_units=self.integer(attention_units),
         )
 
 

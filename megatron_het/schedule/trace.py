@@ -4,11 +4,10 @@ The simulator's predictions and a run's measurements use the same format, so the
 other: give the two different ``process`` names and merge their ``traceEvents``.
 """
 
-import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_het import untrusted
 from megatron_het.schedule.ir import SENDS, Op
 from megatron_het.schedule.result import Event
 from megatron_het.schedule.simulate import Result
@@ -69,12 +68,17 @@ def chrome_trace(result: Result, *, process: str = "device") -> dict[str, object
     graph = result.graph
     for i, op in enumerate(graph.ops):
         j = graph.other_end[i]
-        if op[0] in SENDS and j >= 0 and result.end_s[i] > result.start_s[i]:
+        if op.kind in SENDS and j >= 0 and result.end_s[i] > result.start_s[i]:
             for phase, node, stream in (("s", i, "send"), ("f", j, "receive")):
                 event = {
-                    "name": "transfer", "cat": "transfer", "ph": phase, "id": i, "pid": graph.device[node],
-                    "tid": STREAM_IDS[stream], "ts": result.start_s[node] * 1e6,
-                }  # fmt: skip
+                    "name": "transfer",
+                    "cat": "transfer",
+                    "ph": phase,
+                    "id": i,
+                    "pid": graph.device[node],
+                    "tid": STREAM_IDS[stream],
+                    "ts": result.start_s[node] * 1e6,
+                }
                 events.append(event | ({"bp": "e"} if phase == "f" else {}))
     for device, use in enumerate(result.memory):
         if use.peak_bytes:
@@ -86,8 +90,5 @@ def chrome_trace(result: Result, *, process: str = "device") -> dict[str, object
 
 
 def write_json(path: str | Path, data: object) -> None:
-    """Writes JSON to a temporary file beside the target, then renames it."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    """Writes a complete file or nothing; see ``untrusted.write_json``."""
+    untrusted.write_json(path, data, indent=1)

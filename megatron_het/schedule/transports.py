@@ -6,13 +6,16 @@
 * ``pair``: the same with one queue per pair of devices (NCCL's communicators for unbatched send and receive).
 * ``edge``: the same with one queue per directed pair (one process group per direction).
 
+Collectives of the replicas of a stage are a matter of their own, see :func:`deadlock_of_collectives`: the models
+above look at transfers alone.
+
 A transfer runs when both of its ends are at the head of their queues.  ``blocking`` is the strictest: if a
 program runs there, its lists are projections of one total order in which both ends of every transfer are
 neighbours, and the first unfinished transfer of that order can always finish, whatever the queues.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_het.schedule.graph import Graph, collection_paused, describe
@@ -47,7 +50,17 @@ def deadlock(graph: Graph, transport: str) -> tuple[Stuck, ...]:
         raise ValueError(f"transport = {transport!r}: unknown (known: {', '.join(TRANSPORTS)})")
     if transport == "blocking":
         return _blocking(graph)
-    return _Queued(graph, transport).run()
+    return _Queued(graph, transport, graph.waits).run()
+
+
+@collection_paused()
+def deadlock_of_collectives(graph: Graph) -> tuple[Stuck, ...]:
+    """Where every device stops when who waits for a collective waits for all replicas of the stage to come to it.
+
+    Transfers have one queue per pair of devices (``pair``), as NCCL's in the executor; empty without such collectives.
+    """
+    waits = graph.together()
+    return _Queued(graph, "pair", waits).run() if waits is not graph.waits else ()
 
 
 def deadlocks(graph: Graph) -> dict[str, tuple[Stuck, ...]]:
@@ -62,7 +75,7 @@ def _blocking(graph: Graph) -> tuple[Stuck, ...]:
     limits, waits, other = graph.first[1:], graph.waits, graph.other_end
     position = graph.first[:-1]
     device_of = graph.device
-    is_transfer = [op[0] in TRANSFERS for op in graph.ops]
+    is_transfer = [op.kind in TRANSFERS for op in graph.ops]
     done = bytearray(len(graph.ops))
     waiting: dict[int, list[int]] = {}
     ready = list(range(len(limits)))[::-1]
@@ -100,17 +113,19 @@ def _blocking(graph: Graph) -> tuple[Stuck, ...]:
         position[d] = i
         if i < limit and is_transfer[i] and other[i] >= 0 and position[device_of[other[i]]] == other[i]:
             ready.append(d)
-    return _report(graph, position, limits, done)
+    return _report(graph, waits, position, limits, done)
 
 
-def _report(graph: Graph, position: list[int], limits: list[int], done: bytearray) -> tuple[Stuck, ...]:
+def _report(
+    graph: Graph, waits: Sequence[Sequence[int]], position: list[int], limits: list[int], done: bytearray
+) -> tuple[Stuck, ...]:
     out = []
     for d, i in enumerate(position):
         if i >= limits[d]:
             continue
         op, at = graph.ops[i], i - graph.first[d]
-        blocker = next((j for j in graph.waits[i] if not done[j]), -1)
-        if op[0] in TRANSFERS:
+        blocker = next((j for j in waits[i] if not done[j]), -1)
+        if op.kind in TRANSFERS:
             blocker = graph.other_end[i]
         reason = "waits for its missing other end"
         if blocker >= 0:
@@ -125,8 +140,8 @@ def _report(graph: Graph, position: list[int], limits: list[int], done: bytearra
 class _Queued:
     """Transfers in queues; see the module's text."""
 
-    def __init__(self, graph: Graph, transport: str) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, transport: str, waits: Sequence[Sequence[int]]) -> None:
+        self.graph, self.waits = graph, waits
         keys: dict[str, Callable[[int, int, bool], tuple[int, ...]]] = {
             "rank": lambda d, peer, send: (d,),
             "pair": lambda d, peer, send: (d, peer),
@@ -147,20 +162,20 @@ class _Queued:
             while self.position[d] < limits[d]:
                 i = self.position[d]
                 op = graph.ops[i]
-                if op[0] in TRANSFERS:
+                if op.kind in TRANSFERS:
                     self._post(d, i, op)
                 else:
-                    blocker = next((j for j in graph.waits[i] if not self.done[j]), -1)
+                    blocker = next((j for j in self.waits[i] if not self.done[j]), -1)
                     if blocker >= 0:
                         self.waiting.setdefault(blocker, []).append(d)
                         break
                     self._finish(i)
                 self.position[d] += 1
-        stuck = _report(graph, self.position, limits, self.done)
+        stuck = _report(graph, self.waits, self.position, limits, self.done)
         return stuck or self._unfinished()
 
     def _post(self, device: int, i: int, op: Op) -> None:
-        queue = self.queues.setdefault(self.key(device, op.peer, op[0] in SENDS), deque())
+        queue = self.queues.setdefault(self.key(device, op.peer, op.kind in SENDS), deque())
         queue.append(i)
         self.queue_of[i] = queue
         if queue[0] == i:
@@ -198,4 +213,4 @@ class _Queued:
         return tuple(out)
 
 
-__all__ = ["TRANSPORTS", "Stuck", "deadlock", "deadlocks"]
+__all__ = ["TRANSPORTS", "Stuck", "deadlock", "deadlock_of_collectives", "deadlocks"]

@@ -1,14 +1,15 @@
 """Finds everything that is wrong with a program before it runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from megatron_het.schedule.deps import Dependencies, explain
+from megatron_het.schedule.columns import Direction, Fields, Work, complete
+from megatron_het.schedule.deps import explain
 from megatron_het.schedule.graph import Graph, ScheduleError, collection_paused, describe
-from megatron_het.schedule.ir import TRANSFERS, Kind, Op, Program
+from megatron_het.schedule.ir import COMPUTE, TRANSFERS, Kind, Op, Program
 from megatron_het.schedule.joint import stuck_events
-from megatron_het.schedule.lifetimes import Lifetimes
-from megatron_het.schedule.transports import TRANSPORTS, deadlock
+from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, WORD_PARTS
+from megatron_het.schedule.transports import TRANSPORTS, deadlock, deadlock_of_collectives
 
 RULES = ("field", "completeness", "transfer", "dependency", "lifetime", "deadlock")
 
@@ -79,13 +80,10 @@ def _problem(program: Program, rule: str, device: int, position: int, reason: st
     return Problem(rule, device, position, op, f"{describe(program, device, position)}: {reason}")
 
 
-_WITHOUT_MICROBATCH = frozenset(
-    {
-        Kind.PARAM_PREFETCH, Kind.PARAM_GATHER, Kind.PARAM_RELEASE, Kind.PARAM_OFFLOAD, Kind.GRAD_REDUCE,
-        Kind.OPTIMIZER_STEP,
-    }
-)  # fmt: skip
-_HELPERS = frozenset({Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD, Kind.KV_RECV, Kind.KV_RECV_BACKWARD})
+_HAS_PEER = complete(
+    Fields,
+    {Fields.PASS: False, Fields.TRANSFER: True, Fields.UNITS: True, Fields.UNITS_OF_PEER: True, Fields.LAYERS: False},
+)
 
 
 def _fields(program: Program) -> Iterator[Problem]:
@@ -93,62 +91,74 @@ def _fields(program: Program) -> Iterator[Problem]:
     shape = program.shape
     for d, (device, ops) in enumerate(zip(shape.devices, program.ops)):
         own = set(shape.microbatches_of(d))
-        chunks = len(shape.layers[device.stage])
-        known: dict[tuple[int, ...], bool] = {}
+        chunks, slices, microbatches = len(shape.layers[device.stage]), shape.slices, shape.microbatches
+        known: dict[tuple[int, int], bool] = {}
         for i, op in enumerate(ops):
-            kind = op[0]
-            if kind in _WITHOUT_MICROBATCH:
-                good = 0 <= op[3] < chunks and (op[6] < 0) == (op[7] < 0)
-            elif kind in _HELPERS:
-                good = 0 <= op[1] < shape.microbatches and 0 <= op[2] < shape.slices
+            kind, microbatch, piece, chunk, peer, peer_chunk, start, stop = op
+            fields = kind.fields
+            if fields is Fields.LAYERS:
+                good = 0 <= chunk < chunks and (start < 0) == (stop < 0)
+            elif fields is Fields.UNITS_OF_PEER:
+                good = 0 <= microbatch < microbatches and 0 <= piece < slices
             else:
-                good = op[1] in own and 0 <= op[2] < shape.slices and 0 <= op[3] < chunks
-            if good and kind in TRANSFERS:
-                edge = (op[4], op[5])
+                good = microbatch in own and 0 <= piece < slices and 0 <= chunk < chunks
+            if good and _HAS_PEER[fields]:
+                edge = (peer, peer_chunk)
                 if edge not in known:
-                    peer_chunks = len(shape.layers[shape.devices[op[4]].stage]) if 0 <= op[4] < len(program.ops) else 0
-                    known[edge] = op[4] != d and 0 <= op[5] < peer_chunks
+                    peer_chunks = len(shape.layers[shape.devices[peer].stage]) if 0 <= peer < len(program.ops) else 0
+                    known[edge] = peer != d and 0 <= peer_chunk < peer_chunks
                 good = known[edge]
             if not good:
                 yield _problem(program, "field", d, i, "microbatch, slice, chunk or peer does not exist here")
 
 
+_WORK_NAMES = {
+    Work.FORWARD: "FORWARD",
+    Work.INPUT: "BACKWARD (of its input)",
+    Work.WEIGHTS: "BACKWARD (of its weights)",
+}
+
+
 def _completeness(program: Program) -> Iterator[Problem]:
     """Every forward and backward exactly once, where it belongs."""
     shape = program.shape
+    wanted = Work.FORWARD.value if program.forward_only else sum(part.value for part in _WORK_NAMES)
+    parts_of = [kind.work.value for kind in Kind]
+    splits_embedding = program.embedding  # looks at all operations
     for d, (device, ops) in enumerate(zip(shape.devices, program.ops)):
         have: dict[tuple[int, int, int], int] = {}
         for i, op in enumerate(ops):
-            kind = op[0]
-            if kind < 4:
-                key, bit = (op[1], op[2], op[3]), (1, 6, 2, 4)[kind]
+            kind, microbatch, piece, chunk, _, _, _, _ = op
+            parts = parts_of[kind]
+            if parts:
+                key = (microbatch, piece, chunk)
                 before = have.get(key, 0)
-                if before & bit:
+                if before & parts:
                     yield _problem(program, "completeness", d, i, "this work is there twice")
-                have[key] = before | bit
-        wanted = 1 if program.forward_only else 7
-        names = {1: "FORWARD", 2: "BACKWARD (of its input)", 4: "BACKWARD (of its weights)"}
+                have[key] = before | parts
         for m in shape.microbatches_of(d):
             for piece in range(shape.slices):
                 for chunk in range(len(shape.layers[device.stage])):
                     got = have.get((m, piece, chunk), 0)
                     if got != wanted:
-                        lacking = next((name for bit, name in names.items() if wanted & ~got & bit), None)
-                        what = f"no {lacking}" if lacking else "a backward in a forward-only program"
+                        lacking = [name for part, name in _WORK_NAMES.items() if wanted & ~got & part.value]
+                        what = f"no {lacking[0]}" if lacking else "a backward in a forward-only program"
                         text = f"device {device}: {what} of microbatch {m}, slice {piece}, chunk {chunk}"
                         yield Problem("completeness", d, -1, None, text)
-        if program.vocabulary:
-            yield from _split(program, d, (Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD))
-        if program.embedding:
-            yield from _split(program, d, (Kind.EMBED_FORWARD, Kind.EMBED_BACKWARD))
+        if program.splits_output:
+            yield from _split(program, d, OUTPUT_PARTS)
+        if splits_embedding:
+            yield from _split(program, d, WORD_PARTS)
 
 
-def _split(program: Program, d: int, kinds: tuple[Kind, Kind]) -> Iterator[Problem]:
+def _split(program: Program, d: int, parts: Set[Kind]) -> Iterator[Problem]:
     """What all devices do for every slice that they run: the parts of a split layer."""
-    have = {(op[0], op[1], op[2]) for op in program.ops[d]}
+    have = {(op.kind, op.microbatch, op.slice) for op in program.ops[d]}
+    directions = {Direction.FORWARD} if program.forward_only else {Direction.FORWARD, Direction.BACKWARD}
+    kinds = [kind for kind in Kind if kind in parts and kind.direction in directions]
     for m in program.shape.microbatches_of(d):
         for piece in range(program.shape.slices):
-            for kind in kinds[: 1 if program.forward_only else 2]:
+            for kind in kinds:
                 if (kind, m, piece) not in have:
                     text = f"device {program.devices[d]}: no {kind.name} of microbatch {m}, slice {piece}"
                     yield Problem("completeness", d, -1, None, text)
@@ -165,34 +175,33 @@ def _missing(graph: Graph) -> Iterator[Problem]:
     yield from _wrong_routes(graph)
 
 
+_RESULTS = {kind.sent_by: kind for kind in COMPUTE if kind.sent_by is not None}
+"""By kind of send: a pass whose result it takes away."""
+
+
 def _wrong_routes(graph: Graph) -> Iterator[Problem]:
     """Transfers that go where the data is not wanted, or come from where it is not made."""
-    deps: Dependencies = graph.deps
-    makers = {Kind.SEND_FORWARD: Kind.FORWARD, Kind.SEND_BACKWARD: Kind.BACKWARD}
     known: dict[tuple[int, ...], bool] = {}
     for node, op in enumerate(graph.ops):
-        if op[0] not in makers:
+        kind, microbatch, _, chunk, peer, peer_chunk, _, _ = op
+        if kind not in _RESULTS:
             continue
         device = graph.device[node]
-        key = (device, op[0], op[1], op[3], op[4], op[5])
+        key = (device, kind, microbatch, chunk, peer, peer_chunk)
         if key not in known:
-            known[key] = deps.target(device, op._replace(kind=makers[op.kind])) == (op.peer, op.peer_chunk)
+            known[key] = graph.deps.target(device, op._replace(kind=_RESULTS[kind])) == (peer, peer_chunk)
         if not known[key]:
             yield _problem(graph.program, "transfer", *graph.where(node), "its peer does not need this")
 
 
 def _lifetimes(graph: Graph) -> Iterator[Problem]:
-    program = graph.program
-    simple = all(op[0] < Kind.KV_SEND for op in graph.ops)
-    if simple:  # without them, only FORWARD before BACKWARD is left, which the order of values says too
-        return
-    for d, ops in enumerate(program.ops):
-        lifetimes = Lifetimes(program, d)
-        for i, op in enumerate(ops):
-            for reason in lifetimes.step(op):
-                yield _problem(program, "lifetime", d, i, reason)
-        for reason in lifetimes.finish():
-            yield Problem("lifetime", d, -1, None, f"device {program.devices[d]}: {reason}")
+    """What a device does not hold when an operation needs it, or holds at the end."""
+    for device, node, reason in graph.unfit:
+        if node < 0:
+            text = f"device {graph.program.devices[device]}: {reason}"
+            yield Problem("lifetime", device, -1, None, text)
+        else:
+            yield _problem(graph.program, "lifetime", *graph.where(node), reason)
 
 
 def _local_order(graph: Graph) -> Iterator[Problem]:
@@ -214,10 +223,9 @@ def _local_order(graph: Graph) -> Iterator[Problem]:
 def _collectives(graph: Graph) -> Iterator[Problem]:
     """Replicas of a stage take part in the same collectives in the same order."""
     program = graph.program
-    orders = [
-        [(op.kind, op.chunk, op.start, op.stop) for op in ops if op[0] in (Kind.PARAM_GATHER, Kind.GRAD_REDUCE)]
-        for ops in program.ops
-    ]
+    if graph.kinds.isdisjoint(COLLECTIVES):
+        return
+    orders = [[(op.kind, op.chunk, op.start, op.stop) for op in ops if op.kind in COLLECTIVES] for ops in program.ops]
     for d, device in enumerate(program.devices):
         first = program.shape.first_device[device.stage]
         if orders[d] != orders[first]:
@@ -239,10 +247,15 @@ def _joint_passes(graph: Graph) -> Iterator[Problem]:
 
 
 def _deadlocks(graph: Graph, transports: Sequence[str]) -> Iterator[Problem]:
-    if any(op[0] == Kind.PARAM_GATHER or op[0] == Kind.GRAD_REDUCE for op in graph.ops):
-        yield from _collectives(graph)
-    if graph.program.exchange_units:
+    differing = list(_collectives(graph))
+    if differing:
+        yield from differing
+        return
+    if graph.program.attention_units:
         yield from _joint_passes(graph)
+    for one in deadlock_of_collectives(graph):
+        text = f"replicas that gather or reduce together wait for each other: {one.message}"
+        yield Problem("deadlock", one.device, one.position, one.op, text)
     blocking = deadlock(graph, "blocking")
     if not blocking:
         return

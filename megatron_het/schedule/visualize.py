@@ -1,13 +1,16 @@
 """Pictures of simulated programs: text, and with matplotlib SVG, PNG or PDF."""
 
 import colorsys
+import io
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron_het.schedule.ir import MNEMONICS, Kind, Op
+from megatron_het.schedule.ir import Kind, Op
 from megatron_het.schedule.memory import CATEGORIES
 from megatron_het.schedule.result import Event
 from megatron_het.schedule.simulate import Result
+from megatron_het.untrusted import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,8 +47,8 @@ def text_picture(result: Result, *, width: int = 120) -> str:
 def label_of(op: Op, sliced: bool) -> str:
     """Short name of an operation: letter, microbatch, slice."""
     if op.microbatch < 0:
-        return f"{MNEMONICS[op.kind]}{op.chunk}"
-    return f"{MNEMONICS[op.kind]}{op.microbatch}" + (f".{op.slice}" if sliced else "")
+        return f"{op.kind.mnemonic}{op.chunk}"
+    return f"{op.kind.mnemonic}{op.microbatch}" + (f".{op.slice}" if sliced else "")
 
 
 def color_of(op: Op, chunks: int, microbatches: int) -> tuple[float, float, float]:
@@ -54,16 +57,8 @@ def color_of(op: Op, chunks: int, microbatches: int) -> tuple[float, float, floa
         return (0.55, 0.55, 0.55)
     hue = (op.microbatch * 0.61803398875) % 1.0 if microbatches > 12 else op.microbatch / max(microbatches, 1)
     step = op.chunk / max(chunks - 1, 1) if chunks > 1 else 0.0
-    light, saturation = 0.60 + 0.22 * step, 0.85
-    if op.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-        light, saturation = 0.42 + 0.22 * step, 0.60
-    elif op.kind == Kind.BACKWARD_WEIGHT:
-        light, saturation = 0.42 + 0.22 * step, 0.25
-    elif op.kind in (Kind.VOCAB_FORWARD, Kind.VOCAB_BACKWARD, Kind.EMBED_FORWARD, Kind.EMBED_BACKWARD):
-        light, saturation = 0.30, 0.90
-    elif op.kind in (Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD):
-        light, saturation = 0.75, 0.35
-    return colorsys.hls_to_rgb(hue, light, saturation)
+    light, lighter, saturation = op.kind.colour
+    return colorsys.hls_to_rgb(hue, light + lighter * step, saturation)
 
 
 def draw(result: Result, path: str | Path, *, title: str | None = None, width_in: float = 14.0) -> None:
@@ -79,16 +74,7 @@ def draw(result: Result, path: str | Path, *, title: str | None = None, width_in
         ValueError: another file name ending.
         ImportError: matplotlib is not installed; the message says how to get it.
     """
-    path = Path(path)
-    if path.suffix not in PICTURES:
-        raise ValueError(f"picture = {path}: the name must end in {', '.join(PICTURES)}")
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
+    path, pyplot = _picture_file(path), _pyplot()
     devices = len(result.program.ops)
     with_memory = any(use.peak_bytes for use in result.memory)
     heights = [0.42 * devices + 0.6] + ([2.2] if with_memory else [])
@@ -103,9 +89,58 @@ def draw(result: Result, path: str | Path, *, title: str | None = None, width_in
         text = f"{result.program.name}: bubble {result.bubble_fraction:.1%}, {result.makespan_s:.4g} s"
         figure.suptitle(title or text)
         figure.tight_layout()
-        figure.savefig(path, dpi=120)
+        image = io.BytesIO()
+        figure.savefig(image, dpi=120, format=path.suffix[1:])
+        write_bytes(path, image.getvalue())
     finally:
         pyplot.close(figure)
+
+
+def draw_timelines(results: Mapping[str, Result], path: str | Path, *, width_in: float = 12.0) -> None:
+    """Writes several timelines under each other on one time axis.
+
+    Args:
+        results: simulations by the title that stands above each.
+        path: ends in .svg, .png or .pdf.
+        width_in: width in inches.
+
+    Raises:
+        ValueError: another file name ending.
+        ImportError: matplotlib is not installed; the message says how to get it.
+    """
+    path, pyplot = _picture_file(path), _pyplot()
+    heights = [0.42 * len(result.program.ops) + 0.4 for result in results.values()]
+    longest = max(result.makespan_s for result in results.values())
+    figure, axes = pyplot.subplots(
+        len(heights), 1, figsize=(width_in, sum(heights) + 1.2), height_ratios=heights, sharex=True, squeeze=False
+    )
+    try:
+        for (title, result), (row,) in zip(results.items(), axes, strict=True):
+            _draw_timeline(row, result, width_in * result.makespan_s / longest)
+            row.set_title(title, loc="left", fontsize=11)
+        axes[-1][0].set(xlim=(0, longest), xlabel="time (s)")
+        figure.tight_layout()
+        figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+    finally:
+        pyplot.close(figure)
+
+
+def _picture_file(path: str | Path) -> Path:
+    path = Path(path)
+    if path.suffix not in PICTURES:
+        raise ValueError(f"picture = {path}: the name must end in {', '.join(PICTURES)}")
+    return path
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
+    return pyplot
 
 
 def _draw_timeline(axes: "Axes", result: Result, width_in: float) -> None:
@@ -127,9 +162,15 @@ def _draw_timeline(axes: "Axes", result: Result, width_in: float) -> None:
         if event.stream == "compute" and inches > 0.075 * len(label):
             dark = 0.3 * color[0] + 0.6 * color[1] + 0.1 * color[2] < 0.5
             axes.text(
-                (event.start_s + event.end_s) / 2, (low + high) / 2, label, ha="center", va="center", fontsize=7,
-                color="white" if dark else "black", clip_on=True,
-            )  # fmt: skip
+                (event.start_s + event.end_s) / 2,
+                (low + high) / 2,
+                label,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if dark else "black",
+                clip_on=True,
+            )
     axes.add_collection(PolyCollection(boxes, facecolors=colors, edgecolors="white", linewidths=0.3))
     axes.set_xlim(0, span)
     axes.set_ylim(len(result.program.ops) - 0.45, -0.55)
@@ -151,12 +192,16 @@ def _draw_memory(axes: "Axes", result: Result) -> None:
     scale, unit = _scale(result.memory[worst].peak_bytes)
     colors = [colorsys.hls_to_rgb(0.6, 0.3 + 0.5 * d / max(len(result.memory), 1), 0.6) for d in range(64)]
     for d, use in enumerate(result.memory):
-        curve = use.curve() + [(result.makespan_s, use.curve()[-1][1])]
+        curve = [*use.curve(), (result.makespan_s, use.curve()[-1][1])]
         times, held = zip(*curve)
         axes.step(
-            times, [h / scale for h in held], where="post", color=colors[d % 64], lw=2.0 if d == worst else 0.9,
+            times,
+            [h / scale for h in held],
+            where="post",
+            color=colors[d % 64],
+            lw=2.0 if d == worst else 0.9,
             label=f"device {result.program.devices[d]}" if len(result.memory) <= 8 or d == worst else None,
-        )  # fmt: skip
+        )
     peak = result.memory[worst]
     parts = [f"{name} {peak.at_peak_bytes[name] / scale:.3g}" for name in CATEGORIES if peak.at_peak_bytes[name]]
     axes.plot([peak.peak_at_s], [peak.peak_bytes / scale], "v", color="#c0392b")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from megatron_het.plan import Placement
+from megatron_het.topology.creation import create_group
+from megatron_het.topology.pairs import PairGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +28,17 @@ class GroupSpec:
 
 
 def group_specs(placement: Placement, tied_embeddings: bool = False) -> list[GroupSpec]:
-    """All groups of a plan in the one order in which every rank creates them."""
+    """All groups of a plan in the one order in which every rank creates those that it is in.
+
+    Groups of one role are disjoint, so a rank waits for no more groups than there are roles.
+    """
     specs = [GroupSpec("self", (rank,)) for rank in range(placement.world_size)]
     for s, stage in enumerate(placement.plan.stages):
         specs.append(GroupSpec("stage", tuple(placement.stage_ranks(s))))
         specs.extend(GroupSpec("tp", r.tp_group(c)) for r in stage.replicas for c in range(r.cp))
-        specs.extend(
-            GroupSpec("cp", r.cp_group(t)) for r in stage.replicas if r.cp > 1 for t in range(r.tp)
-        )
+        specs.extend(GroupSpec("cp", r.cp_group(t)) for r in stage.replicas if r.cp > 1 for t in range(r.tp))
         for tp in placement.class_sizes(s):
-            specs.extend(
-                GroupSpec("class", tuple(placement.class_ranks(s, tp, t))) for t in range(tp)
-            )
+            specs.extend(GroupSpec("class", tuple(placement.class_ranks(s, tp, t))) for t in range(tp))
         if placement.is_mixed(s):
             specs.append(GroupSpec("leaders", tuple(leaders_of_stage(placement, s))))
     if tied_embeddings and placement.num_stages > 1:
@@ -49,21 +49,21 @@ def group_specs(placement: Placement, tied_embeddings: bool = False) -> list[Gro
 
 def leaders_of_stage(placement: Placement, stage: int) -> list[int]:
     """First rank of every class group of a stage, ascending."""
-    return sorted(
-        placement.class_ranks(stage, tp, t)[0]
-        for tp in placement.class_sizes(stage)
-        for t in range(tp)
-    )
+    return sorted(placement.class_ranks(stage, tp, t)[0] for tp in placement.class_sizes(stage) for t in range(tp))
 
 
 @dataclass
 class PlanGroups:
-    """The groups that this rank belongs to.  ``close`` destroys them."""
+    """The groups that this rank belongs to.  ``close`` destroys them.
+
+    ``pairs`` are the groups of transfers, which ``runtime/channels.py`` asks for.
+    """
 
     placement: Placement
     rank: int
     backend: str
     world: dist.ProcessGroup
+    pairs: PairGroups
     by_role: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     class_gloo: dist.ProcessGroup | None = None
     _owned: list[dist.ProcessGroup] = field(default_factory=list)
@@ -76,57 +76,50 @@ class PlanGroups:
         return self.by_role.get(role)
 
     def close(self) -> None:
-        """Destroy every group, in the order of creation on every rank."""
+        """Destroy every group, those of transfers first, in the order of creation."""
+        self.pairs.close()
         while self._owned:
             dist.destroy_process_group(self._owned.pop(0))
         self.by_role.clear()
 
 
 def build_groups(
-    placement: Placement,
-    *,
-    tied_embeddings: bool,
-    timeout_s: float,
-    use_gloo_groups: bool = True,
+    placement: Placement, *, tied_embeddings: bool, timeout_s: float, use_gloo_groups: bool = True
 ) -> PlanGroups:
-    """Create all groups of a plan.  Collective over the world; ``torch.distributed`` must be up.
+    """Create this rank's groups of a plan.  ``torch.distributed`` must be up on all ranks.
 
-    Every rank walks the same list, so that no two ranks wait for each other crosswise.  For a group
-    that a rank is not in, it only counts up the group's name.
+    Every group is created by its members only; nobody waits for ranks that it shares no group with.
 
     Args:
         placement: The plan's lookup tables.
         tied_embeddings: Whether input and output embeddings share their weights.
-        timeout_s: Timeout of every operation on these groups, in seconds.
+        timeout_s: Bound on the creation of a group and on every operation on it, in seconds.
         use_gloo_groups: Also create a gloo twin of the data-parallel group when the default
             backend is another one (Megatron's optimizer checkpoints gather over it).
+
+    Raises:
+        GroupError: A group was not created in time.
     """
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("torch.distributed has not been started: the groups of a plan need all ranks")
     rank, backend = dist.get_rank(), dist.get_backend()
-    groups = PlanGroups(placement, rank, backend, dist.group.WORLD)
-    for spec in group_specs(placement, tied_embeddings):
-        group = _new_group(groups, spec.ranks, backend, timeout_s)
-        twin = group
-        if spec.role == "class" and use_gloo_groups and backend != "gloo":
-            twin = _new_group(groups, spec.ranks, "gloo", timeout_s)
-        if rank in spec.ranks:
-            groups.by_role[spec.role] = group
-            if spec.role in ("leaders", "ends") and backend == "nccl":
-                # Their first use is point-to-point, by some of the members only, which cannot
-                # connect a communicator.
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-            if spec.role == "class":
-                groups.class_gloo = twin
-    return groups
+    groups = PlanGroups(placement, rank, backend, world, PairGroups(rank, timeout_s))
 
-
-def _new_group(
-    groups: PlanGroups, ranks: tuple[int, ...], backend: str, timeout_s: float
-) -> dist.ProcessGroup:
-    group = dist.new_group(
-        list(ranks),
-        timeout=timedelta(seconds=timeout_s),
-        backend=backend,
-    )
-    if groups.rank in ranks:
+    def create(spec: GroupSpec, kind: str) -> dist.ProcessGroup:
+        group = create_group(spec.role, spec.ranks, kind, timeout_s)
         groups._owned.append(group)
-    return group
+        return group
+
+    for spec in group_specs(placement, tied_embeddings):
+        if rank not in spec.ranks:
+            continue
+        group = groups.by_role[spec.role] = create(spec, backend)
+        if spec.role in ("leaders", "ends") and backend == "nccl":
+            # Their first use is point-to-point, by some of the members only, which cannot
+            # connect a communicator.
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        if spec.role == "class":
+            twin = use_gloo_groups and backend != "gloo"
+            groups.class_gloo = create(spec, "gloo") if twin else group
+    return groups

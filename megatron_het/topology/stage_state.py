@@ -99,10 +99,17 @@ _RANKS_AND_SIZES = (
 # itself, so that a new global in a new release of Megatron is noticed.
 KNOWN_STATE = frozenset(
     (
-        *_CLASS_GROUPS, *_CLASS_GLOO_GROUPS, *_REPLICA_GROUPS, *_WORLD_GROUPS, *_STAGE_GROUPS,
-        *_SELF_GROUPS, *_UNSET, *_RANKS_AND_SIZES, "_GLOBAL_MEMORY_BUFFER",
+        *_CLASS_GROUPS,
+        *_CLASS_GLOO_GROUPS,
+        *_REPLICA_GROUPS,
+        *_WORLD_GROUPS,
+        *_STAGE_GROUPS,
+        *_SELF_GROUPS,
+        *_UNSET,
+        *_RANKS_AND_SIZES,
+        "_GLOBAL_MEMORY_BUFFER",
     )
-)  # fmt: skip
+)
 
 
 def stage_state(groups: PlanGroups) -> dict[str, Any]:
@@ -123,9 +130,7 @@ def stage_state(groups: PlanGroups) -> dict[str, Any]:
         "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": me,
         "_EXPERT_MODEL_PARALLEL_RANKS": me,
         "_PIPELINE_MODEL_PARALLEL_GROUP": Axis(where.stage, placement.num_stages),
-        "_PIPELINE_GLOBAL_RANKS": [
-            placement.replica(s, 0).ranks[0] for s in range(placement.num_stages)
-        ],
+        "_PIPELINE_GLOBAL_RANKS": [placement.replica(s, 0).ranks[0] for s in range(placement.num_stages)],
         "_MPU_PIPELINE_MODEL_PARALLEL_RANK": where.stage,
         "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": placement.num_stages,
         "_MPU_DATA_PARALLEL_WORLD_SIZE": 1,
@@ -174,13 +179,13 @@ def as_only_reader(module: ModuleType | None = None) -> Iterator[None]:
     With the data-parallel size 1 that a plan shows, the loader yields every microbatch on every
     replica; which of them a replica uses is the routing's business.
     """
-    module = module or _parallel_state()
-    before = module._MPU_DATA_PARALLEL_RANK
-    module._MPU_DATA_PARALLEL_RANK = 0
+    state: Any = module or _parallel_state()
+    before = state._MPU_DATA_PARALLEL_RANK
+    state._MPU_DATA_PARALLEL_RANK = 0
     try:
         yield
     finally:
-        module._MPU_DATA_PARALLEL_RANK = before
+        state._MPU_DATA_PARALLEL_RANK = before
 
 
 def _parallel_state() -> ModuleType:

@@ -8,8 +8,10 @@ from megatron_het.upstream.registry import (
     changed_sources,
     install,
     installed,
+    moved,
     source_hash,
     uninstall,
+    watch,
 )
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "changed_sources",
     "install",
     "installed",
+    "moved",
     "source_hash",
     "uninstall",
+    "watch",
 ]

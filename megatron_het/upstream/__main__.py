@@ -1,25 +1,68 @@
-"""Lists the patches and compares their source hashes with the installed Megatron."""
+"""Lists the runtime patches and what features lean on; compares sources with the installed Megatron.
+
+``--patches`` prints the folder of the git patches for a Megatron-LM checkout instead.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from megatron_het import platform, upstream
+import megatron_het
 
 
-def main() -> int:
-    """Print every patch; returns 1 when the installed upstream source differs from a hash."""
+def patch_folder() -> Path:
+    """Where the git patches are: inside the installed package, or beside it in a checkout.
+
+    Raises:
+        FileNotFoundError: Neither folder exists.
+    """
+    package = Path(megatron_het.__file__).resolve().parent
+    places = (package / "patches", package.parent / "patches")
+    for place in places:
+        if any(place.glob("*.patch")):
+            return place
+    raise FileNotFoundError(f"no git patches in {' or '.join(map(str, places))}: install megatron-het again")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print patches and what features lean on; returns 1 when installed upstream source differs from a hash."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_het.upstream", description="The runtime patches to Megatron, each with its reason."
+    )
+    parser.add_argument(
+        "--patches", action="store_true", help="print the folder of the git patches for a Megatron-LM checkout"
+    )
+    if parser.parse_args(arguments).patches:
+        print(patch_folder())
+        return 0
+    from megatron_het import platform, upstream
+    from megatron_het.features import FEATURES
+
     platform.activate()
     status = 0
     for patch in upstream.all_patches().values():
         print(f"{patch.name}  [{patch.group}, megatron-core {patch.version}]")
         print(f"  rebinds {patch.target}\n  {patch.reason}")
-        changed = upstream.changed_sources(patch)
-        for dotted in patch.sources:
-            note = f"CHANGED, now {changed[dotted]}" if dotted in changed else "as expected"
-            print(f"  {dotted}: {note}")
-        status |= bool(changed)
+        status |= _compare(patch.sources)
+    for feature in FEATURES:
+        if feature.upstream_names:
+            print(f"{feature.name}  [feature, megatron-core {upstream.UPSTREAM_VERSION}]")
+            status |= _compare(feature.upstream_names)
     return status
+
+
+def _compare(sources: Mapping[str, str]) -> bool:
+    """Print how the sources are; returns whether one is different."""
+    from megatron_het import upstream
+
+    changed = upstream.moved(sources)
+    for dotted in sources:
+        note = f"CHANGED, now {changed[dotted]}" if dotted in changed else "as expected"
+        print(f"  {dotted}: {note}")
+    return bool(changed)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,7 @@ PATCHES = (
             "the wheel of megatron-core ships helpers_cpp compiled and without its Makefile; "
             "upstream runs make regardless and exits when that fails"
         ),
-        sources={
-            _TARGET: "7d377207e3e51a8fde194d6a8787ae945497efcfb763f629c6f5daa908ed3885",
-        },
+        sources={_TARGET: "7d377207e3e51a8fde194d6a8787ae945497efcfb763f629c6f5daa908ed3885"},
         build=_build,
         applies=_helpers_are_compiled,
     ),

@@ -1,21 +1,26 @@
-"""Megatron's distributed optimizer as this project needs it: one patch, for three subclasses.
+"""Megatron's distributed optimizer as this project needs it: one patch, for several subclasses.
 
-``torch_adam.py`` repairs it for torch's Adam, ``uneven_shards.py`` lets buffers be divided unequally,
-``closed_chunks.py`` builds it on ministages that are not all whole at once.
+``torch_adam.py`` repairs it for torch's Adam.  What features need of it they say themselves
+(``Feature.optimizer_layers``): buffers that are divided unequally, chunks that are not all whole at once.
 """
 
 from __future__ import annotations
 
-from megatron_het.upstream.closed_chunks import chunk_by_chunk
+import importlib
+
+from megatron_het.features import FEATURES
 from megatron_het.upstream.registry import Patch
 from megatron_het.upstream.torch_adam import repaired, uses_torch_adam
-from megatron_het.upstream.uneven_shards import divided
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 
 def _build(original: type) -> type:
-    return chunk_by_chunk(divided(repaired(original) if uses_torch_adam() else original))
+    found = repaired(original) if uses_torch_adam() else original
+    for layer in (layer for feature in FEATURES for layer in feature.optimizer_layers):
+        module, _, name = layer.rpartition(".")
+        found = getattr(importlib.import_module(module), name)(found)
+    return found
 
 
 PATCHES = (
@@ -29,30 +34,22 @@ PATCHES = (
             "parameters at once. The optimizer class is not configurable"
         ),
         sources={
-            f"{_CLASS}.state_dict": (
-                "bced2858fb20321b7a5a019a8a2f669f56cf0578b1c547333de022864dd1943b"
-            ),
-            f"{_CLASS}.load_state_dict": (
-                "0d637bc1bda39ca855681b432d7ddbd34d5e77b72d20dd413b5bdcdccb9f8e51"
-            ),
+            f"{_CLASS}.state_dict": ("bced2858fb20321b7a5a019a8a2f669f56cf0578b1c547333de022864dd1943b"),
+            f"{_CLASS}.load_state_dict": ("0d637bc1bda39ca855681b432d7ddbd34d5e77b72d20dd413b5bdcdccb9f8e51"),
             f"{_CLASS}._set_main_param_and_optimizer_states": (
                 "3cc712951380de5bd4ceffc7c8ee893c4b38fbcc7006db6ea33a0f6567ea1c97"
             ),
             f"{_CLASS}._build_model_and_main_param_groups": (
                 "4eff3e32c4df93f9c17b9024e6091c7f8f05c51853b9209bcd908ff801fa741b"
             ),
-            f"{_CLASS}._build_model_gbuf_range": (
-                "146c23c0162e79784486a7fb19d48b89f22403dccc536cacc6514b25c302f03c"
-            ),
+            f"{_CLASS}._build_model_gbuf_range": ("146c23c0162e79784486a7fb19d48b89f22403dccc536cacc6514b25c302f03c"),
             f"{_CLASS}._build_model_gbuf_param_range_map": (
                 "8fe2491d028331c7d5b5fc353cafb4cd4c17f4c16ab32148e2975e4189dd5a9b"
             ),
             f"{_CLASS}.get_parameter_state_dp_zero": (
                 "a7537986df345b2e851319557f67e93d1135b32c62d422cd42e061a887dbf0d0"
             ),
-            f"{_CLASS}.sharded_state_dict": (
-                "1c6a18684e96c6cdf981b5277eebe0c0e8775a4fc38881ab9a1e0896f4f9dd9e"
-            ),
+            f"{_CLASS}.sharded_state_dict": ("1c6a18684e96c6cdf981b5277eebe0c0e8775a4fc38881ab9a1e0896f4f9dd9e"),
             f"{_CLASS}.load_parameter_state_from_fully_reshardable": (
                 "e960fcc3f28797a79b0af6c8ebc05a1a1564d01afdd0b841d4ed5de72e728220"
             ),

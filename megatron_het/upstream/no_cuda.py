@@ -35,9 +35,7 @@ PATCHES = (
             "pretrain() calls it without allow_no_cuda and so asserts torch.cuda.is_available(), "
             "which has to stay False without CUDA: torch's own code decides by it"
         ),
-        sources={
-            _TARGET: "c813ba71782bfc73b34c63eff93775eacb37bef8b41c1a78b3315577f0389ef3",
-        },
+        sources={_TARGET: "c813ba71782bfc73b34c63eff93775eacb37bef8b41c1a78b3315577f0389ef3"},
         build=_build,
         applies=_on_cpu,
     ),

@@ -125,10 +125,7 @@ def all_patches() -> Mapping[str, Patch]:
             if patch.name in found:
                 raise PatchError(f"two patches are called {patch.name!r}")
             if patch.target in targets:
-                raise PatchError(
-                    f"patches {targets[patch.target]!r} and {patch.name!r} both rebind "
-                    f"{patch.target}"
-                )
+                raise PatchError(f"patches {targets[patch.target]!r} and {patch.name!r} both rebind {patch.target}")
             found[patch.name] = patch
             targets[patch.target] = patch.name
     return found
@@ -150,9 +147,7 @@ def _resolve(dotted: str) -> tuple[Any, str]:
         if owner is not None and hasattr(owner, parts[-1]):
             return owner, parts[-1]
         break
-    raise PatchError(
-        f"upstream has no {dotted}; the patches were written for megatron-core {UPSTREAM_VERSION}"
-    )
+    raise PatchError(f"upstream has no {dotted}; the patches were written for megatron-core {UPSTREAM_VERSION}")
 
 
 def _original(dotted: str) -> Any:
@@ -188,8 +183,36 @@ def changed_sources(patch: Patch) -> dict[str, str]:
     Returns:
         The found hash by dotted name; empty when upstream is as expected.
     """
-    found = {dotted: source_hash(dotted) for dotted in patch.sources}
-    return {dotted: value for dotted, value in found.items() if value != patch.sources[dotted]}
+    return moved(patch.sources)
+
+
+def moved(sources: Mapping[str, str]) -> dict[str, str]:
+    """Dotted names whose upstream source has another hash than the one given, with the hash found.
+
+    Raises:
+        PatchError: Upstream has no such name.
+    """
+    found = {dotted: source_hash(dotted) for dotted in sources}
+    return {dotted: value for dotted, value in found.items() if value != sources[dotted]}
+
+
+def watch(what: str, sources: Mapping[str, str]) -> None:
+    """Refuse to go on with something that leans on upstream code which is different now.
+
+    Args:
+        what: Who leans on it.
+        sources: Hash of the source by dotted name.
+
+    Raises:
+        PatchError: A source is different, or upstream has no such name.
+    """
+    changed = moved(sources)
+    if changed:
+        raise PatchError(
+            f"{what} was written for megatron-core {UPSTREAM_VERSION}, but the installed source of "
+            f"{', '.join(changed)} is different. Install megatron-core=={UPSTREAM_VERSION}, or read the change "
+            "and update the hash."
+        )
 
 
 def _selected(selection: tuple[str, ...]) -> Iterator[Patch]:

@@ -27,7 +27,7 @@ def repaired(original: type) -> type:
     """The distributed optimizer with the repairs."""
     import torch
 
-    class TorchAdamDistributedOptimizer(original):  # type: ignore[misc, valid-type]
+    class TorchAdamDistributedOptimizer(original):
         """``DistributedOptimizer`` whose saves and loads are right for ``torch.optim.Adam``."""
 
         def _allocate_states(self) -> None:
@@ -52,14 +52,10 @@ def repaired(original: type) -> type:
                 if "step" in state:
                     state["step"] = state["step"].detach().clone()
 
-        def _set_main_param_and_optimizer_states(
-            self, model_param: torch.Tensor, tensors: dict[str, Any]
-        ) -> None:
+        def _set_main_param_and_optimizer_states(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
             # "step" has come with the parameter groups; None makes upstream leave it alone.
             with torch.no_grad():
-                super()._set_main_param_and_optimizer_states(
-                    model_param, {**tensors, "step": None}
-                )
+                super()._set_main_param_and_optimizer_states(model_param, {**tensors, "step": None})
 
     TorchAdamDistributedOptimizer.__qualname__ = original.__qualname__
     return TorchAdamDistributedOptimizer

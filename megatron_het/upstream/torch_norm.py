@@ -44,8 +44,7 @@ PATCHES = (
         ),
         sources={
             _TARGET: "cc9c1081725484cdd806a4a1b1bff6dc1e0ce87fe05e818807400dd24f19b24b",
-            "megatron.core.distributed.finalize_model_grads."
-            "_allreduce_non_tensor_model_parallel_grads": (
+            "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads": (
                 "b8b3681b2ba049de9c477aa153bc0a30909824243ebf411c9148d22860023b23"
             ),
         },

@@ -14,23 +14,21 @@ The tokens are read ahead of the FORWARD, by the first TP rank, as the training 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement
-from megatron_het.runtime.channels import Channels, PendingReceive
-from megatron_het.runtime.lowering import RankOp
-from megatron_het.runtime.slicing import Sequences
+from megatron_het.report.timeline import Timeline
+from megatron_het.runtime.batches import Batches
+from megatron_het.runtime.channels import PendingReceive
+from megatron_het.runtime.feature import Call, Handler, Iteration, OpenChannels
 from megatron_het.schedule.ir import Kind
+from megatron_het.vocab.layers import EmbeddingHolder, SplitEmbedding, VocabularyShard
 from megatron_het.vocab.messages import PENDING_SENDS, arrived, position_of, positions, team
-
-if TYPE_CHECKING:  # they import Megatron, or would import this module again
-    from megatron_het.runtime.executor import Call, Iteration
-    from megatron_het.runtime.timeline import Timeline
-    from megatron_het.vocab.layers import SplitEmbedding
 
 Slice = tuple[int, int]
 """(microbatch, slice)"""
@@ -43,33 +41,29 @@ class EmbeddingTeam:
     Args:
         placement: The plan's lookup tables; all replicas have one TP size.
         rank: This rank.
-        transport: As for the pipeline's transfers.
-        timeout_s: Bound on every wait, in seconds.
+        open_channels: Opens transfers of a purpose; collective.
         tp_group: This rank's TP group.
         timeline: Is told about waiting.
-        sequences: Knows the batches.
+        batches: What forwards read.
     """
 
     def __init__(
         self,
         placement: Placement,
         rank: int,
-        transport: str,
-        timeout_s: float,
+        open_channels: OpenChannels,
         tp_group: dist.ProcessGroup,
         timeline: Timeline,
-        sequences: Sequences,
+        batches: Batches,
     ) -> None:
         where = placement.locate(rank)
         self._placement, self._rank, self._where, self._tp_group = placement, rank, where, tp_group
         self._position = position_of(placement, where)
-        self._timeline, self._sequences = timeline, sequences
+        self._timeline, self._batches = timeline, batches
         self._is_first = where.stage == 0
         # Tokens have groups of their own: they are sent earlier, relative to gradients, than received.
-        self._tokens, self._channels = (
-            Channels(edges, transport, timeout_s, rank, pending_per_edge=PENDING_SENDS)
-            for edges in (token_edges(placement), part_edges(placement))
-        )
+        self._tokens = open_channels("tokens", token_edges(placement), PENDING_SENDS)
+        self._channels = open_channels("embeddings", part_edges(placement), PENDING_SENDS)
         self._layer: SplitEmbedding | None = None
         self._current: Slice = (-1, -1)
         self._parts: dict[Slice, _Arriving] = {}
@@ -80,8 +74,6 @@ class EmbeddingTeam:
 
     def attach(self, model: torch.nn.Module) -> torch.nn.Parameter:
         """Give this rank its rows, in its first chunk (GPTModel, not wrapped); returns them."""
-        from megatron_het.vocab.layers import EmbeddingHolder, SplitEmbedding, VocabularyShard
-
         config: Any = model.config
         shard = VocabularyShard.of(self._placement, self._rank, model.vocab_size)  # type: ignore[arg-type]
         reduces = bool(config.sequence_parallel and model.position_embedding_type != "learned_absolute")
@@ -111,18 +103,18 @@ class EmbeddingTeam:
 
     # -- operations ------------------------------------------------------------------------------
 
-    def handlers(self) -> dict[Kind, Callable[[RankOp, Call, Iteration], None]]:
+    def handlers(self) -> dict[Kind, Handler]:
         """What the executor runs."""
         return {Kind.EMBED_FORWARD: self._forward, Kind.EMBED_BACKWARD: self._backward}
 
     def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
         key = op.microbatch, op.slice
-        shape = self._part_shape(call)
+        shape = self._part_shape(op, call)
         if self._is_first:
             self._send_tokens(op, call)
             self._parts[key] = [self._expect(peer, op, shape, call) for peer in self._helpers(op)]
             return
-        tokens = torch.empty(self._token_shape(call), dtype=torch.int64, device=call.device)
+        tokens = torch.empty(self._token_shape(op, call), dtype=torch.int64, device=call.device)
         source = team(self._placement, op.microbatch, self._position - self._where.tp_rank)[0]
         pending = self._tokens.receive(tokens, source, op.label)
         (tokens,) = arrived([(tokens, pending)], self._timeline, self._tokens)
@@ -136,7 +128,7 @@ class EmbeddingTeam:
     def _send_tokens(self, op: RankOp, call: Call) -> None:
         if self._where.tp_rank > 0:
             return
-        tokens = self._sequences.peek(op, call.data_iterators[0])["tokens"]
+        tokens = self._batches.peek(op, call.data_iterators[0])["tokens"]
         tokens = tokens.to(device=call.device, dtype=torch.int64).contiguous()
         for tp_rank in range(self._tp_group.size()):
             for peer in team(self._placement, op.microbatch, self._position + tp_rank)[1:]:
@@ -149,7 +141,7 @@ class EmbeddingTeam:
             for peer in self._helpers(op):
                 self._channels.send(gradient, peer, op.label)
             return
-        arriving = [self._expect(self._first(op), op, self._part_shape(call), call)]
+        arriving = [self._expect(self._first(op), op, self._part_shape(op, call), call)]
         (gradient,) = arrived(arriving, self._timeline, self._channels)
         torch.autograd.backward(self._own.pop(key), gradient)
 
@@ -174,20 +166,19 @@ class EmbeddingTeam:
     def _helpers(self, op: RankOp) -> Sequence[int]:
         return team(self._placement, op.microbatch, self._position)[1:]
 
-    def _token_shape(self, call: Call) -> tuple[int, int]:
-        length, batch, _ = call.shape
+    def _token_shape(self, op: RankOp, call: Call) -> tuple[int, int]:
+        length, batch, _ = call.shape(op.microbatch)
         assert self._layer is not None
         spread = self._layer.config.sequence_parallel
         return batch, length * self._tp_group.size() if spread else length
 
-    def _part_shape(self, call: Call) -> tuple[int, ...]:
+    def _part_shape(self, op: RankOp, call: Call) -> tuple[int, ...]:
         assert self._layer is not None
-        hidden = call.shape[2]
-        return call.shape if self._layer.reduce_scatter_embeddings else (*self._token_shape(call), hidden)
+        if self._layer.reduce_scatter_embeddings:
+            return call.shape(op.microbatch)
+        return (*self._token_shape(op, call), call.hidden_size)
 
-    def _expect(
-        self, src: int, op: RankOp, shape: tuple[int, ...], call: Call
-    ) -> tuple[torch.Tensor, PendingReceive]:
+    def _expect(self, src: int, op: RankOp, shape: tuple[int, ...], call: Call) -> tuple[torch.Tensor, PendingReceive]:
         assert self._layer is not None
         buffer = torch.empty(shape, dtype=self._layer.weight.dtype, device=call.device)
         return buffer, self._channels.receive(buffer, src, op.label)

@@ -63,9 +63,7 @@ class VocabularyShard:
         """The rows as what they are: a part of the whole weight, under stock Megatron's key."""
         offset = (0, self.stage * self.tp + self.tp_rank, self.stages * self.tp)
         replica = (0, 0, metadata["dp_cp_group"].rank())
-        return ShardedTensor.from_rank_offsets(
-            key, weight, offset, replica_id=replica, allow_shape_mismatch=True
-        )
+        return ShardedTensor.from_rank_offsets(key, weight, offset, replica_id=replica, allow_shape_mismatch=True)
 
 
 class SplitOutputLayer(ColumnParallelLinear):
@@ -127,9 +125,7 @@ class SplitEmbedding(VocabParallelEmbedding):
         tp_group: This rank's TP group.
     """
 
-    def __init__(
-        self, shard: VocabularyShard, config: Any, reduce_scatter: bool, tp_group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, shard: VocabularyShard, config: Any, reduce_scatter: bool, tp_group: dist.ProcessGroup) -> None:
         super().__init__(
             shard.stage_rows,
             config.hidden_size,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_het.plan import Placement
 from megatron_het.plan.placement import Location
+from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels, PendingReceive
-
-if TYPE_CHECKING:
-    from megatron_het.runtime.timeline import Timeline
 
 PENDING_SENDS = 8
 """Sends to one peer that may be under way over gloo: the messages of a few slices."""
@@ -23,9 +20,7 @@ def team(placement: Placement, microbatch: int, position: int) -> list[int]:
 
     Equal positions have equal TP ranks and equal parts of the sequence.
     """
-    return [
-        placement.replica(stage, row[microbatch]).ranks[position] for stage, row in enumerate(placement.route)
-    ]
+    return [placement.replica(stage, row[microbatch]).ranks[position] for stage, row in enumerate(placement.route)]
 
 
 def position_of(placement: Placement, where: Location) -> int:

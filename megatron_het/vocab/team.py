@@ -23,24 +23,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement
-from megatron_het.runtime.channels import Channels, PendingReceive
-from megatron_het.runtime.lowering import RankOp
-from megatron_het.runtime.slicing import Sequences
+from megatron_het.report.timeline import Timeline
+from megatron_het.runtime.batches import Batches
+from megatron_het.runtime.channels import PendingReceive
+from megatron_het.runtime.feature import Call, Handler, Iteration, OpenChannels
 from megatron_het.schedule.ir import Kind
 from megatron_het.vocab.cross_entropy import STATISTICS, ShardLogits, log_sum_exp, merge, token_losses
 from megatron_het.vocab.embedding import EmbeddingTeam
+from megatron_het.vocab.layers import SplitOutputLayer, VocabularyShard
 from megatron_het.vocab.messages import PENDING_SENDS, arrived, position_of, positions, team
-
-if TYPE_CHECKING:  # they import Megatron, or would import this module again
-    from megatron_het.runtime.executor import Call, Iteration
-    from megatron_het.runtime.timeline import Timeline
-    from megatron_het.vocab.layers import SplitOutputLayer
 
 Slice = tuple[int, int]
 """(microbatch, slice)"""
@@ -63,22 +61,20 @@ class SplitVocabulary:
     Args:
         placement: The plan's lookup tables; all replicas have one TP size.
         rank: This rank.
-        transport: As for the pipeline's transfers.
-        timeout_s: Bound on every wait, in seconds.
+        open_channels: Opens transfers of a purpose; collective.
         tp_group: This rank's TP group.
         timeline: Is told about waiting.
-        sequences: Knows the batches.
+        batches: What forwards read.
     """
 
     def __init__(
         self,
         placement: Placement,
         rank: int,
-        transport: str,
-        timeout_s: float,
+        open_channels: OpenChannels,
         tp_group: dist.ProcessGroup,
         timeline: Timeline,
-        sequences: Sequences,
+        batches: Batches,
     ) -> None:
         where = placement.locate(rank)
         self._placement = placement
@@ -87,12 +83,8 @@ class SplitVocabulary:
         self._tp_group = tp_group
         self._timeline = timeline
         self._is_last = where.stage == placement.num_stages - 1
-        self._channels = Channels(
-            team_edges(placement), transport, timeout_s, rank, pending_per_edge=PENDING_SENDS
-        )
-        self._embedding = EmbeddingTeam(
-            placement, rank, transport, timeout_s, tp_group, timeline, sequences
-        )
+        self._channels = open_channels("output layer", team_edges(placement), PENDING_SENDS)
+        self._embedding = EmbeddingTeam(placement, rank, open_channels, tp_group, timeline, batches)
         self._layer: SplitOutputLayer | None = None
         self._tied_weight: torch.nn.Parameter | None = None
         self._labels: torch.Tensor | None = None
@@ -110,15 +102,14 @@ class SplitVocabulary:
         Args:
             models: GPTModels, not wrapped.
         """
-        from megatron_het.vocab.layers import SplitOutputLayer, VocabularyShard
-
         model = models[-1]
         shard = VocabularyShard.of(self._placement, self._rank, model.vocab_size)  # type: ignore[arg-type]
         config: Any = model.config
         if self._is_last:
             # The model now ends with its last layer's hidden states; the rest is done here.
-            model.post_process = False
-            del model.output_layer
+            last: Any = model
+            last.post_process = False
+            del last.output_layer
             model.register_forward_pre_hook(self._keep_labels, with_kwargs=True)
         tied = bool(model.share_embeddings_and_output_weights)
         self._layer = SplitOutputLayer(shard, config, config.init_method, self._tp_group, has_weight=not tied)
@@ -130,9 +121,7 @@ class SplitVocabulary:
             self._tied_weight = rows
             rows.zero_out_wgrad = True  # type: ignore[attr-defined]
 
-    def _keep_labels(
-        self, _model: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _keep_labels(self, _model: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._labels = kwargs.get("labels")
 
     # -- FORWARD and BACKWARD of the model's ends ------------------------------------------------
@@ -179,15 +168,16 @@ class SplitVocabulary:
 
     # -- operations ------------------------------------------------------------------------------
 
-    def handlers(self) -> dict[Kind, Callable[[RankOp, Call, Iteration], None]]:
+    def handlers(self) -> dict[Kind, Handler]:
         """What the executor runs."""
         own = {Kind.VOCAB_FORWARD: self._forward, Kind.VOCAB_BACKWARD: self._backward}
         return own | self._embedding.handlers()
 
     def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
         if call.collect_non_loss_data:
-            raise RuntimeError(f"{op.label}: data that is not the loss comes from whole logits, which a split "
-                               "vocabulary never has")  # fmt: skip
+            raise RuntimeError(
+                f"{op.label}: data that is not the loss comes from whole logits, which a split vocabulary never has"
+            )
         key, owner = (op.microbatch, op.slice), self._owner(op)
         loss_func = None
         if owner is None:
@@ -197,7 +187,7 @@ class SplitVocabulary:
                 self._channels.send(hidden, peer, op.label)
                 self._channels.send(labels, peer, op.label)
         else:
-            hidden, labels = self._receive(owner, op, self._shapes(call), (self._weight_dtype, torch.int64), call)
+            hidden, labels = self._receive(owner, op, self._shapes(op, call), (self._weight_dtype, torch.int64), call)
         work = self._compute(hidden, labels, call.forward_only)
         work.loss_func = loss_func
         statistics = self._over_tp(work.shard.statistics)
@@ -234,7 +224,10 @@ class SplitVocabulary:
         else:
             shape = (2, *work.shard.statistics.shape[1:])
             (back,) = self._receive(owner, op, (shape,), (torch.float32,), call)
-        gradient = work.shard.gradient(back[0], back[1]).to(work.logits.dtype)
+        gradient = work.shard.gradient(back[0], back[1])
+        if call.config.cross_entropy_loss_fusion:
+            gradient = gradient.to(torch.bfloat16)  # as Megatron's fused cross entropy does, in fp32 too
+        gradient = gradient.to(work.logits.dtype)
         custom_backward(work.logits, gradient)
         assert work.hidden.grad is not None
         if owner is None:
@@ -275,9 +268,17 @@ class SplitVocabulary:
             call.config.timers("forward-compute", log_level=2).start()
         with torch.set_grad_enabled(not call.forward_only):
             loss, num_tokens = schedules.forward_step_calc_loss(
-                call.models[-1], losses, work.loss_func, call.config, None, call.collect_non_loss_data,
-                call.num_microbatches, state.reports, 1, is_last_stage=True,
-            )  # fmt: skip
+                call.models[-1],
+                losses,
+                work.loss_func,
+                call.config,
+                None,
+                call.collect_non_loss_data,
+                call.num_microbatches,
+                state.reports,
+                1,
+                is_last_stage=True,
+            )
         state.num_tokens += num_tokens
         if not call.forward_only:
             scale = call.config.grad_scale_func
@@ -302,12 +303,12 @@ class SplitVocabulary:
         weight = self._layer.weight if self._tied_weight is None else self._tied_weight
         return weight.dtype
 
-    def _shapes(self, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _shapes(self, op: RankOp, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of hidden states and labels on a rank."""
-        length, batch, _ = call.shape
+        length, batch, _ = shape = call.shape(op.microbatch)
         assert self._layer is not None
         tokens = length * self._tp_group.size() if self._layer.sequence_parallel else length
-        return call.shape, (tokens, batch)
+        return shape, (tokens, batch)
 
     def _receive(
         self, src: int, op: RankOp, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], call: Call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -51,10 +52,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int, folder: Path = REPOSITORY) -> dict[str, str]:
     """The environment of one rank on this machine, on top of the environment of this process."""
     environment = dict(os.environ)
-    paths = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
+    paths = [str(folder), environment.get("PYTHONPATH", "")]
     environment.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -79,6 +80,8 @@ def launch(
     timeout_s: float = 300.0,
     grace_s: float = 10.0,
     check: bool = True,
+    python: str = sys.executable,
+    folder: Path = REPOSITORY,
 ) -> Launch:
     """Run a Python command line once per rank and wait for all of them.
 
@@ -93,6 +96,8 @@ def launch(
         timeout_s: Bound on the whole launch.
         grace_s: Bound on what follows the first failure.
         check: Whether a rank that fails raises.
+        python: The interpreter.
+        folder: Where the ranks run and import from.
 
     Returns:
         Exit codes and logs.
@@ -106,19 +111,8 @@ def launch(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world_size):
-            with logs[rank].open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *command],
-                        cwd=REPOSITORY,
-                        env=rank_environment(rank, world_size, port) | dict(environment or {}),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                        preexec_fn=_die_with_parent if _LIBC else None,
-                    )
-                )
+            variables = rank_environment(rank, world_size, port, folder) | dict(environment or {})
+            processes.append(_start([python, *command], folder, variables, logs[rank]))
         first_failed = _wait(processes, start_s + timeout_s, grace_s)
     finally:
         unfinished = [rank for rank, process in enumerate(processes) if process.poll() is None]
@@ -128,15 +122,28 @@ def launch(
     done = Launch(tuple(process.returncode for process in processes), logs, elapsed_s)
     if unfinished and first_failed is None:
         raise LaunchError(
-            f"ranks {unfinished} still ran after {timeout_s} s and were killed\n"
-            + _tail(done, unfinished[0])
+            f"ranks {unfinished} still ran after {timeout_s} s and were killed\n" + _tail(done, unfinished[0])
         )
     if check and first_failed is not None:
         raise LaunchError(
-            f"rank {first_failed} failed first; exit codes {done.returncodes}\n"
-            + _tail(done, first_failed)
+            f"rank {first_failed} failed first; exit codes {done.returncodes}\n" + _tail(done, first_failed)
         )
     return done
+
+
+def _start(command: list[str], folder: Path, environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """One rank as leader of a session of its own, which dies with this process."""
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent if _LIBC else None,  # noqa: PLW1509  one prctl, no lock
+        )
 
 
 def _die_with_parent() -> None:
@@ -145,9 +152,7 @@ def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _wait(
-    processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, grace_s: float
-) -> int | None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, grace_s: float) -> int | None:
     """Wait for all processes or a deadline; returns the rank that was seen to fail first."""
     first_failed = None
     while time.monotonic() < deadline_s:
@@ -163,10 +168,8 @@ def _wait(
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill what is left of a rank's process group, helper processes included."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -21,6 +21,9 @@ from typing import Any
 _DAEMONS = ("slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sinfo", "scancel")
 _ACTIVE = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED"}
 
+_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
+"""Slurm believes in GPUs only where it finds device files."""
+
 _CONFIGURATION = """\
 ClusterName=loop
 SlurmctldHost=localhost(127.0.0.1)
@@ -100,10 +103,12 @@ class SlurmCluster:
         base: Folder for configuration, state and logs.
         features: Nodes, each with its feature, e.g. ``["big", "small", "small"]``.
         cpus: Processors that every node claims to have.
+        gpus: GPUs that every node claims to have, as Slurm writes them (``gpu:a100:2``), at most four; none when empty.
     """
 
-    def __init__(self, base: Path, features: Sequence[str], cpus: int = 4) -> None:
+    def __init__(self, base: Path, features: Sequence[str], cpus: int = 4, gpus: Sequence[str] = ()) -> None:
         self.base, self.features, self.cpus = base, list(features), cpus
+        self.gpus = list(gpus) or [""] * len(self.features)
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
 
     @property
@@ -164,10 +169,18 @@ class SlurmCluster:
             (self.base / folder).mkdir(parents=True)
         ports = _free_ports(1 + len(self.features))
         text = _CONFIGURATION.format(port=ports[0], user=_user(), base=self.base)
-        for name, port, feature in zip(self._names, ports[1:], self.features, strict=True):
+        text += "GresTypes=gpu\n" if any(self.gpus) else ""
+        rows = [
+            f"NodeName={name} Name=gpu Type={gpu.split(':')[1]} File={','.join(_FILES[: int(gpu.split(':')[2])])}\n"
+            for name, gpu in zip(self._names, self.gpus, strict=True)
+            if gpu
+        ]
+        (self.base / "etc" / "gres.conf").write_text("".join(rows), encoding="utf-8")
+        for name, port, feature, gpu in zip(self._names, ports[1:], self.features, self.gpus, strict=True):
+            gres = f"Gres={gpu} " if gpu else ""
             text += (
                 f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname=localhost Port={port} "
-                f"CPUs={self.cpus} RealMemory=2000 Feature={feature} State=UNKNOWN\n"
+                f"CPUs={self.cpus} RealMemory=2000 Feature={feature} {gres}State=UNKNOWN\n"
             )
         text += f"PartitionName=all Nodes={','.join(self._names)} Default=YES MaxTime=60 State=UP\n"
         (self.base / "etc" / "slurm.conf").write_text(text, encoding="utf-8")
@@ -188,18 +201,26 @@ class SlurmCluster:
         name = f"{command[0]}-{len(self._processes)}"
         with (self.base / "log" / f"{name}.out").open("wb") as output:
             process = subprocess.Popen(
-                words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=self.environment, start_new_session=True,
-            )  # fmt: skip
+                words,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self.environment,
+                start_new_session=True,
+            )
         self._processes.append((name, process))
 
     def _run(
         self, *command: str, check: bool = True, variables: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            command, env={**self.environment, **(variables or {})}, capture_output=True, text=True,
-            check=False, timeout=60,
-        )  # fmt: skip
+            command,
+            env={**self.environment, **(variables or {})},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}{done.stdout}")
         return done

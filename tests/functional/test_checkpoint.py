@@ -56,29 +56,29 @@ def _ministages(under: Plan, layers: tuple[tuple[int, ...], ...], **window: Any)
 KINDS = {
     "split-vocabulary": _sliced(
         _kind(([[1], [1]], [2, 3]), ([[1], [1]], [4, 1]), tied=True, distributed_optimizer=True),
-        slices=4, vocabulary=True,
+        slices=4,
+        vocabulary=True,
     ),
     "tied": _kind(([[1], [2, 1]], [2, 3]), ([[2, 1], [1], [1]], [1, 2, 2]), tied=True),
     "distributed-optimizer": _kind(
-        ([[1, 1], [2, 1]], [2, 3]), ([[1], [4], [1, 1]], [1, 3, 1]),
-        distributed_optimizer=True, sequence_parallel=True,
+        ([[1, 1], [2, 1]], [2, 3]), ([[1], [4], [1, 1]], [1, 3, 1]), distributed_optimizer=True, sequence_parallel=True
     ),
-    "bf16": _kind(
-        ([[1], [2, 1]], [2, 3]), ([[2], [1, 1]], [4, 1]),
-        distributed_optimizer=True, precision="bf16",
-    ),
+    "bf16": _kind(([[1], [2, 1]], [2, 3]), ([[2], [1, 1]], [4, 1]), distributed_optimizer=True, precision="bf16"),
     # Rank 0, which writes what is common, keeps no state.
     "ministages": Kind(
         with_shares(
             _ministages(
-                plan("first", [[1, 1, 1], [1]], [3, 2], distributed_optimizer=True), ((2, 1), (1, 1)),
-                offload=True, offload_optimizer=True, update="undo",
+                plan("first", [[1, 1, 1], [1]], [3, 2], distributed_optimizer=True),
+                ((2, 1), (1, 1)),
+                offload=True,
+                offload_optimizer=True,
+                update="undo",
             ),
             ((0, 2, 1), (1,)),
         ),
         plan("second", [[1], [1, 1]], [2, 3], distributed_optimizer=True),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,15 @@ def train(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Trains under a plan, or with None in one stock process, and saves every SAVED_AT iterations."""
 
     def train(
-        under: Plan | None, weights: Weights, *more: str | Path, load: Path | None = None,
-        steps: int = STEPS, decay_steps: int = STEPS, save_interval: int = SAVED_AT, start: bool = True,
-    ) -> Run:  # fmt: skip
+        under: Plan | None,
+        weights: Weights,
+        *more: str | Path,
+        load: Path | None = None,
+        steps: int = STEPS,
+        decay_steps: int = STEPS,
+        save_interval: int = SAVED_AT,
+        start: bool = True,
+    ) -> Run:
         folder = tmp_path_factory.mktemp("run")
         flags = [*common_flags(weights, by_samples=True, steps=steps), *lab.data_flags()]
         flags += ["--lr-decay-samples", str(decay_steps * MICROBATCHES)]
@@ -117,9 +123,15 @@ def train(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Train:
             save_plan(under, folder / "plan.json")
             flags += ["--het-plan", str(folder / "plan.json"), "--het-report", str(folder)]
         finished = lab.runner.run(
-            Job("checkpoint", under.world_size if under else 1, tuple(flags), folder,
-                setup=("benchmarks.probe:observe", {"out": str(folder)}), timeout_s=300.0)
-        )  # fmt: skip
+            Job(
+                "checkpoint",
+                under.world_size if under else 1,
+                tuple(flags),
+                folder,
+                setup=("benchmarks.probe:observe", {"out": str(folder)}),
+                timeout_s=300.0,
+            )
+        )
         return Run(finished, folder / "checkpoints", _losses(folder, under, load, steps))
 
     return train
@@ -129,7 +141,7 @@ def _losses(folder: Path, under: Plan | None, load: Path | None, steps: int) -> 
     if under is not None:
         last = under.stages[-1].replicas[0].ranks[0]
         report = json.loads((folder / f"rank-{last}.json").read_text())
-        return {iteration: loss for iteration, loss in report["losses"]}
+        return dict(report["losses"])
     path = folder / "losses-0.json"
     kept = json.loads(path.read_text())["losses"] if path.exists() else []
     return {steps - len(kept) + 1 + i: loss for i, loss in enumerate(kept)}
@@ -139,9 +151,8 @@ def same(lab: Lab, first: Path, second: Path, folder: Path) -> dict[str, Any]:
     """Compare two checkpoints in a rank process."""
     options = {"first": str(first), "second": str(second), "out": str(folder / "found.json")}
     lab.runner.run(
-        Job("compare", 1, (), folder, "benchmarks.probe:nothing",
-            ("benchmarks.probe:compare_checkpoints", options))
-    )  # fmt: skip
+        Job("compare", 1, (), folder, "benchmarks.probe:nothing", ("benchmarks.probe:compare_checkpoints", options))
+    )
     return json.loads((folder / "found.json").read_text())
 
 
@@ -169,9 +180,7 @@ def stock_flags(kind: Kind) -> list[str]:
     return ["--use-distributed-optimizer"] if distributed else []
 
 
-def test_saved_under_one_plan_and_loaded_under_another(
-    lab: Lab, train: Train, kind: Kind, whole: Run, tmp_path: Path
-):
+def test_saved_under_one_plan_and_loaded_under_another(lab: Lab, train: Train, kind: Kind, whole: Run, tmp_path: Path):
     """Loading and saving again without a step in between changes no bit."""
     again = {"load": whole.checkpoints, "steps": SAVED_AT, "save_interval": SAVED_AT - 1}
     # Less training than the schedule of the checkpoint was made for.
@@ -185,14 +194,10 @@ def test_saved_under_one_plan_and_loaded_under_another(
 
 
 @pytest.mark.parametrize("under", ["second plan", "stock Megatron"])
-def test_resuming_elsewhere_continues_the_losses(
-    train: Train, kind: Kind, whole: Run, under: str
-):
+def test_resuming_elsewhere_continues_the_losses(train: Train, kind: Kind, whole: Run, under: str):
     chosen = kind.second if under == "second plan" else None
     flags = [] if chosen else stock_flags(kind)
-    resumed = train(
-        chosen, kind.weights, "--ckpt-step", str(SAVED_AT), *flags, load=whole.checkpoints
-    )
+    resumed = train(chosen, kind.weights, "--ckpt-step", str(SAVED_AT), *flags, load=whole.checkpoints)
     assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
     bar = 2e-3 if kind.weights.precision == "bf16" else BAR
     for iteration, loss in resumed.losses.items():
@@ -202,9 +207,7 @@ def test_resuming_elsewhere_continues_the_losses(
 def test_stock_checkpoint_resumes_under_a_plan(train: Train):
     kind = KINDS["distributed-optimizer"]
     stock = train(None, kind.weights, *stock_flags(kind))
-    resumed = train(
-        kind.second, kind.weights, "--ckpt-step", str(SAVED_AT), load=stock.checkpoints
-    )
+    resumed = train(kind.second, kind.weights, "--ckpt-step", str(SAVED_AT), load=stock.checkpoints)
     assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
     for iteration, loss in resumed.losses.items():
         assert loss == pytest.approx(stock.losses[iteration], rel=BAR, abs=0.0), iteration
@@ -215,11 +218,24 @@ def test_resumes_bit_for_bit_under_unequal_shares(lab: Lab, train: Train, tmp_pa
     kind = KINDS["ministages"]
     whole = train(kind.first, kind.weights)
     resumed = train(
-        kind.first, kind.weights, "--ckpt-step", str(SAVED_AT),
-        "--distrib-optim-fully-reshardable-mem-efficient", load=whole.checkpoints,
-    )  # fmt: skip
+        kind.first,
+        kind.weights,
+        "--ckpt-step",
+        str(SAVED_AT),
+        "--distrib-optim-fully-reshardable-mem-efficient",
+        load=whole.checkpoints,
+    )
     assert resumed.losses == {i: whole.losses[i] for i in range(SAVED_AT + 1, STEPS + 1)}
     assert_same(lab, whole.checkpoint(STEPS), resumed.checkpoint(STEPS), tmp_path)
+
+
+def test_slices_resume_bit_for_bit(train: Train):
+    """Three microbatches per replica and iteration: iterations of a run must not alternate in how they round."""
+    base = plan("slices", [[1, 1], [1, 1]], [2, 3], even_routing=True)
+    under = replace(base, schedule=ScheduleSpec("slimpipe", {"slices": 4}))
+    whole = train(under, Weights(), save_interval=3)
+    resumed = train(under, Weights(), "--ckpt-step", "3", load=whole.checkpoints, save_interval=3)
+    assert resumed.losses == {i: whole.losses[i] for i in range(4, STEPS + 1)}
 
 
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
@@ -233,9 +249,7 @@ def test_dropout_resumes_bit_for_bit_under_the_same_topology(train: Train):
     resumed = train(kind.first, kind.weights, *DROPOUT, *step, load=whole.checkpoints)
     assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
     assert resumed.losses == {i: whole.losses[i] for i in resumed.losses}
-    fresh = train(
-        kind.first, kind.weights, *DROPOUT, *step, "--no-load-rng", load=whole.checkpoints
-    )
+    fresh = train(kind.first, kind.weights, *DROPOUT, *step, "--no-load-rng", load=whole.checkpoints)
     assert fresh.losses != resumed.losses, "dropout does not depend on the random-number state"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo") / "run"
     command = [
-        sys.executable, "-m", "examples.llama.demo", "--quick", "--out", str(out),
-        "--source", str(REPOSITORY / "megatron_het"),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "examples.llama.demo",
+        "--quick",
+        "--out",
+        str(out),
+        "--source",
+        str(REPOSITORY / "megatron_het"),
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr + done.stdout
     (out / "stdout").write_text(done.stdout)
@@ -31,8 +38,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_report(run: Path) -> None:
     report = json.loads((run / "report.json").read_text())
-    for key in ("losses", "validation_loss", "predicted_iteration_s", "measured_iteration_s",
-                "even_split_iteration_s", "speedup_over_even_split", "per_rank"):
+    for key in (
+        "losses",
+        "validation_loss",
+        "predicted_iteration_s",
+        "measured_iteration_s",
+        "even_split_iteration_s",
+        "speedup_over_even_split",
+        "per_rank",
+    ):
         assert key in report
     losses = [loss for _, loss in report["losses"]]
     # Six iterations; an untrained model is at log(vocabulary) = 5.6.
@@ -61,9 +75,24 @@ def test_files(run: Path) -> None:
     assert words[words.index("--num-layers") + 1] == "6"
 
 
+def test_the_page_has_the_figures_of_the_report(run: Path) -> None:
+    report = json.loads((run / "report.json").read_text())
+    text = (run / "report.html").read_text()
+    found = re.search(r'id="page-data">(.*?)</script>', text) or pytest.fail("no data in the page")
+    page = json.loads(found.group(1))
+    figures = {f["name"]: f["value"] for f in page["figures"]}
+    assert figures["Iteration, measured"] == report["measured_iteration_s"]
+    assert [t["title"].split(",")[0] for t in page["timelines"]] == ["Predicted", "Measured"]
+    passes = [t["events"]["lane"] for t in page["timelines"]]
+    microbatches = sum(2 * r["microbatches"] for r in report["per_rank"])
+    assert len(passes[0]) == microbatches and len(passes[1]) >= microbatches
+    held = [gpu for node in page["cluster"]["pools"][0]["nodes"] for gpu in node["gpus"]]
+    assert sorted(rank for _, _, rank in held) == [r["rank"] for r in report["per_rank"]]
+
+
 def test_what_it_says(run: Path) -> None:
     text = (run / "stdout").read_text()
-    for words in ("The cluster", "Profile", "even split", "speedup over the even split", "report.json"):
+    for words in ("The cluster", "Profile", "even split", "speedup over the even split", "report.json", "report.html"):
         assert words in text
 
 
@@ -78,7 +107,9 @@ def test_data_is_prepared_once_and_holds_the_files(tmp_path: Path) -> None:
     files = prepare(tmp_path / "data", source, validation_fraction=0.2)
     train, validation = (IndexedDataset(p) for p in (files.train_prefix, files.validation_prefix))
     assert len(train) == 8 and len(validation) == 2 and files.documents == 10
-    documents = {bytes(d[:-1].astype("uint8")).decode() for s in (train, validation) for d in (s[i] for i in range(len(s)))}
+    documents = {
+        bytes(d[:-1].astype("uint8")).decode() for s in (train, validation) for d in (s[i] for i in range(len(s)))
+    }
     assert documents == {f"x = {i}  # \u00e4\n" for i in range(10)}
     assert all(train[i][-1] == END_OF_DOCUMENT for i in range(8))
     assert files.train_tokens == sum(len(train[i]) for i in range(8))
@@ -103,7 +134,11 @@ def test_bad_options(arguments: list[str], words: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     done = subprocess.run(
         [sys.executable, "-m", "examples.llama.demo", "--out", str(out), *arguments],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == 2 and words in done.stderr
     assert not out.exists()

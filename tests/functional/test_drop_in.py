@@ -17,10 +17,15 @@ from megatron_het.plan import save_plan
 
 STEPS = 6
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
-LOGGING = (
-    "--tensorboard-queue-size 1 --tensorboard-log-interval 1 --log-validation-ppl-to-tensorboard "
-    "--log-num-zeros-in-grad --log-params-norm"
-).split()
+LOGGING = [
+    "--tensorboard-queue-size",
+    "1",
+    "--tensorboard-log-interval",
+    "1",
+    "--log-validation-ppl-to-tensorboard",
+    "--log-num-zeros-in-grad",
+    "--log-params-norm",
+]
 
 
 def _job(lab: Lab, folder: Path, *more: str, world_size: int = 1, **options: object) -> Job:
@@ -31,17 +36,20 @@ def _job(lab: Lab, folder: Path, *more: str, world_size: int = 1, **options: obj
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_PATH is not set: no Megatron-LM checkout")
-@pytest.mark.parametrize("layout", [[], ["--tensor-model-parallel-size", "2", "--sequence-parallel"]],
-                         ids=["one process", "TP 2"])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout", [[], ["--tensor-model-parallel-size", "2", "--sequence-parallel"]], ids=["one process", "TP 2"]
+)
 def test_without_a_plan_it_is_stock_megatron_bit_for_bit(layout: list[str], lab: Lab, tmp_path: Path):
     """The checkout's own pretrain_gpt.py and this entry: equal losses, weights and optimizer state."""
     world_size = 2 if layout else 1
     found = []
     for name, options in (
-        ("stock", {"entry": "benchmarks.probe:run_script",
-                   "environment": {"HET_TEST_SCRIPT": f"{CHECKOUT}/pretrain_gpt.py"}}),
+        (
+            "stock",
+            {"entry": "benchmarks.probe:run_script", "environment": {"HET_TEST_SCRIPT": f"{CHECKOUT}/pretrain_gpt.py"}},
+        ),
         ("ours", {}),
-    ):  # fmt: skip
+    ):
         save = ["--save", str(tmp_path / name / "checkpoints"), "--save-interval", str(STEPS)]
         job = _job(lab, tmp_path / name, *layout, *save, world_size=world_size, **options)
         lab.runner.run(job)
@@ -50,9 +58,15 @@ def test_without_a_plan_it_is_stock_megatron_bit_for_bit(layout: list[str], lab:
     first, second = (tmp_path / n / "checkpoints" / f"iter_{STEPS:07}" for n in ("stock", "ours"))
     options = {"first": str(first), "second": str(second), "out": str(tmp_path / "found.json")}
     lab.runner.run(
-        Job("compare", 1, (), tmp_path / "compare", "benchmarks.probe:nothing",
-            ("benchmarks.probe:compare_checkpoints", options))
-    )  # fmt: skip
+        Job(
+            "compare",
+            1,
+            (),
+            tmp_path / "compare",
+            "benchmarks.probe:nothing",
+            ("benchmarks.probe:compare_checkpoints", options),
+        )
+    )
     compared = json.loads((tmp_path / "found.json").read_text())
     assert compared["missing"] == [] and compared["different"] == {} and compared["equal"] > 20
 
@@ -72,9 +86,15 @@ def test_tensorboard_gets_what_stock_megatron_writes(lab: Lab, tmp_path: Path):
     plan = build_plan([[1], [2, 1]], [2, 3], random.Random(0), even_routing=False)
     save_plan(plan, tmp_path / "plan.json")
     ours = _job(
-        lab, tmp_path / "ours", *LOGGING, "--tensorboard-dir", str(tmp_path / "tb-ours"),
-        "--het-plan", str(tmp_path / "plan.json"), world_size=plan.world_size,
-    )  # fmt: skip
+        lab,
+        tmp_path / "ours",
+        *LOGGING,
+        "--tensorboard-dir",
+        str(tmp_path / "tb-ours"),
+        "--het-plan",
+        str(tmp_path / "plan.json"),
+        world_size=plan.world_size,
+    )
     lab.runner.run(ours)
     expected, found = _scalars(tmp_path / "tb-stock"), _scalars(tmp_path / "tb-ours")
     assert expected and sorted(found) == sorted(expected)

@@ -18,7 +18,7 @@ from tools.planner.emit_nodes import NodeKind
 from tools.planner.emit_scripts import LaunchOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
-import slurm_cluster  # noqa: E402
+import slurm_cluster
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KINDS = {"big": NodeKind(devices=2, constraint="big"), "small": NodeKind(devices=1, constraint="small")}
@@ -59,18 +59,37 @@ def write_run(out: Path, data: list[str], iterations: int) -> Emitted:
         "MODEL": model_arguments(plan, ModelOptions()),
         "DATA": data,
         "TRAINING": [
-            "--train-iters", str(iterations), "--lr", "1e-3", "--lr-decay-iters", "10", "--eval-iters", "0", "--eval-interval", "100",
-            "--log-interval", "1", "--seed", "1234", "--distributed-timeout-minutes", "5",
+            "--train-iters",
+            str(iterations),
+            "--lr",
+            "1e-3",
+            "--lr-decay-iters",
+            "10",
+            "--eval-iters",
+            "0",
+            "--eval-interval",
+            "100",
+            "--log-interval",
+            "1",
+            "--seed",
+            "1234",
+            "--distributed-timeout-minutes",
+            "5",
             # The second run is longer than the first one planned to be.
             "--override-opt-param-scheduler",
-            "--het-report", str(out / f"report-{iterations}"),
+            "--het-report",
+            str(out / f"report-{iterations}"),
         ],
         "PLATFORM": CPU_ARGUMENTS,
-    }  # fmt: skip
+    }
     launch = LaunchOptions(
-        run_dir=str(out), job_name="het-test", time_limit="00:20:00", python=sys.executable, save_interval=iterations,
+        run_dir=str(out),
+        job_name="het-test",
+        time_limit="00:20:00",
+        python=sys.executable,
+        save_interval=iterations,
         environment={"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
+    )
     return emit(plan, out, KINDS, groups, launch)
 
 

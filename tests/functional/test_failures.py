@@ -44,10 +44,7 @@ BAD_PLANS: dict[str, tuple[Callable[[Document], None], tuple[str, ...]]] = {
         _set("stages[1].replicas[1].ranks", [2]),
         ("stages[1].replicas[1].ranks", "[2]", "already used"),
     ),
-    "missing rank": (
-        _set("stages[1].replicas[1].ranks", [4]),
-        ("stages[*].replicas[*].ranks", "rank 3 is missing"),
-    ),
+    "missing rank": (_set("stages[1].replicas[1].ranks", [4]), ("stages[*].replicas[*].ranks", "rank 3 is missing")),
     "layers that do not add up": (
         _set("stages[0].layers", [3]),
         ("stages[*].layers", "add up to 6", "model.num_layers is 5"),
@@ -68,10 +65,7 @@ BAD_PLANS: dict[str, tuple[Callable[[Document], None], tuple[str, ...]]] = {
         _set("stages[0].replicas[0].microbatches", [0, 1, 2, 3, 4]),
         ("stages[0].replicas[*].microbatches", "microbatch 5"),
     ),
-    "another model": (
-        _set("model.hidden_size", 128),
-        ("model.hidden_size", "128", "another model", "64"),
-    ),
+    "another model": (_set("model.hidden_size", 128), ("model.hidden_size", "128", "another model", "64")),
     "another batch": (_set("training.micro_batch_size", 2), ("stages[0].replicas[0].microbatches",)),
     "unknown version": (_set("version", 99), ("version", "99", "unknown plan version")),
     "another file": (_set("format", "recipe"), ("format", "'recipe'", "not a plan")),
@@ -79,13 +73,15 @@ BAD_PLANS: dict[str, tuple[Callable[[Document], None], tuple[str, ...]]] = {
     "wrong type": (_set("training.global_batch_size", "6"), ("training.global_batch_size", "'6'")),
     "unknown precision": (_set("training.precision", "int4"), ("training.precision", "'int4'")),
     "schedule of another shape": (
-        _set("schedule", {"name": "interleaved", "parameters": {"group": 1}}), ("schedule = 'interleaved'", "group = 1"),
+        _set("schedule", {"name": "interleaved", "parameters": {"group": 1}}),
+        ("schedule = 'interleaved'", "group = 1"),
     ),
     "schedule that is only simulated": (
-        _set("schedule.name", "zb-h1"), ("schedule.name = 'zb-h1'", "simulated but not executed", "1f1b"),
+        _set("schedule.name", "zb-v"),
+        ("schedule.name = 'zb-v'", "simulated but not executed", "1f1b"),
     ),
     "unknown schedule": (_set("schedule.name", "2f2b"), ("schedule", "2f2b")),
-}  # fmt: skip
+}
 
 # name: (flags, what the one message must contain)
 BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -98,19 +94,18 @@ BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "another batch size": (("--global-batch-size", "12"), ("--global-batch-size", "12")),
     "another precision": (("--bf16",), ("--bf16", "True")),
     "another layer layout": (
-        ("--decoder-first-pipeline-num-layers", "1"), ("--decoder-first-pipeline-num-layers", "1"),
+        ("--decoder-first-pipeline-num-layers", "1"),
+        ("--decoder-first-pipeline-num-layers", "1"),
     ),
     "overlap with mixed TP": (("--overlap-grad-reduce",), ("--overlap-grad-reduce", "stage 1")),
     "checkpoint format": (("--ckpt-format", "torch"), ("--ckpt-format", "'torch'")),
     "unknown flag": (("--het-speed", "3"), ("--het-speed",)),
     "unknown transport": (("--het-transport", "pigeon"), ("--het-transport", "pigeon")),
     "NCCL on a CPU": (("--het-transport", "nccl"), ("--het-transport", "nccl")),
-}  # fmt: skip
+}
 
 
-def _job(
-    folder: Path, plan: Path, world_size: int = PLAN.world_size, *more: str, drop: str = ""
-) -> Job:
+def _job(folder: Path, plan: Path, world_size: int = PLAN.world_size, *more: str, drop: str = "") -> Job:
     """A run that must be refused; a checkpoint and a report of an earlier run lie there."""
     for name in ("checkpoints", "report"):
         (folder / name).mkdir()
@@ -190,7 +185,7 @@ def test_a_truncated_or_missing_file_is_refused(lab: Lab, tmp_path: Path):
     path = tmp_path / "plan.json"
     save_plan(PLAN, path)
     path.write_text(path.read_text()[:200])
-    assert_refused(lab.runner.run(_job(tmp_path, path), check=False), (f"{path}:", "truncated"))
+    assert_refused(lab.runner.run(_job(tmp_path, path), check=False), (str(path), "line 10", "truncated"))
     second = tmp_path / "second"
     second.mkdir()
     missing = tmp_path / "no-such-plan.json"
@@ -213,6 +208,12 @@ def _training(lab: Lab, plan: Plan, folder: Path, *more: str) -> Job:
     return Job("training", plan.world_size, tuple(flags), folder, timeout_s=240.0, grace_s=90.0)
 
 
+def assert_names(log: str, victim: int) -> None:
+    """A survivor says who has stopped, whatever it waited for itself."""
+    texts = [f"rank {victim} does not answer"] + (["rank 0 has probably stopped"] if victim == 0 else [])
+    assert any(text in log for text in texts), log[-3000:]
+
+
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_killed_rank_stops_the_others(victim: int, lab: Lab, tmp_path: Path):
     """In the middle of an iteration; the others name operation and peer, the checkpoint is intact."""
@@ -229,6 +230,7 @@ def test_a_killed_rank_stops_the_others(victim: int, lab: Lab, tmp_path: Path):
         assert said, log[-2000:]
         if rank in neighbours:
             assert any(f"rank {victim}" in line for line in said), said
+        assert_names(log, victim)
     checkpoints = job.log_dir / "checkpoints"
     tracker = checkpoints / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == str(SAVED_AT)
@@ -242,12 +244,12 @@ def test_a_save_cut_short_leaves_the_previous_checkpoint(lab: Lab, tmp_path: Pat
     """A rank dies while it writes; the next start continues from the checkpoint before."""
     victim = 1
     options = {"which": victim, "save": 2}
-    job = replace(
-        _training(lab, PLAN, tmp_path / "run"), setup=("benchmarks.probe:die_while_saving", options)
-    )
+    job = replace(_training(lab, PLAN, tmp_path / "run"), setup=("benchmarks.probe:die_while_saving", options))
     finished = lab.runner.run(job, check=False)
     assert finished.returncodes[victim] == -9 and all(finished.returncodes), finished.returncodes
     assert not finished.timed_out
+    for rank in set(range(PLAN.world_size)) - {victim}:
+        assert_names(finished.log(rank), victim)
     checkpoints = job.log_dir / "checkpoints"
     assert (checkpoints / f"iter_{2 * SAVED_AT:07}").exists(), "the second save did not begin"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(SAVED_AT)

@@ -64,9 +64,7 @@ print(os.getpid(), child.pid, flush=True)
 """
     with pytest.raises(LaunchError, match=r"ranks \[0, 1\] still ran after 5 s"):
         launch(2, _python(code), tmp_path, timeout_s=5)
-    pids = [
-        int(word) for rank in range(2) for word in (tmp_path / f"rank-{rank}.log").read_text().split()
-    ]
+    pids = [int(word) for rank in range(2) for word in (tmp_path / f"rank-{rank}.log").read_text().split()]
     assert len(pids) == 4
     _await_end(pids)
 

@@ -16,6 +16,7 @@ from benchmarks.cases import Case, build_plan, common_flags, with_schedule
 from benchmarks.compare import Differences, compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job
+from tests.functional.selected import run_selected
 
 FP32_BAR = 1e-5
 # In bf16 a sum over TP ranks rounds elsewhere than the sum of one process does: one part in 2^8 per
@@ -32,40 +33,57 @@ def make(
 
 CASES = [
     make("replicas", [[1], [1, 1]], [2, 3], {"clip": 0.05}, even_routing=False),
-    make("replicas-distributed-optimizer", [[1, 1], [1]], [3, 2], {"by_samples": True},
-         even_routing=False, distributed_optimizer=True),
+    make(
+        "replicas-distributed-optimizer",
+        [[1, 1], [1]],
+        [3, 2],
+        {"by_samples": True},
+        even_routing=False,
+        distributed_optimizer=True,
+    ),
     make("tp-by-stage", [[2], [1, 1]], [4, 1], sequence_parallel=True, distributed_optimizer=True),
-    make("tp-4-staged", [[4], [1]], [3, 2], {"transport": "staged"}, sequence_parallel=True,
-         recompute="full"),
-    make("mixed-tp", [[1], [2, 1]], [2, 3], {"clip": 0.05}, even_routing=False,
-         sequence_parallel=True, distributed_optimizer=True),
-    make("mixed-tp-tied", [[2, 1], [1]], [1, 4], {"by_samples": True, "clip": 0.05},
-         even_routing=False, tied=True),
+    make("tp-4-staged", [[4], [1]], [3, 2], {"transport": "staged"}, sequence_parallel=True, recompute="full"),
+    make(
+        "mixed-tp",
+        [[1], [2, 1]],
+        [2, 3],
+        {"clip": 0.05},
+        even_routing=False,
+        sequence_parallel=True,
+        distributed_optimizer=True,
+    ),
+    make("mixed-tp-tied", [[2, 1], [1]], [1, 4], {"by_samples": True, "clip": 0.05}, even_routing=False, tied=True),
     make("one-stage-mixed-tied", [[4, 1, 2]], [5], tied=True, even_routing=False),
     make("four-stages", [[1], [1], [1], [1]], [2, 1, 1, 1], recompute="selective"),
     make("overlap", [[1, 1], [2]], [3, 2], {"overlap": True}, distributed_optimizer=True),
-    make("scattered-ranks", [[1], [2, 1], [1, 1]], [1, 2, 2], even_routing=False, tied=True,
-         shuffle_ranks=True, sequence_parallel=True),
+    make(
+        "scattered-ranks",
+        [[1], [2, 1], [1, 1]],
+        [1, 2, 2],
+        even_routing=False,
+        tied=True,
+        shuffle_ranks=True,
+        sequence_parallel=True,
+    ),
     make("stock-shape", [[2, 2]], [5], distributed_optimizer=True),
     with_schedule(make("replicas", [[1], [1, 1]], [2, 3], even_routing=False), "gpipe", 1, {}),
-    make("bf16-mixed-tp", [[1], [2, 1]], [2, 3], even_routing=False, sequence_parallel=True,
-         distributed_optimizer=True, precision="bf16"),
-]  # fmt: skip
+    make(
+        "bf16-mixed-tp",
+        [[1], [2, 1]],
+        [2, 3],
+        even_routing=False,
+        sequence_parallel=True,
+        distributed_optimizer=True,
+        precision="bf16",
+    ),
+]
 BY_NAME = {case.name: case for case in CASES}
 
 
 @pytest.fixture(scope="module")
 def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
     """The runs of all selected cases, two at a time."""
-    selected = [
-        BY_NAME[item.callspec.params["name"]]
-        for item in request.session.items
-        if item.path == request.path and getattr(item, "originalname", "") == "test_equals_one_process"
-    ]
-    for case in selected:
-        lab.reference(case)
-    jobs = [lab.job(case) for case in selected]
-    return {done.job.name: done for done in lab.runner.run_all(jobs, at_once=2)}
+    return run_selected(BY_NAME, lab, request)
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))
@@ -76,7 +94,7 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
         assert found.loss <= BF16_LOSS_BAR and found.validation <= BF16_LOSS_BAR, found
         assert found.gradient <= BF16_GRADIENT_BAR, found
     else:
-        assert max(found.loss, found.validation, found.gradient) <= FP32_BAR, found
+        assert max(found.loss, found.validation, found.gradient, found.norm) <= FP32_BAR, found
 
 
 def test_cyclic_epochs_may_end_inside_an_iteration(lab: Lab):
@@ -95,12 +113,12 @@ def test_cyclic_epochs_may_end_inside_an_iteration(lab: Lab):
     assert max(found.loss, found.validation, found.gradient) <= FP32_BAR, found
 
 
-# The figure that each accident must change, and by how many times the bar.  A wrong norm changes the
-# clipping, to which Adam is nearly blind.
+# The figure that each accident must change, and by how many times the bar.  A wrong norm would hardly show in
+# losses: it changes the clipping, to which Adam is nearly blind.
 ACCIDENTS = {
     "no class exchange": ("mixed-tp", "gradient", 100),
     "wrong routing": ("replicas-distributed-optimizer", "loss", 100),
-    "no duplicate mark": ("mixed-tp", "loss", 3),
+    "no duplicate mark": ("mixed-tp", "norm", 1000),
     "gated as plain": ("mixed-tp", "gradient", 100),
     "own token count": ("tp-by-stage", "gradient", 100),
 }

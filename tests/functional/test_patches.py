@@ -20,12 +20,48 @@ pytestmark = pytest.mark.skipif(
     not _CHECKOUT, reason="MEGATRON_LM_PATH does not name a Megatron-LM checkout (tag core_v0.19.0)"
 )
 
-_FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
---max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3
---normalization RMSNorm --swiglu --position-embedding-type rope
---untie-embeddings-and-output-weights --mock-data --tokenizer-type NullTokenizer --vocab-size 127
---eval-iters 1 --eval-interval 100 --log-interval 1 --calculate-per-token-loss
---attention-dropout 0 --hidden-dropout 0""".split()
+_FLAGS = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--max-position-embeddings",
+    "16",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "2",
+    "--train-iters",
+    "2",
+    "--lr",
+    "1e-3",
+    "--normalization",
+    "RMSNorm",
+    "--swiglu",
+    "--position-embedding-type",
+    "rope",
+    "--untie-embeddings-and-output-weights",
+    "--mock-data",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "127",
+    "--eval-iters",
+    "1",
+    "--eval-interval",
+    "100",
+    "--log-interval",
+    "1",
+    "--calculate-per-token-loss",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+]
 
 
 def _plan(path: Path) -> Path:
@@ -35,8 +71,11 @@ def _plan(path: Path) -> Path:
                 "format": "megatron_het.plan",
                 "version": 1,
                 "model": {
-                    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
-                    "num_query_groups": 4, "seq_length": 16,
+                    "num_layers": 2,
+                    "hidden_size": 32,
+                    "num_attention_heads": 4,
+                    "num_query_groups": 4,
+                    "seq_length": 16,
                 },
                 "training": {"micro_batch_size": 1, "global_batch_size": 2},
                 "stages": [
@@ -45,7 +84,7 @@ def _plan(path: Path) -> Path:
                 ],
             }
         )
-    )  # fmt: skip
+    )
     return path
 
 

@@ -17,9 +17,18 @@ MODEL = ProfiledModel(64, 128, 4, 2, 96, 32, "fp32", name="tiny")
 
 def settings(out: Path) -> ProfileSettings:
     return ProfileSettings(
-        MODEL, str(out), ("cpu",), micro_batch_sizes=(1, 2), tp=(1, 2), recompute=("none", "full"),
-        window_s=0.05, windows=2, largest_batch_layers=2, link_bytes=(1 << 10, 1 << 18), timeout_s=120.0,
-    )  # fmt: skip
+        MODEL,
+        str(out),
+        ("cpu",),
+        micro_batch_sizes=(1, 2),
+        tp=(1, 2),
+        recompute=("none", "full"),
+        window_s=0.05,
+        windows=2,
+        largest_batch_layers=2,
+        link_bytes=(1 << 10, 1 << 18),
+        timeout_s=120.0,
+    )
 
 
 @pytest.fixture(scope="module")

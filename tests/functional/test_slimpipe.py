@@ -9,41 +9,54 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, build_plan, common_flags, with_schedule
+from benchmarks.cases import LAYERS, Case, build_plan, common_flags, with_schedule
 from benchmarks.compare import compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Job
-from benchmarks.slimpipe_cases import sliced_case
+from benchmarks.slimpipe_cases import PLAIN, sliced_case
 
 BAR = 1e-5
-_ROW = {
-    "stages": 2, "slices": 4, "chunks": 1, "microbatches": 3, "tp": 1, "recompute": "none",
-    "tied": False, "distributed_optimizer": False, "multi_head": False, "uneven": False,
-}  # fmt: skip
+_ROW = {**PLAIN, "microbatches": 3, "layers": LAYERS}
 _EXCHANGE = {"context_exchange": True}
 ROWS: dict[str, dict[str, Any]] = {
     "slices-plain": {},
     "slices-interleaved": {"chunks": 2, "slices": 8, "recompute": "full"},
     "slices-tp": {"tp": 2, "distributed_optimizer": True, "recompute": "selective"},
     "slices-replicas-uneven": {"microbatches": 4, "uneven": True, "tied": True},
-    "split-vocabulary": {
-        "tp": 2, "vocabulary": True, "distributed_optimizer": True, "chunks": 2, "microbatches": 2,
-    },
+    "split-vocabulary": {"tp": 2, "vocabulary": True, "distributed_optimizer": True, "chunks": 2, "microbatches": 2},
     "split-tied-vocabulary-offload": {
-        "tied": True, "vocabulary": True, "offload": 0.75, "slices": 8, "recompute": "up projection",
+        "tied": True,
+        "vocabulary": True,
+        "offload": 0.75,
+        "slices": 8,
+        "recompute": "up projection",
     },
     "exchange": {"exchange": _EXCHANGE, "layers": 4, "stages": 4, "slices": 8, "recompute": "selective"},
     "exchange-interleaved-tp": {
-        "exchange": {**_EXCHANGE, "exchange_keep": True, "exchange_idle": True}, "layers": 4, "tp": 2,
-        "slices": 8, "chunks": 2, "microbatches": 2, "distributed_optimizer": True, "recompute": "full",
+        "exchange": {**_EXCHANGE, "exchange_keep": True, "exchange_idle": True},
+        "layers": 4,
+        "tp": 2,
+        "slices": 8,
+        "chunks": 2,
+        "microbatches": 2,
+        "distributed_optimizer": True,
+        "recompute": "full",
     },
     "context-parallel": {"schedule": "1f1b", "slices": 1, "cp": 2, "uneven": True},
     "context-parallel-slices-exchange": {
-        "exchange": _EXCHANGE, "layers": 4, "cp": 2, "microbatches": 2, "vocabulary": True,
+        "exchange": _EXCHANGE,
+        "layers": 4,
+        "cp": 2,
+        "microbatches": 2,
+        "vocabulary": True,
     },
     "exchange-replicas-vocabulary": {
-        "exchange": {**_EXCHANGE, "exchange_keep": True}, "layers": 4, "slices": 8, "microbatches": 4,
-        "vocabulary": True, "overlap": True,
+        "exchange": {**_EXCHANGE, "exchange_keep": True},
+        "layers": 4,
+        "slices": 8,
+        "microbatches": 4,
+        "vocabulary": True,
+        "overlap": True,
     },
 }
 CASES = {name: sliced_case({**_ROW, **row}, name, random.Random(0)) for name, row in ROWS.items()}

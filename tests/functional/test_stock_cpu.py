@@ -19,13 +19,41 @@ from tests.functional.launch import launch
 ENTRY = ("-m", "megatron_het.pretrain_gpt")
 ITERATIONS = 8
 SAVED_AT = 4
-MODEL = """
-    --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
-    --group-query-attention --num-query-groups 2 --seq-length 32 --max-position-embeddings 32
-    --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
-    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --split 90,10,0
-""".split()
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--ffn-hidden-size",
+    "128",
+    "--num-attention-heads",
+    "4",
+    "--group-query-attention",
+    "--num-query-groups",
+    "2",
+    "--seq-length",
+    "32",
+    "--max-position-embeddings",
+    "32",
+    "--normalization",
+    "RMSNorm",
+    "--swiglu",
+    "--position-embedding-type",
+    "rope",
+    "--disable-bias-linear",
+    "--untie-embeddings-and-output-weights",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "127",
+    "--mock-data",
+    "--split",
+    "90,10,0",
+]
 TRAINING = f"""
     --micro-batch-size 1 --global-batch-size 4 --train-iters {ITERATIONS} --lr 1e-3 --log-interval 1
     --eval-interval {ITERATIONS} --eval-iters 2 --distributed-timeout-minutes 2
@@ -136,9 +164,7 @@ def test_resumes_bit_for_bit(run: Run, saved: Saved):
     assert_resumed(resumed, saved.whole, tolerance=0.0)
 
 
-def test_resumes_bit_for_bit_from_the_default_optimizer_format(
-    run: Run, saved: Saved, tmp_path: Path
-):
+def test_resumes_bit_for_bit_from_the_default_optimizer_format(run: Run, saved: Saved, tmp_path: Path):
     default = _save(run, tmp_path / "default", [])
     assert default.whole == saved.whole
     assert_resumed(run(1, "resumed", default.load_flags), default.whole, tolerance=0.0)

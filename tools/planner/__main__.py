@@ -1,4 +1,4 @@
-"""Command line of the planner: ``python -m tools.planner COMMAND``, installed as ``het-plan``.
+"""Command line of the planner: ``python -m tools.planner COMMAND`` in a checkout, ``het-plan`` where installed.
 
 Only argparse is imported here; every command imports what it needs, so that ``--help`` answers at once.
 """
@@ -6,85 +6,177 @@ Only argparse is imported here; every command imports what it needs, so that ``-
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from megatron_het.untrusted import MAX_DEVICES, amount, count
+
+from .command import command
+
+if TYPE_CHECKING:
+    from .errors import PlannerError
 
 COMMANDS = {
+    "init": "write a cluster file from what nvidia-smi or Slurm says",
     "profile": "measure layer times, memory and links on this node",
     "plan": "choose GPUs, stages, TP, layers, microbatches and schedule",
     "simulate": "iteration time by cause, memory per stage, price of a plan",
-    "explain": "why this plan, what binds, the runners-up, what one more node would bring",
+    "explain": "why this plan, what binds, the best plans of other kinds, what one more node would bring",
     "compare": "a plan against even splits, single GPU types and other schedules",
     "check": "is a plan valid, does it fit",
+    "report": "one HTML page of a plan: cluster, memory, timeline, bubble, alternatives",
+    "dry-run": "train one rank of each kind on fake tensors: memory by category, FLOPs, bytes sent",
     "emit": "write args.sh, train.sbatch and torchrun scripts for a plan",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code (0 fine, 1 a plan that does not hold, 2 bad input, 130 interrupted)."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words, flags = _cut(list(sys.argv[1:] if arguments is None else arguments))
     parser = _parser(next((w for w in words if w in COMMANDS), None))
     options = parser.parse_args(words)
+    if flags and getattr(options, "flags", None) is None:
+        parser.error(f"unrecognized arguments: -- {' '.join(flags)}")
+    options.flags = flags
     if not getattr(options, "run", None):
         parser.print_help()
         return 2
-    from tools.planner.errors import PlannerError
+    from .errors import PlannerError
 
+    for stream in (sys.stdout, sys.stderr):  # names of files need not be text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return options.run(options)
     except PlannerError as error:
-        if getattr(options, "json", False):
-            print(json.dumps({"error": {"file": error.file, "key": error.key, "value": repr(error.value),
-                                        "problem": error.problem, "hint": error.hint}}))
-        else:
-            print(f"error: {error}", file=sys.stderr)
+        _say_error(options, error)
         return 2
     except BrokenPipeError:
+        # The reader is gone; the interpreter must not find that out again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a folder that cannot be written, a full disk
-        what = f"{error.filename or 'file'}: {error.strerror or error}"
-        print(json.dumps({"error": {"file": error.filename, "problem": error.strerror}}) if getattr(options, "json", False)
-              else f"error: {what}", file=sys.stdout if getattr(options, "json", False) else sys.stderr)
+        _say_error(options, PlannerError(str(error.filename or "file"), "(file)", None, error.strerror or str(error)))
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        sys.stderr.write("interrupted\n")
         return 130
 
 
-def _parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser; options of other commands than ``command`` are not built (their modules are not imported)."""
-    parser = argparse.ArgumentParser(prog="het-plan", description="Plans LLM training on mixed GPU clusters.")
+def _cut(words: list[str]) -> tuple[list[str], list[str]]:
+    """The command line before and after ``--``, after which come flags of another program."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
+    """One error for people, or as JSON where that was asked for."""
+    from megatron_het.untrusted import shown
+
+    if not getattr(options, "json", False):
+        sys.stderr.write(f"error: {error}\n")
+        return
+    body = {
+        "file": error.file,
+        "key": error.key,
+        "value": shown(error.value),
+        "problem": error.problem,
+        "hint": error.hint,
+    }
+    sys.stdout.write(json.dumps({"error": body}) + "\n")
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser; options of other commands than ``chosen`` are not built (their modules are not imported)."""
+    parser = argparse.ArgumentParser(prog=command(), description="Plans LLM training on mixed GPU clusters.")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, text in COMMANDS.items():
         sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name == command:
+        if name == chosen:
             _OPTIONS[name](sub)
     return parser
 
 
+def _model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    parser.add_argument(
+        "--model",
+        required=required,
+        metavar="FILE",
+        help="model file (YAML), Hugging Face config.json, or folder of a Megatron checkpoint",
+    )
+    for option in ("--seq-length", "--global-batch-size"):
+        parser.add_argument(option, type=count(1, 1 << 27), metavar="N", help="where FILE does not say it, or instead")
+
+
 def _common(parser: argparse.ArgumentParser, *, cluster: bool = True, model: bool = True) -> None:
     parser.add_argument("--cluster", required=cluster, metavar="FILE", help="cluster file (YAML)")
-    parser.add_argument("--model", required=model, metavar="FILE", help="model file (YAML)")
+    _model(parser, required=model)
     parser.add_argument("--profile", metavar="FILE", help="profile.json; without one, datasheet figures are used")
-    parser.add_argument("--memory-margin", type=float, default=0.95, metavar="SHARE",
-                        help="share of GPU memory that a plan may use (default 0.95)")
+    parser.add_argument(
+        "--memory-margin",
+        type=float,
+        default=0.95,
+        metavar="SHARE",
+        help="share of GPU memory that a plan may use (default 0.95)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _goal(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--objective", choices=("throughput", "cost"), default="throughput",
-                        help="shortest iteration (default) or cheapest iteration")
-    parser.add_argument("--max-usd-per-iteration", type=float, metavar="USD", help="budget; needs prices in the cluster file")
-    parser.add_argument("--min-iterations-per-s", type=float, metavar="RATE", help="refuse slower plans")
-    parser.add_argument("--max-gpus", type=int, metavar="N", help="use at most this many GPUs")
-    parser.add_argument("--schedules", default="1f1b,interleaved,ministage,slimpipe", metavar="A,B",
-                        help="schedules to consider (default: 1f1b,interleaved,ministage,slimpipe)")
-    parser.add_argument("--search", choices=("auto", "zorse", "sailor", "poplar"), default="auto",
-                        help="method; auto (default) is never worse than the published ones")
-    parser.add_argument("--limit-s", type=float, default=600.0, metavar="S",
-                        help="CPU seconds the search may take (default 600); then, and on Ctrl-C, the best so far")
+    parser.add_argument(
+        "--objective",
+        choices=("throughput", "cost"),
+        default="throughput",
+        help="shortest iteration (default) or cheapest iteration",
+    )
+    parser.add_argument(
+        "--max-usd-per-iteration",
+        type=amount(0.0, 1e12),
+        metavar="USD",
+        help="budget; needs prices in the cluster file",
+    )
+    parser.add_argument("--min-iterations-per-s", type=amount(0.0, 1e12), metavar="RATE", help="refuse slower plans")
+    parser.add_argument("--max-gpus", type=count(1, MAX_DEVICES), metavar="N", help="use at most this many GPUs")
+    parser.add_argument(
+        "--schedules",
+        default="1f1b,interleaved,ministage,slimpipe",
+        metavar="A,B",
+        help="schedules to consider (default: 1f1b,interleaved,ministage,slimpipe)",
+    )
+    parser.add_argument(
+        "--search",
+        choices=("auto", "zorse", "sailor", "poplar"),
+        default="auto",
+        help="method; auto (default) also searches as the published ones do, and takes the best of all",
+    )
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="CPU seconds that searches may take (default %(default)g); then, and on Ctrl-C, the best so far",
+    )
+
+
+def _init_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", default="cluster.yaml", metavar="FILE", help="file to write (default cluster.yaml)")
+    parser.add_argument("--force", action="store_true", help="overwrite the file")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        choices=("auto", "slurm", "nvidia-smi"),
+        default="auto",
+        help="whom to ask; auto (default): Slurm's sinfo where it lists GPUs, else nvidia-smi",
+    )
+    parser.add_argument("--hosts", metavar="NAMES", help="nodes like this one, as n1,n2 or n[01-16]")
+    parser.add_argument("--gpu", metavar="KIND", help="ask nobody: nodes with this GPU of the catalog")
+    parser.add_argument("--gpus-per-node", type=count(1, 1024), default=8, metavar="N", help="with --gpu (default 8)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=_call("inventory.init", "init"))
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
@@ -108,50 +200,87 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_call("commands", "check"))
 
 
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN", help="plan.json")
+    _common(parser)
+    _goal(parser)
+    parser.add_argument("--html", default="report.html", metavar="FILE", help="page to write (default report.html)")
+    parser.add_argument(
+        "--no-search",
+        action="store_true",
+        help="leave out what needs further searches: alternatives, and what one more node brings",
+    )
+    parser.set_defaults(limit_s=120.0, run=_call("page.report", "report"))
+
+
+def _page_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--html", metavar="FILE", help="write one HTML page of the plan and of what is printed")
+
+
 def _explain_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     _goal(parser)
+    _page_option(parser)
     parser.set_defaults(run=_call("analysis", "explain"))
 
 
 def _compare_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     _goal(parser)
+    _page_option(parser)
     parser.set_defaults(run=_call("analysis", "compare"))
 
 
 def _profile_options(parser: argparse.ArgumentParser) -> None:
-    from tools.planner.profile import add_arguments
+    from .profile import add_arguments
 
-    parser.add_argument("--model", required=True, metavar="FILE", help="model file (YAML)")
+    _model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_arguments(parser)
     parser.set_defaults(run=_call("commands", "profile"))
 
 
 def _emit_options(parser: argparse.ArgumentParser) -> None:
-    from tools.planner.emit import add_arguments
+    from .emit import add_arguments
 
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster file (YAML)")
-    parser.add_argument("--model", required=True, metavar="FILE", help="model file (YAML)")
+    _model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_arguments(parser)
     parser.set_defaults(run=_call("commands", "emit"))
+
+
+def _dry_run_options(parser: argparse.ArgumentParser) -> None:
+    from .dry_run import add_arguments
+
+    parser.usage = "%(prog)s PLAN --model FILE [options] [-- MEGATRON FLAGS]"
+    parser.add_argument("--model", required=True, metavar="FILE", help="model file (YAML)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_arguments(parser)
+    parser.set_defaults(run=_call("dry_run", "dry_run"), flags=[])
 
 
 def _call(module: str, name: str) -> Any:
     def run(options: argparse.Namespace) -> int:
         import importlib
 
-        return getattr(importlib.import_module(f"tools.planner.{module}"), name)(options)
+        return getattr(importlib.import_module(f".{module}", __package__), name)(options)
 
     return run
 
 
 _OPTIONS = {
-    "profile": _profile_options, "plan": _plan_options, "simulate": _simulate_options, "explain": _explain_options,
-    "compare": _compare_options, "check": _check_options, "emit": _emit_options,
-}  # fmt: skip
+    "init": _init_options,
+    "profile": _profile_options,
+    "plan": _plan_options,
+    "simulate": _simulate_options,
+    "explain": _explain_options,
+    "compare": _compare_options,
+    "check": _check_options,
+    "report": _report_options,
+    "emit": _emit_options,
+    "dry-run": _dry_run_options,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

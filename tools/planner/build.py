@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
-from megatron_het.config_plan import check_plan_alone
+from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import (
     ModelShape,
     Plan,
@@ -17,22 +20,24 @@ from megatron_het.plan import (
     TrainingShape,
 )
 from megatron_het.plan import Stage as PlanStage
-from megatron_het.plan.routing import route
 from megatron_het.plan.shares import state_shares
 from megatron_het.plan.validate import check_plan
+from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.one_f_one_b import SLACK
-from tools.planner.candidate import Candidate, Group, Stage, normalised
-from tools.planner.cluster import Cluster
-from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimate, Estimator, allocate
-from tools.planner.formulas import divided_alike
-from tools.planner.model import Model
-from tools.planner.packing import Room, Seat, pack, seat_replicas
+from megatron_het.schedule.generators.pipelines import Part
+
+from .candidate import Candidate, Group, Stage, chunk_layers, normalised
+from .cluster import Cluster
+from .errors import PlannerError
+from .estimate import Estimate, Estimator, allocate
+from .model import Model
+from .packing import Room, Seat, pack, seat_replicas
+from .schedules import is_ordered, schedule_of
 
 
 def rooms_of(cluster: Cluster) -> list[Room]:
     """The cluster's nodes, as TP groups are packed into them."""
-    return [Room(n.gpu, n.gpus_per_node, n.count, n.quota) for n in cluster.nodes]
+    return [Room(n.gpu, n.gpus_per_node, n.count, n.quota, n.zone) for n in cluster.nodes]
 
 
 def seats(cluster: Cluster, stages: tuple[Stage, ...]) -> list[list[list[Seat]]] | None:
@@ -51,9 +56,14 @@ def _single(groups: tuple[Group, ...]) -> list[Group]:
 def model_shape(model: Model) -> ModelShape:
     """The model as plans describe it."""
     return ModelShape(
-        num_layers=model.num_layers, hidden_size=model.hidden_size, num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.groups, seq_length=model.seq_length, ffn_hidden_size=model.ffn_hidden_size,
-        vocab_size=model.vocab_size, tied_embeddings=model.tied_embeddings,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.groups,
+        seq_length=model.seq_length,
+        ffn_hidden_size=model.ffn_hidden_size,
+        vocab_size=model.vocab_size,
+        tied_embeddings=model.tied_embeddings,
     )
 
 
@@ -66,59 +76,57 @@ def _block_counts(estimator: Estimator, candidate: Candidate, s: int, total: int
     times = [_unit_time(estimator, candidate, s, g) for g in groups]
     found = allocate(times, counts, total)
     if found is None:
-        raise PlannerError("plan", f"stages[{s}].replicas", sum(counts),
-                           f"more than the {total} microbatches that they divide: some would have none",
-                           "Use fewer replicas or a smaller micro batch")
+        raise PlannerError(
+            "plan",
+            f"stages[{s}].replicas",
+            sum(counts),
+            f"more than the {total} microbatches that they divide: some would have none",
+            "Use fewer replicas or a smaller micro batch",
+        )
     share = [k for k, n in zip(found[1], counts) for _ in range(n)]
     slowness = [t for t, n in zip(times, counts) for _ in range(n)]
-    while sum(share) > total:
-        i = max((i for i in range(len(share)) if share[i] > 1), key=lambda i: (share[i] * slowness[i], i))
+    longest = [(-k * t, -i) for i, (k, t) in enumerate(zip(share, slowness)) if k > 1]
+    heapq.heapify(longest)
+    for _ in range(sum(share) - total):
+        i = -longest[0][1]
         share[i] -= 1
+        if share[i] > 1:
+            heapq.heapreplace(longest, (-share[i] * slowness[i], -i))
+        else:
+            heapq.heappop(longest)
     return share
 
 
-def _stage_routes(estimator: Estimator, candidate: Candidate, s: int, total: int) -> list[list[int]]:
-    """Microbatch ids per replica of one stage, in the order of its groups, dealt into blocks."""
-    blocks = candidate.blocks
-    per_block: list[list[list[int]]] = []
-    for j in range(blocks):
-        ids = range(j, total, blocks)
-        if candidate.schedule == "ministage":
-            routes = _zorse_route(estimator, candidate, s, len(ids))
-        else:
-            routes = _route(_block_counts(estimator, candidate, s, len(ids)), len(ids))
-        per_block.append([[ids[m] for m in route] for route in routes])
-    out: list[list[int]] = []
-    first = 0
-    for g in candidate.block().stages[s].groups:
+def _all_routes(estimator: Estimator, candidate: Candidate, total: int) -> list[list[list[int]]]:
+    """Microbatch ids per stage and replica, in the order of its groups, dealt into blocks."""
+    blocks, block = candidate.blocks, candidate.block()
+    of_length = {
+        n: _block_routes(estimator, candidate, n) for n in {len(range(j, total, blocks)) for j in range(blocks)}
+    }
+    out: list[list[list[int]]] = []
+    for s, stage in enumerate(block.stages):
+        per_block = []
         for j in range(blocks):
-            out += per_block[j][first : first + g.count]
-        first += g.count
+            ids = range(j, total, blocks)
+            per_block.append([[ids[m] for m in route] for route in of_length[len(ids)][s]])
+        mine: list[list[int]] = []
+        first = 0
+        for g in stage.groups:
+            for j in range(blocks):
+                mine += per_block[j][first : first + g.count]
+            first += g.count
+        out.append(mine)
     return out
 
 
-def _zorse_route(estimator: Estimator, candidate: Candidate, s: int, total: int) -> list[list[int]]:
-    """The i-th microbatch that a stage completes goes where the i-th most work is left (Zorse, section 4.2)."""
-    stages = candidate.block().stages[: s + 1]
-    seconds = [[_unit_time(estimator, candidate, t, g) for g in stage.groups for _ in range(g.count)]
-               for t, stage in enumerate(stages)]
-    counts = [_block_counts(estimator, candidate, t, total) for t in range(len(stages))]
-    return [list(ids) for ids in route(seconds, total, counts)[s]]
-
-
-def _route(counts: list[int], total: int) -> list[list[int]]:
-    """Microbatch ids per replica: each id goes to the replica that is least far through its share."""
-    out: list[list[int]] = [[] for _ in counts]
-    for m in range(total):
-        q = min((i for i in range(len(counts)) if len(out[i]) < counts[i]),
-                key=lambda i: ((len(out[i]) + 0.5) / counts[i], i))
-        out[q].append(m)
-    return out
-
-
-def chunk_layers(layers: int, chunks: int) -> tuple[int, ...]:
-    """Layers of each chunk of a stage, as even as possible."""
-    return tuple(layers // chunks + (1 if c < layers % chunks else 0) for c in range(chunks))
+def _block_routes(estimator: Estimator, candidate: Candidate, total: int) -> list[list[list[int]]]:
+    """The same of one of the equal pipelines."""
+    seconds = [
+        [_unit_time(estimator, candidate, s, g) for g in stage.groups for _ in range(g.count)]
+        for s, stage in enumerate(candidate.block().stages)
+    ]
+    counts = [_block_counts(estimator, candidate, s, total) for s in range(len(candidate.stages))]
+    return schedule_of(candidate).routes(seconds, counts, total)
 
 
 def build_plan(
@@ -142,45 +150,27 @@ def build_plan(
         total = -(-total // candidate.blocks)
         batch = total * candidate.micro_batch_size
         candidate = candidate.block()
-    stages, rank, per_rank, all_routes = [], 0, [], []
-    fastest = max(layers / _unit_time(estimator, candidate, s, g)
-                  for s, (layers, groups) in enumerate(candidate.stages) for g in groups)
-    for s, (layers, groups) in enumerate(candidate.stages):
-        routes = _stage_routes(estimator, candidate, s, total)
-        all_routes.append(routes)
-        counts = [len(r) for r in routes]
-        times = [_unit_time(estimator, candidate, s, g) for g in groups for _ in range(g.count)]
-        speeds = [layers / t / fastest for t in times]
-        memory = [m for m in estimate.memory if m.stage == s]
-        by_replica = [m for m, g in zip(memory, groups) for _ in range(g.count)]
-        replicas = []
-        for q, g in enumerate(_single(groups)):
-            ranks = tuple(range(rank, rank + g.tp))
-            rank += g.tp
-            m = by_replica[q]
-            share = 1.0 if m.state_share is None else round(m.state_share, 4)
-            replicas.append(Replica(ranks, tuple(routes[q]), cluster.nodes[g.pool].gpu,
-                                    max(1e-4, round(speeds[q], 4)), state_share=share))
-            per_rank += [RankPrediction(r, counts[q] * times[q], int(m.parameter_bytes), int(m.gradient_bytes),
-                                        int(m.optimizer_bytes), int(m.activation_bytes)) for r in ranks]
-        stages.append(PlanStage(chunk_layers(layers, candidate.chunks), tuple(replicas)))
-    parameters: dict[str, object] = {}
-    if candidate.schedule == "slimpipe":
-        parameters["slices"] = candidate.slices
-    if candidate.schedule == "ministage":
-        parameters |= {"window": True, "offload": candidate.offload}
-        if candidate.offload:  # as memory.py prices it
-            parameters |= {"offload_optimizer": True, "offload_activations": 1.0}
-    elif candidate.zero_stage >= 2:
-        parameters["zero_stage"] = candidate.zero_stage
-    elif candidate.schedule == "1f1b" and any(r != all_routes[0] for r in all_routes):
-        parameters["slack"] = 0.0 if divided_alike(candidate, estimate.microbatches) else candidate.slack
+    stages: list[PlanStage] = []
+    per_rank: list[RankPrediction] = []
+    all_routes = _all_routes(estimator, candidate, total)
+    fastest = max(
+        layers / _unit_time(estimator, candidate, s, g)
+        for s, (layers, groups) in enumerate(candidate.stages)
+        for g in groups
+    )
+    for s, routes in enumerate(all_routes):
+        stage, predicted = _stage(estimator, candidate, estimate, s, routes, fastest, len(per_rank))
+        stages.append(stage)
+        per_rank += predicted
+    parameters = _parameters(candidate, estimate, all_routes)
     plan = Plan(
         model=model_shape(model),
         training=TrainingShape(
-            micro_batch_size=candidate.micro_batch_size, global_batch_size=batch,
+            micro_batch_size=candidate.micro_batch_size,
+            global_batch_size=batch,
             precision="fp32" if model.precision == "tf32" else model.precision,
-            sequence_parallel=model.sequence_parallel, recompute=candidate.recompute,
+            sequence_parallel=model.sequence_parallel,
+            recompute=candidate.recompute,
             distributed_optimizer=candidate.zero_stage >= 1,
         ),
         stages=tuple(stages),
@@ -197,25 +187,66 @@ def build_plan(
     return plan
 
 
+def _stage(
+    estimator: Estimator,
+    candidate: Candidate,
+    estimate: Estimate,
+    s: int,
+    routes: Sequence[Sequence[int]],
+    fastest: float,
+    rank: int,
+) -> tuple[PlanStage, list[RankPrediction]]:
+    """One stage of the plan, and what is expected of its ranks.
+
+    Args:
+        s: Which stage.
+        routes: Microbatches of each of its replicas.
+        fastest: Layers per second of the fastest replica of all.
+        rank: The stage's first rank.
+    """
+    layers, groups = candidate.stages[s]
+    times = [_unit_time(estimator, candidate, s, g) for g in groups for _ in range(g.count)]
+    memory = [m for m in estimate.memory if m.stage == s]
+    by_replica = [m for m, g in zip(memory, groups) for _ in range(g.count)]
+    replicas: list[Replica] = []
+    per_rank: list[RankPrediction] = []
+    for g, m, time_s, mine in zip(_single(groups), by_replica, times, routes, strict=True):
+        ranks = tuple(range(rank, rank + g.tp))
+        rank += g.tp
+        share = 1.0 if m.state_share is None else round(m.state_share, 4)
+        speed = max(1e-4, round(layers / time_s / fastest, 4))
+        node = estimator.cluster.nodes[g.pool]
+        zones = {other.zone for other in estimator.cluster.nodes if other.gpu == node.gpu}
+        zone = node.zone if len(zones) > 1 else ""
+        replicas.append(Replica(ranks, tuple(mine), node.gpu, speed, zone, state_share=share))
+        figures = (m.parameter_bytes, m.gradient_bytes, m.optimizer_bytes, m.activation_bytes)
+        per_rank += [RankPrediction(r, len(mine) * time_s, *map(int, figures)) for r in ranks]
+    return PlanStage(chunk_layers(layers, candidate.chunks), tuple(replicas)), per_rank
+
+
+def _parameters(
+    candidate: Candidate, estimate: Estimate, all_routes: Sequence[Sequence[Sequence[int]]]
+) -> dict[str, object]:
+    """The parameters of the plan's schedule."""
+    alike = all(routes == all_routes[0] for routes in all_routes)
+    parameters = schedule_of(candidate).parameters(candidate, estimate, alike)
+    if is_ordered(candidate):
+        parameters["order"] = candidate.order
+    return parameters
+
+
 def _bubble(estimate: Estimate) -> float:
-    return estimate.fill_s / estimate.busy_s if estimate.busy_s else 0.0
+    # Without a bubble the difference of two sums may come out below zero by a rounding.
+    return max(estimate.fill_s, 0.0) / estimate.busy_s if estimate.busy_s else 0.0
 
 
 def _unit_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> float:
     u = estimator.unit(g.pool, g.tp, candidate.micro_batch_size, candidate.recompute)
     assert u is not None
-    layers = candidate.stages[s].layers
-    seconds = layers * (u.layer_f + u.layer_b)
-    if s == 0:
-        seconds += u.embedding_f + u.embedding_b
-    if s == len(candidate.stages) - 1:
-        seconds += u.head_f + u.head_b
-    return seconds
+    return u.both_s(candidate.stages[s].layers, s == 0, s == len(candidate.stages) - 1)
 
 
-def candidate_of(
-    plan: Plan, cluster: Cluster, file: str = "plan.json"
-) -> tuple[Candidate, list[list[list[Seat]]]]:
+def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple[Candidate, list[list[list[Seat]]]]:
     """A plan as a candidate on a cluster, and where its ranks sit (``packing.seat_replicas``).
 
     The candidate's groups are in an order of their own; the seats are in the plan's.
@@ -225,8 +256,13 @@ def candidate_of(
     """
     seated = seat_replicas(plan, rooms_of(cluster), file)
     if plan.context_parallel > 1:
-        raise PlannerError(file, "stages[*].replicas[*].cp", plan.context_parallel,
-                           "there are no figures for context parallelism", "Only emit takes such plans")
+        raise PlannerError(
+            file,
+            "stages[*].replicas[*].cp",
+            plan.context_parallel,
+            "there are no figures for context parallelism",
+            "Only emit takes such plans",
+        )
     stages: list[tuple[int, dict[tuple[int, int], int]]] = []
     shares: list[tuple[float, ...]] = []
     for s, stage in enumerate(plan.stages):
@@ -241,12 +277,47 @@ def candidate_of(
         shares.append(tuple(share for _, share in sorted(most.items())))
     training, parameters = plan.training, plan.schedule.parameters
     zero = _number(parameters, "zero_stage", 1 if training.distributed_optimizer else 0, file)
-    return Candidate(
-        normalised(stages), training.micro_batch_size, training.recompute, plan.schedule.name,
-        max(len(s.layers) for s in plan.stages), int(_number(parameters, "slices", 1, file, least=1)), int(zero),
-        bool(parameters.get("offload", False)), slack=_number(parameters, "slack", SLACK, file),
-        shares=tuple(shares) if plan.schedule.name == "ministage" else None,
-    ), seated
+    found = Candidate(
+        normalised(stages),
+        training.micro_batch_size,
+        training.recompute,
+        plan.schedule.name,
+        max(len(s.layers) for s in plan.stages),
+        int(_number(parameters, "slices", 1, file, least=1)),
+        int(zero),
+        bool(parameters.get("offload", False)),
+        slack=_number(parameters, "slack", SLACK, file),
+        order=_order(parameters, file),
+    )
+    if schedule_of(found).shards_parameters:
+        found = found.with_(shares=tuple(shares))
+    return found, seated
+
+
+def _order(parameters: dict[str, Any], file: str) -> str:
+    value = parameters.get("order", ORDERS[0])
+    if value not in ORDERS:
+        raise PlannerError(file, "schedule.parameters.order", value, f"must be one of {', '.join(ORDERS)}")
+    return value
+
+
+def part_of(plan: Plan, part: Part) -> Plan:
+    """The plan of some replicas that exchange nothing with the others, with ranks and microbatches renumbered."""
+    number = {m: i for i, m in enumerate(part.microbatches)}
+    flat = [(s, r) for s, stage in enumerate(plan.stages) for r in stage.replicas]
+    rank = 0
+    by_stage: list[list[Replica]] = [[] for _ in plan.stages]
+    for device in part.devices:
+        s, replica = flat[device]
+        ranks = tuple(range(rank, rank + len(replica.ranks)))
+        rank += len(ranks)
+        by_stage[s].append(
+            replace(replica, ranks=ranks, microbatches=tuple(number[m] for m in replica.microbatches), state_share=1.0)
+        )
+    stages = tuple(replace(stage, replicas=tuple(mine)) for stage, mine in zip(plan.stages, by_stage))
+    batch = len(part.microbatches) * plan.training.micro_batch_size
+    training = replace(plan.training, global_batch_size=batch)
+    return replace(plan, stages=stages, training=training, predicted=None)
 
 
 def _number(parameters: dict[str, Any], name: str, default: float, file: str, least: int = 0) -> float:

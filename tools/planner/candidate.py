@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
 
+from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 
 
@@ -14,7 +16,7 @@ class Group(NamedTuple):
 
     pool: int
     tp: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
 
 
 class Stage(NamedTuple):
@@ -32,15 +34,19 @@ class Candidate:
         stages: In pipeline order.
         micro_batch_size: Sequences per microbatch.
         recompute: none, selective or full.
-        schedule: 1f1b, interleaved, ministage or slimpipe.
+        schedule: One of ``schedules.SCHEDULES``.
         chunks: Model chunks (ministages) per stage.
         slices: Slices per sequence.
         zero_stage: 0 plain data parallelism, 1 distributed optimizer, 2 and 3 sharded gradients and parameters.
         offload: Parameters, optimizer state and boundary activations live in host memory when unused (ministage).
         even: Every replica of a stage gets the same number of microbatches.
         slack: Further microbatches in flight where stages divide them differently (1F1B), as a share.
+        order: How replicas decide between a forward and a backward where stages divide the microbatches
+            differently (``megatron_het.schedule.generators.listing.ORDERS``).
         shares: Per stage and group, the part of the stage's state that one replica keeps (ministage); None:
             equal parts, or in proportion to free memory where equal ones do not fit.
+        cp: Context-parallel size: a replica has ``tp * cp`` GPUs, each with its part of every sequence.
+        ep: Expert-parallel size: the experts of a layer are divided over so many ranks of a stage.
     """
 
     stages: tuple[Stage, ...]
@@ -54,23 +60,26 @@ class Candidate:
     even: bool = False
     slack: float = SLACK
     shares: tuple[tuple[float, ...], ...] | None = None
+    order: str = ORDERS[0]
+    cp: int = 1
+    ep: int = 1
 
     def with_(self, **changes: object) -> Candidate:
         """A changed copy."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    def in_pools(self, pools: Sequence[int]) -> Candidate:
+        """The same where the pools have other numbers: ``pools[p]`` in place of ``p``."""
+        stages = [Stage(s.layers, tuple(sorted(g._replace(pool=pools[g.pool]) for g in s.groups))) for s in self.stages]
+        return self.with_(stages=tuple(stages))
 
     def gpus(self) -> dict[int, int]:
         """GPUs used per pool."""
         used: dict[int, int] = {}
         for stage in self.stages:
             for group in stage.groups:
-                used[group.pool] = used.get(group.pool, 0) + group.tp * group.count
+                used[group.pool] = used.get(group.pool, 0) + group.tp * self.cp * group.count
         return used
-
-    def can_shard_parameters(self, tied_embeddings: bool) -> bool:
-        """Whether a parameter window can hold these stages: replicas of one TP size, no weights tied across stages."""
-        alike = all(len({g.tp for g in s.groups}) == 1 for s in self.stages)
-        return alike and not (tied_embeddings and len(self.stages) > 1)
 
     @property
     def blocks(self) -> int:
@@ -79,16 +88,18 @@ class Candidate:
         Block ``j`` runs the microbatches that are ``j`` modulo this number; its replicas exchange
         activations with each other only.
         """
-        return gcd(*(g.count for s in self.stages for g in s.groups))
+        return gcd(*[g.count for s in self.stages for g in s.groups])
 
     def block(self) -> Candidate:
         """One of the equal pipelines."""
         n = self.blocks
         if n == 1:
             return self
-        return self.with_(stages=tuple(
-            Stage(s.layers, tuple(Group(g.pool, g.tp, g.count // n) for g in s.groups)) for s in self.stages
-        ))
+        return self.with_(
+            stages=tuple(
+                Stage(s.layers, tuple(Group(g.pool, g.tp, g.count // n) for g in s.groups)) for s in self.stages
+            )
+        )
 
     @property
     def world_size(self) -> int:
@@ -102,3 +113,8 @@ def normalised(stages: list[tuple[int, dict[tuple[int, int], int]]]) -> tuple[St
         Stage(layers, tuple(Group(pool, tp, n) for (pool, tp), n in sorted(groups.items()) if n > 0))
         for layers, groups in stages
     )
+
+
+def chunk_layers(layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk of a stage, as even as possible."""
+    return tuple(layers // chunks + (1 if c < layers % chunks else 0) for c in range(chunks))

@@ -6,13 +6,15 @@ import difflib
 import json
 from functools import cache
 from importlib import resources
+from math import inf
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from tools.planner.errors import PlannerError, from_validation_error
+from .errors import PlannerError, validated
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
 class Gpu(BaseModel):
@@ -24,7 +26,11 @@ class Gpu(BaseModel):
         intra_node_bytes_per_s: Bandwidth of one GPU to its node, one direction (NVLink or PCIe).
         host_bytes_per_s: PCIe or C2C bandwidth to host memory, one direction.
         flash_attention_2: Whether FlashAttention-2 runs on it (compute capability >= 8.0).
-        efficiency: Share of peak that large transformer matrix products reach in training.
+        efficiency: Share of peak that the largest matrix products reach, over seconds (power limits included).
+        attention_efficiency: The same for causal attention with heads of 128, in the best kernel for the GPU.
+        flash_efficiency: The same in FlashAttention-2's kernel.
+        collective_bytes_per_s: Bus bandwidth of collectives inside a node; None = 80 % of
+            ``intra_node_bytes_per_s``, as over NVLink.  GPUs that share PCIe get far less.
         reserved_bytes: Memory taken by context and libraries before any model exists.
         power_w: Board power, for energy.
         usd_per_hour: A public list price of one GPU hour, when known; prices are user input.
@@ -32,21 +38,29 @@ class Gpu(BaseModel):
         source: Where the figures come from.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    flops: dict[Precision, float]
+    flops: dict[Format, float]
     memory_bytes: int = Field(gt=0)
     memory_bytes_per_s: float = Field(gt=0)
     intra_node_bytes_per_s: float = Field(gt=0)
     host_bytes_per_s: float = Field(default=12e9, gt=0)
     flash_attention_2: bool = False
     is_processor: bool = False
-    efficiency: float = Field(default=0.5, gt=0, le=1)
+    efficiency: float = Field(default=0.7, gt=0, le=1)
+    attention_efficiency: float = Field(default=0.5, gt=0, le=1)
+    flash_efficiency: float = Field(default=0.5, gt=0, le=1)
+    collective_bytes_per_s: float | None = Field(default=None, gt=0)
     reserved_bytes: int = Field(default=1_500_000_000, ge=0)
-    launch_s: float = Field(default=20e-6, ge=0)
+    launch_s: float = Field(default=20e-6, ge=0, le=60)
     power_w: float | None = Field(default=None, gt=0)
     usd_per_hour: float | None = Field(default=None, ge=0)
     source: str
+
+    @property
+    def collective_rate(self) -> float:
+        """Bus bandwidth of collectives inside a node."""
+        return self.collective_bytes_per_s or 0.8 * self.intra_node_bytes_per_s
 
     def supports(self, precision: str) -> bool:
         """Whether the hardware computes in this precision at full speed."""
@@ -62,7 +76,7 @@ class Gpu(BaseModel):
 @cache
 def catalog() -> dict[str, Gpu]:
     """All known GPUs by name."""
-    document = json.loads(resources.files("tools.planner").joinpath("data/gpus.json").read_text("utf-8"))
+    document = json.loads(resources.files(__package__).joinpath("data/gpus.json").read_text("utf-8"))
     return {name: parse_gpu(body, "gpus.json", name) for name, body in document["gpus"].items()}
 
 
@@ -73,14 +87,18 @@ def parse_gpu(body: Any, file: str, key: str) -> Gpu:
         PlannerError: naming file, key and value.
     """
     try:
-        gpu = Gpu.model_validate(body)
-    except ValidationError as error:
-        problem = from_validation_error(file, error.errors())
+        gpu: Gpu = validated(Gpu, body, file)
+    except PlannerError as problem:
         raise PlannerError(file, f"gpus.{key}.{problem.key}", problem.value, problem.problem) from None
     for precision, value in gpu.flops.items():
-        if not value > 0:
-            raise PlannerError(file, f"gpus.{key}.flops.{precision}", value, "must be positive",
-                               "Leave out a precision that the hardware lacks")
+        if not 0 < value < inf:
+            raise PlannerError(
+                file,
+                f"gpus.{key}.flops.{precision}",
+                value,
+                "must be positive",
+                "Leave out a precision that the hardware lacks",
+            )
     return gpu
 
 
@@ -97,5 +115,10 @@ def find_gpu(name: str, own: dict[str, Gpu], file: str, key: str) -> Gpu:
         return known[name]
     near = difflib.get_close_matches(name, [*own, *known], n=3, cutoff=0.4)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
-    raise PlannerError(file, key, name, "unknown GPU", f"{hint}Known: {', '.join(sorted({*own, *known}))}; "
-                       "describe others under 'gpus:' in the cluster file")
+    raise PlannerError(
+        file,
+        key,
+        name,
+        "unknown GPU",
+        f"{hint}Known: {', '.join(sorted({*own, *known}))}; describe others under 'gpus:' in the cluster file",
+    )

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from math import log
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from tools.planner.catalog import Gpu, find_gpu, parse_gpu
-from tools.planner.errors import PlannerError, from_validation_error
-from tools.planner.files import read_yaml
+from megatron_het.untrusted import MAX_DEVICES, shown
 
-_STRICT = ConfigDict(extra="forbid", frozen=True)
+from .catalog import Gpu, find_gpu, parse_gpu
+from .errors import PlannerError, validated
+from .files import read_yaml
+from .names import SLURM_RULES, host_problem, text_problem
+
+_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+MAX_GPUS = MAX_DEVICES
+MAX_GROUPS = 256
+MAX_LINKS = 10_000
+"""Bounds of a cluster file: beyond them a search would not end in any time that people wait."""
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _name(value: str | None) -> str | None:
+    """A name that people choose: one short line of characters that can be shown."""
+    if value is not None and (problem := text_problem(value) or ("" if value.strip() else "is blank")):
+        raise ValueError(problem)
+    return value
 
 
 class SlurmSettings(BaseModel):
@@ -24,6 +44,17 @@ class SlurmSettings(BaseModel):
     account: str | None = None
     gres: str | None = None
 
+    @field_validator("partition", "constraint", "account", "gres")
+    @classmethod
+    def _as_slurm_allows(cls, value: str | None, info: ValidationInfo) -> str | None:
+        problem = SLURM_RULES[str(info.field_name)](value) if value else ""
+        if problem:
+            raise ValueError(problem)
+        return value
+
+
+MeasuredRate = tuple[Annotated[int, Field(ge=1, le=1024)], Positive, Positive]
+
 
 class NodeGroup(BaseModel):
     """Equal nodes.
@@ -34,7 +65,11 @@ class NodeGroup(BaseModel):
         gpus_per_node: GPUs in each.
         zone, region: Where they are; region defaults to the zone without its last ``-part``.
         network_bytes_per_s: Network bandwidth of a whole node, one direction.
+        host_memory_bytes: Main memory of a node that training may use for what it offloads; None = no limit known.
+        host_bytes_per_s: Bandwidth of one GPU to main memory; overrides the catalog's.
         stream_bytes_per_s: What one GPU alone reaches over the network, when less than the node.
+        measured_rates: Measured bandwidths to an equal node, ``(streams, message bytes, bytes per second)``: what
+            so many GPUs of a node reach together when each sends messages of this size.
         network_latency_s: Latency between two nodes of the same zone.
         collective_bytes_per_s: What one rank's collectives reach over the network, when known to be less
             than its share of the network (software limits); None = its share.
@@ -47,19 +82,50 @@ class NodeGroup(BaseModel):
     model_config = _STRICT
 
     gpu: str
-    count: int = Field(ge=1)
-    gpus_per_node: int = Field(ge=1)
+    count: int = Field(ge=1, le=MAX_GPUS)
+    gpus_per_node: int = Field(ge=1, le=1024)
     zone: str = "local"
     region: str | None = None
-    network_bytes_per_s: float = Field(default=12.5e9, gt=0, allow_inf_nan=False)
-    stream_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    network_latency_s: float = Field(default=20e-6, ge=0, allow_inf_nan=False)
+    network_bytes_per_s: float = Field(default=12.5e9, gt=0)
+    host_memory_bytes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    host_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    stream_bytes_per_s: float | None = Field(default=None, gt=0)
+    measured_rates: tuple[MeasuredRate, ...] = Field(default=(), max_length=1000)
+    network_latency_s: float = Field(default=20e-6, ge=0)
     collective_bytes_per_s: float | None = Field(default=None, gt=0)
-    intra_node_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    usd_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    intra_node_bytes_per_s: float | None = Field(default=None, gt=0)
+    usd_per_gpu_hour: float | None = Field(default=None, ge=0)
     max_gpus: int | None = Field(default=None, ge=0)
     hosts: tuple[str, ...] = ()
     slurm: SlurmSettings = SlurmSettings()
+
+    @field_validator("gpu", "zone", "region")
+    @classmethod
+    def _is_name(cls, value: str | None) -> str | None:
+        return _name(value)
+
+    @field_validator("hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if problem := host_problem(host):
+                raise ValueError(f"{shown(host, 80)} {problem}")
+        return hosts
+
+    def measured_rate(self, streams: int, size: float) -> float:
+        """Bytes per second of so many streams with messages of ``size`` bytes, from ``measured_rates``.
+
+        Rates are interpolated over the logarithm of the size; beyond the measured sizes the nearest counts.  For
+        the streams, the nearest smaller number that was measured counts, in proportion for none smaller.
+        """
+        counts = sorted({n for n, _, _ in self.measured_rates})
+        count = max((n for n in counts if n <= streams), default=counts[0])
+        points = sorted((s, r) for n, s, r in self.measured_rates if n == count)
+        scale = min(1.0, streams / count)
+        for (small, low), (large, high) in zip(points, points[1:]):
+            if small <= size <= large:
+                return scale * (low + (high - low) * log(size / small) / log(large / small))
+        return scale * (points[0][1] if size < points[0][0] else points[-1][1])
 
     @property
     def quota(self) -> int:
@@ -81,30 +147,42 @@ class ZoneLink(BaseModel):
     model_config = _STRICT
 
     between: tuple[str, str]
-    bytes_per_s: float = Field(gt=0, allow_inf_nan=False)
-    latency_s: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
-    usd_per_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    bytes_per_s: float = Field(gt=0)
+    latency_s: float = Field(default=1e-3, ge=0)
+    usd_per_gb: float = Field(default=0.0, ge=0)
 
 
 class Cluster(BaseModel):
     """A cluster file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = _STRICT
 
     name: str = "cluster"
-    nodes: tuple[NodeGroup, ...] = Field(min_length=1)
-    links: tuple[ZoneLink, ...] = ()
+    nodes: tuple[NodeGroup, ...] = Field(min_length=1, max_length=MAX_GROUPS)
+    links: tuple[ZoneLink, ...] = Field(default=(), max_length=MAX_LINKS)
     gpus: dict[str, Gpu] = {}
 
     @field_validator("nodes")
     @classmethod
     def _usable(cls, nodes: tuple[NodeGroup, ...]) -> tuple[NodeGroup, ...]:
-        for node in nodes:
+        hosts: dict[str, int] = {}
+        for i, node in enumerate(nodes):
+            for host in map(str.lower, node.hosts):
+                if host in hosts:
+                    raise ValueError(f"host {host} is there twice (nodes[{hosts[host]}] and nodes[{i}])")
+                hosts[host] = i
             if node.hosts and len(node.hosts) != node.count:
                 raise ValueError(f"{len(node.hosts)} hosts for count = {node.count} nodes of {node.gpu}")
         if not any(node.quota for node in nodes):
             raise ValueError("max_gpus = 0 everywhere leaves no GPU to plan for")
+        if sum(node.count * node.gpus_per_node for node in nodes) > MAX_GPUS:
+            raise ValueError(f"more than {MAX_GPUS} GPUs")
         return nodes
+
+    @field_validator("name")
+    @classmethod
+    def _is_name(cls, value: str) -> str | None:
+        return _name(value)
 
     @model_validator(mode="after")
     def _regions(self) -> Cluster:
@@ -152,11 +230,11 @@ def cluster_from_document(document: Any, file: str) -> Cluster:
     own_bodies = document.get("gpus") or {}
     if not isinstance(own_bodies, dict):
         raise PlannerError(file, "gpus", own_bodies, "expected a mapping of names to figures")
+    for name in own_bodies:
+        if text_problem(name) or not name.strip():
+            raise PlannerError(file, "gpus", name, "a name needs characters that can be shown, at most 200")
     own = {name: parse_gpu(body, file, name) for name, body in own_bodies.items()}
-    try:
-        cluster = Cluster.model_validate({**document, "gpus": own})
-    except ValidationError as error:
-        raise from_validation_error(file, error.errors()) from None
+    cluster: Cluster = validated(Cluster, {**document, "gpus": own_bodies}, file)
     for i, node in enumerate(cluster.nodes):
         find_gpu(node.gpu, own, file, f"nodes[{i}].gpu")
     _check_links(cluster, file)
@@ -169,16 +247,22 @@ def _check_links(cluster: Cluster, file: str) -> None:
     for i, link in enumerate(cluster.links):
         for end in link.between:
             if end not in places:
-                raise PlannerError(file, f"links[{i}].between", end, "no node is in this zone or region",
-                                   f"Known: {', '.join(sorted(places))}")
+                raise PlannerError(
+                    file,
+                    f"links[{i}].between",
+                    end,
+                    "no node is in this zone or region",
+                    f"Known: {', '.join(sorted(places))}",
+                )
     for i, first in enumerate(cluster.nodes):
         for second in cluster.nodes[i + 1 :]:
             if first.where != second.where and not any(
-                set(link.between) in ({first.zone, second.zone}, {first.where, second.where})
-                for link in cluster.links
+                set(link.between) in ({first.zone, second.zone}, {first.where, second.where}) for link in cluster.links
             ):
                 raise PlannerError(
-                    file, "links", [list(link.between) for link in cluster.links],
+                    file,
+                    "links",
+                    [list(link.between) for link in cluster.links],
                     f"nothing says how {first.where} reaches {second.where}",
                     f"Add '- between: [{first.where}, {second.where}]' with bytes_per_s, latency_s and usd_per_gb",
                 )

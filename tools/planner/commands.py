@@ -11,17 +11,19 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from tools.planner.build import build_plan, candidate_of, rooms_of
-from tools.planner.candidate import Candidate
-from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimate, Estimator
-from tools.planner.files import check_target
-from tools.planner.packing import seat_replicas
-from tools.planner.report import GIB, say, summary, summary_tables, table
-from tools.planner.search.goal import Goal
-from tools.planner.search.methods import search
-from tools.planner.search.outcome import Found, Outcome, Progress
-from tools.planner.setup import check_prices, estimator_from, goal_from
+from .build import build_plan, candidate_of, rooms_of
+from .candidate import Candidate
+from .command import command
+from .errors import PlannerError, from_plan_error
+from .estimate import Estimate, Estimator
+from .files import check_target
+from .packing import seat_replicas
+from .report import GIB, bound_lines, say, search_body, summary, summary_tables, table
+from .search.goal import Goal
+from .search.limit import cpu_limit
+from .search.methods import search
+from .search.outcome import Found, Outcome, Progress
+from .setup import check_prices, estimator_from, goal_from
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -34,55 +36,51 @@ def plan(options: argparse.Namespace) -> int:
     best = require(outcome, estimator, goal, options)
     if not best.runnable:
         raise PlannerError(
-            "command line", "--search", options.search,
+            "command line",
+            "--search",
+            options.search,
             f"the plan needs ZeRO-{best.candidate.zero_stage}, which the runtime has only as ministages",
-            "Allow them (--schedules ministage, distributed_optimizer: true and untied embeddings in the model file, at least 2 layers), "
-            "use --search auto, or GPUs with more memory")
+            "Allow them (--schedules ministage, distributed_optimizer: true and untied embeddings in the model file, "
+            "at least 2 layers), use --search auto, or GPUs with more memory",
+        )
     made = build_plan(estimator, best.candidate, best.estimate, notes=f"made by the planner, --search {options.search}")
-    best = _simulated_whole(estimator, best, made)
     predicted = dataclasses.replace(made.predicted, iteration_s=best.iteration_s)  # type: ignore[type-var]
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     save_plan(dataclasses.replace(made, predicted=predicted), options.out)
     body = summary(estimator, best.candidate, best.estimate, best.simulated_s)
-    body |= {"plan_file": options.out, "search": search_body(outcome)}
-    tables = summary_tables(body)
+    body |= {"plan_file": options.out, "search": search_body(outcome, goal)}
+    tables = [*summary_tables(body), *bound_lines(outcome, goal)]
     if options.profile is None:
-        tables.append("Datasheet figures were used: expect errors of 30 % and more; measure with 'het-plan profile'.")
-    say(body, options, *tables, f"wrote {options.out}; search took {outcome.cpu_s:.2f} s"
-        + (" and was interrupted: this is the best so far" if outcome.interrupted else ""))
+        tables.append(
+            f"GPU figures are from datasheets, network figures from the cluster file; '{command()} profile' measures."
+        )
+    say(
+        body,
+        options,
+        *tables,
+        f"wrote {options.out}; search took {outcome.cpu_s:.2f} s"
+        + (" and was interrupted: this is the best so far" if outcome.interrupted else ""),
+    )
     return 0
-
-
-def _simulated_whole(estimator: Estimator, found: Found, made: Any) -> Found:
-    """Simulated again as a whole where that is quick, so that ``simulate`` says the same as ``plan``.
-
-    The search simulates one of the equal pipelines that a plan may consist of; which of their ranks share a
-    node differs a little from pipeline to pipeline.
-    """
-    from tools.planner.simulation import simulate_candidate
-
-    if 2 * len(made.stages) * made.num_microbatches * found.candidate.chunks * found.candidate.slices > 50_000:
-        return found
-    seconds = simulate_candidate(estimator, found.candidate, found.estimate, made).iteration_s
-    return dataclasses.replace(found, simulated_s=seconds)
-
-
-def search_body(outcome: Outcome) -> dict[str, Any]:
-    """Facts about the search."""
-    return {"method": outcome.method, "cpu_s": outcome.cpu_s, "evaluations": outcome.evaluations,
-            "simulations": outcome.simulations, "exact": outcome.exact, "interrupted": outcome.interrupted}
 
 
 def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Outcome:
     """Search with a progress line on a terminal."""
     check_prices(estimator, goal, options.cluster)
     progress = Progress(limit_s=options.limit_s)
+    with cpu_limit(progress):
+        return _shown_search(estimator, goal, options, progress)
+
+
+def _shown_search(estimator: Estimator, goal: Goal, options: argparse.Namespace, progress: Progress) -> Outcome:
+    """The search, with a progress line where somebody watches."""
     if options.json or not sys.stderr.isatty():
         return search(options.search, estimator, goal, progress)
     from rich.console import Console
 
     done = threading.Event()
     with Console(stderr=True).status("searching") as status:
+
         def show() -> None:
             while not done.wait(0.25):
                 best = f", best {progress.best:.4g}" if progress.best < float("inf") else ""
@@ -102,15 +100,23 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
     if outcome.best is not None:
         return outcome.best
     if outcome.nearest is None:
-        raise PlannerError(options.cluster, "nodes", estimator.cluster.total_gpus,
-                           "no plan can be evaluated: no GPU kind has figures for this model", "Check TP sizes and profile")
+        raise PlannerError(
+            options.cluster,
+            "nodes",
+            estimator.cluster.total_gpus,
+            "no plan can be evaluated: no GPU kind has figures for this model",
+            "Check TP sizes and profile",
+        )
     candidate, estimate = outcome.nearest
     if not estimator.fits(estimate):
         worst = estimate.worst_memory
         raise PlannerError(
-            options.model, "num_layers", estimator.model.num_layers,
+            options.model,
+            "num_layers",
+            estimator.model.num_layers,
             f"the model fits nowhere: at best, stage {worst.stage} needs {worst.total_bytes / GIB:.1f} GiB of "
-            f"{worst.capacity_bytes * estimator.memory_margin / GIB:.1f} GiB usable on {estimator.cluster.nodes[worst.group.pool].gpu}",
+            f"{worst.capacity_bytes * estimator.memory_margin / GIB:.1f} GiB usable on "
+            f"{estimator.cluster.nodes[worst.group.pool].gpu}",
             _memory_hint(estimator, estimate),
         )
     for key, limit, value in (
@@ -118,15 +124,26 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
         ("--max-gpus", goal.max_gpus, candidate.world_size),
     ):
         if limit is not None and value > limit:
-            raise PlannerError("command line", key, limit, "no plan meets it", f"The nearest plan found needs {value:.6g}")
+            raise PlannerError(
+                "command line", key, limit, "no plan meets it", f"The nearest plan found needs {value:.6g}"
+            )
     if goal.min_iterations_per_s is None or estimate.iteration_s * goal.min_iterations_per_s <= 1:
         raise PlannerError(
-            "command line", "--schedules", ",".join(goal.schedules), "no plan with these schedules was found for this model and cluster",
-            f"The nearest plan uses {candidate.schedule}: add it. Interleaved needs stages with equal numbers of replicas and "
-            "microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true and untied embeddings",
+            "command line",
+            "--schedules",
+            ",".join(goal.schedules),
+            "no plan with these schedules was found for this model and cluster",
+            f"The nearest plan uses {candidate.schedule}: add it. Interleaved needs stages with equal numbers of "
+            "replicas and microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true "
+            "and untied embeddings",
         )
-    raise PlannerError("command line", "--min-iterations-per-s", goal.min_iterations_per_s, "no plan meets it",
-                       f"The nearest plan found reaches {1 / estimate.iteration_s:.6g}")
+    raise PlannerError(
+        "command line",
+        "--min-iterations-per-s",
+        goal.min_iterations_per_s,
+        "no plan meets it",
+        f"The nearest plan found reaches {1 / estimate.iteration_s:.6g}",
+    )
 
 
 def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
@@ -138,10 +155,14 @@ def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
         hints.append("set distributed_optimizer: true")
     if min(model.batch_sizes) > 1:
         hints.append("allow micro_batch_sizes: [1]")
-    over = sum(max(0.0, m.total_bytes - estimator.memory_margin * m.capacity_bytes) * m.group.count * m.group.tp
-               for m in estimate.memory)
+    over = sum(
+        max(0.0, m.total_bytes - estimator.memory_margin * m.capacity_bytes) * m.group.count * m.group.tp
+        for m in estimate.memory
+    )
     nodes = estimator.cluster.nodes
-    largest = max({m.group.pool for m in estimate.memory}, key=lambda p: estimator.cluster.gpu(nodes[p].gpu).memory_bytes)
+    largest = max(
+        {m.group.pool for m in estimate.memory}, key=lambda p: estimator.cluster.gpu(nodes[p].gpu).memory_bytes
+    )
     gpu = estimator.cluster.gpu(nodes[largest].gpu)
     count = ceil(over / max(1.0, estimator.memory_margin * gpu.memory_bytes - gpu.reserved_bytes))
     hints.append(f"add about {count} {nodes[largest].gpu} (by the missing memory), or GPUs with more memory")
@@ -151,21 +172,31 @@ def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
 def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
     """A plan file with its cluster and model: (estimator, plan)."""
     from megatron_het.plan import PlanError, load_plan
-    from tools.planner.build import model_shape
+
+    from .build import model_shape
 
     estimator = estimator_from(options)
     try:
         made = load_plan(options.plan)
     except PlanError as error:
-        raise PlannerError(options.plan, str(error.where).removeprefix(f"{options.plan}:"), error.value, error.problem, error.hint) from None
+        raise from_plan_error(options.plan, error) from None
     mine = model_shape(estimator.model)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length"):
         if getattr(made.model, name) != getattr(mine, name):
-            raise PlannerError(options.plan, f"model.{name}", getattr(made.model, name),
-                               f"{options.model} says {getattr(mine, name)}", "Plan again for this model")
+            raise PlannerError(
+                options.plan,
+                f"model.{name}",
+                getattr(made.model, name),
+                f"{options.model} says {getattr(mine, name)}",
+                "Plan again for this model",
+            )
     if made.training.global_batch_size != estimator.model.global_batch_size:
-        raise PlannerError(options.plan, "training.global_batch_size", made.training.global_batch_size,
-                           f"{options.model} says {estimator.model.global_batch_size}")
+        raise PlannerError(
+            options.plan,
+            "training.global_batch_size",
+            made.training.global_batch_size,
+            f"{options.model} says {estimator.model.global_batch_size}",
+        )
     return estimator, made
 
 
@@ -174,20 +205,26 @@ def priced(estimator: Estimator, made: Any, options: argparse.Namespace) -> tupl
     candidate, seated = candidate_of(made, estimator.cluster, options.plan)
     estimate = estimator.estimate(candidate)
     if estimate is None:
-        raise PlannerError(options.plan, "stages", len(made.stages), "no figures for some replica of this plan",
-                           "Profile its TP and micro batch size")
+        raise PlannerError(
+            options.plan,
+            "stages",
+            len(made.stages),
+            "no figures for some replica of this plan",
+            "Profile its TP and micro batch size",
+        )
     return candidate, estimate, seated
 
 
 def simulate(options: argparse.Namespace) -> int:
     """Simulate a plan with its own routing."""
-    from tools.planner.simulation import simulate_candidate
+    from .simulation import simulate_candidate
 
     if options.trace:
         check_target(options.trace, "--trace")
     if options.picture:
         check_target(options.picture, "--picture", (".svg", ".png", ".pdf", ".txt"))
     estimator, made = load(options)
+    refuse_unrunnable(made, options.plan)
     candidate, estimate, seated = priced(estimator, made, options)
     found = simulate_candidate(estimator, candidate, estimate, made, seated)
     body = summary(estimator, candidate, estimate, found.iteration_s)
@@ -201,16 +238,29 @@ def simulate(options: argparse.Namespace) -> int:
     return 0
 
 
+def refuse_unrunnable(made: Any, file: str) -> None:
+    """What the runtime refuses has no iteration time."""
+    from megatron_het.features.plan_checks import check_plan_alone
+    from megatron_het.plan import PlanError
+
+    try:
+        check_plan_alone(made)
+    except PlanError as error:
+        raise from_plan_error(file, error) from None
+
+
 def _trace(result: Any, path: str) -> None:
     from megatron_het.schedule.trace import chrome_trace
-    from tools.planner.files import write_text
+
+    from .files import write_text
 
     write_text(path, json.dumps(chrome_trace(result)))
 
 
 def _picture(result: Any, path: str) -> None:
     from megatron_het.schedule.visualize import draw, text_picture
-    from tools.planner.files import write_text
+
+    from .files import write_text
 
     if path.endswith(".txt"):
         write_text(path, text_picture(result) + "\n")
@@ -234,17 +284,18 @@ def check(options: argparse.Namespace) -> int:
 
 def _obstacle(made: Any) -> dict[str, Any] | None:
     """Why the runtime would refuse the plan, whatever it is started on and with."""
-    from megatron_het.config_plan import check_plan_alone
-    from megatron_het.plan import Placement, PlanError
-    from megatron_het.runtime.programs import build_programs
+    from megatron_het.features.plan_checks import check_plan_alone
+    from megatron_het.lowering.programs import build
+    from megatron_het.plan import PlanError
 
     try:
         check_plan_alone(made)
-        build_programs(Placement(made))
     except PlanError as error:
         return {"key": error.where, "problem": error.problem + (f". {error.hint}" if error.hint else "")}
-    except ValueError as error:
-        return {"key": "schedule.name", "problem": str(error)}
+    try:
+        build(made)
+    except PlanError as error:
+        return {"key": "schedule.name", "problem": error.problem}
     return None
 
 
@@ -259,42 +310,75 @@ def _misfits(estimator: Estimator, made: Any, options: argparse.Namespace) -> li
     for m in estimate.memory:
         if m.total_bytes > estimator.memory_margin * m.capacity_bytes:
             gpu = estimator.cluster.nodes[m.group.pool].gpu
-            problems.append({
-                "key": f"stages[{m.stage}]", "problem": f"needs {m.total_bytes / GIB:.2f} GiB of {m.capacity_bytes / GIB:.2f} GiB "
-                f"on {gpu} (TP {m.group.tp}); activations {m.activation_bytes / GIB:.2f}, optimizer {m.optimizer_bytes / GIB:.2f} GiB",
-            })  # fmt: skip
+            problems.append(
+                {
+                    "key": f"stages[{m.stage}]",
+                    "problem": f"needs {m.total_bytes / GIB:.2f} GiB of {m.capacity_bytes / GIB:.2f} GiB "
+                    f"on {gpu} (TP {m.group.tp}); activations {m.activation_bytes / GIB:.2f}, "
+                    f"optimizer {m.optimizer_bytes / GIB:.2f} GiB",
+                }
+            )
+    for pool, held, limit in estimator.short_of_host_memory(estimate):
+        problem = f"offloads {held / GIB:.1f} GiB to a node that has {limit / GIB:.1f} GiB of main memory for it"
+        problems.append({"key": f"nodes[{pool}].host_memory_bytes", "problem": problem})
     for node in {estimator.cluster.nodes[g.pool].gpu for s in candidate.stages for g in s.groups}:
-        gpu = estimator.cluster.gpu(node)
-        if not gpu.supports(made.training.precision):
-            problems.append({"key": "training.precision", "problem": f"{node} does not support {made.training.precision}"})
+        device = estimator.cluster.gpu(node)
+        if not device.supports(made.training.precision):
+            problems.append(
+                {"key": "training.precision", "problem": f"{node} does not support {made.training.precision}"}
+            )
     return problems
 
 
 def profile(options: argparse.Namespace) -> int:
     """Measure this node."""
-    from tools.planner.model import load_model
-    from tools.planner.profile import run
-    from tools.planner.profile_schema import ProfiledModel
+    from .model import model_of
+    from .profile import run
+    from .profile_schema import ProfiledModel
 
-    m = load_model(options.model)
-    shape = ProfiledModel(m.hidden_size, m.ffn_hidden_size, m.num_attention_heads, m.groups, m.vocab_size, m.seq_length,
-                          m.precision, m.name)
+    m = model_of(options)
+    shape = ProfiledModel(
+        m.hidden_size,
+        m.ffn_hidden_size,
+        m.num_attention_heads,
+        m.groups,
+        m.vocab_size,
+        m.seq_length,
+        m.precision,
+        m.name,
+    )
     found = run(options, shape)
     if found is not None:
-        body = {"profile": str(options.out), "devices": [d.kind for d in found.devices],
-                "timings": sum(len(d.timings) for d in found.devices), "links": len(found.links), "complete": found.complete}
-        say(body, options, f"wrote {options.out}: {body['timings']} layer timings on {', '.join(body['devices'])}, {body['links']} links")
+        body = {
+            "profile": str(options.out),
+            "devices": [d.kind for d in found.devices],
+            "timings": sum(len(d.timings) for d in found.devices),
+            "links": len(found.links),
+            "complete": found.complete,
+        }
+        say(
+            body,
+            options,
+            f"wrote {options.out}: {body['timings']} layer timings on {', '.join(d.kind for d in found.devices)}, "
+            f"{body['links']} links",
+        )
     return 0
 
 
 def emit(options: argparse.Namespace) -> int:
     """Write the launch files."""
-    from tools.planner.cluster import load_cluster
-    from tools.planner.emit import run
-    from tools.planner.model import load_model
+    from .cluster import load_cluster
+    from .emit import run
+    from .model import model_of
 
-    written = run(options, load_model(options.model), load_cluster(options.cluster))
-    body = {"files": {name: str(path) for name, path in written.files.items()}, "notes": written.notes,
-            "nodes": [{"kind": n.kind, "ranks": list(n.ranks), "host": n.host} for n in written.nodes]}
-    say(body, options, *[f"wrote {path}" for path in body["files"].values()], *written.notes)
+    model = model_of(options)
+    model.check_run(options.model)
+    written = run(options, model, load_cluster(options.cluster))
+    files = {name: str(path) for name, path in written.files.items()}
+    body = {
+        "files": files,
+        "notes": written.notes,
+        "nodes": [{"kind": n.kind, "ranks": list(n.ranks), "host": n.host} for n in written.nodes],
+    }
+    say(body, options, *[f"wrote {path}" for path in files.values()], *written.notes)
     return 0

@@ -8,7 +8,7 @@ with Megatron's own layout string when the plan needs no extension.
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,20 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.config import environment_of
-from megatron_het.config_plan import check_plan_alone
-from megatron_het.plan import Plan, PlanError, load_plan, save_plan
-from tools.planner.emit_flags import (
-    ModelOptions,
-    args_sh,
-    extension_reasons,
-    layout_string,
-    model_arguments,
-    stock_arguments,
-)
-from tools.planner.emit_nodes import Node, NodeKind, place
-from tools.planner.emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
-from tools.planner.errors import PlannerError
-from tools.planner.files import check_target
+from megatron_het.doctor.expectations import Expectations
+from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
+
+from .emit_checks import check_launch, check_training, extra_flags
+from .emit_flags import ModelOptions, args_sh, extension_reasons, layout_string, model_arguments, stock_arguments
+from .emit_nodes import Node, NodeKind, place
+from .emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
+from .errors import PlannerError, from_plan_error
+from .expect import expectations
+from .files import check_target, write_text
+from .profile_schema import Profile, load_profile
 
 
 @dataclass(slots=True)
@@ -54,6 +52,7 @@ def emit(
     groups: Mapping[str, Sequence[str]],
     launch: LaunchOptions,
     header: Sequence[str] = (),
+    expected: Expectations | None = None,
 ) -> Emitted:
     """Write all files; nothing is written when the plan cannot run or does not fit the nodes.
 
@@ -64,6 +63,7 @@ def emit(
         groups: Megatron flags besides those of the plan, by purpose.
         launch: Settings of the scripts; ``run_dir`` is how the nodes see ``out``.
         header: Comment lines for args.sh.
+        expected: What the doctor compares with, where it goes first (``launch.doctor``).
 
     Raises:
         PlannerError: No run can have the plan, or it does not fit the nodes.
@@ -72,6 +72,7 @@ def emit(
         check_plan_alone(plan)
     except PlanError as error:
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
+    check_launch(launch, kinds)
     nodes = place(plan, kinds)
     launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
     texts = {
@@ -92,52 +93,92 @@ def emit(
     else:
         texts["layout.txt"] = layout_string(plan) + "\n"
         result.notes.append("stock Megatron can run this plan: " + shlex.join(stock_arguments(plan)))
+    if launch.doctor:
+        promised = expected or Expectations(plan_hash(plan))
+        texts["expectations.json"] = json.dumps(promised.to_json(), indent=1) + "\n"
+    for name in ("plan.json", *texts):
+        check_target(out / name, "--out")
     (out / "logs").mkdir(parents=True, exist_ok=True)
     save_plan(plan, out / "plan.json")
     result.files["plan.json"] = out / "plan.json"
     for name, text in texts.items():
-        _write(out / name, text)
+        write_text(out / name, text, executable=name != "args.sh" and name.endswith((".sh", ".sbatch")))
         result.files[name] = out / name
     return result
-
-
-def _write(path: Path, text: str) -> None:
-    """Write or replace a file in one step; scripts become executable."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    if path.suffix in (".sh", ".sbatch") and path.name != "args.sh":
-        scratch.chmod(0o755)
-    os.replace(scratch, path)
 
 
 def training_group(options: argparse.Namespace) -> list[str]:
     """Flags of the optimization that the command line offers."""
     return [
-        "--train-iters", str(options.train_iters),
-        "--lr", options.lr,
-        "--min-lr", f"{float(options.lr) / 10:g}",
-        "--lr-decay-style", "cosine",
-        "--lr-warmup-fraction", "0.01",
-        "--weight-decay", "0.1", "--adam-beta2", "0.95", "--clip-grad", "1.0",
-        "--log-interval", "10", "--eval-interval", "1000", "--eval-iters", "10",
-        "--distributed-timeout-minutes", "10",
-    ]  # fmt: skip
+        "--train-iters",
+        str(options.train_iters),
+        "--lr",
+        options.lr,
+        "--min-lr",
+        f"{float(options.lr) / 10:g}",
+        "--lr-decay-style",
+        "cosine",
+        "--lr-warmup-fraction",
+        "0.01",
+        "--weight-decay",
+        "0.1",
+        "--adam-beta2",
+        "0.95",
+        "--clip-grad",
+        "1.0",
+        "--log-interval",
+        "10",
+        "--eval-interval",
+        "1000",
+        "--eval-iters",
+        "10",
+        "--distributed-timeout-minutes",
+        "10",
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options (``--cluster``, ``--model`` and ``--json`` belong to the command line)."""
     parser.add_argument("plan", type=Path, help="plan.json")
-    parser.add_argument("--out", type=Path, default=Path("run"), help="folder to write into (made if missing)")
-    parser.add_argument("--run-dir", default="", help="the same folder as the nodes see it (default: its absolute path)")
-    parser.add_argument("--train-iters", type=int, default=1000)
-    parser.add_argument("--lr", default="3e-4")
-    parser.add_argument("--save-interval", type=int, default=500, help="iterations between checkpoints")
-    parser.add_argument("--time-limit", default="24:00:00", help="Slurm's time limit")
-    parser.add_argument("--job-name", default="megatron-het")
-    parser.add_argument("--python", default="python", help="interpreter on the nodes")
-    parser.add_argument("--cpus-per-task", type=int, default=0)
-    parser.add_argument("--extra", default="", metavar="FLAGS",
-                        help="further Megatron flags in one string: data, tokenizer, logging, ...")
+    parser.add_argument(
+        "--out", type=Path, default=Path("run"), help="folder to write into, made if missing (default %(default)s)"
+    )
+    parser.add_argument(
+        "--run-dir", default="", help="the same folder as the nodes see it (default: its absolute path)"
+    )
+    parser.add_argument("--train-iters", type=int, default=1000, metavar="N", help="iterations (default %(default)s)")
+    parser.add_argument("--lr", default="3e-4", help="learning rate (default %(default)s); a tenth of it at the end")
+    parser.add_argument(
+        "--save-interval",
+        type=int,
+        default=500,
+        metavar="N",
+        help="iterations between checkpoints (default %(default)s)",
+    )
+    parser.add_argument(
+        "--time-limit", default="24:00:00", metavar="TIME", help="Slurm's time limit (default %(default)s)"
+    )
+    parser.add_argument(
+        "--job-name", default="megatron-het", metavar="NAME", help="Slurm's job name (default %(default)s)"
+    )
+    parser.add_argument("--python", default="python", help="interpreter on the nodes (default %(default)s)")
+    parser.add_argument(
+        "--cpus-per-task",
+        type=int,
+        default=0,
+        metavar="N",
+        help="cores of a rank (default %(default)s: Slurm's default)",
+    )
+    parser.add_argument(
+        "--doctor", action="store_true", help="the scripts check the nodes before they train; see docs/doctor.md"
+    )
+    parser.add_argument("--profile", metavar="FILE", help="profile.json, with --doctor: devices are compared with it")
+    parser.add_argument(
+        "--extra",
+        default="",
+        metavar="FLAGS",
+        help="further Megatron flags in one string: data, tokenizer, logging, ...",
+    )
 
 
 def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
@@ -154,16 +195,12 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     try:
         plan = load_plan(options.plan)
     except PlanError as error:
-        raise PlannerError(str(options.plan), error.where, error.value, error.problem, error.hint) from error
-    _check_model(plan, model, str(options.plan))
-    if options.train_iters < 1 or options.save_interval < 1:
-        raise PlannerError("emit", "--train-iters, --save-interval", [options.train_iters, options.save_interval],
-                           "must be at least 1")
-    try:
-        float(options.lr)
-        extra = shlex.split(options.extra)
-    except ValueError as error:
-        raise PlannerError("emit", "--lr, --extra", [options.lr, options.extra], str(error)) from error
+        raise from_plan_error(str(options.plan), error) from None
+    check_model(plan, model, str(options.plan))
+    check_training(options)
+    extra = extra_flags(options.extra)
+    if options.profile and not options.doctor:
+        raise PlannerError("emit", "--profile", options.profile, "is only used with --doctor")
     check_target(options.out / "plan.json", "--out")
     launch = LaunchOptions(
         run_dir=options.run_dir or str(options.out.resolve()),
@@ -172,13 +209,15 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         python=options.python,
         save_interval=options.save_interval,
         cpus_per_task=options.cpus_per_task,
+        doctor=options.doctor,
     )
-    groups = {
-        "MODEL": model_arguments(plan, model_options(model)),
-        "TRAINING": training_group(options),
-        "EXTRA": extra,
-    }
-    return emit(plan, options.out, node_kinds(cluster), groups, launch)
+    groups = {"MODEL": model_arguments(plan, model_options(model)), "TRAINING": training_group(options), "EXTRA": extra}
+    expected = expectations(plan, cluster, _profile(options)) if options.doctor else None
+    return emit(plan, options.out, node_kinds(cluster), groups, launch, expected=expected)
+
+
+def _profile(options: argparse.Namespace) -> Profile | None:
+    return load_profile(options.profile) if options.profile else None
 
 
 def model_options(model: Any) -> ModelOptions:
@@ -209,14 +248,23 @@ def node_kinds(cluster: Any) -> dict[str, NodeKind]:
             gres=slurm.gres if slurm.gres is not None else "gpu",
             gpu=group.gpu,
             quota=group.quota,
+            zone=group.zone,
         )
     return kinds
 
 
-def _check_model(plan: Plan, model: Any, file: str) -> None:
+def check_model(plan: Plan, model: Any, file: str) -> None:
+    """The plan is one of this model.
+
+    Raises:
+        PlannerError: What differs.
+    """
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if getattr(plan.model, name) != getattr(model, name):
             raise PlannerError(
-                file, f"model.{name}", getattr(plan.model, name),
-                f"the model file says {getattr(model, name)}", "Make a plan for this model",
+                file,
+                f"model.{name}",
+                getattr(plan.model, name),
+                f"the model file says {getattr(model, name)}",
+                "Make a plan for this model",
             )

@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_het.config import pipeline_layout
+from megatron_het.features import features_of
 from megatron_het.plan import Plan, plan_hash
+
+from .names import comment, default_of
+from .schedules import STOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +37,22 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
     """Flags of the model's shape."""
     model = plan.model
     words = [
-        "--num-layers", str(model.num_layers),
-        "--hidden-size", str(model.hidden_size),
-        "--num-attention-heads", str(model.num_attention_heads),
-        "--seq-length", str(model.seq_length),
-        "--max-position-embeddings", str(options.learned_positions or model.seq_length),
-        "--normalization", options.normalization,
-        "--attention-dropout", "0",
-        "--hidden-dropout", "0",
+        "--num-layers",
+        str(model.num_layers),
+        "--hidden-size",
+        str(model.hidden_size),
+        "--num-attention-heads",
+        str(model.num_attention_heads),
+        "--seq-length",
+        str(model.seq_length),
+        "--max-position-embeddings",
+        str(options.learned_positions or model.seq_length),
+        "--normalization",
+        options.normalization,
+        "--attention-dropout",
+        "0",
+        "--hidden-dropout",
+        "0",
     ]
     if model.ffn_hidden_size is not None:
         words += ["--ffn-hidden-size", str(model.ffn_hidden_size)]
@@ -60,8 +72,10 @@ def plan_arguments(plan: Plan) -> list[str]:
     """Flags of batch, precision, recompute and optimizer that the plan fixes."""
     training = plan.training
     words = [
-        "--micro-batch-size", str(training.micro_batch_size),
-        "--global-batch-size", str(training.global_batch_size),
+        "--micro-batch-size",
+        str(training.micro_batch_size),
+        "--global-batch-size",
+        str(training.global_batch_size),
         # Any routing of microbatches gives the same training only with this.
         "--calculate-per-token-loss",
     ]
@@ -81,12 +95,13 @@ def plan_arguments(plan: Plan) -> list[str]:
 def extension_reasons(plan: Plan) -> list[str]:
     """Why stock Megatron cannot run the plan; empty when it can."""
     reasons = []
-    if plan.schedule.name not in ("1f1b", "interleaved"):
+    if plan.schedule.name not in STOCK:
         reasons.append(f"schedule {plan.schedule.name}")
     # Slack only matters where stages divide microbatches differently, which is a reason of its own.
-    reasons += [f"schedule parameter {name}" for name, value in plan.schedule.parameters.items() if value and name != "slack"]
-    if plan.context_parallel > 1:
-        reasons.append(f"context-parallel size {plan.context_parallel}, which sends queries instead of keys and values")
+    reasons += [
+        f"schedule parameter {name}" for name, value in plan.schedule.parameters.items() if value and name != "slack"
+    ]
+    reasons += filter(None, (feature.beyond_stock(plan, options) for feature, options in features_of(plan)))
     sizes = {r.tp for s in plan.stages for r in s.replicas}
     if len(sizes) > 1:
         reasons.append(f"tensor-parallel sizes {sorted(sizes)} differ")
@@ -119,8 +134,10 @@ def stock_arguments(plan: Plan) -> list[str]:
         raise ValueError("stock Megatron cannot run this plan: " + "; ".join(reasons))
     stages = len(plan.stages)
     words = [
-        "--tensor-model-parallel-size", str(plan.stages[0].replicas[0].tp),
-        "--pipeline-model-parallel-size", str(stages),
+        "--tensor-model-parallel-size",
+        str(plan.stages[0].replicas[0].tp),
+        "--pipeline-model-parallel-size",
+        str(stages),
     ]
     if stages > 1:
         # With one stage Megatron ignores a layout without saying so, hence none is given then.
@@ -144,7 +161,7 @@ def lines_of(words: Sequence[str]) -> list[str]:
     for word in words:
         if word.startswith("--") or not lines:
             lines.append([])
-        lines[-1].append(word if word.startswith('"$') else shlex.quote(word))
+        lines[-1].append(shlex.quote(word))
     return [" ".join(line) for line in lines]
 
 
@@ -168,13 +185,13 @@ def args_sh(plan: Plan, plan_file: str, groups: Mapping[str, Sequence[str]], hea
     arrays["PLAN_ARGS"] = plan_arguments(plan)
     reasons = extension_reasons(plan)
     text = "# shellcheck shell=bash disable=SC2034\n"
-    text += f"# Megatron arguments of plan {plan_hash(plan)}.  Use: source args.sh; ... \"${{MEGATRON_ARGS[@]}}\"\n"
-    text += "".join(f"# {line}\n" for line in header)
-    text += f"HET_PLAN=${{HET_PLAN:-{shlex.quote(plan_file)}}}\n\n"
+    text += f'# Megatron arguments of plan {plan_hash(plan)}.  Use: source args.sh; ... "${{MEGATRON_ARGS[@]}}"\n'
+    text += "".join(f"# {comment(line)}\n" for line in header)
+    text += default_of("HET_PLAN", plan_file) + "\n\n"
     text += "\n".join(bash_array(name, words) for name, words in arrays.items())
     text += '\nHET_ARGS=(--het-plan "$HET_PLAN")\n'
     if reasons:
-        text += "# Stock Megatron cannot run this plan: " + "; ".join(reasons) + ".\n"
+        text += "# Stock Megatron cannot run this plan: " + comment("; ".join(reasons)) + ".\n"
     else:
         text += "# This plan needs no extension: with STOCK_ARGS instead of HET_ARGS stock Megatron runs it.\n"
         text += bash_array("STOCK_ARGS", stock_arguments(plan))

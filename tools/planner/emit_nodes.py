@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_het.plan import Plan
-from tools.planner.packing import Room, seat_replicas
+
+from .packing import Room, seat_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class NodeKind:
         gpu: Device kind, as in the plan; empty = the name of the node kind.
         hosts: Their host names, if known; used by the torchrun scripts.
         partition, constraint, account: Slurm's names for them.
+        zone: Where they are; empty: unknown.
         gres: Slurm's generic resource without the number, e.g. ``gpu:a100``; empty on CPU nodes.
     """
 
@@ -32,6 +34,7 @@ class NodeKind:
     gres: str = ""
     gpu: str = ""
     quota: int | None = None
+    zone: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def place(plan: Plan, kinds: Mapping[str, NodeKind]) -> list[Node]:
         PlannerError: An unknown kind, a TP group larger than a node, too few nodes.
     """
     names = list(kinds)
-    rooms = [Room(k.gpu or name, k.devices, k.count, k.quota) for name, k in kinds.items()]
+    rooms = [Room(k.gpu or name, k.devices, k.count, k.quota, k.zone) for name, k in kinds.items()]
     ranks: dict[tuple[int, int], list[int]] = {}
     for stage, seated in zip(plan.stages, seat_replicas(plan, rooms)):
         for replica, seats in zip(stage.replicas, seated):

@@ -6,11 +6,11 @@ resume from the newest checkpoint.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.planner.emit_nodes import Component, Node, NodeKind, components, task_ranks
+from .emit_nodes import Component, Node, NodeKind, components, task_ranks
+from .names import comment, default_of, is_feature, quote
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class LaunchOptions:
         save_interval: Iterations between checkpoints.
         environment: Further variables for every rank.
         cpus_per_task: Cores of a rank; 0 = Slurm's default.
+        doctor: Check the nodes first; the training starts only if they are fit.
     """
 
     run_dir: str
@@ -36,6 +37,7 @@ class LaunchOptions:
     save_interval: int = 500
     environment: Mapping[str, str] | None = None
     cpus_per_task: int = 0
+    doctor: bool = False
 
 
 # Variables of the process, each unless the user has set it.
@@ -53,10 +55,10 @@ _ENVIRONMENT = {
 
 _RESUME = """\
 # Resume from the newest checkpoint.  Without the tracker file Megatron would silently start anew.
-if [[ -e "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]]; then
+if [[ -s "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]]; then
     export HET_RESUME=1
 elif compgen -G "$CHECKPOINTS/iter_*" >/dev/null; then
-    echo "error: $CHECKPOINTS holds checkpoints but no latest_checkpointed_iteration.txt:" \\
+    echo "error: $CHECKPOINTS holds checkpoints but no latest_checkpointed_iteration.txt, or an empty one:" \\
         "a save was interrupted. Write the iteration to resume from into that file, or move the folder away." >&2
     exit 1
 else
@@ -75,16 +77,32 @@ train() {
 }
 """
 
+_DIAGNOSE = """\
+diagnose() {
+    source "$RUN_DIR/args.sh"
+    exec "$PYTHON" -m megatron_het.doctor --expect "$RUN_DIR/expectations.json" --checkpoints "$CHECKPOINTS" \\
+        --json "$RUN_DIR/logs/doctor.json" -- "${MEGATRON_ARGS[@]}"
+}
+export -f diagnose
+"""
+_FIRST_DOCTOR = "\n# The nodes are checked first.  Set HET_DOCTOR=0 to go without.\n"
+
+
+def _functions(options: LaunchOptions) -> str:
+    """What a rank does: train, and before that the doctor's checks where they were asked for."""
+    return _TRAIN + (_DIAGNOSE if options.doctor else "")
+
 
 def _settings(options: LaunchOptions) -> str:
     lines = [
-        f"export RUN_DIR={shlex.quote(options.run_dir)}",
+        f"export RUN_DIR={quote(options.run_dir)}",
         'export CHECKPOINTS="${CHECKPOINTS:-$RUN_DIR/checkpoints}"',
         f'export SAVE_INTERVAL="${{SAVE_INTERVAL:-{options.save_interval}}}"',
-        f'export PYTHON="${{PYTHON:-{options.python}}}" TRAIN_MODULE={shlex.quote(options.module)}',
+        f"export {default_of('PYTHON', options.python)} TRAIN_MODULE={quote(options.module)}",
     ]
-    for name, value in {**_ENVIRONMENT, **(options.environment or {})}.items():
-        lines.append(f'export {name}="${{{name}:-{value}}}"')
+    given = options.environment or {}
+    lines += [f'export {name}="${{{name}:-{value}}}"' for name, value in _ENVIRONMENT.items() if name not in given]
+    lines += [f"export {default_of(name, value)}" for name, value in given.items()]
     lines.append('mkdir -p "$RUN_DIR/logs" "$CHECKPOINTS"')
     return "\n".join(lines) + "\n"
 
@@ -100,20 +118,21 @@ def _resources(part: Component, kind: NodeKind, options: LaunchOptions) -> list[
     for name in ("partition", "constraint", "account"):
         value = getattr(kind, name)
         if value:
-            words.append(f"--{name}={shlex.quote(value)}")
+            words.append(f"--{name}={quote(value)}")
     if kind.gres:
-        words.append(f"--gres={kind.gres}:{part.per_node}")
+        words.append(f"--gres={quote(f'{kind.gres}:{part.per_node}')}")
     return words
 
 
-def _head(options: LaunchOptions, comment: str) -> str:
+def _head(options: LaunchOptions, note: str) -> str:
     return (
         "#!/bin/bash\n"
-        f"# {comment}\n"
-        f"#SBATCH --job-name={options.job_name}\n"
-        f"#SBATCH --time={options.time_limit}\n"
-        f"#SBATCH --output={options.run_dir}/logs/%x-%j.out\n"
+        f"# {note}\n"
+        f"#SBATCH --job-name={quote(options.job_name)}\n"
+        f"#SBATCH --time={quote(options.time_limit)}\n"
+        f"#SBATCH --output={quote(f'{options.run_dir}/logs/%x-%j.out')}\n"
         "#SBATCH --open-mode=append\n"
+        "#SBATCH --requeue\n"
     )
 
 
@@ -132,12 +151,24 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: La
     step = f"--het-group={groups} " if several else ""
     nodelist = "SLURM_JOB_NODELIST_HET_GROUP_0" if several else "SLURM_JOB_NODELIST"
     text += "set -euo pipefail\n\n" + _settings(options)
-    text += f"\n# Task n of the step is rank HET_RANKS[n] of the plan.\nexport HET_RANKS={shlex.quote(_table(task_ranks(parts)))}\n"
+    text += "\n# Task n of the step is rank HET_RANKS[n] of the plan.\n"
+    text += f"export HET_RANKS={quote(_table(task_ranks(parts)))}\n"
     text += f"export WORLD_SIZE={len(task_ranks(parts))}\n"
     text += _master(f'$(scontrol show hostnames "${nodelist}" | head -n1)')
-    text += "\n" + _RESUME + "\n" + _TRAIN + _AS_TASK
+    text += "\n" + _RESUME + "\n" + _functions(options) + _AS_TASK
+    text += _doctor_step(options, f"srun {step}--kill-on-bad-exit=0 --distribution=block")
     text += f"\nrc=0\nsrun {step}--kill-on-bad-exit=1 --distribution=block bash -c as_task || rc=$?\nexit $rc\n"
     return text
+
+
+def _doctor_step(options: LaunchOptions, step: str, function: str = "as_task") -> str:
+    """A step of its own before the training.  Ranks that find a fault let the others finish their table."""
+    if not options.doctor:
+        return ""
+    return (
+        f'{_FIRST_DOCTOR}if [[ "${{HET_DOCTOR:-1}}" != 0 ]]; then\n'
+        f"    {step} bash -c '{function} diagnose' || exit $?\nfi\n"
+    )
 
 
 _AS_TASK = """\
@@ -148,7 +179,7 @@ as_task() {
         exit 1
     fi
     export RANK=${ranks[$SLURM_PROCID]} LOCAL_RANK=$SLURM_LOCALID
-    train
+    "${1:-train}"
 }
 export -f train as_task
 """
@@ -171,7 +202,7 @@ def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
     if len({p.per_node for p in parts}) > 1 and any(kinds[p.kind].gres for p in parts):
         return "nodes use different numbers of GPUs, and a plain job asks every node for the same"
     names = {kinds[p.kind].constraint for p in parts}
-    if len({p.kind for p in parts}) > 1 and (len(names) < len(parts) or "" in names):
+    if len({p.kind for p in parts}) > 1 and (len(names) < len(parts) or not all(map(is_feature, names))):
         return "every node kind needs its own 'constraint' (a Slurm feature) to be told apart in one allocation"
     if len({p.kind for p in parts}) < len(parts):
         return "nodes of one kind use different numbers of devices"
@@ -200,23 +231,24 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: 
         words.append(f"--cpus-per-task={options.cpus_per_task}")
     for name in ("partition", "account"):
         if getattr(first, name):
-            words.append(f"--{name}={shlex.quote(getattr(first, name))}")
+            words.append(f"--{name}={quote(getattr(first, name))}")
     if first.gres:
         # Types differ between the kinds; the features choose the nodes.
         gres = first.gres if len(parts) == 1 else first.gres.split(":")[0]
-        words.append(f"--gres={gres}:{most}")
+        words.append(f"--gres={quote(f'{gres}:{most}')}")
     if len(parts) > 1:
         wanted = "&".join(f"{kinds[p.kind].constraint}*{len(p.nodes)}" for p in parts)
-        words.append(f'--constraint="[{wanted}]"')
+        words.append(f"--constraint={quote(f'[{wanted}]')}")
     elif first.constraint:
-        words.append(f"--constraint={shlex.quote(first.constraint)}")
+        words.append(f"--constraint={quote(first.constraint)}")
     text = _head(options, "Submit with: sbatch train-plain.sbatch")
     text += "#SBATCH " + " ".join(words) + "\n"
     text += "set -euo pipefail\n\n" + _settings(options)
-    text += f"export HET_RANKS={shlex.quote(_table(task_ranks(parts)))} WORLD_SIZE={len(task_ranks(parts))}\n"
+    text += f"export HET_RANKS={quote(_table(task_ranks(parts)))} WORLD_SIZE={len(task_ranks(parts))}\n"
     text += _host_file(parts, kinds)
     text += _master('$(head -n1 "$SLURM_HOSTFILE")')
-    text += "\n" + _RESUME + "\n" + _TRAIN + _AS_TASK
+    text += "\n" + _RESUME + "\n" + _functions(options) + _AS_TASK
+    text += _doctor_step(options, "srun --ntasks=$WORLD_SIZE --kill-on-bad-exit=0 --distribution=arbitrary")
     text += (
         "\nrc=0\nsrun --ntasks=$WORLD_SIZE --kill-on-bad-exit=1 --distribution=arbitrary "
         "bash -c as_task || rc=$?\nexit $rc\n"
@@ -234,7 +266,7 @@ def _host_file(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str
             "feature_of() {\n"
             "    local feature all\n"
             "    all=,$(scontrol show node \"$1\" -o | grep -o 'ActiveFeatures=[^ ]*' | cut -d= -f2),\n"
-            f"    for feature in {' '.join(shlex.quote(kinds[p.kind].constraint) for p in parts)}; do\n"
+            f"    for feature in {' '.join(quote(kinds[p.kind].constraint) for p in parts)}; do\n"
             '        [[ "$all" == *",$feature,"* ]] && { echo "$feature"; return; }\n'
             "    done\n"
             '    echo "error: node $1 has none of the features of this job" >&2\n'
@@ -247,7 +279,7 @@ def _host_file(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str
     for feature, part in wanted:
         text += (
             'for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do\n'
-            f'    if [[ "$(feature_of "$host")" == {shlex.quote(feature)} ]]; then\n'
+            f'    if [[ "$(feature_of "$host")" == {quote(feature)} ]]; then\n'
             f'        for ((i = 0; i < {part.per_node}; i++)); do echo "$host" >>"$SLURM_HOSTFILE"; done\n'
             "    fi\n"
             "done\n"
@@ -264,24 +296,28 @@ def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions) -
     ranks = [r for n in nodes for r in n.ranks]
     master = nodes[0].host
     text = "#!/bin/bash\n"
-    text += f"# Node {index} of {len(nodes)} ({node.kind}{', ' + node.host if node.host else ''}): "
+    place = comment(node.kind + (f", {node.host}" if node.host else ""))
+    text += f"# Node {index} of {len(nodes)} ({place}): "
     text += f"ranks {_table(node.ranks)} of the plan.\n"
     text += "set -euo pipefail\n\n" + _settings(options)
     if master:
-        text += f"export MASTER_ADDR=\"${{MASTER_ADDR:-{master}}}\"\n"
+        text += f"export {default_of('MASTER_ADDR', master)}\n"
     elif len(nodes) > 1:
         text += 'export MASTER_ADDR="${MASTER_ADDR:?set it to the address of node 0}"\n'
     else:
         text += 'export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"\n'
     text += 'export MASTER_PORT="${MASTER_PORT:-29500}"\n'
-    text += "\n" + _RESUME + "\n" + _TRAIN
-    text += f"# torchrun's rank n is rank HET_RANKS[n] of the plan.\nexport HET_RANKS={shlex.quote(_table(ranks))}\n"
+    text += "\n" + _RESUME + "\n" + _functions(options)
+    text += f"# torchrun's rank n is rank HET_RANKS[n] of the plan.\nexport HET_RANKS={quote(_table(ranks))}\n"
     text += (
-        "as_rank() {\n    local ranks=($HET_RANKS)\n    export RANK=${ranks[$RANK]}\n    train\n}\n"
-        "export -f train as_rank\n\n"
-        f'exec "$PYTHON" -m torch.distributed.run --nnodes={len(nodes)} --node-rank={index} '
+        "as_rank() {\n    local ranks=($HET_RANKS)\n    export RANK=${ranks[$RANK]}\n"
+        '    "${1:-train}"\n}\nexport -f train as_rank\n'
+    )
+    start = (
+        f'"$PYTHON" -m torch.distributed.run --nnodes={len(nodes)} --node-rank={index} '
         f"--nproc-per-node={len(node.ranks)} \\\n"
         '    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \\\n'
-        '    --log-dir="$RUN_DIR/logs" --no-python bash -c as_rank\n'
+        '    --log-dir="$RUN_DIR/logs" --no-python bash -c'
     )
-    return text
+    text += _doctor_step(options, start.removesuffix(" bash -c"), "as_rank")
+    return text + f"\nexec {start} as_rank\n"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Sequence
 from typing import Any
+
+from megatron_het.plan import PlanError
+from megatron_het.untrusted import FileError, one_line, shown
 
 
 class PlannerError(ValueError):
@@ -24,13 +28,44 @@ class PlannerError(ValueError):
         self.value = value
         self.problem = problem
         self.hint = hint
-        shown = repr(value)
-        if len(shown) > 160:
-            shown = shown[:157] + "..."
-        text = f"{self.file}: {key}" + ("" if value is None else f" = {shown}") + f": {problem}"
+        text = f"{self.file}: {key}" + ("" if value is None else f" = {shown(value)}") + f": {problem}"
         if hint:
             text += f". {hint}"
-        super().__init__(text)
+        super().__init__(one_line(text))
+
+
+def from_file_error(error: FileError, hint: str = "") -> PlannerError:
+    """A file that cannot be read or written as a PlannerError."""
+    return PlannerError(error.path, error.where or "(file)", None, error.problem, error.hint or hint)
+
+
+def from_plan_error(file: str, error: PlanError) -> PlannerError:
+    """What is wrong with a plan as a PlannerError that names the plan's file."""
+    if error.where == "plan file":
+        return PlannerError(file, "(file)", None, error.problem, error.hint)
+    return PlannerError(file, error.where, error.value, error.problem, error.hint)
+
+
+def validated(model: type[Any], document: Any, file: str) -> Any:
+    """A document from a file as an instance of ``model``, without conversions: ``true`` and ``"1"`` are no numbers.
+
+    Args:
+        model: A pydantic model, or a dataclass.
+        document: Parsed YAML or JSON.
+        file: What errors name.
+
+    Raises:
+        PlannerError: The first thing in the document that does not fit.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        # From JSON, because only there pydantic takes lists for tuples when it is strict.
+        return TypeAdapter(model).validate_json(json.dumps(document), strict=True)
+    except ValidationError as error:
+        raise from_validation_error(file, error.errors()) from None
+    except (TypeError, ValueError) as error:
+        raise PlannerError(file, "(document)", document, str(error)) from None
 
 
 def from_validation_error(file: str, errors: Sequence[Any]) -> PlannerError:
@@ -60,4 +95,4 @@ def _key(location: Sequence[Any]) -> str:
     key = ""
     for part in location:
         key += f"[{part}]" if isinstance(part, int) else (f".{part}" if key else str(part))
-    return key
+    return one_line(key, 200)

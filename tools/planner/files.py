@@ -1,65 +1,70 @@
-"""Reading YAML with errors that name the line; writing files that are either complete or absent."""
+"""Reading YAML and JSON and writing files, with the planner's error; limits are those of ``megatron_het.untrusted``."""
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
-from tools.planner.errors import PlannerError
+from megatron_het import untrusted
+
+from .errors import PlannerError, from_file_error
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """Parsed YAML (or JSON, which is YAML).
+    """Parsed YAML, or JSON where the name ends in ``.json``.
 
     Raises:
-        PlannerError: missing, unreadable or not YAML.
+        PlannerError: see ``untrusted.read_yaml``.
     """
-    import yaml
+    try:
+        return untrusted.read_yaml(path)
+    except untrusted.FileError as error:
+        raise from_file_error(error) from None
 
-    file = str(path)
+
+def read_json(path: str | os.PathLike[str], hint: str = "") -> Any:
+    """Parsed JSON.
+
+    Raises:
+        PlannerError: see ``untrusted.read_json``; ``hint`` says what to do.
+    """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise PlannerError(file, "(file)", None, "no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlannerError(file, "(file)", None, f"cannot be read: {error}") from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}" if mark else "(document)"
-        raise PlannerError(file, where, None, f"not YAML: {getattr(error, 'problem', error)}") from None
+        return untrusted.read_json(path)
+    except untrusted.FileError as error:
+        raise from_file_error(error, hint) from None
 
 
 def check_target(path: str | os.PathLike[str], option: str, endings: tuple[str, ...] = ()) -> None:
     """Before long work: whether a file can be written there.
 
     Raises:
-        PlannerError: a folder, a place inside something that is no folder, no permission, an unknown ending.
+        PlannerError: see ``untrusted.check_target``.
     """
-    target = Path(path)
-    if endings and target.suffix.lower() not in endings:
-        raise PlannerError("command line", option, str(path), "unknown kind of file", f"The name must end in {', '.join(endings)}")
-    if target.is_dir():
-        raise PlannerError("command line", option, str(path), "this is a folder", "Name a file in it")
-    parent = target.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise PlannerError("command line", option, str(path), f"{parent} cannot be written to")
+    try:
+        untrusted.check_target(path, endings)
+    except untrusted.FileError as error:
+        raise PlannerError("command line", option, str(path), error.problem, error.hint) from None
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write through a temporary file and a rename."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, target)
+def write_text(path: str | os.PathLike[str], text: str, *, executable: bool = False) -> None:
+    """Write a complete file or nothing.
+
+    Raises:
+        PlannerError: see ``untrusted.write_text``.
+    """
+    try:
+        untrusted.write_text(path, text, executable=executable)
+    except untrusted.FileError as error:
+        raise from_file_error(error) from None
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write JSON through a temporary file and a rename."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    """Write complete JSON or nothing.
+
+    Raises:
+        PlannerError: see ``untrusted.write_json``.
+    """
+    try:
+        untrusted.write_json(path, value)
+    except untrusted.FileError as error:
+        raise from_file_error(error) from None

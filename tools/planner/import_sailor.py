@@ -12,6 +12,7 @@ import csv
 import json
 import statistics
 import sys
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,26 @@ OMITTED = (
 )
 SHAPES: dict[str, dict[str, Any]] = {
     "OPT-350": {
-        "num_layers": 24, "hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 16,
-        "vocab_size": 50272, "seq_length": 2048, "learned_positions": 2048, "tied_embeddings": False,
+        "num_layers": 24,
+        "hidden_size": 1024,
+        "ffn_hidden_size": 4096,
+        "num_attention_heads": 16,
+        "vocab_size": 50272,
+        "seq_length": 2048,
+        "learned_positions": 2048,
+        "tied_embeddings": False,
     },
     "GPT-Neo-2.7": {
-        "num_layers": 32, "hidden_size": 2560, "ffn_hidden_size": 10240, "num_attention_heads": 32,
-        "vocab_size": 50304, "seq_length": 2048, "learned_positions": 2048, "tied_embeddings": True,
+        "num_layers": 32,
+        "hidden_size": 2560,
+        "ffn_hidden_size": 10240,
+        "num_attention_heads": 32,
+        "vocab_size": 50304,
+        "seq_length": 2048,
+        "learned_positions": 2048,
+        "tied_embeddings": True,
     },
-}  # fmt: skip
+}
 LAYERS = ("embedding", "layer", "head")
 
 
@@ -83,6 +96,27 @@ def bandwidths(directory: Path) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
+MEGABYTES = (1, 4, 16, 64, 256, 1024)
+
+
+def rates(directory: Path) -> dict[str, list[list[Any]]]:
+    """``{gpu: [[streams, message bytes, bytes per second], ...]}`` between two equal nodes.
+
+    The source's polynomials over the logarithm of the message size, held at the largest measured bandwidth, and
+    from their vertex on.
+    """
+    document = json.loads((directory / "network_coeffs_all_homo.json").read_text())
+    out: dict[str, list[list[Any]]] = {}
+    for gpu, by_count in document["inter"].items():
+        for count, ((a, b, c), most) in sorted(by_count.items(), key=lambda item: int(item[0])):
+            best = 0.0
+            for size in MEGABYTES:
+                x = log2(size)
+                best = max(best, min(most, 1e9 * (a * x * x + b * x + c)))
+                out.setdefault(gpu, []).append([int(count), size * 10**6, round(best)])
+    return out
+
+
 def zone_rates(directory: Path) -> list[list[Any]]:
     """``[[zone, zone, bytes per second of one A100 node with 4 GPUs], ...]``."""
     document = json.loads((directory / "multizone_bandwidths_het.json").read_text())
@@ -99,14 +133,21 @@ def runs(directory: Path) -> list[dict[str, Any]]:
     out = []
     with (directory / "measured_runs.csv").open(newline="") as stream:
         for row in csv.DictReader(stream):
-            out.append({
-                "run": row["run"], "model": row["model"], "micro_batch_size": int(row["micro_batch_size"]),
-                "global_batch_size": int(row["global_batch_size"]), "tp": int(row["tp"]),
-                "layers_per_stage": [int(n) for n in row["layers_per_stage"].split(";")],
-                "gpus_per_stage": row["gpus_per_stage"],
-                "iteration_s": float(row["measured_iteration_s"]),
-                "memory_bytes": None if row["note"].startswith("time only") else int(row["measured_peak_memory_bytes"]),
-            })  # fmt: skip
+            out.append(
+                {
+                    "run": row["run"],
+                    "model": row["model"],
+                    "micro_batch_size": int(row["micro_batch_size"]),
+                    "global_batch_size": int(row["global_batch_size"]),
+                    "tp": int(row["tp"]),
+                    "layers_per_stage": [int(n) for n in row["layers_per_stage"].split(";")],
+                    "gpus_per_stage": row["gpus_per_stage"],
+                    "iteration_s": float(row["measured_iteration_s"]),
+                    "memory_bytes": None
+                    if row["note"].startswith("time only")
+                    else int(row["measured_peak_memory_bytes"]),
+                }
+            )
     return out
 
 
@@ -122,6 +163,7 @@ def convert(directory: Path) -> dict[str, Any]:
         "usd_per_gpu_hour": {"A100-40": 3.673, "V100-16": 2.860, "GH-96": 11.06},
         "egress_usd_per_gb": json.loads((directory / "egress_usd_per_gb.json").read_text()),
         "bandwidths": bandwidths(directory),
+        "rates": rates(directory),
         "zone_rates": zone_rates(directory),
         "sizes": sizes(directory),
         "timings": timings(directory),

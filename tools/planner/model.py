@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tools.planner.catalog import Precision
-from tools.planner.errors import PlannerError, from_validation_error
-from tools.planner.files import read_yaml
-from tools.planner.profile_schema import ProfiledModel
+from megatron_het.plan.limits import LARGEST
+
+from .catalog import Precision
+from .command import command
+from .errors import PlannerError, validated
+from .files import read_yaml
+from .model_parts import Experts, Latent
+from .model_sources import checkpoint_arguments, from_arguments, from_config, is_config
+from .names import text_problem
+from .profile_schema import ProfiledModel
 
 Recompute = Literal["none", "selective", "full"]
+
+
+def _size(name: str) -> Any:
+    """A size that is required, within the bounds that plans have too."""
+    return Field(ge=1, le=LARGEST[name])
 
 
 class Model(BaseModel):
@@ -29,47 +42,72 @@ class Model(BaseModel):
         recompute: Allowed activation recompute granularities.
         attention: ``flash`` where GPU and precision (fp16, bf16) have it, else unfused; ``unfused`` everywhere;
             or ``fused`` everywhere.
+        head_size: Width of one attention head, where it is not ``hidden_size / num_attention_heads``.
+        attention_window, windowed_layers: Keys that a query sees in layers with a sliding window, and the share
+            of such layers.
+        experts: Mixture of experts in place of the MLP.
+        latent: Multi-head latent attention.
+        fp8: Linear layers compute in fp8 (attention, output layer and the rest in ``precision``).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, ignored_types=(cached_property,))
 
     name: str = "model"
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    ffn_hidden_size: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
-    num_query_groups: int | None = Field(default=None, ge=1)
-    vocab_size: int = Field(ge=1)
-    seq_length: int = Field(ge=1)
-    global_batch_size: int = Field(ge=1)
+    num_layers: int = _size("num_layers")
+    hidden_size: int = _size("hidden_size")
+    ffn_hidden_size: int = _size("ffn_hidden_size")
+    num_attention_heads: int = _size("num_attention_heads")
+    num_query_groups: int | None = Field(default=None, ge=1, le=LARGEST["num_query_groups"])
+    vocab_size: int = _size("vocab_size")
+    seq_length: int = _size("seq_length")
+    global_batch_size: int = _size("global_batch_size")
     micro_batch_sizes: tuple[int, ...] = ()
     precision: Precision = "bf16"
     gated: bool = True
     biases: bool = False
     tied_embeddings: bool = False
-    learned_positions: int = Field(default=0, ge=0)
+    learned_positions: int = Field(default=0, ge=0, le=LARGEST["seq_length"])
     distributed_optimizer: bool = False
     sequence_parallel: bool = False
     recompute: tuple[Recompute, ...] = ("none", "full")
     attention: Literal["flash", "unfused", "fused"] = "flash"
+    head_size: int | None = Field(default=None, ge=1)
+    attention_window: int | None = Field(default=None, ge=1)
+    windowed_layers: float = Field(default=0.0, ge=0, le=1)
+    experts: Experts | None = None
+    latent: Latent | None = None
+    fp8: bool = False
+
+    @field_validator("name")
+    @classmethod
+    def _is_name(cls, value: str) -> str:
+        if problem := text_problem(value):
+            raise ValueError(problem)
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Model:
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"num_attention_heads = {self.num_attention_heads} does not divide "
-                             f"hidden_size = {self.hidden_size}")
+        if self.head_size is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads = {self.num_attention_heads} does not divide hidden_size = {self.hidden_size}"
+            )
         if self.num_attention_heads % self.groups:
-            raise ValueError(f"num_query_groups = {self.groups} does not divide "
-                             f"num_attention_heads = {self.num_attention_heads}")
+            raise ValueError(
+                f"num_query_groups = {self.groups} does not divide num_attention_heads = {self.num_attention_heads}"
+            )
         for size in self.micro_batch_sizes:
             if size < 1 or self.global_batch_size % size:
-                raise ValueError(f"micro_batch_sizes: {size} does not divide "
-                                 f"global_batch_size = {self.global_batch_size}")
+                raise ValueError(
+                    f"micro_batch_sizes: {size} does not divide global_batch_size = {self.global_batch_size}"
+                )
         if 0 < self.learned_positions < self.seq_length:
-            raise ValueError(f"learned_positions = {self.learned_positions} is less than "
-                             f"seq_length = {self.seq_length}")
+            raise ValueError(
+                f"learned_positions = {self.learned_positions} is less than seq_length = {self.seq_length}"
+            )
         if not self.recompute:
             raise ValueError("recompute must allow at least one of none, selective, full")
+        if self.fp8 and self.precision not in ("bf16", "fp16"):
+            raise ValueError(f"fp8 = true needs precision bf16 or fp16 for the rest, not {self.precision}")
         return self
 
     @property
@@ -80,7 +118,17 @@ class Model(BaseModel):
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.head_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_size(self) -> int:
+        """Width of the queries of all heads."""
+        return self.head_dim * self.num_attention_heads
+
+    @property
+    def not_run(self) -> list[str]:
+        """Fields of this model that are priced, but that no run with a plan has yet."""
+        return [key for key in ("head_size", "attention_window", "experts", "latent", "fp8") if getattr(self, key)]
 
     @property
     def kv_size(self) -> int:
@@ -99,15 +147,31 @@ class Model(BaseModel):
             return tuple(sorted(set(self.micro_batch_sizes)))
         return tuple(b for b in (1, 2, 4, 8, 16, 32, 64, 128) if self.global_batch_size % b == 0)
 
-    def layer_parameters(self, tp: int = 1) -> int:
-        """Parameters of one transformer layer on one rank."""
+    def layer_parameters(self, tp: int = 1, ep: int = 1) -> int:
+        """Parameters of one transformer layer on one rank: the mean over layers with and without experts."""
         h, f = self.hidden_size, self.ffn_hidden_size
-        attention = h * (h + 2 * self.kv_size) + h * h
-        mlp = h * f * (3 if self.gated else 2)
-        total = (attention + mlp) // tp + 2 * h * (2 if self.biases else 1)
+        matrices = 3 if self.gated else 2
+        total = (self._attention_parameters() + h * f * matrices) // tp + 2 * h * (2 if self.biases else 1)
         if self.biases:
-            total += (h + 2 * self.kv_size + f) // tp + 2 * h
+            total += (self.attention_size + 2 * self.kv_size + f) // tp + 2 * h
+        x = self.experts
+        if x is not None:
+            routed = h * matrices * (x.ffn_hidden_size * x.count // ep + x.shared_ffn_hidden_size) // tp
+            share = 1 - min(1.0, x.dense_layers / self.num_layers)
+            total += round(share * (routed + h * x.count - h * f * matrices // tp))
         return total
+
+    def _attention_parameters(self) -> int:
+        h, x = self.hidden_size, self.latent
+        if x is None:
+            return h * (self.attention_size + 2 * self.kv_size) + self.attention_size * h
+        heads = self.num_attention_heads
+        return (
+            h * (x.query_rank + x.key_value_rank + x.rope_size)
+            + heads * x.query_rank * (x.nope_size + x.rope_size)
+            + heads * x.key_value_rank * (x.nope_size + x.value_size)
+            + heads * x.value_size * h
+        )
 
     def embedding_parameters(self, tp: int = 1) -> int:
         """Parameters of the token and position tables on one rank."""
@@ -125,20 +189,47 @@ class Model(BaseModel):
     def parameters(self) -> int:
         """Parameters of the whole model (a tied table counts once)."""
         head = self.hidden_size if self.tied_embeddings else self.vocab_size * self.hidden_size
-        return (self.num_layers * self.layer_parameters() + self.vocab_size * self.hidden_size
-                + self.learned_positions * self.hidden_size + head)
+        return (
+            self.num_layers * self.layer_parameters()
+            + self.vocab_size * self.hidden_size
+            + self.learned_positions * self.hidden_size
+            + head
+        )
 
     def layer_flops(self, tokens: int, context: float | None = None) -> float:
-        """Forward FLOPs of one layer for ``tokens`` tokens of one sequence.
+        """Forward FLOPs of one layer for ``tokens`` tokens of one sequence (with experts: the mean layer).
 
         Args:
             tokens: Tokens of the slice.
             context: Average number of keys per query; half the sequence by default (causal).
         """
-        h = self.hidden_size
-        matrices = h * (h + 2 * self.kv_size) + h * h + h * self.ffn_hidden_size * (3 if self.gated else 2)
-        keys = self.seq_length / 2 if context is None else context
-        return 2.0 * tokens * matrices + 4.0 * tokens * keys * h
+        x, width = self.experts, float(self.ffn_hidden_size)
+        if x is not None:
+            share = 1 - min(1.0, x.dense_layers / self.num_layers)
+            width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - self.ffn_hidden_size)
+        matrices = self._attention_parameters() + self.hidden_size * width * (3 if self.gated else 2)
+        keys = self.mean_keys() if context is None else context
+        return 2.0 * tokens * matrices + 2.0 * tokens * keys * self.score_size
+
+    @property
+    def score_size(self) -> int:
+        """Multiplications per query and key: the width of a query plus that of a value, over all heads."""
+        if self.latent is None:
+            return 2 * self.attention_size
+        x = self.latent
+        return self.num_attention_heads * (x.nope_size + x.rope_size + x.value_size)
+
+    def mean_keys(self, extra: float = 0.0) -> float:
+        """Keys per query, averaged over a causal sequence and over layers with and without a window.
+
+        Args:
+            extra: Keys beyond the mask that a kernel computes all the same.
+        """
+        whole = self.seq_length / 2
+        if self.attention_window is None:
+            return whole + extra
+        near = min(whole, float(self.attention_window))
+        return self.windowed_layers * near + (1 - self.windowed_layers) * whole + extra
 
     def head_flops(self, tokens: int) -> float:
         """Forward FLOPs of the output projection."""
@@ -150,33 +241,83 @@ class Model(BaseModel):
         s = self.seq_length
         return 3.0 * self.global_batch_size * (self.num_layers * self.layer_flops(s) + self.head_flops(s))
 
+    def check_run(self, file: str) -> None:
+        """Raise a PlannerError when the model has parts that are priced only."""
+        if self.not_run:
+            key = self.not_run[0]
+            raise PlannerError(
+                file,
+                key,
+                str(getattr(self, key)),
+                "the planner prices this, but runs with a plan do not have it yet",
+                f"Remove {', '.join(self.not_run)} to write launch files",
+            )
+
     def check_profile(self, other: ProfiledModel, file: str) -> None:
         """Raise a PlannerError when a profile belongs to another model or precision."""
         for key, mine in (
-            ("hidden_size", self.hidden_size), ("ffn_hidden_size", self.ffn_hidden_size),
-            ("num_attention_heads", self.num_attention_heads), ("num_query_groups", self.groups),
-            ("vocab_size", self.vocab_size), ("seq_length", self.seq_length), ("precision", self.precision),
+            ("hidden_size", self.hidden_size),
+            ("ffn_hidden_size", self.ffn_hidden_size),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_query_groups", self.groups),
+            ("vocab_size", self.vocab_size),
+            ("seq_length", self.seq_length),
+            ("precision", self.precision),
         ):
             found = getattr(other, key)
             if found != mine:
-                raise PlannerError(file, f"model.{key}", found, f"the profile is of another model (this one: {mine!r})",
-                                   "Profile this model with 'het-plan profile'")
+                raise PlannerError(
+                    file,
+                    f"model.{key}",
+                    found,
+                    f"the profile is of another model (this one: {mine!r})",
+                    f"Profile this model with '{command()} profile'",
+                )
 
 
-def load_model(path: str | os.PathLike[str]) -> Model:
-    """Read a model file (YAML or JSON).
+def load_model(
+    path: str | os.PathLike[str], *, seq_length: int | None = None, global_batch_size: int | None = None
+) -> Model:
+    """Read a model file (YAML or JSON), a Hugging Face ``config.json`` or the arguments in a Megatron checkpoint.
+
+    Args:
+        path: The file, or a folder with a ``config.json`` or a checkpoint.
+        seq_length, global_batch_size: In place of what the file says, or where it says nothing.
 
     Raises:
         PlannerError: naming file, key and value.
     """
-    return model_from_document(read_yaml(path), str(path))
+    file = str(path)
+    if Path(path).is_dir() and (Path(path) / "config.json").is_file():
+        file = str(Path(path) / "config.json")
+    if Path(file).is_dir() or Path(file).suffix == ".pt":
+        arguments, file = checkpoint_arguments(file)
+        document: Any = from_arguments(arguments, file)
+    else:
+        document = read_yaml(file)
+        if is_config(document):
+            document = from_config(document, file)
+            for key, given in (("seq_length", seq_length), ("global_batch_size", global_batch_size)):
+                if given is None:
+                    option = "--" + key.replace("_", "-")
+                    raise PlannerError(file, key, None, "a config.json does not say it", f"Give {option} N")
+    if isinstance(document, dict):
+        options = {"seq_length": seq_length, "global_batch_size": global_batch_size}
+        document = document | {key: value for key, value in options.items() if value is not None}
+    return model_from_document(document, file)
+
+
+def model_of(options: argparse.Namespace) -> Model:
+    """The model that a command line names; see :func:`load_model`."""
+    return load_model(
+        options.model,
+        seq_length=getattr(options, "seq_length", None),
+        global_batch_size=getattr(options, "global_batch_size", None),
+    )
 
 
 def model_from_document(document: Any, file: str) -> Model:
     """A Model from parsed YAML; see ``load_model``."""
     if not isinstance(document, dict):
         raise PlannerError(file, "(document)", type(document).__name__, "expected a mapping")
-    try:
-        return Model.model_validate(document)
-    except ValidationError as error:
-        raise from_validation_error(file, error.errors()) from None
+    return validated(Model, document, file)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import cache
 from math import inf
 
-from tools.planner.candidate import Group
-from tools.planner.cluster import Cluster
-from tools.planner.profile_schema import LinkProfile
-from tools.planner.runtime import Runtime
+from .candidate import Group
+from .cluster import Cluster
+from .profile_schema import LinkProfile
+from .runtime import Runtime
 
 
 class Network:
@@ -19,6 +19,11 @@ class Network:
         self.cluster, self.runtime = cluster, runtime
         self.measured = list(measured)
         self.intra = [n.intra_node_bytes_per_s or cluster.gpu(n.gpu).intra_node_bytes_per_s for n in cluster.nodes]
+        self.collective = [
+            cluster.gpu(n.gpu).collective_rate * i / cluster.gpu(n.gpu).intra_node_bytes_per_s
+            for n, i in zip(cluster.nodes, self.intra)
+        ]
+        self.host = [n.host_bytes_per_s or cluster.gpu(n.gpu).host_bytes_per_s for n in cluster.nodes]
         self.region = [n.where for n in cluster.nodes]
         self.pair = cache(self._pair)
         self.transfer_s = cache(self._transfer_s)
@@ -31,32 +36,37 @@ class Network:
         """The measured link between these kinds with the nearest number of participants, None without one."""
         kinds = {self.cluster.nodes[p].gpu for p in pools}
         fitting = [
-            k for k in self.measured
-            if k.operation == operation and {k.first_kind, k.second_kind} >= kinds
+            k
+            for k in self.measured
+            if k.operation == operation
+            and {k.first_kind, k.second_kind} >= kinds
             and (k.scope == "node") == (local and any(m.scope == "node" for m in self.measured))
         ]
         return min(fitting, key=lambda k: (abs(k.participants - participants), -k.latency_s), default=None)
 
-    def rate(self, first: int, second: int, streams: int) -> float:
-        """Bytes per second between two nodes for so many GPU pairs at once."""
+    def rate(self, first: int, second: int, streams: int, size: float = inf) -> float:
+        """Bytes per second between two nodes for so many GPU pairs at once, each with a message of ``size`` bytes."""
         node, _, _ = self.pair(first, second)
-        single = min(self.cluster.nodes[p].stream_bytes_per_s or inf for p in (first, second))
-        return min(node, streams * single)
+        ends = [self.cluster.nodes[p] for p in (first, second)]
+        measured = [n.measured_rate(streams, size) for n in ends if n.measured_rates]
+        single = min(n.stream_bytes_per_s or inf for n in ends)
+        return min(node, streams * single, *measured)
 
     def _transfer_s(self, first: int, first_tp: int, second: int, second_tp: int, size: float, local: bool) -> float:
         """One boundary tensor of ``size`` bytes from a replica to a replica of the next stage."""
         runtime = self.runtime
         link = self._link("p2p", (first, second), 2, local) if self.measured else None
         if link is not None:
-            copies = 1 if local or runtime.split_transfers else second_tp
+            copies = 1 if local or runtime.split_transfers or runtime.leader_transfers else second_tp
             return runtime.transfer_latency_s + link.latency_s + copies * size / link.bytes_per_s
         if local:
             return runtime.transfer_latency_s + size / self.intra[second]
         _, latency, _ = self.pair(first, second)
-        copies = 1 if runtime.split_transfers else second_tp
-        rate = self.rate(first, second, min(first_tp, second_tp))
-        seconds = runtime.transfer_latency_s + latency + copies * size / rate
-        if runtime.split_transfers and second_tp > 1:
+        once = runtime.split_transfers or runtime.leader_transfers
+        streams = 1 if runtime.leader_transfers else min(first_tp, second_tp)
+        rate = self.rate(first, second, streams, size / streams if once else size)
+        seconds = runtime.transfer_latency_s + latency + (1 if once else second_tp) * size / rate
+        if once and second_tp > 1:
             seconds += size * (second_tp - 1) / second_tp / self.intra[second]
         return seconds
 
@@ -64,7 +74,8 @@ class Network:
         """All-reduce of gradients over the replicas of a stage.
 
         One ring per TP rank goes through all nodes of the stage, so a node's network carries
-        ``2 (d - 1) / d`` of the stage's gradients in each direction, shared by its rings.
+        ``2 (d - 1) / d`` of the stage's gradients in each direction, shared by its rings.  The messages of a
+        ring of ``d`` replicas are a ``d``-th of a rank's gradients.
 
         Args:
             groups: The replicas.
@@ -77,7 +88,9 @@ class Network:
         factor = share * 2.0 * (replicas - 1) / replicas
         pools = sorted({g.pool for g in groups})
         worst = 0.0
-        single_node = len(pools) == 1 and sum(g.count * g.tp for g in groups) <= self.cluster.nodes[pools[0]].gpus_per_node
+        single_node = (
+            len(pools) == 1 and sum(g.count * g.tp for g in groups) <= self.cluster.nodes[pools[0]].gpus_per_node
+        )
         link = self._link("all_reduce", pools, replicas, single_node) if self.measured else None
         for group in groups:
             size = rank_bytes[group]
@@ -86,12 +99,14 @@ class Network:
                 worst = max(worst, share * (link.latency_s + size / (link.bytes_per_s * scale)))
                 continue
             if single_node:
-                worst = max(worst, factor * size / self.intra[group.pool] + 30e-6)
+                worst = max(worst, factor * size / self.collective[group.pool] + 30e-6)
                 continue
             latency = max(self.pair(group.pool, other)[1] for other in pools)
-            rate = min(self.rate(group.pool, other, group.tp) for other in pools) / group.tp
+            rate = min(self.rate(group.pool, other, group.tp, size / replicas) for other in pools) / group.tp
             cap = min(self.cluster.nodes[group.pool].collective_bytes_per_s or inf, self.runtime.collective_bytes_per_s)
-            seconds = factor * size * (1.0 / rate + 1.0 / cap) + 2 * (replicas - 1) * min(latency, 1e-3) / max(1, replicas // 8)
+            seconds = factor * size * (1.0 / rate + 1.0 / cap) + 2 * (replicas - 1) * min(latency, 1e-3) / max(
+                1, replicas // 8
+            )
             worst = max(worst, seconds)
         return worst
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_het.plan import Plan
-from tools.planner.errors import PlannerError
+
+from .errors import PlannerError
 
 
 class Room(NamedTuple):
@@ -17,12 +18,14 @@ class Room(NamedTuple):
         devices: GPUs in each node.
         count: Nodes that there are; None: as many as needed.
         quota: GPUs that may be used in all; None: those that there are.
+        zone: Where they are; empty: unknown.
     """
 
     gpu: str
     devices: int
-    count: int | None = None
+    count: int | None = None  # type: ignore[assignment]  # hides tuple.count, which nobody needs
     quota: int | None = None
+    zone: str = ""
 
     @property
     def total(self) -> int | None:
@@ -90,7 +93,7 @@ def _node(room: Room, used: list[int], size: int) -> int | None:
 def seat_replicas(plan: Plan, rooms: Sequence[Room], file: str = "plan") -> list[list[list[Seat]]]:
     """Seats of a plan's ranks, ``[stage][replica][position in replica.ranks]``.
 
-    Rooms are matched by the name of the GPU, in their order.
+    Rooms are matched by the name of the GPU, and by the zone where the plan says one, in their order.
 
     Args:
         file: What errors name.
@@ -105,12 +108,31 @@ def seat_replicas(plan: Plan, rooms: Sequence[Room], file: str = "plan") -> list
             where = f"stages[{s}].replicas[{q}]"
             choices = [r for r, room in enumerate(rooms) if room.gpu == replica.device]
             if not choices:
-                raise PlannerError(file, f"{where}.device", replica.device, "the cluster has no such GPU",
-                                   f"It has {', '.join(sorted({room.gpu for room in rooms}))}")
+                raise PlannerError(
+                    file,
+                    f"{where}.device",
+                    replica.device,
+                    "the cluster has no such GPU",
+                    f"It has {', '.join(sorted({room.gpu for room in rooms}))}",
+                )
+            choices = [r for r in choices if not replica.zone or rooms[r].zone in ("", replica.zone)]
+            if not choices:
+                zones = sorted({room.zone for room in rooms if room.gpu == replica.device})
+                raise PlannerError(
+                    file,
+                    f"{where}.zone",
+                    replica.zone,
+                    f"the cluster has no {replica.device} there",
+                    f"It has them in {', '.join(zones)}",
+                )
             largest = max(rooms[r].devices for r in choices)
             if replica.tp > largest:
-                raise PlannerError(file, f"{where}.ranks", list(replica.ranks),
-                                   f"a TP group of {replica.tp} does not fit a node with {largest} devices")
+                raise PlannerError(
+                    file,
+                    f"{where}.ranks",
+                    list(replica.ranks),
+                    f"a TP group of {replica.tp} does not fit a node with {largest} devices",
+                )
             wanted += [(choices, replica.tp)] * replica.cp
     found = pack(rooms, wanted)
     if found is None:
@@ -127,7 +149,17 @@ def _too_many(plan: Plan, rooms: Sequence[Room], file: str) -> PlannerError:
     for gpu, count in used.items():
         there = [room.total for room in rooms if room.gpu == gpu]
         if None not in there and count > sum(n for n in there if n is not None):
-            return PlannerError(file, "stages[*].replicas[*].device", gpu, f"the plan uses {count} of them, more than "
-                                "the cluster has", f"The cluster has {sum(n for n in there if n is not None)}")
-    return PlannerError(file, "stages[*].replicas[*].ranks", [[r.tp for r in s.replicas] for s in plan.stages],
-                        "the TP groups do not fit into the cluster's nodes", "Make the plan again for this cluster")
+            return PlannerError(
+                file,
+                "stages[*].replicas[*].device",
+                gpu,
+                f"the plan uses {count} of them, more than the cluster has",
+                f"The cluster has {sum(n for n in there if n is not None)}",
+            )
+    return PlannerError(
+        file,
+        "stages[*].replicas[*].ranks",
+        [[r.tp for r in s.replicas] for s in plan.stages],
+        "the TP groups do not fit into the cluster's nodes",
+        "Make the plan again for this cluster",
+    )

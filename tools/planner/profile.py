@@ -23,12 +23,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.planner.errors import PlannerError
-from tools.planner.profile_schema import Profile, ProfiledModel, load_profile
-from tools.planner.profile_settings import ProfileSettings, check_same_model, check_settings, parse_numbers
+from megatron_het.untrusted import amount, count
+
+from .errors import PlannerError
+from .files import check_target
+from .names import text_problem
+from .profile_schema import Profile, ProfiledModel, load_profile
+from .profile_settings import ProfileSettings, check_same_model, check_settings, parse_numbers
 
 #: The module to run after ``torchrun ... -m``.
-WORKER = ("tools.planner.profile_worker",)
+WORKER = (f"{__package__}.profile_worker",)
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
@@ -37,19 +41,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options (``--model`` and ``--json`` belong to the command line)."""
     parser.add_argument("--kind", default="", help="name of this node's device kind (default: what the driver says)")
     parser.add_argument("--out", type=Path, default=Path("profile.json"), help="file to write or to add to")
-    parser.add_argument("--processes", type=int, default=0, help="processes to start (default: one per GPU; 1 on CPU)")
+    parser.add_argument(
+        "--processes", type=count(0, 1024), default=0, help="processes to start (default: one per GPU; 1 on CPU)"
+    )
     parser.add_argument("--micro-batch-sizes", default="1,2,4", help="sequences per microbatch, e.g. 1,2,4")
     parser.add_argument("--tp", default="1", help="tensor-parallel sizes, e.g. 1,2,4")
     parser.add_argument("--slice-tokens", default="", help="tokens per pass besides the sequence length")
     parser.add_argument("--recompute", default="none", help="none, selective, full; several with commas")
     parser.add_argument("--precision", default="", help="fp32, tf32, bf16 or fp16 (default: the model file's)")
-    parser.add_argument("--window-s", type=float, default=1.0, help="seconds per figure and window")
-    parser.add_argument("--windows", type=int, default=3, help="the median over this many windows is kept")
-    parser.add_argument("--largest-batch-layers", type=int, default=0, metavar="LAYERS",
-                        help="search the largest micro batch with this many layers held (0: no search)")
+    parser.add_argument("--window-s", type=amount(1e-3, 3600), default=1.0, help="seconds per figure and window")
+    parser.add_argument("--windows", type=count(1, 1000), default=3, help="the median over this many windows is kept")
+    parser.add_argument(
+        "--largest-batch-layers",
+        type=count(0, 10_000),
+        default=0,
+        metavar="LAYERS",
+        help="search the largest micro batch with this many layers held (0: no search)",
+    )
     parser.add_argument("--normalization", default="RMSNorm", choices=("RMSNorm", "LayerNorm"))
     parser.add_argument("--activation", default="swiglu", choices=("swiglu", "gelu"))
     parser.add_argument("--no-links", action="store_true", help="do not measure links")
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Numbers and names, before anything is imported or started.
+
+    Raises:
+        PlannerError: naming the option.
+    """
+    for option, least, most in (("micro_batch_sizes", 1, 1 << 17), ("tp", 1, 1024), ("slice_tokens", 1, 1 << 27)):
+        flag = "--" + option.replace("_", "-")
+        for number in parse_numbers(getattr(options, option), flag):
+            if not least <= number <= most:
+                raise PlannerError("profile", flag, number, f"must be {least} to {most}")
+    if options.precision and options.precision not in PRECISIONS:
+        raise PlannerError("profile", "--precision", options.precision, f"must be one of {', '.join(PRECISIONS)}")
+    if problem := text_problem(options.kind):
+        raise PlannerError("profile", "--kind", options.kind, problem)
+    check_target(options.out, "--out")
 
 
 def settings_of(options: argparse.Namespace, model: ProfiledModel) -> ProfileSettings:
@@ -97,9 +126,8 @@ def run(options: argparse.Namespace, model: ProfiledModel) -> Profile | None:
     Raises:
         PlannerError: Bad options, a file of another model, or a worker that failed.
     """
+    check_options(options)
     settings = settings_of(options, model)
-    if options.precision and options.precision not in PRECISIONS:
-        raise PlannerError("profile", "--precision", options.precision, f"must be one of {', '.join(PRECISIONS)}")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _as_rank(settings)
     return run_profile(settings, options.processes or device_count(), on_line=_show_progress)
@@ -113,7 +141,7 @@ def _show_progress(line: str) -> None:
 
 def _as_rank(settings: ProfileSettings) -> Profile | None:
     """Be one rank of a job that a launcher started."""
-    from tools.planner import profile_worker
+    from . import profile_worker
 
     os.environ["HET_DEVICE_KIND"] = settings.kinds[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -155,13 +183,26 @@ def run_profile(
         path = Path(folder) / "settings.json"
         path.write_text(settings.to_json(), encoding="utf-8")
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
-            "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", *module, str(path),
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(processes),
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            str(free_port()),
+            "-m",
+            *module,
+            str(path),
         ]
         code, tail = _stream(command, {**default_environment(), **(environment or {})}, on_line)
     if code:
         raise PlannerError(
-            "profile", "exit code", code, "the measuring processes failed:\n" + tail,
+            "profile",
+            "exit code",
+            code,
+            "the measuring processes failed:\n" + tail,
             f"Run it again: {out} keeps what was measured" if out.exists() else "",
         )
     return load_profile(out)

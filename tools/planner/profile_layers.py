@@ -28,8 +28,9 @@ from torch import Tensor
 
 from megatron_het.platform import activate
 from megatron_het.platform.memory import memory_meter
-from tools.planner.profile_schema import LayerTiming
-from tools.planner.profile_settings import Point, ProfileSettings, largest
+
+from .profile_schema import LayerTiming
+from .profile_settings import Point, ProfileSettings, largest
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -105,13 +106,11 @@ class _Layer(torch.nn.Module):
         rotary = self.rotary(hidden.shape[0])
 
         def run(value: Tensor) -> Tensor:
-            result: Tensor = self.layer(
-                hidden_states=value, attention_mask=data.get("mask"), rotary_pos_emb=rotary
-            )[0]
+            result: Tensor = self.layer(hidden_states=value, attention_mask=data.get("mask"), rotary_pos_emb=rotary)[0]
             return result
 
         if self.recompute == "full":
-            return tensor_parallel.checkpoint(run, False, hidden)  # type: ignore[no-any-return]
+            return tensor_parallel.checkpoint(run, False, hidden)
         return run(hidden)
 
 
@@ -120,6 +119,7 @@ class _Head(torch.nn.Module):
         super().__init__()
         self.norm, self.output_layer = model.decoder.final_layernorm, model.output_layer
         # A plain function, so that the model's other parameters are not taken in.
+        self.loss: Callable[[Tensor, Tensor], Tensor]
         object.__setattr__(self, "loss", model.compute_language_model_loss)
 
     def forward(self, data: dict[str, Tensor]) -> Tensor:
@@ -163,17 +163,17 @@ class Part:
             "head": lambda: _Head(model),
         }
         self.module = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=config.bf16 or config.fp16),
-            kinds[point.layer](),
+            config, DistributedDataParallelConfig(grad_reduce_in_fp32=config.bf16 or config.fp16), kinds[point.layer]()
         )
         optimizer_config = OptimizerConfig(
-            optimizer="adam", lr=1e-4, bf16=config.bf16, fp16=config.fp16,
-            params_dtype=config.params_dtype, clip_grad=1.0,
+            optimizer="adam",
+            lr=1e-4,
+            bf16=config.bf16,
+            fp16=config.fp16,
+            params_dtype=config.params_dtype,
+            clip_grad=1.0,
         )
-        self.optimizer = get_megatron_optimizer(
-            optimizer_config, [self.module], use_gloo_process_groups=False
-        )
+        self.optimizer = get_megatron_optimizer(optimizer_config, [self.module], use_gloo_process_groups=False)
         self.data = self._inputs(device, config)
         self.gradient: Tensor | None = None
 
@@ -346,9 +346,7 @@ def _memory(part: Part) -> tuple[int, int, int]:
     return saved, max(0, workspace), output_bytes
 
 
-def largest_micro_batch(
-    settings: ProfileSettings, tp: int, recompute: str, memory_bytes: int
-) -> int:
+def largest_micro_batch(settings: ProfileSettings, tp: int, recompute: str, memory_bytes: int) -> int:
     """The largest micro batch that trains ``largest_batch_layers`` layers on this device.
 
     On a GPU every size is run and an out-of-memory error counts as "does not fit".  On a CPU the
@@ -380,7 +378,7 @@ def largest_micro_batch(
         except torch.cuda.OutOfMemoryError:
             return False
         finally:
-            held = outputs = []  # noqa: F841
+            held, outputs = [], []
             torch.cuda.empty_cache()
         return True
 

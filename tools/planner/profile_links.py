@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tools.planner.profile_schema import LinkProfile, LinkScope, Operation
-from tools.planner.profile_settings import fit_line
+from .profile_schema import LinkProfile, LinkScope, Operation
+from .profile_settings import fit_line
 
 _COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -97,8 +97,7 @@ def measure_link(link: Link, sizes: Sequence[int], device: torch.device, repeats
         return None
     latency_s, bytes_per_s = fit_line(samples)
     return LinkProfile(
-        link.scope, link.first_kind, link.second_kind, link.operation, len(link.ranks),
-        latency_s, bytes_per_s, samples,
+        link.scope, link.first_kind, link.second_kind, link.operation, len(link.ranks), latency_s, bytes_per_s, samples
     )
 
 

@@ -7,14 +7,15 @@ the file, the key and the value.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from tools.planner.errors import PlannerError, from_validation_error
+from .command import command
+from .errors import PlannerError, validated
+from .files import read_json, write_json
+from .names import text_problem
 
 PROFILE_FORMAT = "megatron_het.profile"
 PROFILE_VERSION = 1
@@ -178,11 +179,7 @@ class Profile:
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Write a profile; an existing file is replaced only by a complete one."""
-    target = Path(path)
-    body = {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **asdict(profile)}
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    os.replace(scratch, target)
+    write_json(path, {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **asdict(profile)})
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
@@ -192,41 +189,38 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         PlannerError: Missing or truncated file, another format or version, an unknown or missing
             key, a wrong type, a negative or non-finite number.
     """
-    file = str(path)
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PlannerError(file, "(file)", None, "no such file", "Write one with 'het-plan profile'") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlannerError(file, "(file)", None, f"cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise PlannerError(
-            file, f"line {error.lineno}", error.msg, "not JSON; is the file truncated?",
-            "Run 'het-plan profile' again; it goes on where it stopped",
-        ) from error
-    return profile_from_document(document, file)
+    return profile_from_document(read_json(path, f"Write one with '{command()} profile'"), str(path))
 
 
 def profile_from_document(document: Any, file: str) -> Profile:
     """A Profile from parsed JSON; see ``load_profile`` for the errors."""
-    from pydantic import TypeAdapter, ValidationError
-
     found = document.get("format") if isinstance(document, dict) else type(document).__name__
     if found != PROFILE_FORMAT:
         raise PlannerError(file, "format", found, f"not a profile (expected {PROFILE_FORMAT!r})")
-    if document.get("version") != PROFILE_VERSION:
+    if type(document.get("version")) is not int or document["version"] != PROFILE_VERSION:
         raise PlannerError(
-            file, "version", document.get("version"), f"this release reads version {PROFILE_VERSION}",
-            "Run 'het-plan profile' again",
+            file,
+            "version",
+            document.get("version"),
+            f"this release reads version {PROFILE_VERSION}",
+            f"Run '{command()} profile' again",
         )
     body = {k: v for k, v in document.items() if k not in ("format", "version")}
-    try:
-        profile = TypeAdapter(Profile).validate_python(body)
-    except ValidationError as error:
-        raise from_validation_error(file, error.errors()) from None
+    profile: Profile = validated(Profile, body, file)
     _check_numbers(asdict(profile), file, "")
+    _check_names(profile, file)
     _check_unique(profile, file)
     return profile
+
+
+def _check_names(profile: Profile, file: str) -> None:
+    """Kinds of devices are names: they are shown in tables and compared with the cluster file's."""
+    names = [(f"devices[{i}].kind", device.kind) for i, device in enumerate(profile.devices)]
+    for i, link in enumerate(profile.links):
+        names += [(f"links[{i}].first_kind", link.first_kind), (f"links[{i}].second_kind", link.second_kind)]
+    for key, name in [("model.name", profile.model.name), *names]:
+        if problem := text_problem(name):
+            raise PlannerError(file, key, name, problem)
 
 
 def _check_unique(profile: Profile, file: str) -> None:
@@ -234,14 +228,24 @@ def _check_unique(profile: Profile, file: str) -> None:
     kinds: dict[str, int] = {}
     for d, device in enumerate(profile.devices):
         if kinds.setdefault(device.kind, d) != d:
-            raise PlannerError(file, f"devices[{d}].kind", device.kind, f"devices[{kinds[device.kind]}] has the same kind",
-                               "Keep one of them")
+            raise PlannerError(
+                file,
+                f"devices[{d}].kind",
+                device.kind,
+                f"devices[{kinds[device.kind]}] has the same kind",
+                "Keep one of them",
+            )
         points: dict[tuple[object, ...], int] = {}
         for i, t in enumerate(device.timings):
             point = (t.layer, t.micro_batch_size, t.tp, t.slice_tokens, t.context_tokens, t.recompute)
             if points.setdefault(point, i) != i:
-                raise PlannerError(file, f"devices[{d}].timings[{i}]", list(point),
-                                   f"the same layer and operating point as timings[{points[point]}]", "Keep one of them")
+                raise PlannerError(
+                    file,
+                    f"devices[{d}].timings[{i}]",
+                    list(point),
+                    f"the same layer and operating point as timings[{points[point]}]",
+                    "Keep one of them",
+                )
 
 
 _MAY_BE_ZERO = ("_bytes", "update_s", "latency_s", "context_tokens", "parameters", "layers")
@@ -257,6 +261,6 @@ def _check_numbers(value: Any, file: str, key: str) -> None:
             _check_numbers(item, file, f"{key}[{i}]")
     elif isinstance(value, int | float) and not isinstance(value, bool):
         name = key.rsplit(".", 1)[-1].split("[")[0]
-        zero_ok = name.endswith(_MAY_BE_ZERO) and name != "memory_bytes" or name == "samples"
+        zero_ok = (name.endswith(_MAY_BE_ZERO) and name != "memory_bytes") or name == "samples"
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero_ok):
             raise PlannerError(file, key, value, "must be a positive number")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tools.planner.errors import PlannerError
-from tools.planner.profile_schema import LayerTiming, Profile, ProfiledModel
+from .errors import PlannerError
+from .profile_schema import LayerTiming, Profile, ProfiledModel
 
 LAYER_KINDS: tuple[Literal["embedding", "layer", "head"], ...] = ("embedding", "layer", "head")
 RECOMPUTE = ("none", "selective", "full")
@@ -122,7 +122,10 @@ def check_settings(settings: ProfileSettings, world_size: int) -> None:
     for tp in settings.tp:
         if per_node % tp:
             raise PlannerError(
-                where, "--tp", tp, f"does not divide the {per_node} devices of a node",
+                where,
+                "--tp",
+                tp,
+                f"does not divide the {per_node} devices of a node",
                 "TP stays inside a node; start one process per device",
             )
         for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
@@ -164,7 +167,10 @@ def check_same_model(profile: Profile, settings: ProfileSettings) -> None:
         old, new = getattr(profile.model, item.name), getattr(settings.model, item.name)
         if old != new:
             raise PlannerError(
-                settings.out, f"model.{item.name}", old, f"this run measures {item.name} = {new!r}",
+                settings.out,
+                f"model.{item.name}",
+                old,
+                f"this run measures {item.name} = {new!r}",
                 "Choose another --out or remove the file",
             )
 
@@ -172,7 +178,7 @@ def check_same_model(profile: Profile, settings: ProfileSettings) -> None:
 def parse_numbers(text: str, option: str) -> tuple[int, ...]:
     """``1,2,4`` as numbers; a PlannerError names the option."""
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        return tuple(int(part[:30]) for part in text.split(",") if part.strip())
     except ValueError:
         raise PlannerError("profile", option, text, "expected whole numbers separated by commas") from None
 

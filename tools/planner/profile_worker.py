@@ -15,24 +15,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tools.planner.errors import PlannerError
-from tools.planner.profile_schema import (
-    DeviceProfile,
-    LargestBatch,
-    LayerTiming,
-    LinkProfile,
-    Profile,
-    load_profile,
-    save_profile,
-)
-from tools.planner.profile_settings import (
-    Point,
-    ProfileSettings,
-    check_same_model,
-    check_settings,
-    missing_points,
-    point_of,
-)
+from .errors import PlannerError
+from .profile_schema import DeviceProfile, LargestBatch, LayerTiming, LinkProfile, Profile, load_profile, save_profile
+from .profile_settings import Point, ProfileSettings, check_same_model, check_settings, missing_points, point_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,9 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_float32_matmul_precision("high" if settings.model.precision == "tf32" else "highest")
     if platform.is_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        platform.default_backend, timeout=datetime.timedelta(seconds=settings.timeout_s)
-    )
+    dist.init_process_group(platform.default_backend, timeout=datetime.timedelta(seconds=settings.timeout_s))
     try:
         _Run(settings).run()
     except PlannerError as error:
@@ -69,14 +52,16 @@ class _Run:
         import torch
         import torch.distributed as dist
 
-        from tools.planner.profile_links import Seat
+        from .profile_links import Seat
 
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         per_node = settings.devices_per_node or local_world
         self.settings = dataclasses.replace(settings, devices_per_node=per_node)
         check_settings(self.settings, self.world)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
         kind = os.environ.get("HET_DEVICE_KIND") or self.settings.kind_of(self.rank)
         self.seats: list[Any] = self._gather(Seat(self.rank, self.rank // per_node, kind))
         self.memory_bytes = self._gather(_memory_bytes(self.device, local_world))
@@ -142,7 +127,7 @@ class _Run:
         """Measure one point on all ranks at once and store one timing per kind."""
         import torch.distributed as dist
 
-        from tools.planner.profile_layers import measure
+        from .profile_layers import measure
 
         timing: LayerTiming | None = None
         with _tensor_parallel(point.tp):
@@ -167,28 +152,27 @@ class _Run:
                 device.timings.append(timing)
 
     def _largest(self) -> None:
-        from tools.planner.profile_layers import largest_micro_batch
+        from .profile_layers import largest_micro_batch
 
         layers = self.settings.largest_batch_layers
         for tp in self.settings.tp:
             for recompute in self.settings.recompute:
                 self._say(f"largest micro batch with {layers} layers, TP {tp}, recompute {recompute}")
                 with _tensor_parallel(tp):
-                    size = largest_micro_batch(
-                        self.settings, tp, recompute, self.memory_bytes[self.rank]
-                    )
+                    size = largest_micro_batch(self.settings, tp, recompute, self.memory_bytes[self.rank])
                 for kind, found in _least(self._gather((self.kind, size))).items():
                     device = self.profile.device(kind)
                     if device is not None and found:
                         entry = LargestBatch(tp, layers, found, recompute)  # type: ignore[arg-type]
                         device.largest_batches[:] = [
-                            e for e in device.largest_batches
+                            e
+                            for e in device.largest_batches
                             if (e.tp, e.layers, e.recompute) != (tp, layers, recompute)
                         ] + [entry]
                 self._save()
 
     def _host(self) -> None:
-        from tools.planner.profile_links import host_bandwidth
+        from .profile_links import host_bandwidth
 
         rates = dict(self._gather((self.kind, host_bandwidth(self.device))))
         devices = [
@@ -202,7 +186,7 @@ class _Run:
         self.profile = dataclasses.replace(self.profile, devices=devices)
 
     def _links(self) -> None:
-        from tools.planner.profile_links import links_to_measure, measure_link
+        from .profile_links import links_to_measure, measure_link
 
         stored = {_link_key(k) for k in self.profile.links}
         for link in links_to_measure(self.seats):

@@ -9,22 +9,30 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from tools.planner.cluster import Cluster, NodeGroup, ZoneLink
-from tools.planner.model import Model
-from tools.planner.profile_schema import DeviceProfile, LayerTiming, Profile, ProfiledModel
+from .cluster import Cluster, NodeGroup, ZoneLink
+from .model import Model
+from .profile_schema import DeviceProfile, LayerTiming, Profile, ProfiledModel
 
 
 @cache
 def reference() -> dict[str, Any]:
     """The document."""
-    text = resources.files("tools.planner").joinpath("data/sailor.json").read_text("utf-8")
+    text = resources.files(__package__).joinpath("data/sailor.json").read_text("utf-8")
     return json.loads(text)
 
 
 def reference_model(name: str, global_batch_size: int, **changes: Any) -> Model:
     """One of the measured models, trained in fp32 with TF32 and unfused attention, as measured."""
-    shape = {**reference()["models"][name], "name": name, "global_batch_size": global_batch_size,
-             "gated": False, "biases": True, "precision": "tf32", "attention": "unfused", "recompute": ("none",)}
+    shape = {
+        **reference()["models"][name],
+        "name": name,
+        "global_batch_size": global_batch_size,
+        "gated": False,
+        "biases": True,
+        "precision": "tf32",
+        "attention": "unfused",
+        "recompute": ("none",),
+    }
     return Model(**{**shape, **changes})
 
 
@@ -36,14 +44,32 @@ def reference_profile(name: str) -> Profile:
     devices = []
     for gpu, rows in data["timings"][name].items():
         timings = [
-            LayerTiming(kind, batch, tp, model.seq_length, forward, backward, update,
-                        sizes[kind, tp][0], sizes[kind, tp][1] * batch, sizes[kind, tp][2] * batch)
+            LayerTiming(
+                kind,
+                batch,
+                tp,
+                model.seq_length,
+                forward,
+                backward,
+                update,
+                sizes[kind, tp][0],
+                sizes[kind, tp][1] * batch,
+                sizes[kind, tp][2] * batch,
+            )
             for kind, batch, tp, forward, backward, update in rows
         ]
         node = data["nodes"][gpu]
         devices.append(DeviceProfile(gpu, node["mem_per_gpu"], node["gpus_per_node"], timings))
-    profiled = ProfiledModel(model.hidden_size, model.ffn_hidden_size, model.num_attention_heads, model.groups,
-                             model.vocab_size, model.seq_length, model.precision, name)
+    profiled = ProfiledModel(
+        model.hidden_size,
+        model.ffn_hidden_size,
+        model.num_attention_heads,
+        model.groups,
+        model.vocab_size,
+        model.seq_length,
+        model.precision,
+        name,
+    )
     return Profile(profiled, devices, notes=data["source"])
 
 
@@ -53,8 +79,12 @@ def reference_nodes(gpu: str, count: int, zone: str = "us-central1-a", **changes
     per_node = data["nodes"][gpu]["gpus_per_node"]
     rates = data["bandwidths"]["inter"][gpu]
     fields: dict[str, Any] = {
-        "gpu": gpu, "count": count, "gpus_per_node": per_node, "zone": zone,
-        "network_bytes_per_s": rates[str(per_node)], "stream_bytes_per_s": rates["1"],
+        "gpu": gpu,
+        "count": count,
+        "gpus_per_node": per_node,
+        "zone": zone,
+        "network_bytes_per_s": rates[str(per_node)],
+        "stream_bytes_per_s": rates["1"],
         "usd_per_gpu_hour": data["usd_per_gpu_hour"].get(gpu),
         "intra_node_bytes_per_s": data["bandwidths"]["intra"][gpu][str(per_node)] / (per_node / 2),
     }
@@ -65,8 +95,12 @@ def reference_links(zones: tuple[str, ...]) -> tuple[ZoneLink, ...]:
     """Measured bandwidth and price between zones."""
     data = reference()
     return tuple(
-        ZoneLink(between=(first, second), bytes_per_s=rate, latency_s=30e-3 if first[:-2] != second[:-2] else 1e-3,
-                 usd_per_gb=data["egress_usd_per_gb"][first][second])
+        ZoneLink(
+            between=(first, second),
+            bytes_per_s=rate,
+            latency_s=30e-3 if first[:-2] != second[:-2] else 1e-3,
+            usd_per_gb=data["egress_usd_per_gb"][first][second],
+        )
         for first, second, rate in data["zone_rates"]
         if first in zones and second in zones and first < second
     )
@@ -113,8 +147,19 @@ def measured_runs() -> list[MeasuredRun]:
                 assert found, part
                 replicas += [found[2]] * int(found[1])
             stages.append(tuple(replicas))
-        out.append(MeasuredRun(row["run"], row["model"], row["tp"], row["micro_batch_size"], row["global_batch_size"],
-                               tuple(layers), tuple(stages), row["iteration_s"], row["memory_bytes"]))
+        out.append(
+            MeasuredRun(
+                row["run"],
+                row["model"],
+                row["tp"],
+                row["micro_batch_size"],
+                row["global_batch_size"],
+                tuple(layers),
+                tuple(stages),
+                row["iteration_s"],
+                row["memory_bytes"],
+            )
+        )
     return out
 
 
@@ -124,8 +169,18 @@ def run_cluster(run: MeasuredRun) -> Cluster:
     for stage in run.stages:
         for gpu in stage:
             counts[gpu] = counts.get(gpu, 0) + 1
-    nodes = tuple(reference_nodes(gpu, n, zone=run.site, gpus_per_node=run.tp, network_bytes_per_s=_node_rate(gpu, run.tp),
-                                  intra_node_bytes_per_s=_intra_rate(gpu, run.tp)) for gpu, n in counts.items())
+    nodes = tuple(
+        reference_nodes(
+            gpu,
+            n,
+            zone=run.site,
+            gpus_per_node=run.tp,
+            network_bytes_per_s=_node_rate(gpu, run.tp),
+            intra_node_bytes_per_s=_intra_rate(gpu, run.tp),
+            measured_rates=tuple(tuple(row) for row in reference()["rates"][gpu]),
+        )
+        for gpu, n in counts.items()
+    )
     return Cluster(name=run.name, nodes=nodes)
 
 

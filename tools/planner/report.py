@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tools.planner.candidate import Candidate
-from tools.planner.estimate import Estimate, Estimator
-from tools.planner.search.outcome import Found, Outcome
+from .candidate import Candidate, Group
+from .estimate import Estimate, Estimator
+from .search.goal import Goal
+from .search.outcome import Found, Outcome
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,12 +32,20 @@ def say(value: Any, options: Any, *tables: Any) -> None:
 
 
 def table(title: str, *columns: str) -> Table:
-    """An empty rich table; the first column is left-aligned."""
+    """An empty rich table; the first column is left-aligned.
+
+    No column gets narrower than the longest word of its head, and what is too long for a cell goes on in the next
+    line: nothing is cut off at 80 columns.
+    """
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    out = Table(title=title, title_justify="left")
+    out = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True
+    )
     for i, column in enumerate(columns):
-        out.add_column(column, justify="left" if i == 0 else "right")
+        least = max(map(len, column.split()), default=1)
+        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold", min_width=least)
     return out
 
 
@@ -44,17 +54,30 @@ def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) ->
     rows = []
     for m, (s, g, share) in zip(estimate.memory, _flat(candidate, estimate)):
         node = estimator.cluster.nodes[g.pool]
-        rows.append({
-            "stage": s, "gpu": node.gpu, "zone": node.zone, "replicas": g.count, "tp": g.tp,
-            "layers": candidate.stages[s].layers, "microbatches_per_replica": share,
-            "busy_s": estimate.stage_busy_s[s], "state_share": m.state_share,
-            "memory_bytes": {
-                "parameters": m.parameter_bytes, "gradients": m.gradient_bytes, "optimizer": m.optimizer_bytes,
-                "activations": m.activation_bytes, "workspace": m.workspace_bytes, "reserved": m.reserved_bytes,
-            },
-            "total_bytes": m.total_bytes, "capacity_bytes": m.capacity_bytes,
-            "fits": m.total_bytes <= estimator.memory_margin * m.capacity_bytes,
-        })  # fmt: skip
+        rows.append(
+            {
+                "stage": s,
+                "gpu": node.gpu,
+                "zone": node.zone,
+                "replicas": g.count,
+                "tp": g.tp,
+                "layers": candidate.stages[s].layers,
+                "microbatches_per_replica": share,
+                "busy_s": estimate.stage_busy_s[s],
+                "state_share": m.state_share,
+                "memory_bytes": {
+                    "parameters": m.parameter_bytes,
+                    "gradients": m.gradient_bytes,
+                    "optimizer": m.optimizer_bytes,
+                    "activations": m.activation_bytes,
+                    "workspace": m.workspace_bytes,
+                    "reserved": m.reserved_bytes,
+                },
+                "total_bytes": m.total_bytes,
+                "capacity_bytes": m.capacity_bytes,
+                "fits": m.total_bytes <= estimator.memory_margin * m.capacity_bytes,
+            }
+        )
     return rows
 
 
@@ -63,51 +86,70 @@ def _share(row: dict[str, Any]) -> str:
     return "" if share is None else f"; each keeps {100 * share:.0f} % of the state"
 
 
-def _flat(candidate: Candidate, estimate: Estimate):  # noqa: ANN202
+def _flat(candidate: Candidate, estimate: Estimate) -> Iterator[tuple[int, Group, int]]:
     for s, stage in enumerate(candidate.stages):
         for g, share in zip(stage.groups, estimate.microbatches[s]):
             yield s, g, share
 
 
-def summary(estimator: Estimator, candidate: Candidate, estimate: Estimate, simulated_s: float | None) -> dict[str, Any]:
+def summary(
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, simulated_s: float | None
+) -> dict[str, Any]:
     """Everything there is to say about a plan."""
     model = estimator.model
     found = Found(candidate, estimate, simulated_s)
     seconds = found.iteration_s
     tokens = model.global_batch_size * model.seq_length
-    peak = sum(n * estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).peak(model.precision)
-               for p, n in candidate.gpus().items())
+    peak = sum(
+        n * estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).peak(model.precision)
+        for p, n in candidate.gpus().items()
+    )
     watts = [estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).power_w for p in candidate.gpus()]
     joules = None
     if all(w is not None for w in watts):
         joules = seconds * sum(n * (w or 0.0) for n, w in zip(candidate.gpus().values(), watts))
     return {
-        "iteration_s": seconds, "closed_form_s": estimate.iteration_s, "simulated_s": simulated_s,
-        "uncertainty": estimator.costs.uncertainty,
+        "iteration_s": seconds,
+        "closed_form_s": estimate.iteration_s,
+        "simulated_s": simulated_s,
+        "uncertainty": estimator.uncertainty(candidate),
         "by_cause_s": {
-            "compute": estimate.busy_s, "bubble": estimate.fill_s, "gather": estimate.gather_s,
-            "gradient_reduction": estimate.sync_s, "update": estimate.update_s,
+            "compute": estimate.busy_s,
+            "bubble": estimate.fill_s,
+            "gather": estimate.gather_s,
+            "gradient_reduction": estimate.sync_s,
+            "update": estimate.update_s,
         },
         "tokens_per_s": tokens / seconds,
         "model_tflops": model.iteration_flops / seconds / 1e12,
         "model_flops_utilisation": model.iteration_flops / seconds / peak if peak else None,
-        "usd_per_iteration": found.usd_per_iteration, "gpus_without_price": _unpriced(estimator, candidate),
+        "usd_per_iteration": found.usd_per_iteration,
+        "gpus_without_price": _unpriced(estimator, candidate),
         "usd_per_billion_tokens": found.usd_per_iteration / tokens * 1e9,
         "egress_bytes_per_iteration": estimate.egress_bytes,
         "energy_joules_per_iteration": joules,
-        "gpus": {f"{estimator.cluster.nodes[p].gpu} ({estimator.cluster.nodes[p].zone})": n
-                 for p, n in sorted(candidate.gpus().items())},
-        "schedule": candidate.schedule, "chunks": candidate.chunks, "slices": candidate.slices,
-        "micro_batch_size": candidate.micro_batch_size, "recompute": candidate.recompute,
-        "zero_stage": candidate.zero_stage, "offload": candidate.offload,
+        "gpus": {
+            f"{estimator.cluster.nodes[p].gpu} ({estimator.cluster.nodes[p].zone})": n
+            for p, n in sorted(candidate.gpus().items())
+        },
+        "not_run": model.not_run,
+        "schedule": candidate.schedule,
+        "chunks": candidate.chunks,
+        "slices": candidate.slices,
+        "micro_batch_size": candidate.micro_batch_size,
+        "recompute": candidate.recompute,
+        "zero_stage": candidate.zero_stage,
+        "offload": candidate.offload,
         "stages": stages_of(estimator, candidate, estimate),
-    }  # fmt: skip
+    }
 
 
 def _unpriced(estimator: Estimator, candidate: Candidate) -> list[str]:
     """Kinds of GPUs in use that have a price neither in the cluster file nor in the catalog."""
     nodes = [estimator.cluster.nodes[p] for p in candidate.gpus()]
-    return sorted({n.gpu for n in nodes if n.usd_per_gpu_hour is None and estimator.cluster.gpu(n.gpu).usd_per_hour is None})
+    return sorted(
+        {n.gpu for n in nodes if n.usd_per_gpu_hour is None and estimator.cluster.gpu(n.gpu).usd_per_hour is None}
+    )
 
 
 def summary_tables(body: dict[str, Any]) -> list[Any]:
@@ -119,48 +161,90 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
     causes.add_row("together, by formula", f"{body['closed_form_s']:.4g}", "")
     if body["simulated_s"] is not None:
         causes.add_row("simulated (this counts)", f"{body['simulated_s']:.4g}", "")
-    where = table("Stages", "stage", "GPUs", "TP", "replicas", "layers", "microbatches", "busy s", "memory GiB", "of", "largest")
+    where = table("Stages", "stage", "GPUs", "TP", "replicas", "layers", "microbatches", "busy s")
+    memory = table("Memory, GiB", "stage", "GPUs", "needed", "of", "largest part")
     for row in body["stages"]:
         parts = sorted(row["memory_bytes"].items(), key=lambda item: -item[1])
-        where.add_row(
-            str(row["stage"]), f"{row['gpu']} ({row['zone']})", str(row["tp"]), str(row["replicas"]), str(row["layers"]),
-            str(row["microbatches_per_replica"]), f"{row['busy_s']:.4g}",
-            f"{row['total_bytes'] / GIB:.2f}" + ("" if row["fits"] else " TOO MUCH"), f"{row['capacity_bytes'] / GIB:.1f}",
+        name = f"{row['gpu']} ({row['zone']})"
+        counts = (row["tp"], row["replicas"], row["layers"], row["microbatches_per_replica"])
+        where.add_row(str(row["stage"]), name, *map(str, counts), f"{row['busy_s']:.4g}")
+        memory.add_row(
+            str(row["stage"]),
+            row["gpu"],
+            f"{row['total_bytes'] / GIB:.2f}" + ("" if row["fits"] else " TOO MUCH"),
+            f"{row['capacity_bytes'] / GIB:.1f}",
             f"{parts[0][0]} {parts[0][1] / GIB:.1f}" + _share(row),
-        )  # fmt: skip
+        )
+    utilisation = body["model_flops_utilisation"]
     unpriced = ", ".join(body["gpus_without_price"])
     lines = [
-        f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}, ZeRO-{body['zero_stage']}"
+        f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}, "
+        + f"ZeRO-{body['zero_stage']}"
         + (f", {body['chunks']} chunks" if body["chunks"] > 1 else "")
-        + (f", {body['slices']} slices" if body["slices"] > 1 else "") + (", offload" if body["offload"] else ""),
-        f"{body['iteration_s']:.4g} s per iteration (+-{100 * body['uncertainty']:.0f} %), {body['tokens_per_s']:.4g} tokens/s, "
-        f"{body['model_tflops']:.4g} model TFLOP/s",
+        + (f", {body['slices']} slices" if body["slices"] > 1 else "")
+        + (", offload" if body["offload"] else ""),
+        f"{body['iteration_s']:.4g} s per iteration (+-{100 * body['uncertainty']:.0f} %), "
+        f"{body['tokens_per_s']:.4g} tokens/s",
+        f"{body['model_tflops']:.4g} model TFLOP/s"
+        + (f", MFU {100 * utilisation:.1f} %" if utilisation is not None else ""),
         f"USD {body['usd_per_iteration']:.4g} per iteration, {body['usd_per_billion_tokens']:.4g} per billion tokens"
-        + (f" (without {unpriced}: no price known, see usd_per_gpu_hour)" if unpriced else "") + "; "
+        + (f" (without {unpriced}: no price known, see usd_per_gpu_hour)" if unpriced else "")
+        + "; "
         f"egress {body['egress_bytes_per_iteration'] / 1e9:.4g} GB per iteration",
     ]
-    return [*lines, causes, where]
+    if body["not_run"]:
+        unknown = ", ".join(body["not_run"]).replace("_", " ")
+        lines.append(f"The planner prices this model, but runs with a plan cannot train it yet ({unknown}).")
+    return [*lines, causes, where, memory]
 
 
-def ranking(estimator: Estimator, outcome: Outcome, count: int = 8) -> list[dict[str, Any]]:
-    """The best different plans in short."""
-    rows = []
-    for found in outcome.found[:count]:
-        c = found.candidate
-        rows.append({
-            "plan": describe(estimator, c), "iteration_s": found.iteration_s,
-            "usd_per_iteration": found.usd_per_iteration, "gpus": c.world_size,
-        })  # fmt: skip
-    return rows
+def plans_tables(title: str, what: str, rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """Plans beside each other, and what each of them is in a line of its own."""
+    out = table(title, what, "s per iteration", "ratio", "USD per iteration", "GPUs")
+    lines: list[Any] = []
+    for i, row in enumerate(rows, 1):
+        name = f"{i}: {row['what']}"
+        if row["iteration_s"] is None:
+            out.add_row(name, "no plan", "", "", "")
+            continue
+        ratio, usd = f"{row['ratio']:.2f}", f"{row['usd_per_iteration']:.4g}"
+        out.add_row(name, f"{row['iteration_s']:.4g}", ratio, usd, str(row["gpus"]))
+        lines.append(f"{i}: {row['plan']}")
+    return [out, *lines]
 
 
 def describe(estimator: Estimator, c: Candidate) -> str:
     """A candidate in one line."""
     stages = " / ".join(
-        f"{s.layers}L " + "+".join(f"{g.count}x{estimator.cluster.nodes[g.pool].gpu}" + (f".tp{g.tp}" if g.tp > 1 else "")
-                                   for g in s.groups)
+        f"{s.layers}L "
+        + "+".join(
+            f"{g.count}x{estimator.cluster.nodes[g.pool].gpu}" + (f".tp{g.tp}" if g.tp > 1 else "") for g in s.groups
+        )
         for s in c.stages
     )
     extra = f" v{c.chunks}" if c.chunks > 1 else ""
     extra += f" n{c.slices}" if c.slices > 1 else ""
     return f"{c.schedule}{extra} mb{c.micro_batch_size} {stages}"
+
+
+def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
+    """How far the plan is from what no plan can beat."""
+    gap = outcome.gap(goal)
+    if gap is None:
+        return []
+    least = f"USD {outcome.bound:.4g}" if goal.objective == "cost" else f"{outcome.bound:.4g} s"
+    return [f"at most {100 * gap:.1f} % from the best possible: no plan on these GPUs takes less than {least}"]
+
+
+def search_body(outcome: Outcome, goal: Goal) -> dict[str, Any]:
+    """Facts about the search."""
+    return {
+        "method": outcome.method,
+        "cpu_s": outcome.cpu_s,
+        "evaluations": outcome.evaluations,
+        "simulations": outcome.simulations,
+        "exact": outcome.exact,
+        "interrupted": outcome.interrupted,
+        "bound": outcome.bound,
+        "gap_to_bound": outcome.gap(goal),
+    }

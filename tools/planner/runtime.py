@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .kernels import DEFAULT_KERNELS, Kernels
+
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
@@ -11,16 +13,20 @@ class Runtime:
 
     Attributes:
         name: For reports.
-        blocking_transfers: Compute waits while activations move (send and receive on the compute
-            stream); else transfers overlap with compute, as in this project's executor.
+        transfers_in_turn: A stage sends the next activations only when the gradients before them have come, as
+            DeepSpeed's schedule orders them: both transfers over a boundary stand between two microbatches of
+            the later stage, while what a stage sends does not hold it up.  Else transfers overlap with
+            compute, as in this project's executor.
         split_transfers: A boundary tensor crosses the network once, split over the TP ranks, and is
             put together by an all-gather inside the receiving node; else every receiving TP rank
             gets all of it.
+        leader_transfers: As with ``split_transfers``, but one rank of the TP group sends it all, at what one
+            GPU alone reaches over the network.
         transfer_latency_s: Fixed cost of one transfer: launch, rendezvous, synchronisation.
         operation_s: Fixed host time of one forward or backward of a stage (framework, Python).
-        profile_overhead_s: Host time that timing one layer added to each measured pass.  It is
-            visible in a profile only where the host was the bottleneck, so it is taken off down to
-            what the device's best rate allows, and no further.
+        profile_overhead_s: Host time that timing one layer added to each measured pass.  It shows only
+            where the host was the bottleneck, so it is taken off for the share of a pass in which the device
+            waits for the host, going by the device's best rate.
         collective_bytes_per_s: What one rank's all-reduce over the network reaches besides the wire
             (copies into buckets, reduction, staging); the two rates add up in series.
         gradient_bytes_per_parameter: In full precision training and in mixed precision.
@@ -32,12 +38,22 @@ class Runtime:
             it is far ahead (CUDA streams).
         keeps_sent: gloo cannot tell that a send is done, so that what was sent stays until the end of the
             iteration (not in sliced schedules, which bound the number of sends under way).
+        kernels: What its kernels make of a GPU.
+        tp_overlap: Share of the collectives of TP that runs beside products.
+        exchange_overlap: Share of the all-to-alls of experts that runs beside compute.
+        gather_overlap: Share of ZeRO-2's and ZeRO-3's gathers and reductions that may run beside the compute of
+            the same pass; the rest comes on top of it.
+        sync_overlap: Share of the gradient reduction after the last backward, and of the gather of parameters,
+            that runs beside compute.
+        iteration_s: Host time of an iteration besides its passes (data, logging, scheduling).
         reserved_bytes: Context, communicators and libraries of one rank; None = the catalog's figure.
+        framework_bytes: What the training system holds besides (buffers of its own, what its allocator cannot reuse).
     """
 
     name: str = "megatron_het"
-    blocking_transfers: bool = False
+    transfers_in_turn: bool = False
     split_transfers: bool = False
+    leader_transfers: bool = False
     transfer_latency_s: float = 50e-6
     operation_s: float = 0.0
     profile_overhead_s: float = 0.0
@@ -47,8 +63,16 @@ class Runtime:
     host_blocks: bool = False
     keeps_sent: bool = False
     reserved_bytes: float | None = None
+    framework_bytes: float = 0.0
+    kernels: Kernels = DEFAULT_KERNELS
+    tp_overlap: float = 0.0
+    exchange_overlap: float = 0.0
+    gather_overlap: float = 1.0
+    sync_overlap: float = 0.0
+    iteration_s: float = 0.0
 
 
 MEGATRON_HET = Runtime()
-CPU_GLOO = Runtime(name="megatron_het on CPU over gloo", host_blocks=True, keeps_sent=True, reserved_bytes=0.0,
-                   transfer_latency_s=0.0)
+CPU_GLOO = Runtime(
+    name="megatron_het on CPU over gloo", host_blocks=True, keeps_sent=True, reserved_bytes=0.0, transfer_latency_s=0.0
+)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 from math import inf
 
-from tools.planner.cluster import Cluster, load_cluster
-from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimator
-from tools.planner.layercost import CatalogCosts, LayerCosts, MeasuredCosts
-from tools.planner.model import Model, load_model
-from tools.planner.profile_schema import load_profile
-from tools.planner.search.goal import SCHEDULES, Goal
+from .cluster import Cluster, load_cluster
+from .command import command
+from .errors import PlannerError
+from .estimate import Estimator
+from .layercost import CatalogCosts, LayerCosts, MeasuredCosts
+from .model import Model, model_of
+from .profile_schema import load_profile
+from .schedules import SCHEDULES
+from .search.goal import Goal
 
 
 def estimator_from(options: argparse.Namespace) -> Estimator:
@@ -20,15 +22,20 @@ def estimator_from(options: argparse.Namespace) -> Estimator:
     Raises:
         PlannerError: see the readers; a precision that no GPU of the cluster supports; a bad margin.
     """
-    cluster, model = load_cluster(options.cluster), load_model(options.model)
+    cluster, model = load_cluster(options.cluster), model_of(options)
     if not 0 < options.memory_margin <= 1:
         raise PlannerError("command line", "--memory-margin", options.memory_margin, "must be above 0 and at most 1")
     costs: LayerCosts
     if options.profile:
         profile = load_profile(options.profile)
         if not profile.complete:
-            raise PlannerError(options.profile, "complete", False, "profiling was interrupted",
-                               "Run 'het-plan profile' again; it goes on where it stopped")
+            raise PlannerError(
+                options.profile,
+                "complete",
+                False,
+                "profiling was interrupted",
+                f"Run '{command()} profile' again; it goes on where it stopped",
+            )
         costs = MeasuredCosts(model, profile, cluster.gpu, file=options.profile)
         for node in cluster.nodes:
             costs.tp_sizes(node.gpu)
@@ -42,11 +49,19 @@ def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_fil
     """Every GPU computes in the model's precision (V100, T4 and RTX-20 have no bf16)."""
     without = sorted({n.gpu for n in cluster.nodes if not cluster.gpu(n.gpu).supports(model.precision)})
     if not without:
+        slow = sorted({n.gpu for n in cluster.nodes if not cluster.gpu(n.gpu).supports("fp8")})
+        if model.fp8 and slow:
+            problem = f"{', '.join(slow)} in {cluster_file} cannot compute in fp8"
+            raise PlannerError(model_file, "fp8", True, problem, f"Set fp8: false, or remove {', '.join(slow)}")
         return
     common = set.intersection(*(set(cluster.gpu(n.gpu).flops) for n in cluster.nodes))
     raise PlannerError(
-        model_file, "precision", model.precision, f"{', '.join(without)} in {cluster_file} cannot compute in it",
-        f"All GPUs of the cluster support {', '.join(sorted(common)) or 'nothing in common'}; or remove {', '.join(without)}",
+        model_file,
+        "precision",
+        model.precision,
+        f"{', '.join(without)} in {cluster_file} cannot compute in it",
+        f"All GPUs of the cluster support {', '.join(sorted(common)) or 'nothing in common'}; "
+        f"or remove {', '.join(without)}",
     )
 
 
@@ -60,8 +75,13 @@ def check_prices(estimator: Estimator, goal: Goal, file: str) -> None:
         return
     for i, node in enumerate(estimator.cluster.nodes):
         if node.usd_per_gpu_hour is None and estimator.cluster.gpu(node.gpu).usd_per_hour is None:
-            raise PlannerError(file, f"nodes[{i}].usd_per_gpu_hour", None, f"{node.gpu} has no known price",
-                               "Give your price per GPU hour (0 for GPUs that cost nothing)")
+            raise PlannerError(
+                file,
+                f"nodes[{i}].usd_per_gpu_hour",
+                None,
+                f"{node.gpu} has no known price",
+                "Give your price per GPU hour (0 for GPUs that cost nothing)",
+            )
 
 
 def goal_from(options: argparse.Namespace) -> Goal:
@@ -77,7 +97,11 @@ def goal_from(options: argparse.Namespace) -> Goal:
     schedules = tuple(s.strip() for s in options.schedules.split(",") if s.strip())
     for schedule in schedules:
         if schedule not in SCHEDULES:
-            raise PlannerError("command line", "--schedules", schedule, "unknown schedule", f"Known: {', '.join(SCHEDULES)}")
+            raise PlannerError(
+                "command line", "--schedules", schedule, "unknown schedule", f"Known: {', '.join(SCHEDULES)}"
+            )
     if not schedules:
         raise PlannerError("command line", "--schedules", options.schedules, "at least one schedule is needed")
-    return Goal(options.objective, options.max_usd_per_iteration, options.min_iterations_per_s, options.max_gpus, schedules)
+    return Goal(
+        options.objective, options.max_usd_per_iteration, options.min_iterations_per_s, options.max_gpus, schedules
+    )

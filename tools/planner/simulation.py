@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from megatron_het.config_plan import generator_parameters
-from megatron_het.plan import Plan
+from megatron_het.features import features_of
+from megatron_het.lowering import programs
+from megatron_het.lowering.programs import schedule_shape
+from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, Link, Memory
-from megatron_het.schedule.generators import GENERATORS, generate
-from megatron_het.schedule.ir import Program, Shape
-from megatron_het.schedule.passes import add_transfers, post_receives_early
+from megatron_het.schedule.generators.pipelines import parts_of
+from megatron_het.schedule.ir import Program
+from megatron_het.schedule.passes import post_receives_early
 from megatron_het.schedule.simulate import Result, simulate
-from tools.planner.build import build_plan, seats
-from tools.planner.candidate import Candidate, Group
-from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimate, Estimator, Unit
-from tools.planner.formulas import sharding_s, stage_tails
-from tools.planner.packing import Seat
+
+from .build import build_plan, part_of, seats
+from .candidate import Candidate, Group
+from .errors import PlannerError
+from .estimate import Estimate, Estimator
+from .figures import Device, figures_of
+from .packing import Seat
+from .schedules import schedule_of
+from .stages import sharding_s, stage_tails
 
 Seats = list[list[list[Seat]]]
+MOST_COUPLED = 60_000
+"""Compute operations up to which plans whose parts gather together are simulated as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,47 +36,86 @@ class Simulation:
     Attributes:
         iteration_s: Makespan with gradient reduction and update.
         result: The simulator's own result (timeline, bubble by cause, memory over time).
-        peak_bytes: Per device (replica), simulated peak of activations plus everything static.
     """
 
     iteration_s: float
     result: Result
-    peak_bytes: tuple[float, ...]
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Per device (replica), simulated peak of activations plus everything static."""
+        return tuple(use.peak_bytes for use in self.result.memory)
 
 
-def shape_of(plan: Plan, candidate: Candidate) -> Shape:
-    """The schedule's shape of a plan."""
-    total = plan.num_microbatches
-    routes = []
-    for stage in plan.stages:
-        row = [0] * total
-        for q, replica in enumerate(stage.replicas):
-            for m in replica.microbatches:
-                row[m] = q
-        routes.append(tuple(row))
-    return Shape(
-        layers=tuple(s.layers for s in plan.stages), route=tuple(routes),
-        replicas=tuple(len(s.replicas) for s in plan.stages), slices=candidate.slices,
-    )
+def operations_of(estimator: Estimator, candidate: Candidate) -> int:
+    """Compute operations of one of the candidate's equal pipelines; 0 for a single stage, which needs no simulation."""
+    if len(candidate.stages) == 1:
+        return 0
+    microbatches = estimator.model.global_batch_size // candidate.micro_batch_size // candidate.blocks
+    return 2 * len(candidate.stages) * candidate.chunks * candidate.slices * microbatches
 
 
-def program_of(plan: Plan, candidate: Candidate) -> Program:
-    """The operations of one iteration, transfers included.
+def program_of(plan: Plan) -> Program:
+    """The operations of one iteration: the program that the plan's ranks run.
+
+    Plain ZeRO-2 and 3, which are compared with and have no operations, are priced in the passes.
 
     Raises:
-        PlannerError: the schedule cannot run this shape.
+        PlannerError: the schedule cannot run this shape, or has no such parameters.
     """
-    name, given = plan.schedule.name, plan.schedule.parameters
-    speeds = [r.speed for s in plan.stages for r in s.replicas]
+    given = {name: value for name, value in plan.schedule.parameters.items() if name != "zero_stage"}
     try:
-        if name not in GENERATORS:
-            raise ValueError(f"there is no such schedule (known: {', '.join(sorted(GENERATORS))})")
-        parameters = {key: given[key] for key in generator_parameters(name) if key in given}
-        if name in ("1f1b", "interleaved"):
-            parameters["speeds"] = speeds
-        return add_transfers(generate(name, shape_of(plan, candidate), **parameters), speeds=speeds)
-    except (TypeError, ValueError) as error:
-        raise PlannerError("plan", "schedule", {"name": name, "parameters": given}, str(error)) from None
+        return programs.program_of(replace(plan, schedule=replace(plan.schedule, parameters=given)))
+    except PlanError as error:
+        raise PlannerError("plan", error.where, plan.schedule.parameters, error.problem, error.hint) from None
+
+
+def _devices(estimator: Estimator, candidate: Candidate, seated: Seats) -> list[Device]:
+    """The replicas in the plan's order, with their figures."""
+    devices: list[Device] = []
+    for s, stage in enumerate(seated):
+        for replica in stage:
+            g = Group(replica[0].pool, len(replica), 1)
+            unit = estimator.unit_of(candidate, g)
+            assert unit is not None
+            devices.append((s, g, unit))
+    return devices
+
+
+Rows = list[tuple[float, ...]]
+"""A figure of every device and chunk."""
+
+
+def _passes(
+    estimator: Estimator, whole: Candidate, candidate: Candidate, plan: Plan, devices: list[Device]
+) -> tuple[Rows, Rows, Rows]:
+    """Seconds of forwards and backwards, and bytes of activations, by device and chunk."""
+    last = len(candidate.stages) - 1
+    least: dict[int, tuple[float, float]] = {}
+    if candidate.zero_stage >= 2 and not schedule_of(candidate).shards_parameters:
+        for s, its in enumerate(whole.stages):
+            units = [estimator.unit_of(whole, g) for g in its.groups]
+            least[s] = sharding_s(estimator, whole, units, s)  # type: ignore[arg-type]
+    forward: Rows = []
+    backward: Rows = []
+    kept: Rows = []
+    for s, _, u in devices:
+        layers = plan.stages[s].layers
+        f, b = (u.chunks_s(layers, s == 0, s == last, back) for back in (False, True))
+        a = [n * u.layer_bytes for n in layers]
+        if s == 0:
+            a[0] += u.embedding_bytes
+        if s in least:
+            f, b = [max(x, least[s][0]) for x in f], [max(x, least[s][1]) for x in b]
+        forward.append(tuple(f))
+        backward.append(tuple(b))
+        kept.append(tuple(a))
+    return forward, backward, kept
+
+
+def _without_attention(rows: Rows, attention: Rows) -> Rows:
+    """What is left of passes when attention, whose time depends on the slice, is told apart."""
+    return [tuple(x - a for x, a in zip(row, mine)) for row, mine in zip(rows, attention)]
 
 
 def costs_of(
@@ -81,14 +128,8 @@ def costs_of(
         candidate: What is simulated: the whole or one block of it.
         seated: Where the plan's ranks sit, in the plan's order of replicas.
     """
-    size = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size
-    devices: list[tuple[int, Group, Unit]] = []
-    for s, stage in enumerate(seated):
-        for replica in stage:
-            g = Group(replica[0].pool, len(replica), 1)
-            unit = estimator.unit(g.pool, g.tp, candidate.micro_batch_size, candidate.recompute)
-            assert unit is not None
-            devices.append((s, g, unit))
+    size = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.cp
+    devices = _devices(estimator, candidate, seated)
     flat = [replica for stage in seated for replica in stage]
     tails = stage_tails(estimator, whole, estimate)
     last = len(candidate.stages) - 1
@@ -100,50 +141,82 @@ def costs_of(
         fixed = min(seconds, estimator.runtime.transfer_latency_s)
         return Link(fixed, size / max(seconds - fixed, 1e-12))
 
-    forward, backward, kept, static = [], [], [], []
-    chunks = candidate.chunks
-    least: dict[int, tuple[float, float]] = {}
-    if candidate.zero_stage >= 2 and candidate.schedule != "ministage":
-        for s, stage in enumerate(whole.stages):
-            units = [estimator.unit(g.pool, g.tp, whole.micro_batch_size, whole.recompute) for g in stage.groups]
-            least[s] = sharding_s(estimator, whole, units, s)  # type: ignore[arg-type]
-    for s, _, u in devices:
-        layers = plan.stages[s].layers
-        f, b, a = ([n * x for n in layers] for x in (u.layer_f, u.layer_b, u.layer_bytes))
-        if s == 0:
-            f[0] += u.embedding_f
-            b[0] += u.embedding_b
-            a[0] += u.embedding_bytes
-        if s == last:
-            f[-1] += u.head_f
-            b[-1] += u.head_b
-        if s in least:
-            f, b = [max(x, least[s][0]) for x in f], [max(x, least[s][1]) for x in b]
-        forward.append(tuple(f))
-        backward.append(tuple(b))
-        kept.append(tuple(a))
+    forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
     by_group = {(m.stage, m.group.pool, m.group.tp): m for m in estimate.memory}
-    logits = tuple(u.head_bytes if s == last else 0.0 for s, _, u in devices)
-    for s, g, _ in devices:
-        m = by_group[s, g.pool, g.tp]
-        static.append(m.total_bytes - m.activation_bytes)
+    memories = [by_group[s, g.pool, g.tp] for s, g, _ in devices]
+    attention_f: Rows = []
+    attention_b: Rows = []
+    if candidate.slices > 1:  # a later slice attends to more keys
+        attention_f = [tuple(n * u.attention_f for n in plan.stages[s].layers) for s, _, u in devices]
+        attention_b = [tuple(n * u.attention_b for n in plan.stages[s].layers) for s, _, u in devices]
+        forward = _without_attention(forward, attention_f)
+        backward = _without_attention(backward, attention_b)
     return Costs(
-        forward_s=tuple(forward), backward_s=tuple(backward), message_bytes=size, link=link,
-        operation_s=estimator.runtime.operation_s, host_blocks=estimator.runtime.host_blocks,
-        keeps_sent=estimator.runtime.keeps_sent and candidate.schedule != "slimpipe",
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        attention_forward_s=tuple(attention_f),
+        attention_backward_s=tuple(attention_b),
+        diagonal=0.5,
+        message_bytes=size,
+        link=link,
+        operation_s=estimator.runtime.operation_s,
+        host_blocks=estimator.runtime.host_blocks,
+        keeps_sent=estimator.runtime.keeps_sent and not schedule_of(candidate).cuts_sequences,
         tail_s=tuple(tails[s] for s, _, _ in devices),
-        memory=Memory(activation_bytes=tuple(kept), logits_bytes=logits, other_bytes=tuple(static)),
+        memory=Memory(
+            activation_bytes=tuple(kept),
+            logits_bytes=tuple(u.head_bytes if s == last else 0.0 for s, _, u in devices),
+            other_bytes=tuple(m.total_bytes - m.activation_bytes for m in memories),
+        ),
     )
 
 
 def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Simulation:
-    """One of the candidate's equal, independent pipelines; it takes as long as all of them.
+    """One of the candidate's equal, independent pipelines: what the others take, but for where they sit.
 
     Raises:
         PlannerError: the schedule cannot run this shape.
     """
     plan = build_plan(estimator, candidate, estimate, one_block=True)
     return _simulate(estimator, candidate, candidate.block(), estimate, plan, None)
+
+
+def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats) -> float:
+    """The iteration time of a whole plan: that of its slowest independent part.
+
+    Parts that are alike (replicas, microbatches, links) are simulated once, so that this takes a fraction of
+    the time of :func:`simulate_candidate` and says the same.
+
+    Raises:
+        PlannerError: the schedule cannot run this shape.
+    """
+    operations = operations_of(estimator, candidate) * candidate.blocks
+    if schedule_of(candidate).shards_parameters and operations <= MOST_COUPLED:
+        # Replicas of a stage gather together, whichever part they belong to.
+        return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+    try:
+        return max(
+            _simulate(*part).iteration_s for part in _different_parts(estimator, candidate, estimate, plan, seated)
+        )
+    except PlannerError:  # its generator orders parts together that it cannot order alone
+        return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+
+
+def _different_parts(
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats
+) -> Iterator[tuple[Estimator, Candidate, Candidate, Estimate, Plan, Seats]]:
+    """Arguments of ``_simulate`` for one part of each kind."""
+    flat = [seat for stage in seated for seat in stage]
+    done: set[object] = set()
+    for part in parts_of(schedule_shape(plan)):
+        here = [flat[d] for d in part.devices]
+        nodes: dict[tuple[int, int], int] = {}
+        key = part.shape, tuple((s[0].pool, len(s), nodes.setdefault(s[0][:2], len(nodes))) for s in here)
+        if key not in done:
+            done.add(key)
+            mine = iter(here)
+            seats_of_stages = [[next(mine) for _ in range(count)] for count in part.shape.replicas]
+            yield estimator, candidate, candidate, estimate, part_of(plan, part), seats_of_stages
 
 
 def simulate_candidate(
@@ -163,12 +236,14 @@ def simulate_candidate(
 def _simulate(
     estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None
 ) -> Simulation:
-    program = program_of(plan, candidate)
+    program = program_of(plan)
     if estimator.runtime.host_blocks:
         program = post_receives_early(program)  # as the runtime does over gloo
     seated = seated or seats(estimator.cluster, candidate.stages)
     assert seated is not None  # the plan has been made of it
     costs = costs_of(estimator, whole, candidate, estimate, plan, seated)
+    figures = figures_of(estimator, whole, _devices(estimator, candidate, seated))
+    for feature, options in features_of(plan):
+        costs = feature.price(costs, options, program, figures)
     result = simulate(program, costs)
-    peaks = tuple(use.peak_bytes for use in result.memory)
-    return Simulation(result.makespan_s + estimate.gather_s, result, peaks)
+    return Simulation(result.makespan_s, result)

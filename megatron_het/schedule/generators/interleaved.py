@@ -7,18 +7,24 @@ from megatron_het.schedule.generators.listing import (
     Speeds,
     alternate,
     compute_ops,
-    forward_program,
     merge,
     require,
+    require_order,
     single_replicas,
 )
+from megatron_het.schedule.generators.pipelines import Part, by_part, parts_of
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 
 NAME = "interleaved"
 
 
 def interleaved(
-    shape: Shape, *, forward_only: bool = False, group: int | None = None, speeds: Sequence[float] | None = None
+    shape: Shape,
+    *,
+    forward_only: bool = False,
+    group: int | None = None,
+    speeds: Sequence[float] | None = None,
+    order: str = "greedy",
 ) -> Program:
     """Interleaved 1F1B.
 
@@ -26,16 +32,19 @@ def interleaved(
     likewise from the last chunk.  With one replica per stage the warm-up is Megatron's,
     ``(chunks - 1) * group + 2 * (stages - 1 - stage)`` forwards; with several, the order comes from a
     simulation whose limit of forwards in flight is the same number scaled by the device's share.
+    Replicas that fall into separate pipelines, each with microbatches for whole groups, get the order of
+    their pipeline alone, as Megatron's data-parallel replicas do.
 
     Args:
         shape: the same number of chunks on every stage, no slices.
         forward_only: forwards only.
-        group: microbatches per group, at least the number of stages (the default).
+        group: microbatches of a pipeline per group, at least the number of stages (the default).
         speeds: relative speed of each device, used with several replicas.
+        order: how the simulation decides, one of :data:`~megatron_het.schedule.generators.listing.ORDERS`.
 
     Raises:
-        ValueError: unequal chunk counts, slices, or a number of microbatches that leaves a group smaller
-            than the number of stages.
+        ValueError: unequal chunk counts, slices, an unknown ``order``, or a number of microbatches that leaves
+            a group smaller than the number of stages.
     """
     chunks, stages = len(shape.layers[0]), shape.stages
     group = stages if group is None else group
@@ -43,20 +52,40 @@ def interleaved(
     require(NAME, shape.placement == "loop", f"placement = {shape.placement}: must be loop")
     require(NAME, all(len(c) == chunks for c in shape.layers), f"layers = {shape.layers}: unequal chunk counts")
     require(NAME, group >= stages, f"group = {group}: must be at least the {stages} stages")
+    require_order(NAME, order)
+    parts = parts_of(shape)
+    if not all(_whole_groups(part.shape, group) for part in parts):
+        parts = [Part(tuple(range(len(shape.devices))), tuple(range(shape.microbatches)), shape)]
+        require(
+            NAME,
+            _whole_groups(shape, group),
+            f"{shape.microbatches} microbatches leave a group of {shape.microbatches % group}, "
+            f"fewer than the {stages} stages",
+        )
+    Speeds.of(shape, speeds)  # checks them
+    given = [1.0] * len(shape.devices) if speeds is None else speeds
+
+    def make(part: Shape, own: Sequence[float]) -> tuple[tuple[Op, ...], ...]:
+        forward = [_order(part, d, group, Kind.FORWARD) for d in range(len(part.devices))]
+        if forward_only:
+            return tuple(map(tuple, forward))
+        backward = [_order(part, d, group, Kind.BACKWARD) for d in range(len(part.devices))]
+        if single_replicas(part):
+            warm = [(chunks - 1) * group * (chunks > 1) + (1 + (chunks > 1)) * (stages - 1 - s) for s in range(stages)]
+            return tuple(alternate(f, b, w) for f, b, w in zip(forward, backward, warm))
+        return merge(part, forward, backward, _limits(part, chunks, group), Speeds.of(part, own), order)
+
+    return Program(NAME, shape, by_part(shape, parts, given, make), forward_only)
+
+
+def _whole_groups(shape: Shape, group: int) -> bool:
+    """Whether the last group of microbatches has at least as many as there are stages."""
     rest = shape.microbatches % group
-    require(
-        NAME,
-        chunks == 1 or rest == 0 or rest >= stages,
-        f"{shape.microbatches} microbatches leave a group of {rest}, fewer than the {stages} stages",
-    )
-    forward = [_order(shape, d, group, Kind.FORWARD) for d in range(len(shape.devices))]
-    if forward_only:
-        return forward_program(NAME, shape, forward)
-    backward = [_order(shape, d, group, Kind.BACKWARD) for d in range(len(shape.devices))]
-    costs = Speeds.of(shape, speeds)
-    if single_replicas(shape):
-        warm = [(chunks - 1) * group + 2 * (stages - 1 - s) if chunks > 1 else stages - 1 - s for s in range(stages)]
-        return Program(NAME, shape, tuple(alternate(f, b, w) for f, b, w in zip(forward, backward, warm)))
+    return len(shape.layers[0]) == 1 or rest == 0 or rest >= shape.stages
+
+
+def _limits(shape: Shape, chunks: int, group: int) -> list[int]:
+    """Forwards in flight on every device: Megatron's number, scaled by the device's share."""
     limits = []
     for d, (stage, _) in enumerate(shape.devices):
         own = shape.microbatches_of(d)
@@ -64,7 +93,7 @@ def interleaved(
         share = len(own) / shape.microbatches
         ahead = 2 * math.ceil(share * sum(shape.replicas[stage + 1 :]) - 1e-9)
         limits.append((chunks - 1) * largest + ahead + 1)
-    return Program(NAME, shape, merge(shape, forward, backward, limits, costs))
+    return limits
 
 
 def _order(shape: Shape, device: int, group: int, kind: Kind) -> list[Op]:

@@ -70,21 +70,27 @@ def merge(
     backward: Sequence[Sequence[Op]],
     limits: Sequence[int],
     speeds: Speeds,
+    order: str = "greedy",
 ) -> tuple[tuple[Op, ...], ...]:
     """Merges each device's forward and backward order by simulating the iteration.
 
-    Whenever a device is free it runs its next backward or its next forward, whichever can start first, the
-    forward on a tie; a forward only while fewer than ``limits[device]`` forwards wait for their backward.
-    The result runs without deadlock because it has been run.
+    Whenever a device is free it runs its next backward or its next forward, a forward only while fewer than
+    ``limits[device]`` forwards wait for their backward.  The result runs without deadlock because it has
+    been run.
+
+    Args:
+        order: one of :data:`ORDERS`.
 
     Raises:
         ValueError: the orders and limits cannot run (a limit below what the schedule needs).
     """
     deps = Dependencies(shape)
-    ops = _Merger(deps, forward, backward, limits, speeds).run()
+    ops = _MERGERS[order](deps, forward, backward, limits, speeds).run()
     for d, queue in enumerate(ops):
         if len(queue) < len(forward[d]) + len(backward[d]):
-            raise ValueError(f"device {shape.devices[d]}: the limit of {limits[d]} forwards in flight is too small")
+            raise ValueError(
+                f"device {shape.devices[d]}: with {limits[d]} forwards in flight and order {order} it waits forever"
+            )
     return ops
 
 
@@ -133,16 +139,20 @@ class Loop:
             op, seconds = choice
             self.out[device].append(op)
             self.free[device] = end = now + seconds
-            key = (device, produces(op))
-            self.done[key] = end
+            made = produces(op)
+            assert made is not None  # the operations that are listed are passes
+            self.done[device, made] = end
             heapq.heappush(self.events, (end, device))
-            for other in self.wanted.pop(key, ()):
+            for other in self.wanted.pop((device, made), ()):
                 heapq.heappush(self.events, (max(end, self.free[other]), other))
         return tuple(tuple(queue) for queue in self.out)
 
 
 class _Merger(Loop):
-    """See :func:`merge`."""
+    """Greedy: whichever can start first, the forward on a tie (from a forward more work depends)."""
+
+    ties = (0, 1)
+    """Forward (0) and backward (1), the preferred one first."""
 
     def __init__(
         self,
@@ -159,7 +169,7 @@ class _Merger(Loop):
     def choose(self, device: int, now: float) -> tuple[Op, float] | float | None:
         at, position = self.next[device], self.queues[device]
         best: tuple[float, int] | None = None
-        for which in (0, 1):
+        for which in self.ties:
             if at[which] == len(position[which]):
                 continue
             if which == 0 and position[1] and at[0] - at[1] >= self.limits[device]:
@@ -169,11 +179,44 @@ class _Merger(Loop):
                 best = time, which
         if best is None:
             return None
-        if best[0] > now:
-            return best[0]
-        op = position[best[1]][at[best[1]]]
-        at[best[1]] += 1
-        return op, (self.speeds.backward_s if best[1] else self.speeds.forward_s)[device][op.chunk]
+        return self.take(device, now, *best)
+
+    def take(self, device: int, now: float, time: float, which: int) -> tuple[Op, float] | float:
+        """The next forward (0) or backward (1), or the time at which to ask again."""
+        if time > now:
+            return time
+        at = self.next[device]
+        op = self.queues[device][which][at[which]]
+        at[which] += 1
+        return op, (self.speeds.backward_s if which else self.speeds.forward_s)[device][op.chunk]
+
+
+class _BackwardFirst(_Merger):
+    """Whichever can start first, the backward on a tie, so that less is held."""
+
+    ties = (1, 0)
+
+
+class _Alternating(_Merger):
+    """1F1B on every replica: forwards up to the limit, then one backward and one forward in turn, waiting for each."""
+
+    def choose(self, device: int, now: float) -> tuple[Op, float] | float | None:
+        at, (forward, backward) = self.next[device], self.queues[device]
+        which = 0 if at[0] < len(forward) and at[0] - at[1] < self.limits[device] else 1
+        if at[which] == len((forward, backward)[which]):
+            return None
+        time = self.ready_at(device, (forward, backward)[which][at[which]])
+        return None if time is None else self.take(device, now, time, which)
+
+
+_MERGERS: dict[str, type[_Merger]] = {"greedy": _Merger, "alternating": _Alternating, "backward-first": _BackwardFirst}
+ORDERS = tuple(_MERGERS)
+"""How :func:`merge` decides between a forward and a backward, the default first."""
+
+
+def require_order(schedule: str, order: object) -> None:
+    """Raises a ValueError for an unknown order."""
+    require(schedule, order in ORDERS, f"order = {order!r}: must be one of {', '.join(ORDERS)}")
 
 
 def compute_ops(kind: Kind, microbatches: Sequence[int], slices: Sequence[int], chunk: int) -> list[Op]:

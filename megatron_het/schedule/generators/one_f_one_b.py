@@ -10,8 +10,10 @@ from megatron_het.schedule.generators.listing import (
     forward_program,
     merge,
     require,
+    require_order,
     single_replicas,
 )
+from megatron_het.schedule.generators.pipelines import by_part, parts_of
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 
 
@@ -48,37 +50,48 @@ def in_flight_limits(shape: Shape, slack: float = SLACK) -> list[int]:
 
 
 def one_f_one_b(
-    shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None, slack: float = SLACK
+    shape: Shape,
+    *,
+    forward_only: bool = False,
+    speeds: Sequence[float] | None = None,
+    slack: float = SLACK,
+    order: str = "greedy",
 ) -> Program:
     """1F1B.
 
     With one replica per stage the order is Megatron's: ``stages - 1 - stage`` warm-up forwards, then pairs
-    of a forward and a backward.  With several replicas the order of each device comes from a simulation of
-    the iteration (:func:`~megatron_het.schedule.generators.listing.merge`): forwards and backwards ascend
-    in the microbatch, and their number in flight is bounded by :func:`in_flight_limits`.
+    of a forward and a backward.  Replicas that fall into separate pipelines each get the order of their
+    pipeline alone (:mod:`~megatron_het.schedule.generators.pipelines`).  Other replicas get their order from
+    a simulation of the iteration (:func:`~megatron_het.schedule.generators.listing.merge`): forwards and
+    backwards ascend in the microbatch, and their number in flight is bounded by :func:`in_flight_limits`.
 
     Args:
         shape: one chunk per stage, no slices.
         forward_only: forwards only.
         speeds: relative speed of each device, used with several replicas; all equal by default.
         slack: share of further microbatches in flight where stages divide them differently, 0 for least memory.
+        order: how that simulation decides, one of :data:`~megatron_het.schedule.generators.listing.ORDERS`.
 
     Raises:
-        ValueError: the shape has chunks or slices, ``speeds`` do not fit the devices, or ``slack`` is negative.
+        ValueError: the shape has chunks or slices, ``speeds`` do not fit the devices, ``slack`` is negative,
+            or ``order`` is unknown or cannot run.
     """
     _check("1f1b", shape)
     valid = isinstance(slack, (int, float)) and 0 <= slack < math.inf
     require("1f1b", valid, f"slack = {slack!r}: must be a number of at least 0")
-    forward = _orders(shape, Kind.FORWARD)
+    require_order("1f1b", order)
     if forward_only:
-        return forward_program("1f1b", shape, forward)
-    backward = _orders(shape, Kind.BACKWARD)
-    costs = Speeds.of(shape, speeds)
-    if single_replicas(shape):
-        ops = tuple(alternate(f, b, shape.stages - 1 - s) for s, (f, b) in enumerate(zip(forward, backward)))
-    else:
-        ops = merge(shape, forward, backward, in_flight_limits(shape, slack), costs)
-    return Program("1f1b", shape, ops)
+        return forward_program("1f1b", shape, _orders(shape, Kind.FORWARD))
+    Speeds.of(shape, speeds)  # checks them
+    given = [1.0] * len(shape.devices) if speeds is None else speeds
+
+    def make(part: Shape, own: Sequence[float]) -> tuple[tuple[Op, ...], ...]:
+        forward, backward = _orders(part, Kind.FORWARD), _orders(part, Kind.BACKWARD)
+        if single_replicas(part):
+            return tuple(alternate(f, b, part.stages - 1 - s) for s, (f, b) in enumerate(zip(forward, backward)))
+        return merge(part, forward, backward, in_flight_limits(part, slack), Speeds.of(part, own), order)
+
+    return Program("1f1b", shape, by_part(shape, parts_of(shape), given, make))
 
 
 def gpipe(shape: Shape, *, forward_only: bool = False) -> Program:

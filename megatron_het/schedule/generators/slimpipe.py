@@ -10,8 +10,10 @@ from megatron_het.schedule.generators.listing import (
     forward_program,
     merge,
     require,
+    require_order,
     single_replicas,
 )
+from megatron_het.schedule.generators.pipelines import by_part, parts_of
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 
 
@@ -51,24 +53,34 @@ def _check_chunks(name: str, shape: Shape) -> int:
 
 
 def _sliced(
-    name: str, shape: Shape, warmup: Sequence[int], forward_only: bool, speeds: Sequence[float] | None
+    name: str,
+    shape: Shape,
+    warmup: Sequence[int],
+    forward_only: bool,
+    speeds: Sequence[float] | None,
+    order: str = "greedy",
 ) -> Program:
     """Merges the slice orders; ``warmup`` per stage, for one replica per stage and for separate pipelines."""
-    orders = _all_orders(shape)
+    require_order(name, order)
     if forward_only:
-        return forward_program(name, shape, [forward for forward, _ in orders])
-    costs = Speeds.of(shape, speeds)
-    if shape.pipelines() is not None:
-        stages = (d.stage for d in shape.devices)
-        return Program(name, shape, tuple(alternate(f, b, warmup[s]) for (f, b), s in zip(orders, stages)))
-    chunks, limits = len(shape.layers[0]), []
-    for d, (stage, _) in enumerate(shape.devices):
-        share = len(shape.microbatches_of(d)) / shape.microbatches
-        ahead = math.ceil(share * sum(shape.replicas[stage + 1 :]) - 1e-9)
-        per_step = (warmup[stage] + 1 - shape.slices * chunks) // max(shape.stages - 1 - stage, 1)
-        limits.append(shape.slices * chunks + max(per_step, 1) * ahead)
-    forward, backward = zip(*orders)
-    return Program(name, shape, merge(shape, forward, backward, limits, costs))
+        return forward_program(name, shape, [forward for forward, _ in _all_orders(shape)])
+    Speeds.of(shape, speeds)  # checks them
+    given = [1.0] * len(shape.devices) if speeds is None else speeds
+
+    def make(part: Shape, own: Sequence[float]) -> tuple[tuple[Op, ...], ...]:
+        orders = _all_orders(part)
+        if single_replicas(part):
+            return tuple(alternate(f, b, w) for (f, b), w in zip(orders, warmup))
+        chunks, limits = len(part.layers[0]), []
+        for d, (stage, _) in enumerate(part.devices):
+            share = len(part.microbatches_of(d)) / part.microbatches
+            ahead = math.ceil(share * sum(part.replicas[stage + 1 :]) - 1e-9)
+            per_step = (warmup[stage] + 1 - part.slices * chunks) // max(part.stages - 1 - stage, 1)
+            limits.append(part.slices * chunks + max(per_step, 1) * ahead)
+        forward, backward = zip(*orders)
+        return merge(part, forward, backward, limits, Speeds.of(part, own), order)
+
+    return Program(name, shape, by_part(shape, parts_of(shape), given, make))
 
 
 def _all_orders(shape: Shape) -> list[tuple[list[Op], list[Op]]]:
@@ -77,7 +89,9 @@ def _all_orders(shape: Shape) -> list[tuple[list[Op], list[Op]]]:
     return [slice_orders(shape, d) for d in range(len(shape.devices))]
 
 
-def slimpipe(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None) -> Program:
+def slimpipe(
+    shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None, order: str = "greedy"
+) -> Program:
     """SlimPipe: 1F1B over uniform slices, plain or interleaved (section 4.1).
 
     Stage ``s`` runs ``slices * chunks + 2 * (stages - 1 - s)`` forwards before its first backward.  The
@@ -89,14 +103,16 @@ def slimpipe(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float
             of the number of stages.
         forward_only: forwards only.
         speeds: relative speed of each device, used with several replicas.
+        order: with stages that divide the microbatches differently, one of
+            :data:`~megatron_het.schedule.generators.listing.ORDERS`.
 
     Raises:
-        ValueError: the shape does not fit.
+        ValueError: the shape does not fit, or ``order`` is unknown.
     """
     chunks = _check_chunks("slimpipe", shape)
     last = shape.stages - 1
     warmup = [shape.slices * chunks - 1 + 2 * (last - s) for s in range(shape.stages)]
-    return _sliced("slimpipe", shape, warmup, forward_only, speeds)
+    return _sliced("slimpipe", shape, warmup, forward_only, speeds, order)
 
 
 def seq1f1b(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None) -> Program:

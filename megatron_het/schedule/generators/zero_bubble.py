@@ -8,6 +8,7 @@ the block, for ZB-V (the memory of 1F1B), 3 for V-Half (half of it).
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,9 +20,11 @@ from megatron_het.schedule.generators.listing import (
     alternate,
     compute_ops,
     forward_program,
+    merge,
     require,
     single_replicas,
 )
+from megatron_het.schedule.generators.one_f_one_b import in_flight_limits
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 
 BLOCK = 6
@@ -31,7 +34,9 @@ BLOCK = 6
 class _Filler(Loop):
     """Runs forwards and input gradients in the given order, weight gradients when idle or short of memory."""
 
-    def __init__(self, deps: Dependencies, orders: Sequence[Sequence[Op]], limits: Sequence[int], speeds: Speeds):
+    def __init__(
+        self, deps: Dependencies, orders: Sequence[Sequence[Op]], limits: Sequence[int], speeds: Speeds
+    ) -> None:
         super().__init__(deps, speeds)
         self.orders, self.limits = orders, limits
         self.next = [0] * len(orders)
@@ -59,32 +64,49 @@ class _Filler(Loop):
         return time
 
 
-def _fill(name: str, shape: Shape, orders: Sequence[Sequence[Op]], limits: Sequence[int]) -> Program:
-    filler = _Filler(Dependencies(shape), orders, limits, Speeds.of(shape))
+def _fill(
+    name: str, shape: Shape, orders: Sequence[Sequence[Op]], limits: Sequence[int], speeds: Speeds | None = None
+) -> Program:
+    filler = _Filler(Dependencies(shape), orders, limits, speeds or Speeds.of(shape))
     return Program(name, shape, filler.run())
 
 
 def _check(name: str, shape: Shape, chunks: int, placement: str) -> None:
     require(name, shape.slices == 1, f"slices = {shape.slices}: sequences are not cut into slices here")
-    require(name, single_replicas(shape), f"replicas = {shape.replicas}: one replica per stage only")
     require(name, all(len(c) == chunks for c in shape.layers), f"every stage has exactly {chunks} chunk(s)")
     require(name, shape.placement == placement, f"placement = {shape.placement}: must be {placement}")
 
 
-def zb_h1(shape: Shape, *, forward_only: bool = False) -> Program:
-    """ZB-H1: 1F1B with the weight gradients delayed into its bubbles, within 1F1B's memory.
+def zb_h1(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None) -> Program:
+    """ZB-H1: 1F1B with the weight gradients delayed into its bubbles, within the memory of 1F1B's first stage.
+
+    With several replicas per stage the order of forwards and input gradients comes from a simulation of the
+    iteration, as 1F1B's does; a device holds in proportion to its share of the microbatches.
+
+    Args:
+        shape: one chunk per stage, no slices.
+        forward_only: forwards only.
+        speeds: relative speed of each device; all equal by default.
 
     Raises:
-        ValueError: chunks, slices or several replicas per stage.
+        ValueError: chunks or slices, or ``speeds`` do not fit the devices.
     """
     _check("zb-h1", shape, 1, "loop")
-    microbatches = range(shape.microbatches)
-    forward = compute_ops(Kind.FORWARD, microbatches, (0,), 0)
+    devices = range(len(shape.devices))
+    forward = [compute_ops(Kind.FORWARD, shape.microbatches_of(d), (0,), 0) for d in devices]
     if forward_only:
-        return forward_program("zb-h1", shape, [forward] * shape.stages)
-    backward = compute_ops(Kind.BACKWARD_INPUT, microbatches, (0,), 0)
-    orders = [alternate(forward, backward, shape.stages - 1 - s) for s in range(shape.stages)]
-    return _fill("zb-h1", shape, orders, [shape.stages] * shape.stages)
+        return forward_program("zb-h1", shape, forward)
+    costs = Speeds.of(shape, speeds)
+    costs = Speeds(costs.forward_s, costs.forward_s)  # either half of a backward takes as long as a forward
+    backward = [compute_ops(Kind.BACKWARD_INPUT, shape.microbatches_of(d), (0,), 0) for d in devices]
+    in_flight = in_flight_limits(shape)
+    shares = [len(shape.microbatches_of(d)) / shape.microbatches for d in devices]
+    limits = [max(n, 1 + math.ceil(share * sum(shape.replicas[1:]) - 1e-9)) for n, share in zip(in_flight, shares)]
+    if single_replicas(shape):
+        orders = [alternate(f, b, shape.stages - 1 - s) for s, (f, b) in enumerate(zip(forward, backward))]
+    else:
+        orders = list(merge(shape, forward, backward, in_flight, costs))
+    return _fill("zb-h1", shape, orders, limits, costs)
 
 
 def zb_v(shape: Shape, *, forward_only: bool = False) -> Program:
@@ -110,6 +132,7 @@ def v_half(shape: Shape, *, forward_only: bool = False) -> Program:
 
 def _v_schedule(name: str, shape: Shape, lifespan: int, forward_only: bool) -> Program:
     _check(name, shape, 2, "v")
+    require(name, single_replicas(shape), f"replicas = {shape.replicas}: one replica per stage only")
     stages = shape.stages
     offsets = block_offsets(stages, lifespan)
     kinds = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD_INPUT, 1), (Kind.BACKWARD_INPUT, 0))

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from megatron_het.schedule.exchange import aligned_slots
+from megatron_het.schedule.columns import Direction
 from megatron_het.schedule.graph import Graph, collection_paused
-from megatron_het.schedule.ir import TRANSFERS, Kind, Op, Program
+from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
 from megatron_het.schedule.passes.inserts import Inserts, Moment, Place, slot_inserts, timed_inserts, with_inserts
+from megatron_het.schedule.slots import aligned_slots
 
 
 @collection_paused()
@@ -24,10 +25,9 @@ def add_embedding(program: Program, *, speeds: Sequence[float] | None = None) ->
     Raises:
         ValueError: the program has split embeddings or transfers already.
     """
-    sends = {Kind.KV_SEND, Kind.KV_SEND_BACKWARD}
-    if program.embedding or any(op[0] in TRANSFERS - sends for ops in program.ops for op in ops):
+    if program.embedding or program.has_transfers:
         raise ValueError(f"program {program.name}: embeddings are split once, before transfers are added")
-    if program.exchange_units:
+    if program.attention_units:
         return with_inserts(program, _by_slot(program))
     return with_inserts(program, timed_inserts(program, speeds, _first_chunk, _FORWARD, _BACKWARD))
 
@@ -56,8 +56,9 @@ def _first_chunk(graph: Graph, start: Sequence[float], end: Sequence[float]) -> 
     for d, device in enumerate(graph.program.devices):
         before = 0.0  # when the compute operation before began
         for node in range(graph.first[d], graph.first[d + 1]) if device.stage == stage else ():
-            kind = graph.ops[node][0]
-            if kind < 4:
-                if graph.ops[node][3] == chunk and kind < 3:
-                    yield Moment(end[node] if kind else before, kind > 0, node)
+            op = graph.ops[node]
+            if op.kind in COMPUTE:
+                if op.chunk == chunk and op.kind.sent_by is not None:
+                    backward = op.kind.direction is Direction.BACKWARD
+                    yield Moment(end[node] if backward else before, backward, node)
                 before = start[node]

@@ -52,7 +52,7 @@ def add_exchange(program: Program, plan: ExchangePlan | None = None, **options: 
             out[device].append(op)
         for move in slot.moves:
             out[move.owner].append(_op(merge, move, move.helper))
-    return replace(program, ops=tuple(map(tuple, out)), exchange_units=plan.units)
+    return replace(program, ops=tuple(map(tuple, out)), attention_units=plan.units)
 
 
 def _op(kind: Kind, move: Move, peer: int) -> Op:

@@ -1,21 +1,19 @@
 """Inserts operations that all devices of a microbatch have: at slot boundaries, or at moments of a replay."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_het.schedule.exchange import aligned_slots
+from megatron_het.schedule.columns import Direction, Role
 from megatron_het.schedule.graph import Graph, replay
 from megatron_het.schedule.ir import Kind, Op, Program
+from megatron_het.schedule.kinds import HELPS, where
 from megatron_het.schedule.passes.transfers import plain_durations
+from megatron_het.schedule.slots import aligned_slots
 
 _CLOSE = 1e-9
-_HELPS = {Kind.ATTEND_HELP: False, Kind.ATTEND_HELP_BACKWARD: True}
-_OWN = {
-    Kind.FORWARD: False, Kind.ATTEND_GIVE: False, Kind.ATTEND_MERGE: False,
-    Kind.BACKWARD: True, Kind.ATTEND_GIVE_BACKWARD: True, Kind.ATTEND_MERGE_BACKWARD: True,
-}  # fmt: skip
+_OWN = where(lambda kind: kind.role in (Role.PASS, Role.GIVE, Role.MERGE))
 
 Inserts = list[dict[int, list[Op]]]
 """Per device: operations to insert before a position."""
@@ -89,7 +87,7 @@ def timed_inserts(
     for moment in sorted(moments(graph, start, end)):
         kind, ahead, own = backward if moment.backward else forward
         op, owner = graph.ops[moment.node], graph.device[moment.node]
-        for d in graph.deps.team(op[1]):
+        for d in graph.deps.team(op.microbatch):
             if d == owner and own is not None:
                 place = moment.node - graph.first[d] + own
             elif ahead:
@@ -97,7 +95,7 @@ def timed_inserts(
             else:
                 place = bisect_left(starts[d], moment.time - _CLOSE)
             latest[d] = place = max(place, latest[d])
-            inserts[d].setdefault(place, []).append(Op(kind, op[1], op[2]))
+            inserts[d].setdefault(place, []).append(Op(kind, op.microbatch, op.slice))
     return inserts
 
 
@@ -110,7 +108,7 @@ def slot_inserts(program: Program, wanted: Sequence[tuple[int, Op]]) -> Inserts:
     """
     slots = aligned_slots(program)
     number = {
-        (d, backward, op[1], op[2], op[3]): s
+        (d, backward, op.microbatch, op.slice, op.chunk): s
         for s, (_, backward, passes) in enumerate(slots)
         for d, op in passes.items()
     }
@@ -126,15 +124,18 @@ def slot_inserts(program: Program, wanted: Sequence[tuple[int, Op]]) -> Inserts:
     return inserts
 
 
-def _slot_numbers(device: int, ops: Sequence[Op], number: dict[tuple[int, ...], int], end: int) -> list[int]:
+def _slot_numbers(
+    device: int, ops: Sequence[Op], number: Mapping[tuple[int, bool, int, int, int], int], end: int
+) -> list[int]:
     """Slot of every operation; what belongs to none (sends ahead of time) goes with what follows it."""
     out = [end] * len(ops)
     following = end
     for i in range(len(ops) - 1, -1, -1):
         op = ops[i]
+        backward = op.kind.direction is Direction.BACKWARD
         if op.kind in _OWN:
-            following = number[device, _OWN[op.kind], op[1], op[2], op[3]]
-        elif op.kind in _HELPS:
-            following = number[op.peer, _HELPS[op.kind], op[1], op[2], op.peer_chunk]
+            following = number[device, backward, op.microbatch, op.slice, op.chunk]
+        elif op.kind in HELPS:
+            following = number[op.peer, backward, op.microbatch, op.slice, op.peer_chunk]
         out[i] = following
     return out

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+from megatron_het.schedule.columns import Value, Work
 from megatron_het.schedule.ir import Kind, Op, Program
 
 
 def add_activation_offload(program: Program, *, ahead: int = 1) -> Program:
     """The program with ACT_OFFLOAD after forwards and ACT_FETCH ahead of their backwards.
 
+    They leave once their forward is complete: with the context exchange, after its last ATTEND_MERGE.
     Activations whose backward comes so soon that they would be fetched back at once stay on the device.
     What share of the activations leaves is a matter of the cost model (``Memory.boundary_bytes``).
 
@@ -22,18 +24,18 @@ def add_activation_offload(program: Program, *, ahead: int = 1) -> Program:
         raise ValueError(f"ahead = {ahead}: must be at least 1")
     if program.forward_only:
         raise ValueError(f"program {program.name} is forward only and keeps no activations")
-    if any(op[0] == Kind.ACT_OFFLOAD for ops in program.ops for op in ops):
+    if any(op.kind is Kind.ACT_OFFLOAD for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name} offloads activations already")
     return replace(program, ops=tuple(_device(ops, ahead) for ops in program.ops))
 
 
 def _device(ops: tuple[Op, ...], ahead: int) -> tuple[Op, ...]:
-    forwards = {(op[1], op[2], op[3]): i for i, op in enumerate(ops) if op[0] == Kind.FORWARD}
-    backwards = [i for i, op in enumerate(ops) if op[0] in (Kind.BACKWARD, Kind.BACKWARD_INPUT)]
+    forwards = {(op.microbatch, op.slice, op.chunk): i for i, op in enumerate(ops) if op.kind.makes is Value.OUTPUT}
+    backwards = [i for i, op in enumerate(ops) if Work.INPUT in op.kind.work]
     offloads: dict[int, Op] = {}
     fetches: dict[int, list[Op]] = {}
     for j, position in enumerate(backwards):
-        _, microbatch, piece, chunk = ops[position][:4]
+        _, microbatch, piece, chunk, *_ = ops[position]
         forward = forwards[microbatch, piece, chunk]
         place = backwards[j - ahead] if j >= ahead else -1
         if place - forward < 2:

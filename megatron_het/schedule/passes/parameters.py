@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
+from megatron_het.schedule.kinds import PARAMETER_KINDS
 
 STEPS = ("end", "ministage", "none")
 
@@ -50,7 +51,7 @@ def add_parameters(
     """
     if prefetch < 0 or step not in STEPS:
         raise ValueError(f"prefetch = {prefetch}, step = {step!r}: prefetch >= 0, step one of {', '.join(STEPS)}")
-    if any(Kind.PARAM_PREFETCH <= op[0] <= Kind.OPTIMIZER_STEP for ops in program.ops for op in ops):
+    if any(op.kind in PARAMETER_KINDS for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name} has parameter operations already")
     visits = [_visits(row, keep_at_turn, per_operation) for row in program.ops]
     for d, device in enumerate(program.devices):
@@ -68,15 +69,15 @@ def _visits(ops: Sequence[Op], keep_at_turn: bool, per_operation: bool) -> list[
     visits: list[_Visit] = []
     backward = False
     for i, op in enumerate(ops):
-        if op[0] not in COMPUTE:
+        if op.kind not in COMPUTE:
             continue
-        turn = op[0] != Kind.FORWARD and not backward
-        backward = backward or op[0] != Kind.FORWARD
-        same = visits and visits[-1].chunk == op[3] and not per_operation
+        turn = op.kind is not Kind.FORWARD and not backward
+        backward = backward or op.kind is not Kind.FORWARD
+        same = visits and visits[-1].chunk == op.chunk and not per_operation
         if same and (keep_at_turn or not turn):
-            visits[-1] = _Visit(op[3], visits[-1].first, i)
+            visits[-1] = _Visit(op.chunk, visits[-1].first, i)
         else:
-            visits.append(_Visit(op[3], i, i))
+            visits.append(_Visit(op.chunk, i, i))
     return visits
 
 
@@ -123,7 +124,8 @@ class _Window:
         closed: set[int] = set()
         steps: list[Op] = []
         for i, visit in enumerate(visits):
-            open_up_to(i + self.prefetch, before.setdefault(visit.first, []))
+            # The first ones at the very start: parts of the vocabulary before them may wait for other replicas.
+            open_up_to(i + self.prefetch, before.setdefault(visit.first if i else 0, []))
             place = after.setdefault(visit.last, [])
             if steps:  # of the visit before: its reduction overlapped this one
                 place += steps

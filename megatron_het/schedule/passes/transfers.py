@@ -11,18 +11,19 @@ queue per rank, with any other.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_het.schedule.columns import Role
 from megatron_het.schedule.generators.listing import Speeds
 from megatron_het.schedule.graph import Graph, collection_paused, replay
-from megatron_het.schedule.ir import COMPUTE, PARTNER, RECEIVES, TRANSFERS, Kind, Op, Program
-from megatron_het.schedule.joint import HELPS, joint_slots
+from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Op, Program
+from megatron_het.schedule.joint import joint_slots
+from megatron_het.schedule.kinds import HELPS
 
 
 def plain_durations(program: Program, graph: Graph, speeds: Sequence[float] | None = None) -> list[float]:
     """Durations by layers and device speed: backward 2, backward of inputs or weights 1, everything else 0."""
-    costs = Speeds.of(program.shape, speeds)
-    scale = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+    forward_s = Speeds.of(program.shape, speeds).forward_s
     return [
-        scale[op[0]] * costs.forward_s[d][op[3]] if op[0] in scale else 0.0 for op, d in zip(graph.ops, graph.device)
+        op.kind.plain_s * forward_s[d][op.chunk] if op.kind.plain_s else 0.0 for op, d in zip(graph.ops, graph.device)
     ]
 
 
@@ -43,17 +44,13 @@ def add_transfers(program: Program, *, speeds: Sequence[float] | None = None, or
         ScheduleError: the compute order itself cannot run.
         ValueError: the program has transfers already, or an unknown ``order``.
     """
-    allowed = {Kind.KV_SEND, Kind.KV_SEND_BACKWARD}
-    if any(op[0] in TRANSFERS and op[0] not in allowed for ops in program.ops for op in ops):
+    if program.has_transfers:
         raise ValueError(f"program {program.name} already has transfers")
     if order not in ("global", "late"):
         raise ValueError(f"order = {order!r}: must be global or late")
     graph = Graph(program, open_sends=True)
     graph.check_complete()
-    if program.exchange_units:
-        duration = _lockstep(graph)
-    else:
-        duration = plain_durations(program, graph, speeds)
+    duration = _lockstep(graph) if program.attention_units else plain_durations(program, graph, speeds)
     _, end, runnable = replay(graph, duration)
     runnable.sort(key=end.__getitem__)  # stable: what ends together stays in a runnable order
     if order == "late":
@@ -115,34 +112,26 @@ def _lockstep(graph: Graph) -> list[float]:
 def _message(graph: Graph, node: int) -> tuple[Op, int, Op] | None:
     """(send, peer, receive) for the operation's result, None when it stays on the device."""
     op, device = graph.ops[node], graph.device[node]
-    kind = op[0]
-    if kind == Kind.KV_SEND or kind == Kind.KV_SEND_BACKWARD:
+    kind = op.kind
+    if kind in SENDS:
         peer, receive = op.partner(device)
         return op, peer, receive
-    if kind in _MADE_BY:
-        send_kind = _MADE_BY[kind]
-        if graph.index[device][send_kind == Kind.SEND_BACKWARD, op[1], op[2], op[3]] != node:
+    send, value = kind.sent_by, kind.makes
+    if send is not None and value is not None:
+        if graph.index[device][value, op.microbatch, op.slice, op.chunk] != node:
             return None  # a later ATTEND_MERGE completes this one
         target = graph.deps.target(device, op)
         if target is None or target[0] == device:
             return None
         peer, chunk = target
-        _, microbatch, piece, own, _, _, _, _ = op
+        receive_kind = send.other_end
+        assert receive_kind is not None
         return (
-            Op(send_kind, microbatch, piece, own, peer, chunk),
+            Op(send, op.microbatch, op.slice, op.chunk, peer, chunk),
             peer,
-            Op(PARTNER[send_kind], microbatch, piece, chunk, device, own),
+            Op(receive_kind, op.microbatch, op.slice, chunk, device, op.chunk),
         )
     return None
-
-
-_MADE_BY = {
-    Kind.FORWARD: Kind.SEND_FORWARD,
-    Kind.ATTEND_MERGE: Kind.SEND_FORWARD,
-    Kind.BACKWARD: Kind.SEND_BACKWARD,
-    Kind.BACKWARD_INPUT: Kind.SEND_BACKWARD,
-    Kind.ATTEND_MERGE_BACKWARD: Kind.SEND_BACKWARD,
-}
 
 
 def _place_global(
@@ -164,7 +153,7 @@ def _place_global(
             at += 1
         for node in order[first:at]:
             op, device = ops[node], device_of[node]
-            if duration[node] <= 0 and op[0] not in TRANSFERS:
+            if duration[node] <= 0 and op.kind not in TRANSFERS:
                 out[device].append(op)
             message = _message(graph, node)
             if message is not None:
@@ -175,7 +164,7 @@ def _place_global(
 
 
 def _place_late(program: Program, graph: Graph, order: Sequence[int]) -> Program:
-    wanted: list[dict[tuple[int, ...], list[Op]]] = [{} for _ in program.ops]
+    wanted: list[dict[tuple[object, ...], list[Op]]] = [{} for _ in program.ops]
     sends: dict[int, Op] = {}
     for node in order:
         message = _message(graph, node)
@@ -185,30 +174,19 @@ def _place_late(program: Program, graph: Graph, order: Sequence[int]) -> Program
     out: list[list[Op]] = [[] for _ in program.ops]
     for node, (op, device) in enumerate(zip(graph.ops, graph.device)):
         out[device] += wanted[device].pop(_use(op), ())
-        if op[0] not in TRANSFERS:
+        if op.kind not in TRANSFERS:
             out[device].append(op)
         if node in sends:
             out[device].append(sends[node])
     return replace(program, ops=tuple(map(tuple, out)))
 
 
-_USES = {
-    Kind.FORWARD: Kind.RECV_FORWARD,
-    Kind.ATTEND_GIVE: Kind.RECV_FORWARD,
-    Kind.BACKWARD: Kind.RECV_BACKWARD,
-    Kind.BACKWARD_INPUT: Kind.RECV_BACKWARD,
-    Kind.ATTEND_GIVE_BACKWARD: Kind.RECV_BACKWARD,
-    Kind.ATTEND_HELP: Kind.KV_RECV,
-    Kind.ATTEND_HELP_BACKWARD: Kind.KV_RECV_BACKWARD,
-}
-
-
-def _first_user(receive: Op) -> tuple[int, ...]:
-    peer = receive.peer if receive.kind in (Kind.KV_RECV, Kind.KV_RECV_BACKWARD) else -1
+def _first_user(receive: Op) -> tuple[object, ...]:
+    peer = receive.peer if receive.kind.role is Role.KEYS else -1
     return receive.kind, receive.microbatch, receive.slice, receive.chunk, peer
 
 
-def _use(op: Op) -> tuple[int, ...]:
-    kind = _USES.get(op.kind, -1)
-    peer = op.peer if kind in (Kind.KV_RECV, Kind.KV_RECV_BACKWARD) else -1
-    return kind, op.microbatch, op.slice, op.chunk, peer
+def _use(op: Op) -> tuple[object, ...]:
+    receive = op.kind.fed_by
+    peer = op.peer if receive is not None and receive.role is Role.KEYS else -1
+    return receive, op.microbatch, op.slice, op.chunk, peer

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_het.schedule.exchange import aligned_slots
+from megatron_het.schedule.columns import Direction
 from megatron_het.schedule.graph import Graph, collection_paused
-from megatron_het.schedule.ir import TRANSFERS, Kind, Op, Program
+from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
 from megatron_het.schedule.passes.inserts import Inserts, Moment, Place, slot_inserts, timed_inserts, with_inserts
+from megatron_het.schedule.slots import aligned_slots
 
 
 @collection_paused()
@@ -25,11 +26,10 @@ def add_vocabulary(program: Program, *, speeds: Sequence[float] | None = None) -
     Raises:
         ValueError: the program has vocabulary operations or transfers already.
     """
-    sends = {Kind.KV_SEND, Kind.KV_SEND_BACKWARD}
-    if program.vocabulary or any(op[0] in TRANSFERS - sends for ops in program.ops for op in ops):
+    if program.splits_output or program.has_transfers:
         raise ValueError(f"program {program.name}: the vocabulary is split once, before transfers are added")
     inserts = _by_slot(program) or timed_inserts(program, speeds, _last_chunk, _FORWARD, _BACKWARD)
-    return replace(with_inserts(program, inserts), vocabulary=True)
+    return replace(with_inserts(program, inserts), splits_output=True)
 
 
 # A forward goes before what starts at or after the end of the last chunk's, a backward behind what has ended
@@ -48,10 +48,10 @@ def _by_slot(program: Program) -> Inserts | None:
         return None
     stage, chunk = program.shape.path[-1]
     wanted = [
-        (s + (not backward), Op(Kind.VOCAB_BACKWARD if backward else Kind.VOCAB_FORWARD, op[1], op[2]))
+        (s + (not backward), Op(Kind.VOCAB_BACKWARD if backward else Kind.VOCAB_FORWARD, op.microbatch, op.slice))
         for s, (_, backward, passes) in enumerate(slots)
         for d, op in passes.items()
-        if program.devices[d].stage == stage and op[3] == chunk
+        if program.devices[d].stage == stage and op.chunk == chunk
     ]
     return slot_inserts(program, wanted)
 
@@ -61,6 +61,7 @@ def _last_chunk(graph: Graph, start: Sequence[float], end: Sequence[float]) -> I
     stage, chunk = graph.program.shape.path[-1]
     for d, device in enumerate(graph.program.devices):
         for node in range(graph.first[d], graph.first[d + 1]) if device.stage == stage else ():
-            kind = graph.ops[node][0]
-            if kind < 3 and graph.ops[node][3] == chunk:
-                yield Moment(start[node] if kind else end[node], kind > 0, node)
+            op = graph.ops[node]
+            if op.kind in COMPUTE and op.chunk == chunk and op.kind.sent_by is not None:
+                backward = op.kind.direction is Direction.BACKWARD
+                yield Moment(start[node] if backward else end[node], backward, node)

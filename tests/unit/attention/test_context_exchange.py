@@ -8,13 +8,7 @@ import pytest
 import torch
 from attention_helpers import CPU, SCALE, Sliced, inputs
 
-from megatron_het.attention.context_exchange import (
-    AttentionShape,
-    attend,
-    attend_backward,
-    pack,
-    unpack,
-)
+from megatron_het.attention.context_exchange import AttentionShape, attend, attend_backward, pack, unpack
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.slice_attention import TokenGradient, slice_attention
 

@@ -11,7 +11,7 @@ import torch
 from attention_helpers import CPU, SCALE, full_attention, inputs, relative
 
 from megatron_het.attention.blocks import take_blocks, token_blocks
-from megatron_het.attention.context_parallel import CommutedContextParallel
+from megatron_het.attention.context_parallel.commuted import CommutedContextParallel
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.slice_attention import slice_attention
 

@@ -34,9 +34,15 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sc
 
 
 def _backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    causal: bool, scale: float,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
     """From the whole softmax's output and log-sum-exp, as the kernels do it; ``[b, h, s, d]``."""
     groups, times = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(times, dim=1) for t in (k, v))

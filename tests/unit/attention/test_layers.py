@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from megatron_het.layers import ThriftyRMSNorm, make_norms_thrifty
+from megatron_het.layers.thrifty import ThriftyRMSNorm, make_norms_thrifty
 
 
 def run(norm: torch.nn.Module, source: torch.Tensor, grad: torch.Tensor) -> tuple[list[torch.Tensor], int]:
@@ -28,7 +28,9 @@ def run(norm: torch.nn.Module, source: torch.Tensor, grad: torch.Tensor) -> tupl
     return [out.detach(), source.grad, norm.weight.grad], sum(kept.values())
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
 def test_equals_torch(dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     plain = torch.nn.RMSNorm(64, eps=1e-5, dtype=dtype)

@@ -5,15 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-
-from megatron_het.platform import Platform, activate
-
-activate()  # before Megatron is imported, which binds what the platform replaces
-
 from megatron.core.transformer.mlp import MLP
 
+from megatron_het.layers.recompute import RecomputingMLP, recompute_up_projections
+from megatron_het.platform import Platform
 from megatron_het.platform.memory import memory_meter
-from megatron_het.recompute import RecomputingMLP, recompute_up_projections
 
 HIDDEN, FFN, TOKENS = 16, 64, 32
 
@@ -33,9 +29,13 @@ def _mlp() -> MLP:
     mlp = MLP.__new__(MLP)
     torch.nn.Module.__init__(mlp)
     mlp.config = SimpleNamespace(  # type: ignore[assignment]
-        use_te_activation_func=False, bias_activation_fusion=False, gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, activation_func_clamp_value=None, glu_linear_offset=0.0,
-    )  # fmt: skip
+        use_te_activation_func=False,
+        bias_activation_fusion=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        activation_func_clamp_value=None,
+        glu_linear_offset=0.0,
+    )
     mlp.linear_fc1 = _Linear(HIDDEN, 2 * FFN, bias=False)
     mlp.linear_fc2 = _Linear(FFN, HIDDEN, bias=False)
     return mlp

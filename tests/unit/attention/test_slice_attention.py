@@ -12,7 +12,9 @@ from megatron_het.attention.kv_cache import CacheError, KVCache
 from megatron_het.attention.slice_attention import slice_attention
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13), (torch.bfloat16, 2e-2)]
+)
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_exact(n: int, heads: int, groups: int, dtype: torch.dtype, tolerance: float) -> None:
@@ -132,6 +134,20 @@ def test_prefix_is_mostly_one_run() -> None:
     assert keys.shape[0] == 32 and keys.untyped_storage().nbytes() == cache.pool_bytes // 2
 
 
+def test_every_iteration_attends_in_the_same_order() -> None:
+    """Else sums round differently after a resumption: the cache of a new process begins like that of any iteration."""
+    cache = KVCache(4)
+    orders = []
+    for _ in range(3):
+        piece = torch.zeros(2, 1, 1, 8)
+        for index in range(4):
+            cache.append(0, index, piece, piece)
+        orders.append([run.slices for run in cache.prefix(0, 3)])
+        for index in reversed(range(4)):
+            cache.release(0, index)
+    assert orders == [[(0, 1, 2)]] * 3
+
+
 def test_query_view_does_not_pin_the_projection() -> None:
     fused = torch.randn(8, 1, 2, 48, requires_grad=True)
     q, k, v = fused.split(16, dim=-1)
@@ -143,11 +159,7 @@ def test_query_view_does_not_pin_the_projection() -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_kernel_table(kernel: object) -> None:
     half = Setting("cuda", torch.bfloat16, 128, (9, 0))
-    reasons = {
-        "cpu-flash": "runs on the CPU only",
-        "cuda-flash": None,
-        "cuda-efficient": None,
-    }
+    reasons = {"cpu-flash": "runs on the CPU only", "cuda-flash": None, "cuda-efficient": None}
     if kernel.name in reasons:
         assert kernel.refuses(half) == reasons[kernel.name]
     assert kernel.summary
@@ -171,3 +183,20 @@ def test_no_kernel_says_why() -> None:
         choose_kernel(Setting("cuda", torch.float64, 64, (9, 0)))
     with pytest.raises(ValueError, match="unknown"):
         choose_kernel(Setting("cpu", torch.float32, 64), "magic")
+
+
+def test_microbatches_of_different_size_share_a_pool() -> None:
+    n = 3
+    small, large = (inputs(n, 4, 2, torch.float64, batch=b) for b in (1, 2))
+    cache = KVCache(2 * n, batch=2)
+    runs = [Sliced(cache, tensors, n, m) for m, tensors in enumerate((small, large))]
+    for i in range(n):
+        for run in runs:
+            run.forward(i)
+    for i in reversed(range(n)):
+        for run in runs:
+            run.backward(i)
+    assert max(max(run.errors(t)) for run, t in zip(runs, (small, large), strict=True)) < 1e-13
+    cache.check_empty()
+    with pytest.raises(CacheError, match="pool of chunks"):
+        Sliced(cache, inputs(n, 4, 2, torch.float64, batch=3), n).forward(0)

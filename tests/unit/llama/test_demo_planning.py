@@ -44,18 +44,29 @@ def profile(sharing_cost: float = 2.0) -> Profile:
         rows = (("embedding", 0.01, 100), ("layer", 1.0, 1000), ("head", 0.3, 100))
         return [
             LayerTiming(
-                kind, 1, 1, 32, 1e-3 * work * slow_down, 2e-3 * work * slow_down, 1e-4 * work, parameters,
-                activation_bytes=1000 if kind == "layer" else 100, output_bytes=512, workspace_bytes=50,
+                kind,
+                1,
+                1,
+                32,
+                1e-3 * work * slow_down,
+                2e-3 * work * slow_down,
+                1e-4 * work,
+                parameters,
+                activation_bytes=1000 if kind == "layer" else 100,
+                output_bytes=512,
+                workspace_bytes=50,
             )
             for kind, work, parameters in rows
-        ]  # fmt: skip
+        ]
 
     return Profile(
         ProfiledModel(64, 128, 4, 2, 96, 32, "fp32"),
         [DeviceProfile("fast", 1, 1, timings(1.0)), DeviceProfile("slow", 1, 1, timings(sharing_cost))],
-        [LinkProfile("network", "fast", "slow", "p2p", 2, 1e-6, 1e9),
-         LinkProfile("network", "fast", "slow", "all_reduce", 2, 1e-6, 1e9)],
-    )  # fmt: skip
+        [
+            LinkProfile("network", "fast", "slow", "p2p", 2, 1e-6, 1e9),
+            LinkProfile("network", "fast", "slow", "all_reduce", 2, 1e-6, 1e9),
+        ],
+    )
 
 
 DEVICES = mixed_devices([0, 1])
@@ -165,9 +176,11 @@ def test_speeds_decide() -> None:
     speedup = min(e.iteration_s for e in evens) / chosen.iteration_s
     assert 1.15 < speedup < 4 / 3 + 0.01
     fast_share = sum(
-        d.layers * m for d in chosen.candidate for i, m in zip(d.devices, d.microbatches, strict=True)
+        d.layers * m
+        for d in chosen.candidate
+        for i, m in zip(d.devices, d.microbatches, strict=True)
         if DEVICES[i].kind == "fast"
-    ) / (6 * 12)  # fmt: skip
+    ) / (6 * 12)
     assert 0.4 < fast_share < 0.6
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -21,7 +22,10 @@ def document() -> dict[str, Any]:
         "format": "megatron_het.plan",
         "version": 1,
         "model": {
-            "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
+            "num_layers": 4,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
             "seq_length": 32,
         },
         "training": {"micro_batch_size": 2, "global_batch_size": 8, "sequence_parallel": True},
@@ -35,7 +39,7 @@ def document() -> dict[str, Any]:
                 ],
             },
         ],
-    }  # fmt: skip
+    }
 
 
 def read(body: dict[str, Any]) -> Plan:
@@ -95,7 +99,7 @@ BAD: list[tuple[str, Any, list[str]]] = [
     ("stages.1.replicas.1.color", "red", ["stages[1].replicas[1].color", "unknown key"]),
     ("model.num_attention_heads", 3, ["model.num_query_groups"]),
     ("model.seq_length", 33, ["sequence parallel", "33"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "value", "words"), BAD, ids=[f"{p}={v}" for p, v, _ in BAD])
@@ -154,12 +158,10 @@ def test_replicas_of_equal_tp_must_not_cross(first: list[int], second: list[int]
         {"layers": [1], "replicas": [{"ranks": [0], "microbatches": [0, 1, 2, 3]}]},
         {
             "layers": [2],
-            "replicas": [
-                {"ranks": first, "microbatches": [0, 1]}, {"ranks": second, "microbatches": [2, 3]},
-            ],
+            "replicas": [{"ranks": first, "microbatches": [0, 1]}, {"ranks": second, "microbatches": [2, 3]}],
         },
         {"layers": [1], "replicas": [{"ranks": [5], "microbatches": [0, 1, 2, 3]}]},
-    ]  # fmt: skip
+    ]
     if fits:
         assert read(body).world_size == 6
     else:
@@ -171,7 +173,7 @@ def test_truncated_file_is_one_clear_error_with_position(tmp_path: Path) -> None
     path = tmp_path / "plan.json"
     text = json.dumps(document(), indent=2)
     path.write_text(text[: len(text) // 2])
-    with pytest.raises(PlanError, match=r"plan\.json:\d+:\d+.*truncated"):
+    with pytest.raises(PlanError, match=r"plan\.json.*line \d+, column \d+.*truncated"):
         load_plan(path)
     with pytest.raises(PlanError, match="no such file"):
         load_plan(tmp_path / "absent.json")
@@ -214,7 +216,39 @@ def test_damaged_documents_never_raise_anything_but_a_plan_error() -> None:
                 node[key] = chance.choice(values)
                 break
             node = node[key]
-        try:
+        with contextlib.suppress(PlanError):
             read(body)
-        except PlanError:
-            pass
+
+
+def unequal(sizes: list[int], largest: int = 4) -> dict[str, Any]:
+    """The plan with four microbatches of other sizes."""
+    body = document()
+    body["training"] |= {"micro_batch_size": largest, "global_batch_size": 9, "micro_batch_sizes": sizes}
+    return body
+
+
+def test_microbatches_may_differ_in_size(tmp_path: Path) -> None:
+    plan = read(unequal([4, 1, 1, 3]))
+    training = plan.training
+    assert plan.num_microbatches == 4 and [training.sequences(m) for m in range(4)] == [4, 1, 1, 3]
+    assert (training.reading_unit, training.batches_of_microbatches) == (1, (4, 1, 1, 3))
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    equal = read(document()).training
+    assert (equal.reading_unit, equal.batches_of_microbatches, equal.sequences(3)) == (2, (1,) * 4, 2)
+    assert "micro_batch_sizes" not in json.dumps(read(document()).to_json())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "largest", "words"),
+    [
+        ([4, 1, 1, 2], 4, ["micro_batch_sizes", "8", "9"]),
+        ([4, 0, 2, 3], 4, ["micro_batch_sizes[1]", "0"]),
+        ([3, 3, 1, 2], 4, ["micro_batch_size", "4", "3"]),
+        ([4, 5], 5, ["microbatches", "2"]),
+    ],
+)
+def test_sizes_of_microbatches_add_up_to_the_batch(sizes: list[int], largest: int, words: list[str]) -> None:
+    with pytest.raises(PlanError) as error:
+        read(unequal(sizes, largest))
+    assert all(word in str(error.value) for word in words)

@@ -15,17 +15,15 @@ import pytest
 
 from megatron_het import hooks
 from megatron_het.config import check_arguments
-from megatron_het.config_plan import SIMULATED_ONLY, check_plan_alone
-from megatron_het.plan import Placement, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
+from megatron_het.lowering.programs import build
+from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.validate import check_plan
-from megatron_het.runtime.programs import build_programs
 from megatron_het.schedule.generators import GENERATORS
+from tests.unit.plan.megatron_flags import flags
 
-FLAGS = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 "
-    "--global-batch-size 8 --pipeline-model-parallel-size 2"
-).split()
+FLAGS = flags("--num-layers 4 --num-attention-heads 8 --pipeline-model-parallel-size 2")
 
 
 class Arguments(SimpleNamespace):
@@ -41,10 +39,18 @@ def made() -> Plan:
 
 def arguments(**changed: Any) -> Arguments:
     given = {
-        "cuda_graph_impl": "none", "dataloader_type": "single", "calculate_per_token_loss": True, "num_layers": 4,
-        "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64, "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 2, "context_parallel_size": 1, "position_embedding_type": "rope",
-    }  # fmt: skip
+        "cuda_graph_impl": "none",
+        "dataloader_type": "single",
+        "calculate_per_token_loss": True,
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "seq_length": 64,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 1,
+        "position_embedding_type": "rope",
+    }
     return Arguments(**{**given, **changed})
 
 
@@ -69,6 +75,50 @@ def test_accepted() -> None:
 def test_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         check_arguments(made(), arguments(**changed), 2)
+
+
+def more_stages(stages: int, *, tp: int = 1, chunks: int = 1, **training: Any) -> Plan:
+    """A plan of four layers over stages of one replica each."""
+    replicas = [Replica(tuple(range(s * tp, s * tp + tp)), tuple(range(8))) for s in range(stages)]
+    layers = 4 // stages // chunks
+    plan = made()
+    return replace(
+        plan,
+        stages=tuple(Stage((layers,) * chunks, (replica,)) for replica in replicas),
+        training=replace(plan.training, **training),
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "changed", "reason"),
+    [
+        (more_stages(4), {"reset_attention_mask": True}, "--reset-attention-mask.*4 chunks.*no attention mask"),
+        (more_stages(2, chunks=2), {"reset_attention_mask": True}, "--reset-attention-mask.*4 chunks"),
+        (more_stages(2), {"reset_attention_mask": True}, None),
+        (more_stages(4), {"reset_position_ids": True}, None),
+        (more_stages(2, chunks=2), {"iterations_to_skip": [3, 4]}, "--iterations-to-skip = '3 4'.*2 chunks"),
+        (more_stages(4), {"iterations_to_skip": [3, 4]}, None),
+        (more_stages(2, distributed_optimizer=True), {"optimizer": "sgd"}, "--optimizer = 'sgd'.*shards the state"),
+        (more_stages(2), {"optimizer": "sgd"}, None),
+        (more_stages(2, tp=2), {"optimizer": "muon"}, r"--optimizer = 'muon'.*TP sizes \[2\]"),
+        (more_stages(2), {"optimizer": "muon"}, None),
+    ],
+)
+def test_flags_that_depend_on_the_plan(plan: Plan, changed: dict[str, Any], reason: str | None) -> None:
+    given = arguments(**changed, pipeline_model_parallel_size=len(plan.stages))
+    if reason is None:
+        check_arguments(plan, given, plan.world_size)
+        return
+    with pytest.raises(PlanError, match=reason):
+        check_arguments(plan, given, plan.world_size)
+
+
+def test_a_split_vocabulary_fuses_natively_only() -> None:
+    plan = replace(made(), schedule=ScheduleSpec("1f1b", {"vocabulary": True}))
+    fused = {"cross_entropy_loss_fusion": True, "make_vocab_size_divisible_by": 128}
+    check_arguments(plan, arguments(**fused, cross_entropy_fusion_impl="native"), 2)
+    with pytest.raises(PlanError, match="--cross-entropy-fusion-impl = 'te'.*whole logits"):
+        check_arguments(plan, arguments(**fused, cross_entropy_fusion_impl="te"), 2)
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -105,15 +155,37 @@ def test_a_plan_with_tp_sets_what_megatron_insists_on_before_cuda_starts(
     assert seen == [value]
 
 
+@pytest.mark.parametrize("flag", ["--het-report", "--het-trace"])
+def test_a_folder_that_cannot_hold_a_report_is_refused_before_anything_starts(
+    flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_het import platform
+
+    monkeypatch.setattr(platform, "activate", lambda: pytest.fail("the platform was activated"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    save_plan(made(), tmp_path / "plan.json")
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    for folder in (tmp_path / "file", Path("/proc/reports"), tmp_path / ("x" * 300)):
+        with pytest.raises(SystemExit):
+            hooks.install(["program", "--het-plan", str(tmp_path / "plan.json"), flag, str(folder)])
+        assert "rank 1" in (said := capsys.readouterr().err) and str(folder) in said
+
+
 # -- what depends on the plan alone ----------------------------------------------------------------
 
 
 def scheduled(name: str, stages: int = 2, chunks: int = 1, **parameters: Any) -> Plan:
     """Four layers in equal chunks."""
-    plan = plan_from_flags([*FLAGS[:-1], str(stages), "--use-distributed-optimizer"], stages, ScheduleSpec(name, parameters))[0]
+    plan = plan_from_flags(
+        [*FLAGS[:-1], str(stages), "--use-distributed-optimizer"], stages, ScheduleSpec(name, parameters)
+    )[0]
     layers = (4 // stages // chunks,) * chunks
-    plan = replace(plan, stages=tuple(replace(stage, layers=layers) for stage in plan.stages),
-                   model=replace(plan.model, tied_embeddings=False))
+    plan = replace(
+        plan,
+        stages=tuple(replace(stage, layers=layers) for stage in plan.stages),
+        model=replace(plan.model, tied_embeddings=False),
+    )
     check_plan(plan)
     return plan
 
@@ -140,15 +212,17 @@ def tied(plan: Plan) -> Plan:
 
 WINDOW = {"window": True}
 REFUSED = [
-    (scheduled("zb-h1"), r"schedule\.name = 'zb-h1'.*simulated but not executed"),
+    (scheduled("zb-v"), r"schedule\.name = 'zb-v'.*simulated but not executed"),
     (scheduled("waltz"), r"schedule\.name = 'waltz'.*no such schedule"),
     (scheduled("1f1b", zero_stage=3), r"parameters\.zero_stage = 3: schedule 1f1b has no such parameter"),
+    (scheduled("slimpipe", slices=4, exchange_unit=2), "no such parameter. Did you mean exchange_units[?]"),
+    (scheduled("1f1b", vocabulry=True), "Did you mean vocabulary[?] .* slack, order, vocabulary, offload_activations"),
+    (scheduled("gpipe", update="undo"), "gpipe has no such parameter. Schedules that have it: ministage"),
     (scheduled("1f1b", slack=None), r"parameters\.slack = None: must be a number"),
     (scheduled("1f1b", slack=float("nan")), r"parameters\.slack = nan: must be a number"),
     (scheduled("interleaved", chunks=2, group="all"), r"parameters\.group = 'all': must be a whole number"),
     (with_shares(scheduled("1f1b")), "state_share.*need a parameter window"),
-    (replace(scheduled("ministage", chunks=2, **WINDOW), training=TrainingShape(1, 8)),
-     "distributed_optimizer"),
+    (replace(scheduled("ministage", chunks=2, **WINDOW), training=TrainingShape(1, 8)), "distributed_optimizer"),
     (mixed(scheduled("ministage", chunks=2, **WINDOW)), "different TP cannot share"),
     (tied(scheduled("ministage", chunks=2, **WINDOW)), "tied embeddings are reduced together"),
     (tied(scheduled("interleaved", stages=1, chunks=2)), "tied_embeddings.*single stage"),
@@ -157,38 +231,65 @@ REFUSED = [
     (mixed(scheduled("slimpipe", slices=4, context_exchange=True)), r"TP sizes \[1, 2\].*the same heads"),
     (mixed(scheduled("1f1b", vocabulary=True)), "TP sizes"),
     (scheduled("1f1b", offload_activations=None), "a share above 0"),
-    (replace(scheduled("1f1b"), stages=(Stage((1, 1), scheduled("1f1b").stages[0].replicas), scheduled("1f1b").stages[1])),
-     "the same number of chunks"),
-]  # fmt: skip
+    (
+        replace(
+            scheduled("1f1b"), stages=(Stage((1, 1), scheduled("1f1b").stages[0].replicas), scheduled("1f1b").stages[1])
+        ),
+        "the same number of chunks",
+    ),
+]
 
 
 @pytest.mark.parametrize(("plan", "reason"), REFUSED)
 def test_refused_for_the_plan_alone(plan: Plan, reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         check_plan_alone(plan)
-    given = arguments(untie_embeddings_and_output_weights=not plan.model.tied_embeddings)
-    with pytest.raises(PlanError, match=reason):
-        check_arguments(plan, given, plan.world_size)
 
 
 FITTING = {
-    "gpipe": {}, "1f1b": {"slack": 0}, "interleaved": {"chunks": 2, "group": 4}, "slimpipe": {"slices": 4},
+    "gpipe": {},
+    "1f1b": {"slack": 0},
+    "interleaved": {"chunks": 2, "group": 4},
+    "slimpipe": {"slices": 4},
     "ministage": {"chunks": 2, "window": True, "offload": True, "offload_activations": 1.0},
-    "seq1f1b": {"slices": 2}, "terapipe": {"slices": 2, "vocabulary": True}, "zb-h1": {},
-}  # fmt: skip
+    "seq1f1b": {"slices": 2},
+    "terapipe": {"slices": 2, "vocabulary": True},
+    "zb-h1": {},
+}
 
 
-@pytest.mark.parametrize("name", [name for name in GENERATORS if name not in ("v-half", "zb-v")])  # V-shaped: no plan is
+@pytest.mark.parametrize(
+    "name", [name for name in GENERATORS if name not in ("v-half", "zb-v")]
+)  # V-shaped: no plan is
 def test_what_is_called_simulated_only_is_what_the_executor_cannot_run(name: str) -> None:
     plan = scheduled(name, **FITTING[name])
-    if name in SIMULATED_ONLY:
+    if name not in runnable_schedules():
         with pytest.raises(ValueError, match="simulated but not executed"):
-            build_programs(Placement(plan))
+            build(plan)
     else:
         check_plan_alone(plan)
-        build_programs(Placement(plan))
+        build(plan)
 
 
 def test_the_plan_is_checked_without_torch() -> None:
-    code = "import sys, megatron_het.config_plan; assert not {'torch', 'megatron.core'} & set(sys.modules)"
+    code = "import sys, megatron_het.features.plan_checks; assert not {'torch', 'megatron.core'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_start_checks_the_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each feature is asked once about the plan and once about Megatron's arguments."""
+    from megatron_het import platform, upstream
+    from megatron_het.features import FEATURES
+
+    asked: list[str] = []
+    for feature in FEATURES:
+        check = feature.check
+        monkeypatch.setattr(feature, "check", lambda plan, c=check, n=feature.name: (asked.append(n), c(plan)))
+    monkeypatch.setattr(platform, "activate", lambda: None)
+    monkeypatch.setattr(upstream, "install", lambda *_, **__: None)
+    monkeypatch.setattr(hooks, "_install_plan", lambda *_: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = hooks.install(["program", *FLAGS, "--het-schedule", "1f1b"])
+    assert config.plan is not None
+    check_arguments(config.plan, arguments(tied_embeddings=True), 2)
+    assert asked == [feature.name for feature in FEATURES]

@@ -23,11 +23,12 @@ def plan_with(*shares: float | None, tp: int = 1, cp: int = 1) -> Plan:
         if share is not None:
             replicas[-1]["state_share"] = share
     document = {
-        "format": "megatron_het.plan", "version": 1,
+        "format": "megatron_het.plan",
+        "version": 1,
         "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2, "seq_length": 8},
         "training": {"micro_batch_size": 1, "global_batch_size": len(shares)},
         "stages": [{"layers": [1], "replicas": replicas}],
-    }  # fmt: skip
+    }
     plan = Plan.from_json(document)
     check_plan(plan)
     return plan
@@ -82,10 +83,7 @@ def test_who_computes_what_does_not_depend_on_shares() -> None:
     assert topology_hash(even) == topology_hash(uneven)
 
 
-@given(
-    st.integers(1, 5000),
-    st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
-)
+@given(st.integers(1, 5000), st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
 def test_cuts_cover_a_buffer_in_aligned_parts_near_their_shares(numel: int, weights: list[int]) -> None:
     shares = [weight / sum(weights) for weight in weights]
     edges = cuts(numel, shares)

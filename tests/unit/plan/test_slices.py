@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from megatron_het.arguments import split_arguments
-from megatron_het.config_slices import check_slices
-from megatron_het.config_vocabulary import check_offload, check_vocabulary
+from megatron_het.features import options_of
+from megatron_het.features.context_exchange import ExchangeOptions
+from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Placement, Plan, PlanError, ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.placement import Location
-from megatron_het.plan.slices import ExchangeOptions, exchange_of
 from megatron_het.plan.validate import check_plan
+from tests.unit.plan.feature_checks import check_feature
+from tests.unit.plan.megatron_flags import flags
 
-FLAGS = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --group-query-attention "
-    "--num-query-groups 2 --seq-length 64 --micro-batch-size 1 --global-batch-size 8 "
-    "--untie-embeddings-and-output-weights"
-).split()
+FLAGS = flags(
+    "--num-attention-heads 8 --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
+)
 
 
 def plan(more: str = "", world_size: int = 4, slices: Any = 4, schedule: str = "slimpipe") -> Plan:
@@ -31,6 +31,11 @@ def plan(more: str = "", world_size: int = 4, slices: Any = 4, schedule: str = "
 
 def arguments(**changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**{"attention_dropout": 0.0, "position_embedding_type": "rope", **changed})
+
+
+def check_cut(made: Plan, args: Any) -> None:
+    for name in ("slices", "context_parallel"):
+        check_feature(name, made, args)
 
 
 PP4 = "--pipeline-model-parallel-size 4"
@@ -45,30 +50,36 @@ PP2V2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stag
         (plan(PP4, slices=True), "at least 1"),
         (plan(PP4, slices=24), "do not divide --seq-length = 64"),
         (plan(PP4, slices=2), "fewer slices than the 4 stages"),
-        (plan("--pipeline-model-parallel-size 4 --seq-length 60 --num-virtual-stages-per-pipeline-rank 2",
-              slices=6), "the 4 stages must divide it"),
-        (plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
-              slices=64), "slices of 1 tokens must divide over TP size 2"),
+        (
+            plan("--pipeline-model-parallel-size 4 --seq-length 60 --num-virtual-stages-per-pipeline-rank 2", slices=6),
+            "the 4 stages must divide it",
+        ),
+        (
+            plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", slices=64),
+            "slices of 1 tokens must divide over TP size 2",
+        ),
         (plan(PP4, schedule="1f1b"), "schedule 1f1b does not cut sequences"),
     ],
-)  # fmt: skip
+)
 def test_numbers_refused(made: Plan, reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
-        check_slices(made, arguments())
+        check_plan_alone(made)
 
 
 def test_other_parameters_refused() -> None:
     made = replace(plan(PP4), schedule=ScheduleSpec("slimpipe", {"slices": 4, "prefetch": True}))
-    with pytest.raises(PlanError, match="parameters.prefetch.*with the parameters slices, "):
-        check_slices(made, arguments())
+    with pytest.raises(PlanError, match="parameters.prefetch.*with the parameters .*slices, "):
+        check_plan_alone(made)
 
 
 UNEVEN = replace(plan(PP4), stages=tuple(replace(s, layers=(n,)) for s, n in zip(plan(PP4).stages, (1, 3, 2, 2))))
 MIXED = replace(
     plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
-    stages=(plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2").stages[0],
-            plan("--pipeline-model-parallel-size 2", 2).stages[1]),
-)  # fmt: skip
+    stages=(
+        plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2").stages[0],
+        plan("--pipeline-model-parallel-size 2", 2).stages[1],
+    ),
+)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +96,13 @@ MIXED = replace(
 def test_exchange_refused(made: Plan, given: dict[str, Any], reason: str) -> None:
     made = replace(made, schedule=ScheduleSpec("slimpipe", {"slices": 4, **given}))
     with pytest.raises(PlanError, match=reason):
-        check_slices(made, arguments())
+        check_plan_alone(made)
 
 
 def test_exchange_needs_slices() -> None:
     made = replace(plan(PP4), schedule=ScheduleSpec("1f1b", {"context_exchange": True}))
     with pytest.raises(PlanError, match="schedule 1f1b does not cut sequences"):
-        check_slices(made, arguments())
+        check_plan_alone(made)
 
 
 @pytest.mark.parametrize(
@@ -108,17 +119,17 @@ def test_exchange_needs_slices() -> None:
 )
 def test_options_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
-        check_slices(plan(PP4), arguments(**changed))
+        check_cut(plan(PP4), arguments(**changed))
 
 
 @pytest.mark.parametrize("schedule", ["slimpipe", "seq1f1b", "terapipe"])
 def test_accepted(schedule: str) -> None:
-    check_slices(plan(PP4, schedule=schedule), arguments(softmax_type="vanilla"))
-    check_slices(plan(PP4, slices=None, schedule="1f1b"), arguments(attention_dropout=0.1))
+    check_cut(plan(PP4, schedule=schedule), arguments(softmax_type="vanilla"))
+    check_cut(plan(PP4, slices=None, schedule="1f1b"), arguments(attention_dropout=0.1))
 
 
 def test_even_plan() -> None:
-    flags = [*FLAGS, *"--tensor-model-parallel-size 2 --bf16 --sequence-parallel".split(), *PP2V2.split()]
+    flags = [*FLAGS, *["--tensor-model-parallel-size", "2", "--bf16", "--sequence-parallel"], *PP2V2.split()]
     made, rest = plan_from_flags([*flags, "--lr", "1"], 8, ScheduleSpec("slimpipe", {"slices": 4}))
     assert [stage.layers for stage in made.stages] == [(2, 2), (2, 2)]
     assert [[r.ranks for r in s.replicas] for s in made.stages] == [[(0, 1), (2, 3)], [(4, 5), (6, 7)]]
@@ -130,7 +141,7 @@ def test_even_plan() -> None:
 
 
 def test_context_parallel_plan() -> None:
-    flags = [*FLAGS, *"--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel".split()]
+    flags = [*FLAGS, *["--tensor-model-parallel-size", "2", "--context-parallel-size", "2", "--sequence-parallel"]]
     made, _ = plan_from_flags(flags, 8, ScheduleSpec("1f1b"))
     check_plan(made)
     assert [r.ranks for r in made.stages[0].replicas] == [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -142,7 +153,7 @@ def test_context_parallel_plan() -> None:
     assert placement.class_ranks(0, 2, 1) == [1, 3, 5, 7]
     assert Plan.from_json(made.to_json()) == made
     assert "cp" not in plan(PP4).to_json()["stages"][0]["replicas"][0]
-    check_slices(made, arguments())
+    check_cut(made, arguments())
 
 
 @pytest.mark.parametrize(
@@ -158,7 +169,7 @@ def test_context_parallel_refused(more: str, changed: dict[str, Any], reason: st
     words = [*FLAGS, "--context-parallel-size", "2", *more.split()]
     made, _ = plan_from_flags(words, 4, ScheduleSpec("1f1b"))
     with pytest.raises(PlanError, match=reason):
-        check_slices(made, arguments(**changed))
+        check_cut(made, arguments(**changed))
 
 
 def test_context_parallel_sizes_must_fit() -> None:
@@ -199,7 +210,9 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     assert rest == [*FLAGS, *PP4.split()]
     words = ["--het-schedule", "slimpipe", "--het-slices", "8", "--het-context-exchange", "--het-exchange-units", "4"]
     exchange = split_arguments([*FLAGS, *PP4.split(), *words])[0].plan
-    assert exchange is not None and exchange_of(exchange) == ExchangeOptions(4, keep=False, idle=False)
+    assert exchange is not None and options_of(exchange, "context_exchange") == ExchangeOptions(
+        4, keep=False, idle=False
+    )
     save_plan(replace(config.plan, schedule=ScheduleSpec("1f1b")), tmp_path / "plan.json")
     given = ["--het-plan", str(tmp_path / "plan.json")]
     for words, wanted in (
@@ -228,9 +241,9 @@ def vocabulary_arguments(**changed: Any) -> SimpleNamespace:
 )
 def test_split_vocabulary_refused(more: str, changed: dict[str, Any], reason: str) -> None:
     made = replace(plan(more), schedule=ScheduleSpec("slimpipe", VOCABULARY))
-    check_vocabulary(made, vocabulary_arguments())
+    check_feature("vocabulary", made, vocabulary_arguments())
     with pytest.raises(PlanError, match=reason):
-        check_vocabulary(made, vocabulary_arguments(**changed))
+        check_feature("vocabulary", made, vocabulary_arguments(**changed))
 
 
 def test_split_vocabulary_needs_one_tp_size() -> None:
@@ -238,14 +251,14 @@ def test_split_vocabulary_needs_one_tp_size() -> None:
     first = replace(made.stages[0], replicas=(replace(made.stages[0].replicas[0], ranks=(0,)),))
     made = replace(made, stages=(first, made.stages[1]), schedule=ScheduleSpec("slimpipe", VOCABULARY))
     with pytest.raises(PlanError, match=r"TP sizes \[1, 2\]"):
-        check_vocabulary(made, vocabulary_arguments())
+        check_feature("vocabulary", made, vocabulary_arguments())
 
 
 @pytest.mark.parametrize("ratio", [0, -0.5, 1.5, True, "half"])
 def test_offload_ratio_refused(ratio: Any) -> None:
     made = replace(plan(PP4), schedule=ScheduleSpec("slimpipe", {"slices": 4, "offload_activations": ratio}))
     with pytest.raises(PlanError, match="a share above 0 and at most 1"):
-        check_offload(made, SimpleNamespace())
+        check_feature("activation_offload", made, SimpleNamespace())
 
 
 def test_flags_become_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

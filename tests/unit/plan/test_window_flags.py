@@ -8,12 +8,9 @@ import pytest
 
 from megatron_het.arguments import split_arguments
 from megatron_het.plan import PlanError, ScheduleSpec, save_plan
+from tests.unit.plan.megatron_flags import TWO_BY_TWO, flags
 
-FLAGS = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
-    "--global-batch-size 8 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-    "--use-distributed-optimizer --untie-embeddings-and-output-weights"
-).split()
+FLAGS = flags(TWO_BY_TWO, "--use-distributed-optimizer --untie-embeddings-and-output-weights")
 MINISTAGE = ("--het-schedule", "ministage")
 
 

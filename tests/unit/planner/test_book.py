@@ -5,6 +5,7 @@ from math import inf
 import pytest
 
 from benchmarks.planner_quality import estimator_of
+from megatron_het.schedule.ir import Kind
 from tools.planner.build import build_plan
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup
@@ -19,9 +20,16 @@ from tools.planner.simulation import simulate_block, simulate_candidate
 
 def estimator(gpu: str = "A100-40", **changes) -> Estimator:
     shape = {
-        "num_layers": 12, "hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 16, "vocab_size": 32000,
-        "seq_length": 1024, "global_batch_size": 16, "precision": "fp16", "distributed_optimizer": True,
-    } | changes  # fmt: skip
+        "num_layers": 12,
+        "hidden_size": 1024,
+        "ffn_hidden_size": 4096,
+        "num_attention_heads": 16,
+        "vocab_size": 32000,
+        "seq_length": 1024,
+        "global_batch_size": 16,
+        "precision": "fp16",
+        "distributed_optimizer": True,
+    } | changes
     nodes = tuple(NodeGroup(gpu=kind, count=4, gpus_per_node=4) for kind in (gpu, "V100-16"))
     return estimator_of(Cluster(nodes=nodes), Model(**shape))
 
@@ -86,7 +94,7 @@ def test_interleaved_plans_have_whole_groups_of_microbatches():
         ({"hidden_size": 960}, (2, 2), 1, 2, False),  # heads of 60 channels
         ({"hidden_size": 960, "gpu": "CPU"}, (2, 2), 1, 2, True),
     ],
-)  # fmt: skip
+)
 def test_slices_suit_stages_tensor_parallelism_and_kernels(change, widths, tp, slices, fits):
     found = estimator(**change)
     candidate = Candidate(pipeline(*widths, tp=tp), 1, schedule="slimpipe", slices=slices)
@@ -107,7 +115,7 @@ def test_every_replica_has_a_microbatch():
         build_plan(found, wide, found.estimate(eight))
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("ministage", 3)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
 def test_the_closed_form_is_exact_for_one_stage(schedule, chunks):
     """So that the search need not simulate it: nothing waits, with mixed GPUs and uneven batches too."""
     found = estimator()
@@ -115,3 +123,16 @@ def test_the_closed_form_is_exact_for_one_stage(schedule, chunks):
         candidate = Candidate((Stage(12, groups),), 1, schedule=schedule, chunks=chunks, zero_stage=1)
         estimate = found.estimate(candidate)
         assert simulate_block(found, candidate, estimate).iteration_s == pytest.approx(estimate.iteration_s, rel=1e-9)
+
+
+def test_gathers_and_reductions_of_ministages_are_simulated():
+    """They share the links of a stage; the closed form hides each of them behind compute of its own."""
+    found = estimator()
+    fast = Candidate((Stage(12, (Group(0, 1, 3),)),), 1, schedule="ministage", chunks=3, zero_stage=1)
+    slow = fast.with_(stages=(Stage(12, (Group(0, 1, 2), Group(1, 1, 5))),))
+    for candidate, least, most in ((fast, 0.99, 1.01), (slow, 1.1, 1.4)):
+        estimate = found.estimate(candidate)
+        simulated = simulate_block(found, candidate, estimate)
+        assert least < simulated.iteration_s / estimate.iteration_s < most
+        kinds = {op.kind for ops in simulated.result.program.ops for op in ops}
+        assert {Kind.PARAM_GATHER, Kind.PARAM_RELEASE, Kind.GRAD_REDUCE} <= kinds

@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, load_plan
-from tools.planner.build import seats
-from tools.planner.candidate import Group
-from tools.planner.candidate import Stage as Stage_
-from tools.planner.cluster import Cluster, NodeGroup, SlurmSettings
-from tools.planner.emit import emit, node_kinds
+from megatron_het.plan import Plan, ScheduleSpec, load_plan
+from tests.unit.planner.emit_plans import KINDS, LAUNCH, context_parallel_plan, even_plan, make_plan, uneven_plan
+from tools.planner.emit import emit
 from tools.planner.emit_flags import (
     ModelOptions,
     bash_array,
@@ -24,51 +21,9 @@ from tools.planner.emit_flags import (
     plan_arguments,
     stock_arguments,
 )
-from tools.planner.emit_nodes import NodeKind, components, place, task_ranks
+from tools.planner.emit_nodes import NodeKind, place
 from tools.planner.emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
 from tools.planner.errors import PlannerError
-
-MODEL = ModelShape(8, 64, 4, 2, 32, ffn_hidden_size=128)
-KINDS = {
-    "big": NodeKind(devices=4, count=2, constraint="a100", gres="gpu:a100", hosts=("n1", "n2")),
-    "small": NodeKind(devices=2, count=2, constraint="l4", gres="gpu:l4", hosts=("n3", "n4")),
-}
-
-
-def make_plan(
-    *stages: tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...], str]]],
-    batch: int = 4,
-    schedule: str = "1f1b",
-    **training: object,
-) -> Plan:
-    """(layers per chunk, [(ranks, microbatches, device), ...]) per stage."""
-    return Plan(
-        MODEL,
-        TrainingShape(1, batch, **training),  # type: ignore[arg-type]
-        tuple(Stage(layers, tuple(Replica(r, m, d) for r, m, d in replicas)) for layers, replicas in stages),
-        ScheduleSpec(schedule),
-    )
-
-
-def even_plan() -> Plan:
-    return make_plan(
-        ((5,), [((0, 1), (0, 2), "big"), ((2, 3), (1, 3), "big")]),
-        ((3,), [((4, 5), (0, 1), "small"), ((6, 7), (2, 3), "small")]),
-    )
-
-
-def uneven_plan() -> Plan:
-    return make_plan(
-        ((5,), [((0, 1), (0, 2, 3), "big"), ((2,), (1,), "big")]),
-        ((3,), [((3, 4), (0, 1, 2, 3), "small")]),
-    )
-
-
-def context_parallel_plan() -> Plan:
-    """Two stages of one replica each, TP 2 x CP 2."""
-    plan = make_plan(((5,), [((0, 1, 2, 3), (0, 1, 2, 3), "big")]), ((3,), [((4, 5, 6, 7), (0, 1, 2, 3), "small")]))
-    stages = (replace(s, replicas=tuple(replace(r, cp=2) for r in s.replicas)) for s in plan.stages)
-    return replace(plan, stages=tuple(stages))
 
 
 def test_layout_is_what_megatron_parses() -> None:
@@ -97,7 +52,9 @@ def test_one_stage_gets_no_layout() -> None:
 
 
 def test_parameters_that_stock_megatron_does_not_miss() -> None:
-    assert not extension_reasons(replace(even_plan(), schedule=ScheduleSpec("1f1b", {"slack": 1.0, "vocabulary": False})))
+    assert not extension_reasons(
+        replace(even_plan(), schedule=ScheduleSpec("1f1b", {"slack": 1.0, "vocabulary": False}))
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,14 +63,14 @@ def test_parameters_that_stock_megatron_does_not_miss() -> None:
         (uneven_plan(), "tensor-parallel sizes [1, 2] differ"),
         (uneven_plan(), "replicas get"),
         (uneven_plan(), "stages have [1, 2] replicas"),
-        (
-            make_plan(((8,), [((1,), (0, 1), "big"), ((0,), (2, 3), "big")])),
-            "not numbered in Megatron's order",
-        ),
+        (make_plan(((8,), [((1,), (0, 1), "big"), ((0,), (2, 3), "big")])), "not numbered in Megatron's order"),
         (make_plan(((8,), [((0,), (0, 1, 2, 3), "big")]), schedule="slimpipe"), "schedule slimpipe"),
         (context_parallel_plan(), "context-parallel size 2"),
         (replace(even_plan(), schedule=ScheduleSpec("1f1b", {"vocabulary": True})), "schedule parameter vocabulary"),
-        (replace(even_plan(), schedule=ScheduleSpec("1f1b", {"offload_activations": 0.5})), "parameter offload_activations"),
+        (
+            replace(even_plan(), schedule=ScheduleSpec("1f1b", {"offload_activations": 0.5})),
+            "parameter offload_activations",
+        ),
     ],
 )
 def test_plans_that_need_the_extension_say_why(plan: Plan, reason: str) -> None:
@@ -125,11 +82,19 @@ def test_plans_that_need_the_extension_say_why(plan: Plan, reason: str) -> None:
 def test_flags_of_plan_and_model() -> None:
     plan = make_plan(
         ((8,), [((0, 1), (0, 1, 2, 3), "big")]),
-        precision="bf16", recompute="full", sequence_parallel=True, distributed_optimizer=True,
-    )  # fmt: skip
+        precision="bf16",
+        recompute="full",
+        sequence_parallel=True,
+        distributed_optimizer=True,
+    )
     words = plan_arguments(plan)
-    for flag in ("--bf16", "--sequence-parallel", "--use-distributed-optimizer", "--calculate-per-token-loss",
-                 "--dist-ckpt-optim-fully-reshardable"):
+    for flag in (
+        "--bf16",
+        "--sequence-parallel",
+        "--use-distributed-optimizer",
+        "--calculate-per-token-loss",
+        "--dist-ckpt-optim-fully-reshardable",
+    ):
         assert flag in words
     assert words[words.index("--recompute-granularity") + 1] == "full"
     words = model_arguments(plan, ModelOptions())
@@ -145,132 +110,6 @@ def test_bash_arrays_survive_bash() -> None:
     script = bash_array("A", words) + 'printf "%s\\n" "${A[@]}"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == words
-
-
-# -- nodes ---------------------------------------------------------------------------------------
-
-
-def test_nodes_are_filled_in_rank_order() -> None:
-    nodes = place(even_plan(), KINDS)
-    assert [(n.kind, n.ranks, n.host) for n in nodes] == [
-        ("big", (0, 1, 2, 3), "n1"), ("small", (4, 5), "n3"), ("small", (6, 7), "n4"),
-    ]  # fmt: skip
-    assert [(c.kind, c.per_node, len(c.nodes)) for c in components(nodes, KINDS)] == [("big", 4, 1), ("small", 2, 2)]
-
-
-def test_a_tp_group_never_straddles_nodes() -> None:
-    plan = make_plan(
-        ((4,), [((0,), (0, 1, 2, 3), "small")]), ((4,), [((1, 2), (0, 1, 2, 3), "small")])
-    )
-    assert [n.ranks for n in place(plan, KINDS)] == [(0,), (1, 2)]
-
-
-def test_all_ranks_of_context_parallel_replicas_get_a_device() -> None:
-    """On nodes of two GPUs the parts of a sequence are on two nodes; a TP group is not."""
-    assert [(n.kind, n.ranks) for n in place(context_parallel_plan(), KINDS)] == [
-        ("big", (0, 1, 2, 3)), ("small", (4, 5)), ("small", (6, 7)),
-    ]  # fmt: skip
-    with pytest.raises(PlannerError, match="4 of them, more than the cluster has"):
-        place(context_parallel_plan(), {**KINDS, "small": NodeKind(devices=2, count=1)})
-
-
-def test_ranks_of_a_node_need_not_be_neighbours() -> None:
-    plan = make_plan(
-        ((4,), [((0, 1), (0, 1), "small"), ((2, 3), (2, 3), "big")]),
-        ((4,), [((4, 5), (0, 1, 2, 3), "big")]),
-    )
-    kinds = {**KINDS, "small": NodeKind(devices=2, count=1)}
-    nodes = place(plan, kinds)
-    assert [n.ranks for n in nodes] == [(0, 1), (2, 3, 4, 5)]
-    assert task_ranks(components(nodes, kinds)) == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("kinds", "words"),
-    [
-        ({"big": KINDS["big"]}, "no such GPU"),
-        ({**KINDS, "small": NodeKind(devices=1)}, "does not fit a node with 1 devices"),
-        ({**KINDS, "small": NodeKind(devices=2, count=1)}, "4 of them, more than the cluster has"),
-    ],
-)
-def test_bad_clusters_are_named(kinds: dict[str, NodeKind], words: str) -> None:
-    with pytest.raises(PlannerError, match=words):
-        place(even_plan(), kinds)
-
-
-def group(gpu: str, count: int, devices: int, hosts: tuple[str, ...] = (), **slurm: str) -> NodeGroup:
-    return NodeGroup(gpu=gpu, count=count, gpus_per_node=devices, hosts=hosts, slurm=SlurmSettings(**slurm))
-
-
-def a100(ranks: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
-    return [(ranks, (0, 1, 2, 3), "A100-40")]
-
-
-def test_groups_of_one_gpu_keep_their_own_nodes_and_settings() -> None:
-    """Nodes of 4 and of 8 GPUs in two partitions: what needs 8 gets them, with the right names."""
-    cluster = Cluster(nodes=(
-        group("A100-40", 2, 4, ("a1", "a2"), partition="small", constraint="four"),
-        group("A100-40", 1, 8, ("b1",), partition="large", constraint="eight"),
-    ))
-    kinds = node_kinds(cluster)
-    wide = replace(MODEL, num_attention_heads=8, num_query_groups=8)
-    plan = replace(make_plan(((4,), a100((0, 1))), ((4,), a100(tuple(range(2, 10))))), model=wide)
-    nodes = place(plan, kinds)
-    assert [(n.host, len(n.ranks)) for n in nodes] == [("a1", 2), ("b1", 8)]
-    text = het_sbatch(nodes, kinds, LAUNCH)
-    assert "--ntasks-per-node=2 --partition=small --constraint=four" in text
-    assert "--ntasks-per-node=8 --partition=large --constraint=eight" in text
-    assert "different numbers of GPUs" in plain_obstacle(nodes, kinds)
-    with pytest.raises(PlannerError, match="TP group of 8 does not fit a node with 4"):
-        place(plan, node_kinds(Cluster(nodes=cluster.nodes[:1])))
-
-
-def test_accounts_and_resources_of_groups_are_their_own() -> None:
-    cluster = Cluster(nodes=(
-        group("A100-40", 1, 4, account="x", constraint="c", gres="gpu:a100"),
-        group("A100-40", 1, 4, account="y", constraint="d", gres="gpu:sxm"),
-    ))
-    kinds = node_kinds(cluster)
-    nodes = place(make_plan(((4,), a100((0, 1, 2, 3))), ((4,), a100((4, 5, 6, 7)))), kinds)
-    text = het_sbatch(nodes, kinds, LAUNCH)
-    assert "--constraint=c --account=x --gres=gpu:a100:4" in text
-    assert "--constraint=d --account=y --gres=gpu:sxm:4" in text
-    assert "partitions or accounts" in plain_obstacle(nodes, kinds)
-
-
-def test_groups_that_the_launcher_cannot_tell_apart_are_one_component() -> None:
-    cluster = Cluster(nodes=(group("A100-40", 1, 4), group("A100-40", 1, 8)))
-    kinds = node_kinds(cluster)
-    nodes = place(make_plan(((4,), a100((0, 1, 2, 3))), ((4,), a100((4, 5, 6, 7)))), kinds)
-    assert [(c.per_node, len(c.nodes)) for c in components(nodes, kinds)] == [(4, 2)]
-    assert plain_obstacle(nodes, kinds) == "" and "hetjob" not in het_sbatch(nodes, kinds, LAUNCH)
-
-
-def test_nodes_are_filled_as_the_planner_fills_them() -> None:
-    """TP 1, three of TP 2, TP 1 on two nodes of 4: neither leaves a gap."""
-    cluster = Cluster(nodes=(group("A100-40", 2, 4),))
-    pairs = [((1, 2), (0, 1), "A100-40"), ((3, 4), (2,), "A100-40"), ((5, 6), (3,), "A100-40")]
-    plan = make_plan(((2,), a100((0,))), ((4,), pairs), ((2,), a100((7,))))
-    nodes = place(plan, node_kinds(cluster))
-    assert [n.ranks for n in nodes] == [(0, 1, 2, 7), (3, 4, 5, 6)]
-    stages = (Stage_(2, (Group(0, 1, 1),)), Stage_(4, (Group(0, 2, 3),)), Stage_(2, (Group(0, 1, 1),)))
-    seated = [seat for stage in seats(cluster, stages) or () for replica in stage for seat in replica]
-    assert [{r for r in range(8) if seated[r].node == n} for n in (0, 1)] == [set(n.ranks) for n in nodes]
-
-
-def test_large_groups_find_their_nodes_after_small_ones() -> None:
-    """Two single GPUs and two of TP 4 on two nodes of 5."""
-    single = [((0,), (0, 1), "big"), ((1,), (2, 3), "big")]
-    quads = [((2, 3, 4, 5), (0, 1), "big"), ((6, 7, 8, 9), (2, 3), "big")]
-    nodes = place(make_plan(((4,), single), ((4,), quads)), {"big": NodeKind(5, 2)})
-    assert [n.ranks for n in nodes] == [(0, 2, 3, 4, 5), (1, 6, 7, 8, 9)]
-    with pytest.raises(PlannerError, match="do not fit into the cluster's nodes"):
-        place(make_plan(((4,), single), ((4,), quads)), {"big": NodeKind(4, 1), "rest": NodeKind(3, 2, gpu="big")})
-
-
-# -- scripts -------------------------------------------------------------------------------------
-
-LAUNCH = LaunchOptions(run_dir="/shared/run", python="python3")
 
 
 def test_heterogeneous_job() -> None:
@@ -296,7 +135,7 @@ def test_plain_job_and_why_there_is_none() -> None:
         plain_sbatch(nodes, KINDS, LAUNCH)
     kinds = {"big": NodeKind(4, constraint="a100"), "small": NodeKind(2, constraint="l4")}
     text = plain_sbatch(place(even_plan(), kinds), kinds, LAUNCH)
-    assert '--constraint="[a100*1&l4*2]"' in text
+    assert "--constraint='[a100*1&l4*2]'" in text
     assert "--distribution=arbitrary" in text
     unnamed = {"big": NodeKind(4), "small": NodeKind(2)}
     assert "constraint" in plain_obstacle(place(even_plan(), unnamed), unnamed)
@@ -306,24 +145,38 @@ def test_torchrun_scripts_use_static_rendezvous() -> None:
     nodes = place(even_plan(), KINDS)
     text = torchrun_script(nodes, 1, LAUNCH)
     assert "--nnodes=3 --node-rank=1 --nproc-per-node=2" in text
-    assert "rdzv" not in text and 'MASTER_ADDR="${MASTER_ADDR:-n1}"' in text
+    assert "rdzv" not in text and "MASTER_ADDR=${MASTER_ADDR:-n1}" in text
 
 
 def run_script(script: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(script)], env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+        ["bash", str(script)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
         timeout=60,
-    )  # fmt: skip
+    )
 
 
 def emitted(tmp_path: Path, **launch: object) -> Path:
     out = tmp_path / "a run"
     out.mkdir()
     options = LaunchOptions(run_dir=str(out), **launch)  # type: ignore[arg-type]
-    result = emit(uneven_plan(), out, {k: NodeKind(v.devices, constraint=v.constraint) for k, v in KINDS.items()},
-                  {"TRAINING": ["--train-iters", "5"]}, options)
+    result = emit(
+        uneven_plan(),
+        out,
+        {k: NodeKind(v.devices, constraint=v.constraint) for k, v in KINDS.items()},
+        {"TRAINING": ["--train-iters", "5"]},
+        options,
+    )
     assert set(result.files) == {
-        "plan.json", "args.sh", "train.sbatch", "train-plain.sbatch", "torchrun-node-0.sh", "torchrun-node-1.sh"
+        "plan.json",
+        "args.sh",
+        "train.sbatch",
+        "train-plain.sbatch",
+        "torchrun-node-0.sh",
+        "torchrun-node-1.sh",
     }
     assert load_plan(out / "plan.json") == uneven_plan()
     return out
@@ -336,11 +189,14 @@ def test_scripts_are_valid_bash(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("plan", "set_by_user", "value"), [
-    (even_plan(), {}, "1"),
-    (even_plan(), {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"),
-    (make_plan(((8,), [((0,), (0, 1, 2, 3), "big")])), {}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "set_by_user", "value"),
+    [
+        (even_plan(), {}, "1"),
+        (even_plan(), {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"),
+        (make_plan(((8,), [((0,), (0, 1, 2, 3), "big")])), {}, ""),
+    ],
+)
 def test_scripts_set_what_megatron_insists_on_with_tp(
     plan: Plan, set_by_user: dict[str, str], value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,8 +205,13 @@ def test_scripts_set_what_megatron_insists_on_with_tp(
     scripts = [path for name, path in result.files.items() if name.startswith(("train", "torchrun"))]
     for script in scripts:
         settings = script.read_text().split("set -euo pipefail\n")[1].split("mkdir -p")[0]
-        done = subprocess.run(["bash", "-c", settings + 'echo "${CUDA_DEVICE_MAX_CONNECTIONS:-}"'], check=True,
-                              capture_output=True, text=True, env={"PATH": os.environ["PATH"], **set_by_user})
+        done = subprocess.run(
+            ["bash", "-c", settings + 'echo "${CUDA_DEVICE_MAX_CONNECTIONS:-}"'],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={"PATH": os.environ["PATH"], **set_by_user},
+        )
         assert done.stdout.strip() == value, script.name
     assert len(scripts) >= 2
 
@@ -379,7 +240,11 @@ def test_ranks_resume_from_the_newest_checkpoint(tmp_path: Path) -> None:
     (checkpoints / "iter_0000003").mkdir(parents=True)
     torn = run_script(script, environment)
     assert torn.returncode == 1 and "latest_checkpointed_iteration.txt" in torn.stderr
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text("3")
+    tracker = checkpoints / "latest_checkpointed_iteration.txt"
+    tracker.write_text("")  # Megatron would exit with code 0 at once
+    emptied = run_script(script, environment)
+    assert emptied.returncode == 1 and "latest_checkpointed_iteration.txt" in emptied.stderr
+    tracker.write_text("3")
     again = run_script(script, environment)
     assert "--load" in again.stdout and "--exit-on-missing-checkpoint" in again.stdout
 

@@ -8,9 +8,14 @@ from tools.planner.model import load_model, model_from_document
 
 NODE = {"gpu": "A100-40", "count": 2, "gpus_per_node": 4}
 MODEL = {
-    "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 256, "num_attention_heads": 4, "vocab_size": 512,
-    "seq_length": 128, "global_batch_size": 16,
-}  # fmt: skip
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "seq_length": 128,
+    "global_batch_size": 16,
+}
 
 
 @pytest.mark.parametrize(
@@ -71,9 +76,18 @@ def test_missing_and_broken_files(tmp_path):
 
 def test_parameters_of_known_models():
     llama = model_from_document(
-        {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32, "vocab_size": 32000,
-         "seq_length": 2048, "global_batch_size": 8}, "m")
-    assert llama.parameters == 6_738_411_520  # fmt: skip
+        {
+            "num_layers": 32,
+            "hidden_size": 4096,
+            "ffn_hidden_size": 11008,
+            "num_attention_heads": 32,
+            "vocab_size": 32000,
+            "seq_length": 2048,
+            "global_batch_size": 8,
+        },
+        "m",
+    )
+    assert llama.parameters == 6_738_411_520
 
 
 def test_profile_of_another_model_is_refused():

@@ -44,7 +44,10 @@ def test_round_trip(tmp_path):
         (lambda d: d["links"][0].update(operation="gossip"), "links[0].operation"),
         (lambda d: d["model"].update(precision="fp7"), "model.precision"),
         (lambda d: d["devices"].append(d["devices"][0]), "devices[1].kind"),
-        (lambda d: d["devices"][0]["timings"].append({**d["devices"][0]["timings"][0], "forward_s": 0.02}), "devices[0].timings[1]"),
+        (
+            lambda d: d["devices"][0]["timings"].append({**d["devices"][0]["timings"][0], "forward_s": 0.02}),
+            "devices[0].timings[1]",
+        ),
         (lambda d: d.update(version=99), "version"),
         (lambda d: d.update(format="other"), "format"),
     ],
@@ -65,7 +68,12 @@ def test_bad_profiles_name_the_key(tmp_path, change, key):
 def test_other_points_of_the_same_layer_are_kept(tmp_path):
     document = json.loads(json.dumps(asdict(example())))
     timings = document["devices"][0]["timings"]
-    for change in ({"tp": 2}, {"micro_batch_size": 4}, {"recompute": "full"}, {"slice_tokens": 64, "context_tokens": 64}):
+    for change in (
+        {"tp": 2},
+        {"micro_batch_size": 4},
+        {"recompute": "full"},
+        {"slice_tokens": 64, "context_tokens": 64},
+    ):
         timings.append({**timings[0], **change})
     profile = profile_from_document({"format": "megatron_het.profile", "version": 1, **document}, "p.json")
     assert len(profile.devices[0].timings) == 5

@@ -43,9 +43,7 @@ def test_settings_survive_the_way_to_the_workers() -> None:
 def test_resuming_measures_only_what_a_kind_lacks() -> None:
     one = settings(micro_batch_sizes=(1, 2))
     done = one.points()[:4]
-    timings = [
-        LayerTiming(p.layer, p.micro_batch_size, p.tp, p.slice_tokens, 1.0, 2.0, 0.1, 10, 10, 10) for p in done
-    ]
+    timings = [LayerTiming(p.layer, p.micro_batch_size, p.tp, p.slice_tokens, 1.0, 2.0, 0.1, 10, 10, 10) for p in done]
     profile = Profile(MODEL, [DeviceProfile("a", 1, 1, timings), DeviceProfile("b", 1, 1, timings[:2])])
     assert missing_points(one, profile, ["a"]) == one.points()[4:]
     assert missing_points(one, profile, ["a", "b"]) == one.points()[2:]
@@ -99,9 +97,7 @@ def test_largest_stops_at_its_limit() -> None:
     assert largest(lambda size: True, limit=64) == 64
 
 
-@given(
-    st.floats(min_value=1e-6, max_value=1e-2), st.floats(min_value=1e6, max_value=1e12)
-)
+@given(st.floats(min_value=1e-6, max_value=1e-2), st.floats(min_value=1e6, max_value=1e12))
 def test_an_exact_line_is_found(latency_s: float, bytes_per_s: float) -> None:
     samples = [(n, latency_s + n / bytes_per_s) for n in (1 << 10, 1 << 16, 1 << 20, 1 << 24)]
     found_latency_s, found_bytes_per_s = fit_line(samples)

@@ -14,8 +14,6 @@ def test_ministage_plans_route_by_remaining_work():
     counts = [[len(r.microbatches) for r in stage.replicas] for stage in plan.stages]
     assert len(set(counts[1])) > 1, "a mixed stage has unequal shares"
     # Times in units of the fastest replica, as the plan holds them.
-    times = [
-        [sum(stage.layers) / r.speed for r in stage.replicas] for stage in plan.stages
-    ]
+    times = [[sum(stage.layers) / r.speed for r in stage.replicas] for stage in plan.stages]
     wanted = route(times, plan.num_microbatches, counts)
     assert [[r.microbatches for r in stage.replicas] for stage in plan.stages] == wanted

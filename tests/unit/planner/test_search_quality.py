@@ -1,6 +1,7 @@
 """The searches: optimal on small clusters, never worse with more GPUs, and within all limits."""
 
 import random
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,8 +30,13 @@ def test_one_more_gpu_is_never_worse(seed):
     """The added GPU may be left unused."""
     cluster, model = random_case(seed, largest=6)
     before = search_auto(estimator_of(cluster, model), ONE).best
-    extra = NodeGroup(gpu=random.Random(seed).choice(["A100-40", "T4", "V100-16"]), count=1, gpus_per_node=1, zone="lab-a",
-                      network_bytes_per_s=min(n.network_bytes_per_s for n in cluster.nodes))
+    extra = NodeGroup(
+        gpu=random.Random(seed).choice(["A100-40", "T4", "V100-16"]),
+        count=1,
+        gpus_per_node=1,
+        zone="lab-a",
+        network_bytes_per_s=min(n.network_bytes_per_s for n in cluster.nodes),
+    )
     after = search_auto(estimator_of(Cluster(nodes=(*cluster.nodes, extra)), model), ONE).best
     if before is not None:
         assert after is not None
@@ -42,7 +48,9 @@ def test_one_more_gpu_is_never_worse(seed):
 def test_limits_hold(seed, objective, gpus, factor):
     """Quotas, memory, --max-gpus and the budget, whatever the objective."""
     cluster, model = random_case(seed, largest=6)
-    cluster = Cluster(nodes=tuple(n.model_copy(update={"usd_per_gpu_hour": 0.5 + i}) for i, n in enumerate(cluster.nodes)))
+    cluster = Cluster(
+        nodes=tuple(n.model_copy(update={"usd_per_gpu_hour": 0.5 + i}) for i, n in enumerate(cluster.nodes))
+    )
     estimator = estimator_of(cluster, model)
     free = search_auto(estimator, ONE).best
     if free is None:
@@ -59,8 +67,19 @@ def test_limits_hold(seed, objective, gpus, factor):
 
 def test_cost_objective_pipelines_small_gpus():
     """A model too large for one T4 gets a pipeline when there is nothing else."""
-    model = Model(num_layers=24, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=16, vocab_size=32000,
-                  seq_length=512, global_batch_size=32, precision="fp16", gated=False, recompute=("full",), micro_batch_sizes=(1, 2))
+    model = Model(
+        num_layers=24,
+        hidden_size=2048,
+        ffn_hidden_size=8192,
+        num_attention_heads=16,
+        vocab_size=32000,
+        seq_length=512,
+        global_batch_size=32,
+        precision="fp16",
+        gated=False,
+        recompute=("full",),
+        micro_batch_sizes=(1, 2),
+    )
     cluster = Cluster(nodes=(NodeGroup(gpu="T4", count=8, gpus_per_node=1, usd_per_gpu_hour=0.35),))
     best = search_auto(estimator_of(cluster, model), Goal("cost", schedules=("1f1b",))).best
     assert best is not None
@@ -70,11 +89,22 @@ def test_cost_objective_pipelines_small_gpus():
 def zoned() -> tuple[Cluster, Model]:
     nodes = tuple(
         NodeGroup(gpu=gpu, count=2, gpus_per_node=4, zone=zone, region=zone[:2], usd_per_gpu_hour=1.0)
-        for zone in ("us-1", "us-2", "eu-1") for gpu in ("A100-40", "V100-16")
-    )  # fmt: skip
+        for zone in ("us-1", "us-2", "eu-1")
+        for gpu in ("A100-40", "V100-16")
+    )
     links = (ZoneLink(between=("us", "eu"), bytes_per_s=1e8, latency_s=0.1, usd_per_gb=0.05),)
-    model = Model(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, vocab_size=8192,
-                  seq_length=512, global_batch_size=64, precision="fp16", micro_batch_sizes=(1, 2, 4), recompute=("none",))
+    model = Model(
+        num_layers=8,
+        hidden_size=1024,
+        ffn_hidden_size=4096,
+        num_attention_heads=16,
+        vocab_size=8192,
+        seq_length=512,
+        global_batch_size=64,
+        precision="fp16",
+        micro_batch_sizes=(1, 2, 4),
+        recompute=("none",),
+    )
     return Cluster(nodes=nodes, links=links), model
 
 
@@ -107,7 +137,10 @@ def test_split_cuts_the_slow_links():
     from tools.planner.search.zorse import split
 
     cluster = Cluster(
-        nodes=(NodeGroup(gpu="T4", count=2, gpus_per_node=8, zone="a"), NodeGroup(gpu="T4", count=2, gpus_per_node=8, zone="b")),
+        nodes=(
+            NodeGroup(gpu="T4", count=2, gpus_per_node=8, zone="a"),
+            NodeGroup(gpu="T4", count=2, gpus_per_node=8, zone="b"),
+        ),
         links=(ZoneLink(between=("a", "b"), bytes_per_s=1e8),),
     )
     _, model = zoned()
@@ -127,11 +160,20 @@ def test_cuts_are_those_of_stoer_and_wagner(seed, parts):
 
     rng = random.Random(seed)
     nodes = tuple(
-        NodeGroup(gpu=rng.choice(["T4", "A100-40", "V100-16"]), count=rng.randint(1, 3), gpus_per_node=rng.choice([2, 4]),
-                  zone=rng.choice("ab"), network_bytes_per_s=rng.choice([1e9, 3e9, 2e10]))
+        NodeGroup(
+            gpu=rng.choice(["T4", "A100-40", "V100-16"]),
+            count=rng.randint(1, 3),
+            gpus_per_node=rng.choice([2, 4]),
+            zone=rng.choice("ab"),
+            network_bytes_per_s=rng.choice([1e9, 3e9, 2e10]),
+        )
         for _ in range(rng.randint(1, 3))
-    )  # fmt: skip
-    links = (ZoneLink(between=("a", "b"), bytes_per_s=rng.choice([1e8, 5e9])),) if {n.zone for n in nodes} == {"a", "b"} else ()
+    )
+    links = (
+        (ZoneLink(between=("a", "b"), bytes_per_s=rng.choice([1e8, 5e9])),)
+        if {n.zone for n in nodes} == {"a", "b"}
+        else ()
+    )
     estimator = estimator_of(Cluster(nodes=nodes, links=links), zoned()[1])
     vertices = []
     part: dict[tuple[int, int], int] = {}
@@ -190,7 +232,9 @@ def test_an_interrupted_search_has_its_best_so_far(monkeypatch):
 def test_auto_is_never_worse_than_a_published_method(seed, method, objective, sharded):
     """On the same input, all schedules allowed."""
     cluster, model = random_case(seed, largest=6)
-    cluster = Cluster(nodes=tuple(n.model_copy(update={"usd_per_gpu_hour": 0.5 + i}) for i, n in enumerate(cluster.nodes)))
+    cluster = Cluster(
+        nodes=tuple(n.model_copy(update={"usd_per_gpu_hour": 0.5 + i}) for i, n in enumerate(cluster.nodes))
+    )
     model = model.model_copy(update={"distributed_optimizer": sharded, "recompute": ("none", "full")})
     estimator, goal = estimator_of(cluster, model), Goal(objective)
     theirs = [f for f in search(method, estimator, goal).found if f.runnable]
@@ -204,8 +248,17 @@ def test_auto_is_never_worse_than_a_published_method(seed, method, objective, sh
 @pytest.mark.parametrize(("batch", "sharded"), [(8, False), (12, True)])
 def test_fewer_microbatches_than_gpus(method, batch, sharded):
     """A replica needs a microbatch: GPUs are left out, or carry stages and TP groups."""
-    model = Model(num_layers=12, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, vocab_size=32000,
-                  seq_length=1024, global_batch_size=batch, precision="fp16", distributed_optimizer=sharded)
+    model = Model(
+        num_layers=12,
+        hidden_size=1024,
+        ffn_hidden_size=4096,
+        num_attention_heads=16,
+        vocab_size=32000,
+        seq_length=1024,
+        global_batch_size=batch,
+        precision="fp16",
+        distributed_optimizer=sharded,
+    )
     nodes = (NodeGroup(gpu="A100-40", count=2, gpus_per_node=8), NodeGroup(gpu="V100-16", count=2, gpus_per_node=4))
     estimator = estimator_of(Cluster(nodes=nodes), model)
     best = search(method, estimator, Goal()).best
@@ -220,6 +273,8 @@ def test_fewer_microbatches_than_gpus(method, batch, sharded):
 def test_a_node_group_without_quota_is_left_out(method):
     cluster, model = zoned()
     first = cluster.nodes[0].model_copy(update={"max_gpus": 0})
-    best = search(method, estimator_of(cluster.model_copy(update={"nodes": (first, *cluster.nodes[1:])}), model), ONE).best
+    best = search(
+        method, estimator_of(cluster.model_copy(update={"nodes": (first, *cluster.nodes[1:])}), model), ONE
+    ).best
     assert best is not None
     assert 0 not in best.candidate.gpus()

@@ -7,25 +7,35 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_het.plan.slices import offload_ratio
-from megatron_het.runtime.window_options import check_window, split_parameters
+from megatron_het.features import options_of
+from megatron_het.features.activation_offload import offload_ratio
+from tests.unit.plan.feature_checks import check_feature
 from tools.planner.build import build_plan, candidate_of
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.catalog import catalog
 from tools.planner.cluster import Cluster
 from tools.planner.estimate import Estimator
 from tools.planner.layercost import CatalogCosts
-from tools.planner.memory import window_state
 from tools.planner.model import Model
 from tools.planner.reference import reference_nodes
+from tools.planner.schedules.ministage import window_state
 from tools.planner.search.balance import balance
 
 BIG, SMALL = 0, 1
 
 
 def estimator(layers: int = 24, margin: float = 0.95) -> Estimator:
-    model = Model(num_layers=layers, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, vocab_size=32000,
-                  seq_length=1024, global_batch_size=32, precision="fp16", distributed_optimizer=True)
+    model = Model(
+        num_layers=layers,
+        hidden_size=2048,
+        ffn_hidden_size=5632,
+        num_attention_heads=16,
+        vocab_size=32000,
+        seq_length=1024,
+        global_batch_size=32,
+        precision="fp16",
+        distributed_optimizer=True,
+    )
     cluster = Cluster(nodes=(reference_nodes("A100-40", 4), reference_nodes("V100-16", 4)))
     return Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=margin)
 
@@ -70,7 +80,7 @@ def test_a_plan_says_who_keeps_how_much_and_is_priced_by_that():
     assert sum(r.optimizer_bytes for r in plan.predicted.per_rank) == pytest.approx(
         sum(m.optimizer_bytes * m.group.count for m in estimate.memory)
     )
-    check_window(plan, SimpleNamespace(clip_grad=0.0, log_num_zeros_in_grad=False, optimizer="adam"))
+    check_feature("window", plan, SimpleNamespace(clip_grad=0.0, log_num_zeros_in_grad=False, optimizer="adam"))
     again = e.estimate(candidate_of(plan, e.cluster)[0])
     assert e.fits(again)
     for found, expected in zip(again.memory, estimate.memory, strict=True):
@@ -88,7 +98,7 @@ def test_a_plan_with_equal_shares_is_not_priced_with_better_ones():
 def test_what_is_priced_as_offloaded_is_offloaded():
     e, candidate = estimator(), mixed(chunks=4, offload=True)
     plan = build_plan(e, candidate, e.estimate(candidate))
-    _, options = split_parameters(plan.schedule)
+    options = options_of(plan, "window")
     assert options.offload and options.offload_optimizer and offload_ratio(plan) == 1.0
     assert candidate_of(plan, e.cluster)[0].offload
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from megatron_het.config import apply_chunks, pipeline_layout
+from megatron_het.lowering.programs import build
+from megatron_het.lowering.ranks import BoundaryMap, lower
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape
-from megatron_het.runtime.lowering import BoundaryMap, lower
-from megatron_het.runtime.programs import build_programs
 from megatron_het.schedule.ir import SENDS, Kind
 
 
-def ministage_plan(
-    layers: tuple[tuple[int, ...], ...], replicas: tuple[int, ...], **parameters: object
-) -> Plan:
+def ministage_plan(layers: tuple[tuple[int, ...], ...], replicas: tuple[int, ...], **parameters: object) -> Plan:
     """Stages of replicas of one rank; 4 microbatches, the first replica gets the odd ones out."""
     rank, stages = 0, []
     for chunks, count in zip(layers, replicas, strict=True):
@@ -30,31 +28,25 @@ def ministage_plan(
 
 def test_a_single_stage_hands_every_result_over_to_its_next_chunk() -> None:
     placement = Placement(ministage_plan(((1, 2, 1),), (2,)))
-    program = build_programs(placement)[False]
+    program = build(placement.plan)[False]
     for rank in range(2):
         lowered = lower(program, BoundaryMap(placement, 32, False), rank, 0, rank)
         assert not lowered.sends
         mine = placement.replica(0, rank).microbatches
         forward = {s: r for s, r in lowered.handovers.items() if s[0] == Kind.SEND_FORWARD}
         assert forward == {
-            (Kind.SEND_FORWARD, (m, 0, c)): (Kind.RECV_FORWARD, (m, 0, c + 1))
-            for m in mine
-            for c in range(2)
+            (Kind.SEND_FORWARD, (m, 0, c)): (Kind.RECV_FORWARD, (m, 0, c + 1)) for m in mine for c in range(2)
         }
         backward = {s: r for s, r in lowered.handovers.items() if s[0] == Kind.SEND_BACKWARD}
         assert backward == {
-            (Kind.SEND_BACKWARD, (m, 0, c + 1)): (Kind.RECV_BACKWARD, (m, 0, c))
-            for m in mine
-            for c in range(2)
+            (Kind.SEND_BACKWARD, (m, 0, c + 1)): (Kind.RECV_BACKWARD, (m, 0, c)) for m in mine for c in range(2)
         }
 
 
 def test_several_stages_hand_nothing_over_and_use_the_wrap_around_edge() -> None:
     placement = Placement(ministage_plan(((1, 1), (1, 1)), (1, 1)))
-    program = build_programs(placement)[False]
-    first, last = (
-        lower(program, BoundaryMap(placement, 32, False), d, 0, d) for d in range(2)
-    )
+    program = build(placement.plan)[False]
+    first, last = (lower(program, BoundaryMap(placement, 32, False), d, 0, d) for d in range(2))
     assert not first.handovers and not last.handovers
     wrapped = [op for op in last.ops if op.kind == Kind.SEND_FORWARD]
     assert {(op.chunk, op.peer) for op in wrapped} == {(0, 0)}

@@ -4,10 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from schedule_helpers import full, swapped, with_device
+from schedule_helpers import full, run, swapped, with_device
 
 from megatron_het.schedule import Kind, Op, Program, ScheduleError, Shape, add_transfers, generate
-from megatron_het.schedule.passes import add_activation_offload, add_exchange, add_parameters, add_vocabulary
+from megatron_het.schedule.graph import Graph
+from megatron_het.schedule.passes.exchange import add_exchange
+from megatron_het.schedule.passes.offload import add_activation_offload
+from megatron_het.schedule.passes.parameters import add_parameters
+from megatron_het.schedule.passes.vocabulary import add_vocabulary
+from megatron_het.schedule.transports import deadlock
 from megatron_het.schedule.validate import check, validate
 
 
@@ -116,64 +121,78 @@ def no_keys() -> Program:
 CASES: dict[str, tuple[Callable[[], Program], str, str]] = {
     "two slices swapped (forward)": (swap_slices_forward, "dependency", "the keys and values of microbatch 0, slice 2"),
     "two slices swapped (backward)": (
-        swap_slices_backward, "dependency", "the gradients of keys and values from microbatch 0, slice 5",
+        swap_slices_backward,
+        "dependency",
+        "the gradients of keys and values from microbatch 0, slice 5",
     ),
     "missing receive": (
-        lambda: without(full("slimpipe", SLIM), 2, Kind.RECV_FORWARD, 3), "transfer",
+        lambda: without(full("slimpipe", SLIM), 2, Kind.RECV_FORWARD, 3),
+        "transfer",
         "other end RF0.3.0>1.0 is missing",
     ),
     "missing send": (
-        lambda: without(full("slimpipe", SLIM), 1, Kind.SEND_BACKWARD), "transfer", "is missing on device 1.0",
+        lambda: without(full("slimpipe", SLIM), 1, Kind.SEND_BACKWARD),
+        "transfer",
+        "is missing on device 1.0",
     ),
     "missing both ends": (
         lambda: without(without(full("1f1b", Shape.uniform(2, 4)), 0, Kind.SEND_FORWARD, 2), 1, Kind.RECV_FORWARD, 2),
-        "transfer", "the output of microbatch 2, slice 0, chunk 0 on device 0.0 is never received",
+        "transfer",
+        "the output of microbatch 2, slice 0, chunk 0 on device 0.0 is never received",
     ),
     "crossed sends": (crossed_sends, "deadlock", "transport edge"),
     "used after release": (use_after_release, "lifetime", "parameters of layers 0 of chunk 0 are not gathered"),
-    "missing gather": (
-        lambda: without(gathered(), 0, Kind.PARAM_GATHER, 1), "lifetime", "of chunk 1 are not gathered",
-    ),
-    "never released": (
-        lambda: without(gathered(), 0, Kind.PARAM_RELEASE, 4), "lifetime", "chunk 0 are never released",
-    ),
+    "missing gather": (lambda: without(gathered(), 0, Kind.PARAM_GATHER, 1), "lifetime", "of chunk 1 are not gathered"),
+    "never released": (lambda: without(gathered(), 0, Kind.PARAM_RELEASE, 4), "lifetime", "chunk 0 are never released"),
     "shard on the host": (
-        lambda: without(gathered(offload=True), 0, Kind.PARAM_PREFETCH, 1), "lifetime", "is on the host (no prefetch",
+        lambda: without(gathered(offload=True), 0, Kind.PARAM_PREFETCH, 1),
+        "lifetime",
+        "is on the host (no prefetch",
     ),
     "reduced too early": (early_reduce, "lifetime", "gradients of chunk 2 are already reduced"),
     "never reduced": (
-        lambda: without(gathered(step="none"), 0, Kind.GRAD_REDUCE), "lifetime", "chunk 2 are never (or not all)",
+        lambda: without(gathered(step="none"), 0, Kind.GRAD_REDUCE),
+        "lifetime",
+        "chunk 2 are never (or not all)",
     ),
     "stepped before reduced": (step_before_reduce, "lifetime", "gradients of chunk 0 are not reduced"),
     "activations on the host": (
         lambda: without(add_activation_offload(full("ministage", MINI)), 0, Kind.ACT_FETCH),
-        "lifetime", "activations are on the host",
+        "lifetime",
+        "activations are on the host",
     ),
     "missing forward": (
-        lambda: without(generate("1f1b", Shape.uniform(2, 4)), 1, Kind.FORWARD, 2), "completeness",
+        lambda: without(generate("1f1b", Shape.uniform(2, 4)), 1, Kind.FORWARD, 2),
+        "completeness",
         "device 1.0: no FORWARD of microbatch 2",
     ),
     "missing backward": (
-        lambda: without(generate("1f1b", Shape.uniform(2, 4)), 1, Kind.BACKWARD, 2), "completeness",
+        lambda: without(generate("1f1b", Shape.uniform(2, 4)), 1, Kind.BACKWARD, 2),
+        "completeness",
         "no BACKWARD (of its input) of microbatch 2",
     ),
     "missing weight gradient": (
-        lambda: without(full("zb-h1", Shape.uniform(2, 4)), 0, Kind.BACKWARD_WEIGHT), "completeness",
+        lambda: without(full("zb-h1", Shape.uniform(2, 4)), 0, Kind.BACKWARD_WEIGHT),
+        "completeness",
         "no BACKWARD (of its weights)",
     ),
     "missing vocabulary forward": (
         lambda: without(add_transfers(add_vocabulary(generate("slimpipe", SLIM))), 1, Kind.VOCAB_FORWARD),
-        "completeness", "no VOCAB_FORWARD of microbatch 0, slice 0",
+        "completeness",
+        "no VOCAB_FORWARD of microbatch 0, slice 0",
     ),
     "collectives in different orders": (
-        crossed_gathers, "deadlock", "the replicas of stage 0 differ in their collectives",
+        crossed_gathers,
+        "deadlock",
+        "the replicas of stage 0 differ in their collectives",
     ),
     "missing keys and values": (no_keys, "lifetime", "of the owner's keys and values were not received"),
     "missing help": (
         lambda: without(add_transfers(add_exchange(generate("slimpipe", SLIM))), 3, Kind.ATTEND_HELP),
-        "dependency", "the partial attention of",
+        "dependency",
+        "the partial attention of",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -197,9 +216,13 @@ def test_fields_that_name_nothing() -> None:
     """Chunks, microbatches, slices and peers out of range, or of another device."""
     program = full("1f1b", Shape.uniform(2, 2))
     for bad in (
-        Op(Kind.FORWARD, 5), Op(Kind.FORWARD, 0, 3), Op(Kind.FORWARD, 0, 0, 2), Op(Kind.SEND_FORWARD, 0, 0, 0, 7, 0),
-        Op(Kind.SEND_FORWARD, 0, 0, 0, 0, 0), Op(Kind.PARAM_GATHER, chunk=4),
-    ):  # fmt: skip
+        Op(Kind.FORWARD, 5),
+        Op(Kind.FORWARD, 0, 3),
+        Op(Kind.FORWARD, 0, 0, 2),
+        Op(Kind.SEND_FORWARD, 0, 0, 0, 7, 0),
+        Op(Kind.SEND_FORWARD, 0, 0, 0, 0, 0),
+        Op(Kind.PARAM_GATHER, chunk=4),
+    ):
         problems = validate(with_device(program, 0, [bad, *program.ops[0]]))
         assert [p.rule for p in problems] == ["field"], bad
         assert problems[0].position == 0
@@ -234,3 +257,16 @@ def test_backward_in_a_forward_only_program() -> None:
     """An evaluation program has no backwards."""
     program = replace(generate("1f1b", Shape.uniform(2, 2)), forward_only=True)
     assert "a backward in a forward-only program" in validate(program)[0].message
+
+
+def test_replicas_that_gather_together_can_wait_for_each_other() -> None:
+    """Microbatch 1 comes to its replica only after a backward that waits for that replica's second gather."""
+    shape = Shape(((1,),) * 3, ((0, 0, 0, 0, 0), (0, 0, 0, 0, 0), (0, 1, 0, 0, 0)), (1, 1, 2), slices=6)
+    program = add_parameters(full("seq1f1b", shape), prefetch=0, keep_at_turn=False)
+    assert deadlock(Graph(program), "edge") == ()  # of the transfers alone there is none
+    problems = validate(program)
+    assert {problem.rule for problem in problems} == {"deadlock"}
+    assert "replicas that gather or reduce together" in problems[0].message
+    with pytest.raises(ScheduleError, match="wait for each other"):
+        run(program)
+    assert validate(add_parameters(full("seq1f1b", shape), prefetch=0, keep_at_turn=True)) == []

@@ -9,7 +9,8 @@ from schedule_helpers import full, run
 
 from megatron_het.schedule import Memory, Shape, dumps
 from megatron_het.schedule.cli import main
-from megatron_het.schedule.passes import add_activation_offload, add_parameters
+from megatron_het.schedule.passes.offload import add_activation_offload
+from megatron_het.schedule.passes.parameters import add_parameters
 from megatron_het.schedule.trace import chrome_trace, write_json
 from megatron_het.schedule.visualize import draw, text_picture
 
@@ -29,7 +30,21 @@ def output(capsys: pytest.CaptureFixture[str]) -> object:
 def test_compare_json(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """A list of rows with the promised keys; the table names every schedule."""
     out = tmp_path / "rows.json"
-    arguments = "compare --pp 4 --microbatches 4 --slices 8 --chunks 2 --attention-share 0.4 --output-share 0.1".split()
+    arguments = [
+        "compare",
+        "--pp",
+        "4",
+        "--microbatches",
+        "4",
+        "--slices",
+        "8",
+        "--chunks",
+        "2",
+        "--attention-share",
+        "0.4",
+        "--output-share",
+        "0.1",
+    ]
     code, text, _ = output(*arguments, "--json", out)
     rows = json.loads(out.read_text())
     assert code == 0
@@ -64,7 +79,7 @@ def test_check_verdicts(output, tmp_path: Path) -> None:  # type: ignore[no-unty
     verdict = json.loads(out)
     assert not verdict["valid"] and verdict["problems"][0]["rule"] == "transfer"
     code, _, err = output("check", other)
-    assert code == 2 and "not a text file" in err
+    assert code == 2 and "not UTF-8 text" in err
     code, _, err = output("check", tmp_path / "absent.txt")
     assert code == 2 and "neither a file nor a schedule" in err
 
@@ -83,14 +98,42 @@ def test_simulate(output) -> None:  # type: ignore[no-untyped-def]
     data = json.loads(out)
     assert code == 0 and (data["makespan_s"], data["bubble_fraction"]) == (9.0, 0.5)
     code, out, _ = output(
-        "simulate", "ministage", "--layers", "3 2|2 2|1 1", "--replicas", "1 2 1", "--parameters", "--gather", 1,
-        "--latency", 0.1, "--transfer", 0.2, "--offload", "--speeds", "1 1 0.5 2", "--output-share", 0.1,
-    )  # fmt: skip
+        "simulate",
+        "ministage",
+        "--layers",
+        "3 2|2 2|1 1",
+        "--replicas",
+        "1 2 1",
+        "--parameters",
+        "--gather",
+        1,
+        "--latency",
+        0.1,
+        "--transfer",
+        0.2,
+        "--offload",
+        "--speeds",
+        "1 1 0.5 2",
+        "--output-share",
+        0.1,
+    )
     assert code == 0 and "communication" in out and "critical path" in out
     code, out, _ = output(
-        "simulate", "slimpipe", "--slices", 8, "--exchange-units", 2, "--helping", "--keep-kv", "--vocabulary",
-        "--attention-share", 0.5, "--output-share", 0.1, "--json",
-    )  # fmt: skip
+        "simulate",
+        "slimpipe",
+        "--slices",
+        8,
+        "--exchange-units",
+        2,
+        "--helping",
+        "--keep-kv",
+        "--vocabulary",
+        "--attention-share",
+        0.5,
+        "--output-share",
+        0.1,
+        "--json",
+    )
     assert code == 0 and json.loads(out)["bubble_fraction"] < 0.1
 
 
@@ -114,13 +157,13 @@ def test_show(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
         (("show", "1f1b", "--layers", "2 x|1"), "--layers '2 x|1'"),
         (("show", "1f1b", "--replicas", "1 0 1 1"), "--replicas"),
         (("show", "1f1b", "--route", "0 0|0 0|0 0|0 9"), r"route[3][1] = 9"),
-        (("show", "1f1b", "--pp", 0), "at least one stage"),
-        (("show", "1f1b", "--picture", "a.bmp"), "--picture a.bmp"),
+        (("show", "1f1b", "--pp", 0), "--pp: '0'"),
+        (("show", "1f1b", "--picture", "a.bmp"), "a.bmp: unknown kind of file"),
         (("simulate", "1f1b", "--speeds", "1 1"), "--speeds '1 1'"),
-        (("simulate", "1f1b", "--attention-share", 1.5), "--attention-share 1.5"),
-        (("simulate", "1f1b", "--latency", -1), "must not be negative"),
-        (("compare", "--pp", 0, "--microbatches", 4, "--slices", 4), "stages = 0"),
-        (("compare", "--pp", 2, "--microbatches", 4, "--slices", 4, "--output-share", 1), "output_share = 1"),
+        (("simulate", "1f1b", "--attention-share", 1.5), "--attention-share: '1.5'"),
+        (("simulate", "1f1b", "--latency", -1), "--latency: '-1'"),
+        (("compare", "--pp", 0, "--microbatches", 4, "--slices", 4), "--pp: '0'"),
+        (("compare", "--pp", 2, "--microbatches", 4, "--slices", 4, "--output-share", 1), "--output-share: '1'"),
     ],
 )
 def test_bad_arguments(output, arguments: tuple[object, ...], words: str) -> None:  # type: ignore[no-untyped-def]

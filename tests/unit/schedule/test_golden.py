@@ -9,7 +9,9 @@ from megatron_het.schedule import Costs, Link, Shape, add_transfers, formulas, g
 from megatron_het.schedule.compare import Setting, compare
 from megatron_het.schedule.exchange import balance, lockstep_bubble, paper_volume, plan_exchange
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.passes import add_exchange, add_parameters, add_vocabulary
+from megatron_het.schedule.passes.exchange import add_exchange
+from megatron_het.schedule.passes.parameters import add_parameters
+from megatron_het.schedule.passes.vocabulary import add_vocabulary
 from megatron_het.schedule.transports import deadlocks
 
 
@@ -227,9 +229,7 @@ def test_deep_warmup_hides_latency() -> None:
     """A hop of 0.3 forwards, 4 devices, 8 slices: .113 with SlimPipe's warm-up, twice that with Seq1F1B's."""
     shape = Shape.uniform(4, 4, slices=8)
     link = Link(latency_s=0.3 / 8)
-    got = [
-        run(full(name, shape), 1.0, 2.0, link=lambda a, b: link).bubble_fraction for name in ("slimpipe", "seq1f1b")
-    ]
+    got = [run(full(name, shape), 1.0, 2.0, link=lambda a, b: link).bubble_fraction for name in ("slimpipe", "seq1f1b")]
     assert got == pytest.approx([0.1125, 0.225], abs=6e-4)
 
 
@@ -277,9 +277,12 @@ def test_exchange_pass_in_time() -> None:
     program = generate("slimpipe", Shape.uniform(p, 4, slices=n))
     whole = float(n * (n + 1))
     costs = Costs.uniform(
-        program.shape, forward_s=0.0, backward_s=0.0, attention_forward_s=((whole,),) * p,
+        program.shape,
+        forward_s=0.0,
+        backward_s=0.0,
+        attention_forward_s=((whole,),) * p,
         attention_backward_s=((2 * whole,),) * p,
-    )  # fmt: skip
+    )
     for options in ({"units": 1}, {"units": 2}, {"units": 2, "helping": True}):
         plan = plan_exchange(program, **options)
         result = simulate(add_transfers(add_exchange(program, plan)), costs)

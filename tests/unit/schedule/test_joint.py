@@ -6,7 +6,10 @@ from schedule_helpers import with_device
 from megatron_het.schedule import Kind, Op, Program, Shape, add_transfers, generate
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.joint import joint_slots, stuck_events, unequal_layers
-from megatron_het.schedule.passes import add_embedding, add_exchange, add_vocabulary, transfers
+from megatron_het.schedule.passes import transfers
+from megatron_het.schedule.passes.embedding import add_embedding
+from megatron_het.schedule.passes.exchange import add_exchange
+from megatron_het.schedule.passes.vocabulary import add_vocabulary
 from megatron_het.schedule.validate import validate
 
 
@@ -70,7 +73,7 @@ def _first(program: Program, kind: Kind) -> tuple[int, int]:
 def test_a_result_that_its_helper_waits_for_is_found() -> None:
     """A device receives another one's activations of a slot before its own pass in that slot."""
     program = exchanging(4, 8, 1, 2)
-    slot = next(s for s in joint_slots(program) if s.helped and not s.passes[0].kind)
+    slot = next(s for s in joint_slots(program) if s.helped and s.passes[0].kind == Kind.FORWARD)
     owner, helper = min(slot.helped)
     extra = Op(Kind.KV_SEND, *slot.passes[owner][1:4], helper, 0, 90, 91)
     peer, receive = extra.partner(owner)

@@ -1,5 +1,6 @@
 """Compute orders against Megatron's rule and against PyTorch's schedules."""
 
+import math
 import subprocess
 import sys
 from unittest.mock import MagicMock
@@ -8,6 +9,7 @@ import pytest
 
 from megatron_het.schedule import Costs, Kind, Link, Program, Shape, add_transfers, generate, simulate
 from megatron_het.schedule.generators.one_f_one_b import in_flight_limits
+from megatron_het.schedule.validate import validate
 
 
 def compact(program: Program, device: int) -> list[tuple[str, int, int]]:
@@ -36,10 +38,16 @@ def test_one_f_one_b_equals_megatron_and_pytorch(stages: int, microbatches: int)
         for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
             getattr(stage, name).return_value = []
         values = {
-            "_stage": stage, "_n_microbatches": microbatches, "_num_stages": stages, "scale_grads": True,
-            "_check_inputs": lambda *_: ([()] * microbatches, [{}] * microbatches), "_initialize_stage": MagicMock(),
-            "_maybe_compute_loss": MagicMock(), "_maybe_get_loss": MagicMock(), "_update_losses": MagicMock(),
-        }  # fmt: skip
+            "_stage": stage,
+            "_n_microbatches": microbatches,
+            "_num_stages": stages,
+            "scale_grads": True,
+            "_check_inputs": lambda *_: ([()] * microbatches, [{}] * microbatches),
+            "_initialize_stage": MagicMock(),
+            "_maybe_compute_loss": MagicMock(),
+            "_maybe_get_loss": MagicMock(),
+            "_update_losses": MagicMock(),
+        }
         for name, value in values.items():
             setattr(schedule, name, value)
         schedule._step_microbatches()
@@ -118,7 +126,7 @@ def test_faster_replicas_get_ahead() -> None:
         ("seq1f1b", Shape.uniform(2, 2, slices=2, chunks=2), "one chunk per stage only"),
         ("zb-v", Shape.uniform(2, 2, chunks=2), "must be v"),
         ("zb-v", Shape.uniform(2, 2, placement="v"), "exactly 2 chunk"),
-        ("zb-h1", Shape(((1,),), ((0,),), (2,)), "one replica per stage only"),
+        ("zb-v", Shape(((1, 1),), ((0,),), (2,), placement="v"), "one replica per stage only"),
     ],
 )
 def test_shapes_that_do_not_fit(name: str, shape: Shape, message: str) -> None:
@@ -162,8 +170,12 @@ def test_slack_shortens_pipelines_of_unequal_width() -> None:
         limits = in_flight_limits(shape, slack)
         assert limits == [1 + round(4 * (1 + slack)), 1, 1, 1, 1]
         assert [held(program, d) for d in range(5)] == limits
-        costs = Costs(forward_s=((1.0,), *[(4.0,)] * 4), backward_s=((2.0,), *[(8.0,)] * 4), message_bytes=1.0,
-                      link=lambda a, b: Link(0.0, 2.0))  # fmt: skip
+        costs = Costs(
+            forward_s=((1.0,), *[(4.0,)] * 4),
+            backward_s=((2.0,), *[(8.0,)] * 4),
+            message_bytes=1.0,
+            link=lambda a, b: Link(0.0, 2.0),
+        )
         seconds.append(simulate(add_transfers(program), costs).makespan_s)
     assert seconds[2] <= seconds[1] < seconds[0]
     assert seconds[0] > 1.1 * seconds[2]
@@ -180,3 +192,28 @@ def test_slack_changes_nothing_where_stages_divide_alike() -> None:
 def test_slack_must_be_a_number(slack: object) -> None:
     with pytest.raises(ValueError, match="slack"):
         generate("1f1b", Shape.uniform(2, 2), slack=slack)
+
+
+@pytest.mark.parametrize(
+    "route", [((0, 1, 0, 1, 0, 1), (0,) * 6), ((0,) * 6, (0, 0, 1, 0, 0, 1)), ((1, 0) * 3, (0, 1) * 3)]
+)
+@pytest.mark.parametrize("speeds", [None, (1.0, 2.0, 0.5)])
+def test_zero_bubble_with_replicas_runs_within_the_memory_of_1f1b(
+    route: tuple[tuple[int, ...], ...], speeds: tuple[float, ...] | None
+) -> None:
+    """Several replicas with unequal shares: every part of the work once, in an order that cannot stop."""
+    replicas = tuple(max(row) + 1 for row in route)
+    shape = Shape(((2,), (2,)), route, replicas)
+    if speeds is not None:
+        speeds = (*speeds, 1.0)[: len(shape.devices)]
+    for forward_only in (False, True):
+        program = generate("zb-h1", shape, forward_only=forward_only, speeds=speeds)
+        assert validate(add_transfers(program, speeds=speeds)) == []
+    program = generate("zb-h1", shape, speeds=speeds)
+    for device, ops in enumerate(program.ops):
+        held = most = 0
+        for op in ops:
+            held += (op.kind == Kind.FORWARD) - (op.kind == Kind.BACKWARD_WEIGHT)
+            most = max(most, held)
+        share = len(shape.microbatches_of(device)) / shape.microbatches
+        assert most <= max(in_flight_limits(shape)[device], 1 + math.ceil(share * sum(replicas[1:])))

@@ -8,13 +8,11 @@ from schedule_helpers import full
 
 from megatron_het.schedule import COMPUTE, Kind, Op, Program, Shape, add_transfers, generate
 from megatron_het.schedule.exchange import plan_exchange
-from megatron_het.schedule.passes import (
-    add_activation_offload,
-    add_embedding,
-    add_exchange,
-    add_parameters,
-    add_vocabulary,
-)
+from megatron_het.schedule.passes.embedding import add_embedding
+from megatron_het.schedule.passes.exchange import add_exchange
+from megatron_het.schedule.passes.offload import add_activation_offload
+from megatron_het.schedule.passes.parameters import add_parameters
+from megatron_het.schedule.passes.vocabulary import add_vocabulary
 from megatron_het.schedule.validate import check, validate
 
 SLIM = generate("slimpipe", Shape.uniform(4, 2, slices=8))
@@ -174,9 +172,19 @@ def test_window_of_the_ministage_schedule() -> None:
     program = add_parameters(generate("ministage", Shape.uniform(2, 3, chunks=3)), keep_at_turn=False)
     kinds = [op for op in program.ops[0] if op.kind in (Kind.PARAM_GATHER, Kind.PARAM_RELEASE)]
     assert [(op.kind.name[6], op.chunk) for op in kinds] == [
-        ("G", 0), ("G", 1), ("R", 0), ("G", 2), ("R", 1), ("R", 2), ("G", 2), ("G", 1), ("R", 2), ("G", 0), ("R", 1),
+        ("G", 0),
+        ("G", 1),
         ("R", 0),
-    ]  # fmt: skip
+        ("G", 2),
+        ("R", 1),
+        ("R", 2),
+        ("G", 2),
+        ("G", 1),
+        ("R", 2),
+        ("G", 0),
+        ("R", 1),
+        ("R", 0),
+    ]
     kept = add_parameters(generate("ministage", Shape.uniform(2, 3, chunks=3)))
     assert sum(op.kind == Kind.PARAM_GATHER for op in kept.ops[0]) == 5
 
@@ -194,11 +202,14 @@ def test_optimizer_steps(step: str) -> None:
     program = add_parameters(generate("ministage", Shape.uniform(2, 3, chunks=3)), step=step)
     order = [(op.kind.name, op.chunk) for op in program.ops[0] if op.kind in (Kind.GRAD_REDUCE, Kind.OPTIMIZER_STEP)]
     reduce, opt = "GRAD_REDUCE", "OPTIMIZER_STEP"
-    assert order == {
-        "end": [(reduce, 2), (reduce, 1), (reduce, 0), (opt, 0), (opt, 1), (opt, 2)],
-        "ministage": [(reduce, 2), (opt, 2), (reduce, 1), (opt, 1), (reduce, 0), (opt, 0)],
-        "none": [(reduce, 2), (reduce, 1), (reduce, 0)],
-    }[step]
+    assert (
+        order
+        == {
+            "end": [(reduce, 2), (reduce, 1), (reduce, 0), (opt, 0), (opt, 1), (opt, 2)],
+            "ministage": [(reduce, 2), (opt, 2), (reduce, 1), (opt, 1), (reduce, 0), (opt, 0)],
+            "none": [(reduce, 2), (reduce, 1), (reduce, 0)],
+        }[step]
+    )
     if step == "ministage":
         ops = program.ops[0]
         between = ops[ops.index(Op(Kind.GRAD_REDUCE, chunk=2)) : ops.index(Op(Kind.OPTIMIZER_STEP, chunk=2))]

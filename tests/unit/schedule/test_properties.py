@@ -10,16 +10,13 @@ from schedule_helpers import full, peaks, run
 from megatron_het.schedule import COMPUTE, Kind, Program, Shape, add_transfers, dumps, formulas, generate, loads
 from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.passes import (
-    add_activation_offload,
-    add_exchange,
-    add_parameters,
-    add_vocabulary,
-    post_receives_early,
-)
+from megatron_het.schedule.passes import post_receives_early
+from megatron_het.schedule.passes.exchange import add_exchange
+from megatron_het.schedule.passes.offload import add_activation_offload
+from megatron_het.schedule.passes.parameters import add_parameters
+from megatron_het.schedule.passes.vocabulary import add_vocabulary
 from megatron_het.schedule.transports import deadlock
 from megatron_het.schedule.validate import validate
-
 
 
 @st.composite
@@ -167,9 +164,15 @@ def test_v_half_memory(half: int, rounds: int) -> None:
 
 
 @given(
-    st.integers(2, 5), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.booleans(),
-    st.booleans(), st.booleans(),
-)  # fmt: skip
+    st.integers(2, 5),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
 def test_exchange(
     stages: int, groups: int, microbatches: int, units: int, helping: bool, keep: bool, split: bool, chunked: bool
 ) -> None:

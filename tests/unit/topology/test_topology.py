@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_het.plan import Placement, Plan
-from megatron_het.topology import KNOWN_STATE, Axis, GroupSpec, group_specs
+from megatron_het.topology import KNOWN_STATE, Axis, GroupSpec, PairGroups, group_specs
 from megatron_het.topology.groups import PlanGroups
 from megatron_het.topology.stage_state import as_only_reader, install_stage_state, remove_stage_state, stage_state
 from tests.unit.plan.test_plan import document, read
@@ -22,7 +22,7 @@ def placement() -> Placement:
 
 def fake_groups(placement: Placement, rank: int) -> PlanGroups:
     """Groups of strings: who is in which group is all that the state is about."""
-    groups = PlanGroups(placement, rank, "gloo", "world")  # type: ignore[arg-type]
+    groups = PlanGroups(placement, rank, "gloo", "world", PairGroups(rank, 1.0))  # type: ignore[arg-type]
     for role in ("self", "tp", "class", "stage"):
         groups.by_role[role] = f"{role} of {rank}"  # type: ignore[assignment]
     groups.class_gloo = groups["class"]

@@ -9,7 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_het import platform, upstream
+from megatron_het import hooks, platform, upstream
+from megatron_het.config import HetConfig
+from megatron_het.features import FEATURES
+from megatron_het.plan import ScheduleSpec
+from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.upstream.torch_adam import uses_torch_adam
 
 platform.activate()
@@ -34,6 +38,36 @@ def test_upstream_is_what_the_patch_was_written_for(name):
     )
 
 
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+def test_upstream_is_what_the_features_lean_on(feature):
+    assert upstream.moved(feature.upstream_names) == {}, (
+        f"upstream moved under the feature {feature.name}; read the change, then see "
+        "`python -m megatron_het.upstream` for the new hashes"
+    )
+
+
+def test_what_the_parameter_window_leans_on_is_watched():
+    window = next(feature for feature in FEATURES if feature.name == "window")
+    watched = {dotted.rpartition(".")[2] for dotted in window.upstream_names}
+    assert {
+        "get_grads_for_grad_norm",
+        "_filter_grads_for_norm",
+        "_get_model_param_range_map",
+        "build_distributed_models",
+    } <= watched
+
+
+def test_a_run_with_a_feature_stops_when_upstream_moved_under_it(monkeypatch):
+    window = next(feature for feature in FEATURES if feature.name == "window")
+    name = "megatron.core.optimizer.optimizer.MegatronOptimizer._filter_grads_for_norm"
+    monkeypatch.setattr(type(window), "upstream_names", {**window.upstream_names, name: "0" * 64})
+    flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
+    words = [*flags.split(), "--untie-embeddings-and-output-weights", "--use-distributed-optimizer"]
+    plan, _ = plan_from_flags(words, 1, ScheduleSpec("ministage", {"window": True}))
+    with pytest.raises(upstream.PatchError, match="the feature window.*_filter_grads_for_norm is different"):
+        hooks._install_plan(HetConfig(plan=plan), platform.activate(), None)
+
+
 def test_installed_release_is_the_one_the_patches_name():
     # Not __version__, which ends in a commit where .venv lies inside a git checkout.
     from megatron.core.package_info import __shortversion__
@@ -51,17 +85,17 @@ def test_listing_patches_imports_neither_torch_nor_megatron():
         "import sys; from megatron_het import upstream; upstream.all_patches(); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'megatron.core')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def _norm_config(**changes):
-    values = dict(
-        layernorm_zero_centered_gamma=False,
-        persist_layer_norm=False,
-        sequence_parallel=True,
-        memory_efficient_layer_norm=False,
-        normalization="RMSNorm",
-    )
+    values = {
+        "layernorm_zero_centered_gamma": False,
+        "persist_layer_norm": False,
+        "sequence_parallel": True,
+        "memory_efficient_layer_norm": False,
+        "normalization": "RMSNorm",
+    }
     return SimpleNamespace(**(values | changes))
 
 
@@ -123,9 +157,7 @@ class TestTorchAdam:
         instance.config = SimpleNamespace(
             optimizer="adam", fp16=False, use_precision_aware_optimizer_no_fp8_or_ds_fp8=False
         )
-        instance.model_param_group_index_map = {
-            parameter: (0, order) for order, parameter in enumerate(parameters)
-        }
+        instance.model_param_group_index_map = {parameter: (0, order) for order, parameter in enumerate(parameters)}
         return instance
 
     def test_is_still_a_distributed_optimizer(self, optimizer):
@@ -139,10 +171,7 @@ class TestTorchAdam:
         assert [group["step"] for group in saved["optimizer"]["param_groups"]] == [0.0]
 
     def test_allocated_state_does_not_change_training(self, optimizer):
-        twins = [
-            torch.nn.Parameter(p.detach().clone())
-            for p in optimizer.optimizer.param_groups[0]["params"]
-        ]
+        twins = [torch.nn.Parameter(p.detach().clone()) for p in optimizer.optimizer.param_groups[0]["params"]]
         reference = torch.optim.AdamW(twins, lr=0.1)
         optimizer.state_dict()
         for _ in range(3):

@@ -12,7 +12,7 @@ import pytest
 from megatron_het.upstream import registry
 from megatron_het.upstream.registry import Patch, PatchError
 
-_SOURCE = '''
+_SOURCE = """
 def greet(name):
     # a comment does not count
     return "hello " + name
@@ -27,7 +27,7 @@ class Base:
 
 class Derived(Base):
     pass
-'''
+"""
 
 
 @pytest.fixture
@@ -89,9 +89,7 @@ def test_hash_is_of_upstream_even_while_installed(upstream, monkeypatch):
 def test_changed_source_is_refused_and_nothing_is_installed(upstream, monkeypatch):
     good = _patch()
     moved = _patch(
-        name="moved",
-        target="standin_upstream.Base.inherited",
-        sources={"standin_upstream.Base.inherited": "0" * 64},
+        name="moved", target="standin_upstream.Base.inherited", sources={"standin_upstream.Base.inherited": "0" * 64}
     )
     _use(monkeypatch, good, moved)
     with pytest.raises(PatchError, match="moved.*standin_upstream.Base.inherited"):
@@ -112,10 +110,7 @@ def test_hash_ignores_layout_but_not_code(upstream, tmp_path, monkeypatch):
 
 
 def test_static_methods_stay_static(upstream, monkeypatch):
-    _use(
-        monkeypatch,
-        _patch(target="standin_upstream.Base.make", build=lambda make: lambda x: make(x) * 10),
-    )
+    _use(monkeypatch, _patch(target="standin_upstream.Base.make", build=lambda make: lambda x: make(x) * 10))
     registry.install("stock")
     assert upstream.Base.make(1) == upstream.Base().make(1) == 20
     registry.uninstall()
@@ -123,10 +118,7 @@ def test_static_methods_stay_static(upstream, monkeypatch):
 
 
 def test_inherited_attribute_goes_away_again(upstream, monkeypatch):
-    _use(
-        monkeypatch,
-        _patch(target="standin_upstream.Derived.inherited", build=lambda f: lambda self: "new"),
-    )
+    _use(monkeypatch, _patch(target="standin_upstream.Derived.inherited", build=lambda f: lambda self: "new"))
     registry.install("stock")
     assert (upstream.Derived().inherited(), upstream.Base().inherited()) == ("new", "base")
     registry.uninstall()
@@ -151,8 +143,7 @@ def test_builder_given_at_install(upstream, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "target",
-    ["standin_upstream.gone", "standin_upstream.Gone.method", "no_such_module_at_all.name"],
+    "target", ["standin_upstream.gone", "standin_upstream.Gone.method", "no_such_module_at_all.name"]
 )
 def test_missing_upstream_name_is_named(upstream, target):
     with pytest.raises(PatchError, match=target):

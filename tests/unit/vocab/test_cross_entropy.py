@@ -21,9 +21,7 @@ def _split(parts: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     losses.backward(grad)
     assert whole.grad is not None
     rows = ROWS // parts
-    shards = [
-        ShardLogits(part.clone(), labels, i * rows) for i, part in enumerate(logits.split(rows, dim=-1))
-    ]
+    shards = [ShardLogits(part.clone(), labels, i * rows) for i, part in enumerate(logits.split(rows, dim=-1))]
     statistics = merge([s.statistics for s in shards])
     gradients = [s.gradient(log_sum_exp(statistics), grad) for s in shards]
     return token_losses(statistics), torch.cat(gradients, dim=-1), losses.detach(), whole.grad

@@ -13,13 +13,13 @@ from megatron_het.platform import activate
 
 activate()  # before Megatron is imported, which binds what the platform replaces
 
+from megatron_het.lowering.ranks import RankOp  # noqa: E402
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape  # noqa: E402
-from megatron_het.runtime.executor import Call, Iteration  # noqa: E402
-from megatron_het.runtime.lowering import RankOp  # noqa: E402
-from megatron_het.runtime.slicing import WholeSequences  # noqa: E402
-from megatron_het.runtime.timeline import Timeline  # noqa: E402
+from megatron_het.report.timeline import Timeline  # noqa: E402
+from megatron_het.runtime.batches import Batches  # noqa: E402
+from megatron_het.runtime.feature import Call, Iteration  # noqa: E402
 from megatron_het.schedule.ir import Kind  # noqa: E402
-from megatron_het.vocab import embedding, team  # noqa: E402
+from megatron_het.vocab import team  # noqa: E402
 
 TOKENS, BATCH, HIDDEN, ROWS = 6, 1, 8, 10
 MAIL: dict[tuple[int, int], deque[torch.Tensor]] = {}
@@ -28,7 +28,7 @@ MAIL: dict[tuple[int, int], deque[torch.Tensor]] = {}
 class Letters:
     """Channels within the process: a receive is filled when it is waited for."""
 
-    def __init__(self, _edges: Any, _transport: str, _timeout_s: float, rank: int, **_more: Any) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def send(self, tensor: torch.Tensor, dst: int, _label: str) -> None:
@@ -60,7 +60,7 @@ def made(rank: int, rows: torch.Tensor, tied: bool) -> team.SplitVocabulary:
     stages = (Stage((1,), (Replica((0,), (0,)),)), Stage((1,), (Replica((1,), (0,)),)))
     placement = Placement(Plan(ModelShape(2, HIDDEN, 1, 1, TOKENS), TrainingShape(1, 1), stages))
     alone: Any = SimpleNamespace(size=lambda: 1)
-    found = team.SplitVocabulary(placement, rank, "gloo", 1.0, alone, Timeline(), WholeSequences())
+    found = team.SplitVocabulary(placement, rank, lambda *_: Letters(rank), alone, Timeline(), Batches())
     found._layer = Layer(rows, rank * ROWS, tied)  # type: ignore[assignment]
     found._tied_weight = torch.nn.Parameter(rows) if tied else None
     return found
@@ -69,11 +69,16 @@ def made(rank: int, rows: torch.Tensor, tied: bool) -> team.SplitVocabulary:
 def fp32_residuals() -> Call:
     """A call under ``--bf16 --fp32-residual-connection``: stages exchange hidden states in fp32."""
     config: Any = SimpleNamespace(
-        timers=None, grad_scale_func=None, calculate_per_token_loss=True, num_moe_experts=None, mtp_num_layers=None
+        cross_entropy_loss_fusion=False,
+        timers=None,
+        grad_scale_func=None,
+        calculate_per_token_loss=True,
+        num_moe_experts=None,
+        mtp_num_layers=None,
     )
-    shape, device = (TOKENS, BATCH, HIDDEN), torch.device("cpu")
+    device, sizes = torch.device("cpu"), (TOKENS, HIDDEN, lambda microbatch: BATCH, SimpleNamespace())
     models = [torch.nn.Identity()]
-    return Call(None, [None], models, config, 1, shape, torch.float32, device, False, False)  # type: ignore[arg-type]
+    return Call(None, [None], models, config, 1, *sizes, torch.float32, device, False, False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -81,8 +86,6 @@ def fp32_residuals() -> Call:
 def test_computes_in_the_type_of_the_weight(
     tied: bool, hidden_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (team, embedding):
-        monkeypatch.setattr(module, "Channels", Letters)
     MAIL.clear()
     torch.manual_seed(0)
     weight = torch.randn(2 * ROWS, HIDDEN).bfloat16()

@@ -2,56 +2,59 @@
 
 from __future__ import annotations
 
-from math import ceil
-
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.estimate import Estimator, Unit
+from ..candidate import Candidate, Group, Stage
+from ..estimate import Estimator, Unit
+from ..schedules import schedule_of
 
 
 class _Load:
     """Time of one stage as a function of its layers (microbatches split in proportion to speed)."""
 
-    __slots__ = ("rates", "cap")
+    __slots__ = ("_times", "rates", "units")
 
     def __init__(self, groups: tuple[Group, ...], units: list[Unit], first: bool, last: bool) -> None:
-        self.rates = []
-        for g, u in zip(groups, units):
-            extra = (u.embedding_f + u.embedding_b if first else 0.0) + (u.head_f + u.head_b if last else 0.0)
-            self.rates.append((float(g.count), u.layer_f + u.layer_b, extra))
-        self.cap = 0
+        self.units = units
+        self.rates = [(float(g.count), u.layer_f + u.layer_b, u.ends_s(first, last)) for g, u in zip(groups, units)]
+        self._times: dict[int, float] = {}
 
     def time(self, layers: int) -> float:
         """Seconds per microbatch of the whole stage."""
-        return 1.0 / sum(n / (layers * t + extra) for n, t, extra in self.rates)
+        found = self._times.get(layers)
+        if found is None:
+            found = self._times[layers] = 1.0 / sum([n / (layers * t + extra) for n, t, extra in self.rates])
+        return found
 
 
-def _cap(estimator: Estimator, groups: tuple[Group, ...], units: list[Unit], later: int, total: int, first: bool,
-         last: bool, like: Candidate) -> int:
+def _cap(
+    estimator: Estimator,
+    groups: tuple[Group, ...],
+    units: list[Unit],
+    later: int,
+    total: int,
+    first: bool,
+    last: bool,
+    like: Candidate,
+) -> int:
     """Most layers that fit the memory of every replica of a stage.
 
-    With ministages replicas of different memory may keep different shares of the state: together they
+    Under a parameter window replicas of different memory may keep different shares of the state: together they
     must hold one copy of it, and each what is not divided.
     """
-    mixed, copies = float(estimator.model.element_bytes), estimator.runtime.extra_parameter_copies
+    schedule = schedule_of(like)
     speed = sum(g.count / (u.layer_f + u.layer_b) for g, u in zip(groups, units))
     boundary = 2 * estimator.boundary_bytes_per_sequence * like.micro_batch_size
     least = alone = 1 << 30
-    may_divide = like.schedule == "ministage" and len(groups) > 1 and len({g.tp for g in groups}) == 1
-    divided = mixed + 4.0 + estimator.optimizer_per_parameter
+    may_divide = schedule.shards_parameters and len(groups) > 1 and len({g.tp for g in groups}) == 1
+    divided = estimator.model.element_bytes + 4.0 + estimator.optimizer_per_parameter
     free_together = needed_together = 0.0
     for g, u in zip(groups, units):
         shards = sum(h.count for h in groups if h.tp == g.tp) if like.zero_stage >= 1 else 1
-        per = mixed + 4.0 * (1 + copies) + estimator.optimizer_per_parameter / shards
+        per = schedule.state_per_parameter(estimator, like, g.count, shards)
         share = 1 / (u.layer_f + u.layer_b) / speed
-        if like.schedule == "ministage":
-            held: float = 2.0 if like.offload else max(1.0, share * total)
-            per = mixed * min(1.0, 2 / like.chunks) + 4.0 / like.chunks + (4.0 + mixed) / max(1, g.count) \
-                + estimator.optimizer_per_parameter / max(1, shards)
-        elif like.schedule == "slimpipe":
-            held = 1.0 + 2 * later / (like.slices * like.chunks)
-        else:
-            held = min(max(1.0, share * total), 1 + ceil((1 + like.slack) * share * later - 1e-9))
-        free = u.capacity_bytes * estimator.memory_margin - u.reserved_bytes - u.workspace_bytes / like.slices - boundary
+        held = schedule.expected_in_flight(like, share, total, later)
+        free = (
+            u.capacity_bytes * estimator.memory_margin - u.reserved_bytes - u.workspace_bytes / like.slices - boundary
+        )
         ends = 0
         if first:
             ends += u.embedding_parameters
@@ -61,7 +64,7 @@ def _cap(estimator: Estimator, groups: tuple[Group, ...], units: list[Unit], lat
             free -= (u.head_bytes + max(0.0, u.head_workspace_bytes - u.workspace_bytes)) / like.slices
         least = min(least, int((free - ends * per) // (u.layer_parameters * per + held * u.layer_bytes)))
         if may_divide:
-            whole = mixed * min(1.0, 2 / like.chunks) + 4.0 / like.chunks
+            whole = schedule.whole_per_parameter(estimator, like)
             free -= ends * whole
             needed = u.layer_parameters * whole + held * u.layer_bytes
             alone = min(alone, int(free // needed))
@@ -87,45 +90,65 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
         return None
     total = model.global_batch_size // like.micro_batch_size
     loads: list[_Load] = []
-    widths = {sum(g.count for g in stage) for stage in groups}
+    caps: list[int] = []
+    widths = {sum([g.count for g in stage]) for stage in groups}
     capped = like if len(widths) > 1 else like.with_(slack=0.0)
-    later = sum(g.count for stage in groups for g in stage)
+    later = sum([g.count for stage in groups for g in stage])
+    c = capped
+    point = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.slack, total
+    known = estimator.known_caps.setdefault(point, {})
     for s, stage in enumerate(groups):
-        units = []
-        for g in stage:
-            unit = estimator.unit(g.pool, g.tp, like.micro_batch_size, like.recompute)
-            if unit is None:
-                return None
-            units.append(unit)
-        later -= sum(g.count for g in stage)
-        load = _Load(stage, units, s == 0, s == count - 1)
-        load.cap = max(1, _cap(estimator, stage, units, later, total, s == 0, s == count - 1, capped))
+        first, last = s == 0, s == count - 1
+        load = _load(estimator, stage, like, first, last)
+        if load is None:
+            return None
+        later -= sum([g.count for g in stage])
+        key = stage, later, first, last
+        if key not in known:
+            known[key] = max(1, _cap(estimator, stage, load.units, later, total, first, last, capped))
         loads.append(load)
-    layers = _split(loads, wanted)
-    return like.with_(stages=tuple(Stage(n, g) for n, g in zip(layers, groups)))
+        caps.append(known[key])
+    layers = _split(loads, caps, wanted)
+    return like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]))
 
 
-def _split(loads: list[_Load], wanted: int) -> list[int]:
+def _load(estimator: Estimator, groups: tuple[Group, ...], like: Candidate, first: bool, last: bool) -> _Load | None:
+    """The load of a stage, as other candidates know it; None when a replica kind has no figures."""
+    key = groups, like.micro_batch_size, like.recompute, first, last
+    if key not in estimator.known_loads:
+        units = [estimator.unit(g.pool, g.tp, like.micro_batch_size, like.recompute) for g in groups]
+        there = [u for u in units if u is not None]
+        estimator.known_loads[key] = _Load(groups, there, first, last) if len(there) == len(units) else None
+    found: _Load | None = estimator.known_loads[key]
+    return found
+
+
+def _split(loads: list[_Load], caps: list[int], wanted: int) -> list[int]:
     """Proportional start, then one layer at a time to or from the stage where it matters least or most."""
     speeds = [1.0 / load.time(1) for load in loads]
-    whole = sum(speeds)
-    layers = [max(1, min(load.cap, int(wanted * v / whole))) for load, v in zip(loads, speeds)]
-    while sum(layers) > wanted:
-        s = max((i for i in range(len(loads)) if layers[i] > 1), key=lambda i: loads[i].time(layers[i]))
-        layers[s] -= 1
-    while sum(layers) < wanted:
-        open_stages = [i for i in range(len(loads)) if layers[i] < loads[i].cap] or range(len(loads))
-        s = min(open_stages, key=lambda i: loads[i].time(layers[i] + 1))
-        layers[s] += 1
+    whole, stages = sum(speeds), range(len(loads))
+    layers = [max(1, min(cap, int(wanted * v / whole))) for cap, v in zip(caps, speeds)]
+    now = [load.time(n) for load, n in zip(loads, layers)]
+    more = [load.time(n + 1) for load, n in zip(loads, layers)]
+
+    def change(s: int, by: int) -> None:
+        layers[s] += by
+        now[s], more[s] = loads[s].time(layers[s]), loads[s].time(layers[s] + 1)
+
+    missing = wanted - sum(layers)
+    for _ in range(-missing):
+        change(max([i for i in stages if layers[i] > 1], key=now.__getitem__), -1)
+    for _ in range(missing):
+        change(min([i for i in stages if layers[i] < caps[i]] or stages, key=more.__getitem__), 1)
     while True:
-        worst = max(range(len(loads)), key=lambda i: loads[i].time(layers[i]))
+        worst = max(stages, key=now.__getitem__)
         if layers[worst] == 1:
             return layers
-        open_stages = [i for i in range(len(loads)) if i != worst and layers[i] < loads[i].cap]
+        open_stages = [i for i in stages if i != worst and layers[i] < caps[i]]
         if not open_stages:
             return layers
-        best = min(open_stages, key=lambda i: loads[i].time(layers[i] + 1))
-        if loads[best].time(layers[best] + 1) >= loads[worst].time(layers[worst]):
+        best = min(open_stages, key=more.__getitem__)
+        if more[best] >= now[worst]:
             return layers
-        layers[worst] -= 1
-        layers[best] += 1
+        change(worst, -1)
+        change(best, 1)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from math import inf
 
 from megatron_het.schedule.generators.one_f_one_b import SLACK
-from tools.planner.candidate import Candidate, Group
-from tools.planner.estimate import Estimate, Estimator
-from tools.planner.search.balance import balance
-from tools.planner.search.goal import PENALTY, Goal
-from tools.planner.search.outcome import Progress
+
+from ..candidate import Candidate, Group
+from ..estimate import Estimate, Estimator
+from ..schedules import is_ordered, schedule_of
+from ..search.balance import balance
+from ..search.goal import PENALTY, Goal
+from ..search.outcome import Progress
 
 Groups = tuple[tuple[Group, ...], ...]
 
@@ -39,8 +41,16 @@ class Book:
 
     def try_groups(self, groups: Groups, like: Candidate) -> tuple[float, Candidate | None]:
         """Balance the layers of these stages and evaluate."""
-        key = (groups, like.micro_batch_size, like.recompute, like.schedule, like.chunks, like.slices, like.zero_stage,
-               like.offload)
+        key = (
+            groups,
+            like.micro_batch_size,
+            like.recompute,
+            like.schedule,
+            like.chunks,
+            like.slices,
+            like.zero_stage,
+            like.offload,
+        )
         found = self.scores.get(key)
         if found is None:
             if not self._there(groups):
@@ -50,6 +60,8 @@ class Book:
             found = (inf, None) if candidate is None else (self.try_candidate(candidate), candidate)
             for slack in LESS if candidate is not None and self._needs_less(candidate, found[0]) else ():
                 tight = balance(self.estimator, groups, like.with_(slack=slack))
+                if tight is None:
+                    continue
                 found = min(found, (self.try_candidate(tight), tight), key=lambda f: f[0])
                 if tight in self.good:
                     break
@@ -76,7 +88,9 @@ class Book:
 
     def _needs_less(self, candidate: Candidate, score: float) -> bool:
         """Whether a promising 1F1B pipeline is unusable as it is, so that fewer microbatches in flight may help."""
-        if candidate.schedule != "1f1b" or not candidate.slack or candidate in self.good or score > NEARLY * self.best:
+        if not schedule_of(candidate).has_slack or not candidate.slack:
+            return False
+        if candidate in self.good or score > NEARLY * self.best:
             return False
         first = candidate.stages[0].groups
         return any(len(s.groups) > 1 or s.groups[0].count != first[0].count for s in candidate.stages)
@@ -95,7 +109,7 @@ class Book:
             self.good[candidate] = (score, estimate)
             if score < self.best:
                 self.best = self.progress.best = score
-            if len(self.good) > 4 * self.KEEP:
+            if len(self.good) > 5 * self.KEEP:
                 self._prune()
         elif self.nearest is None or score < self.nearest[0]:
             self.nearest = (score, candidate, estimate)
@@ -119,21 +133,7 @@ class Book:
             return False  # it could, with chunks of no layers, which gain nothing
         if count == 1 and candidate.chunks > 1 and model.tied_embeddings:
             return False  # both ends of the model would be in different chunks of one rank
-        if candidate.schedule == "interleaved":  # in whole groups, in the plan and in each of its blocks
-            return model.global_batch_size // candidate.micro_batch_size % (count * candidate.blocks) == 0
-        if candidate.schedule == "ministage":
-            return candidate.zero_stage >= 1 and candidate.can_shard_parameters(model.tied_embeddings)
-        return candidate.schedule != "slimpipe" or self._can_slice(candidate)
-
-    def _can_slice(self, candidate: Candidate) -> bool:
-        """Whether slices are equal, keep all stages busy, divide over TP ranks, and suit the attention kernels."""
-        model, cluster, slices = self.estimator.model, self.estimator.cluster, candidate.slices
-        if model.seq_length % slices or slices < len(candidate.stages):
-            return False
-        tokens = model.seq_length // slices
-        if model.sequence_parallel and any(tokens % g.tp for s in candidate.stages for g in s.groups):
-            return False
-        return model.head_dim % 8 == 0 or all(cluster.gpu(cluster.nodes[p].gpu).is_processor for p in candidate.gpus())
+        return schedule_of(candidate).runs(self.estimator, candidate)
 
     def _allowed(self, candidate: Candidate) -> bool:
         if candidate.schedule not in self.goal.schedules:
@@ -144,8 +144,20 @@ class Book:
         return all(len({region[g.pool] for g in s.groups}) == 1 for s in candidate.stages)
 
     def _prune(self) -> None:
-        kept = sorted(self.good.items(), key=lambda item: item[1][0])[: self.KEEP]
-        self.good = dict(kept)
+        kept = {candidate for candidate, _ in self.top(self.KEEP)}
+        kept |= {candidate for candidate, _ in self.finalists(self.KEEP // 8)}
+        self.good = {candidate: entry for candidate, entry in self.good.items() if candidate in kept}
+
+    def finalists(self, count: int) -> list[tuple[Candidate, Estimate]]:
+        """The best candidates, up to ``count`` of every schedule with and without an order of its own."""
+        taken: dict[tuple[str, bool], int] = {}
+        out = []
+        for candidate, estimate in self.top(len(self.good)):
+            kind = candidate.schedule, is_ordered(candidate)
+            taken[kind] = taken.get(kind, 0) + 1
+            if taken[kind] <= count:
+                out.append((candidate, estimate))
+        return out
 
     def top(self, count: int) -> list[tuple[Candidate, Estimate]]:
         """The best candidates that hold all constraints; equal values go to fewer GPUs."""

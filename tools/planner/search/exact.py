@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from itertools import product
 
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.estimate import Estimator
-from tools.planner.search.book import Book
+from ..candidate import Candidate, Group, Stage
+from ..estimate import Estimator
+from ..schedules import PLAIN
+from ..search.book import Book
 
 
 class _GaveUp(Exception):
@@ -45,7 +46,10 @@ class _Tree:
             for g in groups:
                 use[g.pool] += g.tp * g.count
             if sum(g.count for g in groups) <= self.total and all(units):
-                rate = sum(g.count / (u.layer_f + u.layer_b) for g, u in zip(groups, units))  # type: ignore[union-attr]
+                rate = 0.0
+                for g, u in zip(groups, units):
+                    assert u is not None
+                    rate += g.count / (u.layer_f + u.layer_b)
                 self.options.append((groups, tuple(use), units, rate))
         self.options.sort(key=lambda option: -option[3])
         self.best_rate = [0.0] * len(estimator.cluster.nodes)
@@ -77,19 +81,23 @@ class _Tree:
             cost = price + sum(self.estimator.price[p] * u for p, u in enumerate(use))
             self._layers(stages, groups, units, rest, layers, before, cost)
 
-    def _layers(self, stages: list[Stage], groups: tuple[Group, ...], units: list, rest: tuple[int, ...],  # noqa: PLR0913
-                layers: int, before: float, price: float) -> None:
+    def _layers(
+        self,
+        stages: list[Stage],
+        groups: tuple[Group, ...],
+        units: list,
+        rest: tuple[int, ...],
+        layers: int,
+        before: float,
+        price: float,
+    ) -> None:
         first = not stages
         rate_left = sum(n * r for n, r in zip(rest, self.best_rate))
         for n in range(1, layers + 1):
             last = n == layers
             rate, least = 0.0, 1e30
             for g, u in zip(groups, units):
-                seconds = n * (u.layer_f + u.layer_b)
-                if first:
-                    seconds += u.embedding_f + u.embedding_b
-                if last:
-                    seconds += u.head_f + u.head_b
+                seconds = u.both_s(n, first, last)
                 rate += g.count / seconds
                 least = min(least, seconds)
             busy = before + max(self.total / rate, least)
@@ -111,7 +119,7 @@ def branch_and_bound(book: Book, nodes: int, margin: float) -> bool:
     """Search all 1F1B plans; True when the search was complete."""
     model = book.estimator.model
     zeros = (0, 1) if model.distributed_optimizer else (0,)
-    if "1f1b" not in book.goal.schedules:
+    if PLAIN not in book.goal.allowed:
         return False
     try:
         for zero, recompute, batch in product(zeros, model.recompute, reversed(model.batch_sizes)):

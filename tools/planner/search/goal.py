@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from tools.planner.candidate import Candidate
-from tools.planner.estimate import Estimate, Estimator
-
-SCHEDULES = ("1f1b", "interleaved", "ministage", "slimpipe")
+from ..candidate import Candidate
+from ..estimate import Estimate, Estimator
+from ..schedules import SCHEDULES, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,13 @@ class Goal:
     max_usd_per_iteration: float | None = None
     min_iterations_per_s: float | None = None
     max_gpus: int | None = None
-    schedules: tuple[str, ...] = SCHEDULES
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
     keep_data_parallel_in_region: bool = False
+
+    @property
+    def allowed(self) -> list[Schedule]:
+        """The schedules, in the order in which they are tried."""
+        return [schedule for name, schedule in SCHEDULES.items() if name in self.schedules]
 
     def violation(self, candidate: Candidate, estimate: Estimate) -> float:
         """How far the constraints are missed, relative; 0 when all hold."""
@@ -51,7 +55,7 @@ class Goal:
             return inf
         value = self.value(estimate)
         miss = self.violation(candidate, estimate)
-        over = max(m.total_bytes / (estimator.memory_margin * m.capacity_bytes) for m in estimate.memory) - 1
+        over = estimate.fullest / estimator.memory_margin - 1
         if over > 0:
             miss += over
         return value * (1 + PENALTY * miss) + (PENALTY * value if miss > 0 else 0.0)

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from tools.planner.estimate import Estimator
-from tools.planner.search.goal import Goal
-from tools.planner.search.outcome import Outcome, Progress
+from ..estimate import Estimator
+from ..search.goal import Goal
+from ..search.outcome import Outcome, Progress
+from ..search.pools import Bounds, all_gpus
 
 METHODS = ("auto", "zorse", "sailor", "poplar")
 
 
 def search(method: str, estimator: Estimator, goal: Goal, progress: Progress | None = None) -> Outcome:
-    """Run one of ``METHODS``; modules are imported when needed."""
+    """Run one of ``METHODS``, and say what no plan can beat."""
+    outcome = _search(method, estimator, goal, progress)
+    outcome.bound = Bounds(estimator, goal).value(all_gpus(estimator))
+    return outcome
+
+
+def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress | None) -> Outcome:
+    """Modules are imported when needed."""
     if method == "zorse":
-        from tools.planner.search.zorse import search_zorse as run
-    elif method == "sailor":
-        from tools.planner.search.sailor import search_sailor as run
-    elif method == "poplar":
-        from tools.planner.search.poplar import search_poplar as run
-    else:
-        from tools.planner.search.auto import search_auto as run
-    return run(estimator, goal, progress)
+        from ..search.zorse import search_zorse
+
+        return search_zorse(estimator, goal, progress)
+    if method == "sailor":
+        from ..search.sailor import search_sailor
+
+        return search_sailor(estimator, goal, progress)
+    if method == "poplar":
+        from ..search.poplar import search_poplar
+
+        return search_poplar(estimator, goal, progress)
+    from ..search.auto import search_auto
+
+    return search_auto(estimator, goal, progress)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.planner.candidate import Candidate, Group
-from tools.planner.estimate import Estimator
-from tools.planner.search.book import Groups
-from tools.planner.search.goal import Goal
+from ..candidate import Candidate, Group
+from ..estimate import Estimator
+from ..schedules import PLAIN
+from ..search.book import Groups
+from ..search.goal import Goal
+from ..search.pools import Limits
 
 Stages = list[dict[tuple[int, int], int]]
 
@@ -27,21 +29,30 @@ def _close(stages: Stages) -> Groups | None:
 
 
 def _amounts(count: int) -> set[int]:
-    return {n for n in (1, count // 8, count // 2, count) if 1 <= n <= count}
+    """How many replicas to move at once: few, a share, all, and what leaves a power of two."""
+    power = 1 << max(0, count - 1).bit_length() - 1 if count > 1 else 1
+    return {n for n in (1, 2, count // 8, count // 2, count - power, count) if 1 <= n <= count}
 
 
-def neighbours(estimator: Estimator, goal: Goal, candidate: Candidate, bottleneck: int) -> Iterator[tuple[Groups, Candidate]]:
+def neighbours(
+    estimator: Estimator, goal: Goal, candidate: Candidate, bottleneck: int, limits: Limits
+) -> Iterator[tuple[Groups, Candidate]]:
     """Changed candidates (stages and everything else); layers are balanced anew by the caller."""
     stages = _open(candidate)
     groups = tuple(s.groups for s in candidate.stages)
     for like in _settings(estimator, goal, candidate):
         yield groups, like
-    spare = {p: n.quota for p, n in enumerate(estimator.cluster.nodes)}
+    spare = dict(enumerate(limits))
     for pool, used in candidate.gpus().items():
         spare[pool] -= used
     for changed in (
-        *_resized(stages, spare, bottleneck), *_moved(stages, bottleneck), *_retyped(estimator, stages),
-        *_reordered(stages), *_recut(stages, spare, estimator), *_equalised(stages, spare),
+        *_resized(stages, spare, bottleneck),
+        *_moved(stages, bottleneck),
+        *_retyped(estimator, stages),
+        *_reordered(stages),
+        *_recut(stages, spare, estimator),
+        *_equalised(stages, spare),
+        *_without(stages),
     ):
         closed = _close(changed)
         if closed is not None:
@@ -63,27 +74,21 @@ def _settings(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candid
 
 def schedule_variants(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
     """The same stages under other schedules."""
-    count = len(c.stages)
-    least = min(s.layers for s in c.stages)
-    total = estimator.model.global_batch_size // c.micro_batch_size
-    base = c.with_(schedule="1f1b", chunks=1, slices=1, offload=False)
-    if "1f1b" in goal.schedules:
-        yield base
-    for chunks in (2, 3, 4, 6, 8, 12, 16):
-        if chunks > least:
-            break
-        replicas = {sum(g.count for g in s.groups) for s in c.stages}
-        if "interleaved" in goal.schedules and count > 1 and len(replicas) == 1 and total % (count * c.blocks) == 0:
-            yield base.with_(schedule="interleaved", chunks=chunks)
-        if "ministage" in goal.schedules and estimator.model.distributed_optimizer:
-            yield base.with_(schedule="ministage", chunks=chunks, zero_stage=1)
-            if "full" in estimator.model.recompute:
-                yield base.with_(schedule="ministage", chunks=chunks, zero_stage=1, recompute="full", offload=True)
-    if "slimpipe" in goal.schedules and count > 1:
-        for factor in (1, 2, 4):
-            slices = count * factor
-            if estimator.model.seq_length % slices == 0 and estimator.model.seq_length // slices >= 256:
-                yield base.with_(schedule="slimpipe", slices=slices)
+    plain = c.with_(schedule=PLAIN.name, chunks=1, slices=1, offload=False)
+    for schedule in goal.allowed:
+        yield from schedule.variants(estimator, plain)
+
+
+def _without(stages: Stages) -> Iterator[Stages]:
+    """One pool left out altogether, or one kind of replica of it."""
+    keys = {key for stage in stages for key in stage}
+    for left_out in ({*keys} | {(pool, 0) for pool, _ in keys}) if len(keys) > 1 else ():
+        kept = [
+            {k: n for k, n in s.items() if k != left_out and not (left_out[1] == 0 and k[0] == left_out[0])}
+            for s in stages
+        ]
+        if any(kept):
+            yield [s for s in kept if s]
 
 
 def _pairs(count: int, bottleneck: int) -> Iterator[tuple[int, int]]:
@@ -129,7 +134,7 @@ def _equalised(stages: Stages, spare: dict[int, int]) -> Iterator[Stages]:
     keys = [next(k for k, n in s.items() if n) for s in stages]
     for width in sorted({min(widths), sum(widths) // len(widths), 1 << (min(widths).bit_length() - 1)}):
         yield [{k: width} for k in keys]
-    mean = {}
+    mean: dict[tuple[int, int], list[int]] = {}
     for k, w in zip(keys, widths):
         mean.setdefault(k, []).append(w)
     if len(mean) > 1:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from math import inf
 
-from tools.planner.candidate import Candidate
-from tools.planner.estimate import Estimate
-from tools.planner.search.goal import Goal
+from ..candidate import Candidate
+from ..estimate import Estimate
+from ..schedules import schedule_of
+from ..search.goal import Goal
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +18,13 @@ class Found:
 
     Attributes:
         simulated_s: Iteration time by the schedule simulator, None where only the closed form ran.
+        confirmed: ``simulated_s`` is that of the whole plan, not of one of its equal pipelines.
     """
 
     candidate: Candidate
     estimate: Estimate
     simulated_s: float | None = None
+    confirmed: bool = False
 
     @property
     def iteration_s(self) -> float:
@@ -30,7 +34,7 @@ class Found:
     @property
     def runnable(self) -> bool:
         """Whether the runtime can run it: gradients and parameters are sharded (ZeRO-2, 3) only in ministages."""
-        return self.candidate.zero_stage < 2 or self.candidate.schedule == "ministage"
+        return self.candidate.zero_stage < 2 or schedule_of(self.candidate).shards_parameters
 
     @property
     def usd_per_iteration(self) -> float:
@@ -53,6 +57,7 @@ class Outcome:
         interrupted: The search was stopped before its end.
         exact: The optimum of the search space is proven (small clusters).
         cpu_s: CPU time of the search, simulations included.
+        bound: What no plan on these GPUs can beat, in seconds or USD (``pools.Bounds``).
     """
 
     method: str
@@ -63,6 +68,11 @@ class Outcome:
     evaluations: int = 0
     simulations: int = 0
     cpu_s: float = 0.0
+    bound: float = 0.0
+
+    def gap(self, goal: Goal) -> float | None:
+        """How far the best plan is from the bound at most, relative; None without a plan or a bound."""
+        return self.best.value(goal) / self.bound - 1 if self.best is not None and 0 < self.bound < inf else None
 
     @property
     def best(self) -> Found | None:
@@ -79,9 +89,15 @@ class Progress:
     text: str = ""
     best: float = float("inf")
     asked: int = 0
+    finishing: bool = False
 
     @property
     def out_of_time(self) -> bool:
         """Whether the CPU time is spent (looked up at every 32nd question: reading the clock costs time too)."""
         self.asked += 1
-        return self.asked % 32 == 0 and time.process_time() - self.started > self.limit_s
+        return self.asked % 32 == 0 and self.spent
+
+    @property
+    def spent(self) -> bool:
+        """Whether the CPU time is spent, by the clock."""
+        return time.process_time() - self.started > self.limit_s

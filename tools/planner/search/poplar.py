@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.estimate import Estimator
-from tools.planner.search.auto import Effort, finish
-from tools.planner.search.book import Book
-from tools.planner.search.goal import Goal
-from tools.planner.search.outcome import Outcome, Progress
+from ..candidate import Candidate, Group, Stage
+from ..estimate import Estimator
+from ..schedules import MINISTAGES
+from ..search.book import Book
+from ..search.effort import NORMAL, Effort
+from ..search.finish import finish
+from ..search.goal import Goal
+from ..search.outcome import Outcome, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def curve(estimator: Estimator, pool: int, zero: int, recompute: str, tp: int = 
         u = estimator.unit(pool, tp, batch, recompute)
         assert u is not None
         sizes.append(batch)
-        seconds.append(estimator.model.num_layers * (u.layer_f + u.layer_b) + u.embedding_f + u.embedding_b + u.head_f + u.head_b)
+        seconds.append(u.both_s(estimator.model.num_layers, first=True, last=True))
     return Curve(tuple(sizes), tuple(seconds)) if sizes else None
 
 
@@ -56,7 +58,9 @@ def _fits(estimator: Estimator, pool: int, tp: int, zero: int, batch: int, recom
     if estimator.unit(pool, tp, batch, recompute) is None:
         return False
     everywhere = widest(estimator, range(len(estimator.cluster.nodes)), batch, recompute, tp)
-    found = estimator.estimate(Candidate((Stage(estimator.model.num_layers, everywhere),), batch, recompute, zero_stage=zero))
+    found = estimator.estimate(
+        Candidate((Stage(estimator.model.num_layers, everywhere),), batch, recompute, zero_stage=zero)
+    )
     if found is None:
         return False
     mine = [m for m in found.memory if m.group.pool == pool]
@@ -65,6 +69,7 @@ def _fits(estimator: Estimator, pool: int, tp: int, zero: int, batch: int, recom
 
 def widest(estimator: Estimator, pools: Iterable[int], batch: int, recompute: str, tp: int = 1) -> tuple[Group, ...]:
     """All replicas of these pools; the fastest only where there are fewer microbatches than replicas."""
+
     def seconds(pool: int) -> float:
         u = estimator.unit(pool, tp, batch, recompute)
         return u.layer_f + u.layer_b if u else inf
@@ -95,7 +100,9 @@ def allocate_accumulated(curves: list[Curve], global_batch: int) -> list[tuple[i
     return out
 
 
-def allocate_synchronised(curves: list[Curve], global_batch: int, communication_s: float, tries: int = 200) -> tuple[float, list[int], int]:
+def allocate_synchronised(
+    curves: list[Curve], global_batch: int, communication_s: float, tries: int = 200
+) -> tuple[float, list[int], int]:
     """Algorithm 2 for ZeRO-2 and 3: (seconds, micro batch per GPU, steps), minimal over the step time t."""
     shortest = min(c.at(1) for c in curves)
     longest = max(c.seconds[-1] for c in curves)
@@ -125,7 +132,9 @@ def _largest(c: Curve, t: float) -> int:
     return low
 
 
-def search_poplar(estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = Effort()) -> Outcome:
+def search_poplar(
+    estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL
+) -> Outcome:
     """ZeRO-0, and the next stage whenever one sample does not fit; batches after measured speed.
 
     A plan has one micro batch size for all GPUs, so each of Poplar's batch sizes becomes a number of
@@ -160,7 +169,7 @@ def search_poplar(estimator: Estimator, goal: Goal, progress: Progress | None = 
                         continue
                     plain.append(candidate)
                     for chunks in range(2, estimator.model.num_layers + 1):
-                        book.try_candidate(candidate.with_(schedule="ministage", chunks=chunks, zero_stage=1))
+                        book.try_candidate(MINISTAGES.of(candidate, chunks))
                 break
     except KeyboardInterrupt:
         outcome.interrupted = True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
+from ..candidate import Candidate, Group, Stage
+from ..cluster import Cluster, NodeGroup, ZoneLink
+from ..estimate import Estimator
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,9 @@ class Merged:
 
 
 def _key(node: NodeGroup) -> tuple[object, ...]:
-    return (node.gpu, node.where, node.gpus_per_node, node.intra_node_bytes_per_s)
+    """What has to be equal; only the zone may differ."""
+    skipped = {"count", "max_gpus", "zone", "region", "hosts", "slurm"}
+    return (node.where, *(getattr(node, name) for name in NodeGroup.model_fields if name not in skipped))
 
 
 def merge(estimator: Estimator) -> Merged:
@@ -36,11 +38,20 @@ def merge(estimator: Estimator) -> Merged:
         latency = max(cluster.link(a, b)[1] for a in parts for b in parts)
         price = max(estimator.price[i] for i in group) * 3600
         whole = sum(p.count for p in parts)
-        nodes.append(parts[0].model_copy(update={
-            "count": whole, "max_gpus": sum(p.quota for p in parts), "zone": f"{parts[0].where}/*",
-            "region": parts[0].where, "network_bytes_per_s": min(rates), "network_latency_s": latency,
-            "usd_per_gpu_hour": price, "hosts": (),
-        }))
+        nodes.append(
+            parts[0].model_copy(
+                update={
+                    "count": whole,
+                    "max_gpus": sum(p.quota for p in parts),
+                    "zone": f"{parts[0].where}/*",
+                    "region": parts[0].where,
+                    "network_bytes_per_s": min(rates),
+                    "network_latency_s": latency,
+                    "usd_per_gpu_hour": price,
+                    "hosts": (),
+                }
+            )
+        )
     links = _region_links(cluster)
     merged = Cluster(name=cluster.name, nodes=tuple(nodes), links=links, gpus=cluster.gpus)
     return Merged(
@@ -49,10 +60,8 @@ def merge(estimator: Estimator) -> Merged:
     )
 
 
-def _region_links(cluster: Cluster):  # noqa: ANN202
+def _region_links(cluster: Cluster) -> tuple[ZoneLink, ...]:
     """The slowest and dearest link between each pair of regions."""
-    from tools.planner.cluster import ZoneLink
-
     region = {n.zone: n.where for n in cluster.nodes} | {n.where: n.where for n in cluster.nodes}
     worst: dict[tuple[str, ...], ZoneLink] = {}
     for link in cluster.links:
@@ -61,7 +70,8 @@ def _region_links(cluster: Cluster):  # noqa: ANN202
             continue
         old = worst.get(ends)
         worst[ends] = ZoneLink(
-            between=(ends[0], ends[1]), bytes_per_s=min(link.bytes_per_s, old.bytes_per_s if old else link.bytes_per_s),
+            between=(ends[0], ends[1]),
+            bytes_per_s=min(link.bytes_per_s, old.bytes_per_s if old else link.bytes_per_s),
             latency_s=max(link.latency_s, old.latency_s if old else 0.0),
             usd_per_gb=max(link.usd_per_gb, old.usd_per_gb if old else 0.0),
         )
@@ -80,8 +90,11 @@ def expand(merged: Merged, cluster: Cluster, candidate: Candidate) -> Candidate:
             need = g.count
             while need > 0:
                 fitting = [p for p in merged.members[g.pool] if left[p] >= need * g.tp]
-                pool = min(fitting, key=lambda p: left[p]) if fitting else max(
-                    merged.members[g.pool], key=lambda p: left[p] // g.tp)
+                pool = (
+                    min(fitting, key=lambda p: left[p])
+                    if fitting
+                    else max(merged.members[g.pool], key=lambda p: left[p] // g.tp)
+                )
                 take = min(need, left[pool] // g.tp)
                 if take == 0:
                     return candidate.with_(stages=())

@@ -1,4 +1,4 @@
-"""Sailor's planner (section 4.2): the same data parallelism everywhere, dynamic programming over stages and resources."""
+"""Sailor's planner (section 4.2): the same data parallelism everywhere; dynamic programming over stages, resources."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from dataclasses import replace
 from functools import cache
 from math import inf
 
-from tools.planner.build import chunk_layers
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.estimate import Estimator
-from tools.planner.search.auto import Effort, finish
-from tools.planner.search.book import Book
-from tools.planner.search.goal import Goal
-from tools.planner.search.outcome import Outcome, Progress
-from tools.planner.search.regions import expand, merge
+from ..build import chunk_layers
+from ..candidate import Candidate, Group, Stage
+from ..estimate import Estimator
+from ..search.book import Book
+from ..search.effort import NORMAL, Effort
+from ..search.finish import finish
+from ..search.goal import Goal
+from ..search.outcome import Outcome, Progress
+from ..search.regions import expand, merge
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 PARTS = 4
 """A stage's replicas are dealt to GPU types in quarters (the paper enumerates all combinations)."""
 
 
-def search_sailor(estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = Effort(),
-                  bound_s: float = inf) -> Outcome:
+def search_sailor(
+    estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL, bound_s: float = inf
+) -> Outcome:
     """H1 TP inside nodes, H2 smallest TP that fits, H3/H4 order of D with early stop, H5 and H6 regions.
 
     Args:
@@ -57,8 +59,10 @@ def _degrees(book: Book, stages: int, like: Candidate, bound_s: float) -> None:
     total = estimator.model.global_batch_size // like.micro_batch_size
     layers = chunk_layers(estimator.model.num_layers, stages)
     tps = [smallest_tp(estimator, stages, s, layers[s], like) for s in range(stages)]
-    units = sum(max((n.quota // tps[s][p] for s in range(stages) if p in tps[s]), default=0)
-                for p, n in enumerate(estimator.cluster.nodes))
+    units = sum(
+        max((n.quota // tps[s][p] for s in range(stages) if p in tps[s]), default=0)
+        for p, n in enumerate(estimator.cluster.nodes)
+    )
     degrees = [d for d in _divisors(total) if d * stages <= units]
     best, misses = inf, 0
     for degree in degrees if book.goal.objective == "cost" else reversed(degrees):
@@ -76,12 +80,17 @@ def _degrees(book: Book, stages: int, like: Candidate, bound_s: float) -> None:
                 return
 
 
-def _straggler_s(estimator: Estimator, layers: tuple[int, ...], tps: list[dict[int, int]], degree: int, like: Candidate) -> float:
+def _straggler_s(
+    estimator: Estimator, layers: tuple[int, ...], tps: list[dict[int, int]], degree: int, like: Candidate
+) -> float:
     """At least this long takes a microbatch on the slowest replica: the fastest pools fill up first."""
     fastest: list[tuple[float, int]] = []
     for pool, node in enumerate(estimator.cluster.nodes):
-        kinds = [(layers[s] * (u.layer_f + u.layer_b), tp[pool]) for s, tp in enumerate(tps) if pool in tp
-                 and (u := estimator.unit(pool, tp[pool], like.micro_batch_size, like.recompute))]
+        kinds = [
+            (layers[s] * (u.layer_f + u.layer_b), tp[pool])
+            for s, tp in enumerate(tps)
+            if pool in tp and (u := estimator.unit(pool, tp[pool], like.micro_batch_size, like.recompute))
+        ]
         if kinds:
             fastest.append((min(t for t, _ in kinds), node.quota // min(tp for _, tp in kinds)))
     wanted = degree * len(layers)
@@ -119,7 +128,9 @@ def smallest_tp(estimator: Estimator, stages: int, s: int, layers: int, like: Ca
     return out
 
 
-def _combinations(degree: int, pools: list[int], free: tuple[int, ...], tp: dict[int, int]) -> Iterator[tuple[tuple[int, int], ...]]:
+def _combinations(
+    degree: int, pools: list[int], free: tuple[int, ...], tp: dict[int, int]
+) -> Iterator[tuple[tuple[int, int], ...]]:
     """Ways to deal ``degree`` replicas to at most two pools, in quarters: ((pool, replicas), ...)."""
     able = [p for p in pools if free[p] >= tp[p]]
     for p in able:
@@ -133,7 +144,7 @@ def _combinations(degree: int, pools: list[int], free: tuple[int, ...], tp: dict
                     yield ((p, n), (q, degree - n))
 
 
-def _solve(  # noqa: PLR0913
+def _solve(
     book: Book, layers: tuple[int, ...], tps: list[dict[int, int]], degree: int, like: Candidate, bound_s: float
 ) -> Candidate | None:
     """Listing 1: the straggler time plus the stages' sum, minimal over the resources given to each stage."""
@@ -146,12 +157,12 @@ def _solve(  # noqa: PLR0913
     def seconds(s: int, pool: int) -> float:
         u = estimator.unit(pool, tps[s][pool], like.micro_batch_size, like.recompute)
         assert u is not None
-        t = layers[s] * (u.layer_f + u.layer_b)
-        t += u.embedding_f + u.embedding_b if s == 0 else 0.0
-        return t + (u.head_f + u.head_b if s == last else 0.0)
+        return u.both_s(layers[s], s == 0, s == last)
 
     @cache
-    def best(s: int, free: tuple[int, ...]) -> tuple[float, float, float, tuple[tuple[tuple[int, int], ...], ...]] | None:
+    def best(
+        s: int, free: tuple[int, ...]
+    ) -> tuple[float, float, float, tuple[tuple[tuple[int, int], ...], ...]] | None:
         """(value, straggler, sum, resources per stage) of stages s to the last."""
         if s > last:
             return 0.0, 0.0, 0.0, ()

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import product
 
-from tools.planner.candidate import Candidate, Group
-from tools.planner.estimate import Estimator
-from tools.planner.search.book import Book, Groups
-from tools.planner.search.goal import Goal
+from ..candidate import Candidate, Group
+from ..estimate import Estimator
+from ..search.book import Book, Groups
+from ..search.goal import Goal
+from ..search.pools import Limits
 
 STAGE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 USAGE = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625, 0.0)
 SLACK = 1.02
 
 
-def operating_points(estimator: Estimator, goal: Goal) -> list[Candidate]:
+def operating_points(estimator: Estimator, goal: Goal, limits: Limits) -> list[Candidate]:
     """Batch, recompute and ZeRO stage without stages, the most promising first."""
     model = estimator.model
     zeros = (0, 1) if model.distributed_optimizer else (0,)
     points = [Candidate((), b, r, zero_stage=z) for b in model.batch_sizes for r in model.recompute for z in zeros]
-    pools = range(len(estimator.cluster.nodes))
 
     def bound(point: Candidate) -> float:
-        return 1.0 / (1e-30 + sum(
-            best_rate(estimator, p, point) * estimator.cluster.nodes[p].quota for p in pools))
+        return 1.0 / (1e-30 + sum(best_rate(estimator, p, point) * n for p, n in enumerate(limits) if n))
 
     return sorted(points, key=lambda p: (bound(p), p.recompute != "none", -p.zero_stage, p.micro_batch_size))
 
@@ -38,22 +37,6 @@ def unit_rate(estimator: Estimator, pool: int, tp: int, point: Candidate) -> flo
     """Layers times sequences per second of one GPU at this TP size, 0 without figures."""
     unit = estimator.unit(pool, tp, point.micro_batch_size, point.recompute)
     return point.micro_batch_size / (unit.layer_f + unit.layer_b) / tp if unit else 0.0
-
-
-def subsets(estimator: Estimator) -> list[tuple[int, ...]]:
-    """Sets of pools worth trying: all of them when there are few, else nested and by kind and region."""
-    nodes = estimator.cluster.nodes
-    pools = tuple(range(len(nodes)))
-    if len(pools) <= 3:
-        return [c for k in range(len(pools), 0, -1) for c in combinations(pools, k)]
-    point = Candidate((), estimator.model.batch_sizes[0], estimator.model.recompute[0])
-    power = sorted(pools, key=lambda p: -best_rate(estimator, p, point) * nodes[p].quota)
-    out = [tuple(sorted(power[:k])) for k in range(len(pools), 0, -1)]
-    for attribute in (lambda n: n.gpu, lambda n: n.where):
-        for value in dict.fromkeys(attribute(n) for n in nodes):
-            out.append(tuple(p for p in pools if attribute(nodes[p]) == value))
-    out += [(p,) for p in pools]
-    return list(dict.fromkeys(out))
 
 
 def partitions(estimator: Estimator, subset: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
@@ -70,7 +53,13 @@ def partitions(estimator: Estimator, subset: tuple[int, ...]) -> list[list[tuple
 
 
 def seed_groups(
-    estimator: Estimator, blocks: list[tuple[int, ...]], tp: dict[int, int], share: float, stages: int, point: Candidate
+    estimator: Estimator,
+    blocks: list[tuple[int, ...]],
+    tp: dict[int, int],
+    share: float,
+    stages: int,
+    point: Candidate,
+    limits: Limits,
 ) -> Groups | None:
     """Stages for blocks of pools: numbers of stages in proportion to speed, units spread evenly.
 
@@ -80,8 +69,8 @@ def seed_groups(
     for block in blocks:
         for p in block:
             node = estimator.cluster.nodes[p]
-            per_node = node.gpus_per_node // tp[p]
-            limit = min(node.quota // tp[p], node.count * per_node)
+            whole, rest = divmod(limits[p], node.gpus_per_node)
+            limit = whole * (node.gpus_per_node // tp[p]) + rest // tp[p]
             units[p] = max(1, round(limit * share)) if limit else 0
     power = [sum(units[p] * tp[p] * unit_rate(estimator, p, tp[p], point) for p in block) for block in blocks]
     if min(power) <= 0:
@@ -120,32 +109,34 @@ def tp_choices(estimator: Estimator, subset: tuple[int, ...], point: Candidate) 
     return out
 
 
-def seeds(book: Book, limit: int) -> Iterator[tuple[Groups, Candidate]]:
-    """Seeds in a promising order; branches whose bound is beyond the best found so far are skipped."""
+def seeds(book: Book, limit: int, limits: Limits) -> Iterator[tuple[Groups, Candidate]]:
+    """Seeds on all pools of a part of the cluster, in a promising order.
+
+    Branches whose bound is beyond the best found so far are skipped.
+    """
     estimator, goal = book.estimator, book.goal
     model = estimator.model
-    points = operating_points(estimator, goal)
+    points = operating_points(estimator, goal, limits)
+    subset = tuple(p for p, n in enumerate(limits) if n)
+    ways = partitions(estimator, subset)
     given = 0
     for share in USAGE:
-        for subset in subsets(estimator):
-            ways = partitions(estimator, subset)
-            for point in points:
-                for tp in tp_choices(estimator, subset, point):
-                    rate = sum(unit_rate(estimator, p, tp[p], point) * max(tp[p], estimator.cluster.nodes[p].quota * share)
-                               for p in subset)
-                    bound = model.global_batch_size * model.num_layers / rate
-                    if goal.objective == "cost":
-                        bound *= sum(estimator.price[p] * max(tp[p], estimator.cluster.nodes[p].quota * share) for p in subset)
-                    if bound > SLACK * book.best:
+        for point in points:
+            for tp in tp_choices(estimator, subset, point):
+                used = {p: max(tp[p], limits[p] * share) for p in subset}
+                rate = sum(unit_rate(estimator, p, tp[p], point) * n for p, n in used.items())
+                bound = model.global_batch_size * model.num_layers / rate
+                if goal.objective == "cost":
+                    bound *= sum(estimator.price[p] * n for p, n in used.items())
+                if bound > SLACK * book.best:
+                    continue
+                for blocks, stages in product(ways, STAGE_COUNTS):
+                    if not len(blocks) <= stages <= model.num_layers:
                         continue
-                    for blocks in ways:
-                        for stages in STAGE_COUNTS:
-                            if stages > model.num_layers or stages < len(blocks):
-                                continue
-                            groups = seed_groups(estimator, blocks, tp, share, stages, point)
-                            if groups is None:
-                                break
-                            yield groups, point
-                            given += 1
-                            if given >= limit:
-                                return
+                    groups = seed_groups(estimator, blocks, tp, share, stages, point, limits)
+                    if groups is None:
+                        continue
+                    yield groups, point
+                    given += 1
+                    if given >= limit:
+                        return

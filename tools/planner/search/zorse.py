@@ -7,12 +7,14 @@ from math import inf
 
 import networkx as nx
 
-from tools.planner.candidate import Candidate, Group
-from tools.planner.estimate import Estimator
-from tools.planner.search.auto import Effort, finish
-from tools.planner.search.book import Book, Groups
-from tools.planner.search.goal import Goal
-from tools.planner.search.outcome import Outcome, Progress
+from ..candidate import Candidate, Group
+from ..estimate import Estimator
+from ..schedules import MINISTAGES
+from ..search.book import Book, Groups
+from ..search.effort import NORMAL, Effort
+from ..search.finish import finish
+from ..search.goal import Goal
+from ..search.outcome import Outcome, Progress
 
 Part = dict[tuple[int, int], int]
 """Nodes of a group: ``(pool, parts of the node that are in the group) -> number of such nodes``."""
@@ -126,8 +128,9 @@ def _inner_bandwidth(estimator: Estimator, part: Part) -> float:
     return min(estimator.network.rate(a, b, 8) for a in pools for b in pools)
 
 
-def search_zorse(estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = Effort(),
-                 bound_s: float = inf) -> Outcome:
+def search_zorse(
+    estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL, bound_s: float = inf
+) -> Outcome:
     """All numbers of groups, batch sizes and ministages; layers in proportion to the groups' speed.
 
     Args:
@@ -173,14 +176,14 @@ def _configure(book: Book, groups: Groups, few: bool, bound_s: float) -> None:
                 continue
             plain = Candidate((), batch, recompute, zero_stage=zero)
             book.try_groups(groups, plain)
-            if not zero or "ministage" not in book.goal.schedules:
+            if not zero or MINISTAGES not in book.goal.allowed:
                 continue
             for chunks in range(2, model.num_layers // len(groups) + 1):
                 if few and chunks not in FEW_CHUNKS:
                     continue
                 for offload in (False, True):
-                    like = plain.with_(schedule="ministage", chunks=chunks, offload=offload)
-                    score, candidate = book.try_groups(groups, like)
+                    like = MINISTAGES.of(plain, chunks, offload)
+                    _, candidate = book.try_groups(groups, like)
                     if candidate is not None and min(s.layers for s in candidate.stages) < chunks:
                         return
 

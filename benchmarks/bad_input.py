@@ -1,0 +1,318 @@
+"""A thousand and more malformed inputs: ``python -m benchmarks.bad_input --seed S --json OUT``.
+
+Every case starts a command (the planner's, the schedule tool's, or the beginning of a training start) in a
+folder of its own with one thing wrong.  Wanted is one clear error in time.  Counted, and wanted to be 0, are
+tracebacks, answers that take longer than 5 s of CPU time or 20 s on the clock (``hang``), wrong input that is
+accepted, commands in the input that a shell executed, and files that were changed or made in the wrong place.
+Cases are run by processes forked from one that has imported everything, because importing takes a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import importlib
+import json
+import os
+import random
+import resource
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.bad_input_cases import MARK, Case, good_files, mutated, random_numbers
+from benchmarks.bad_input_listed import listed
+from benchmarks.machine import machine
+
+CPU_S, CLOCK_S = 5.0, 20.0
+KEYS = ("clear", "accepted", "unclear", "traceback", "hang", "accepted_wrong", "executed", "written")
+_OUTPUTS = ("out.json", "plan.json.x", "run", "target", "t.svg")
+_MODULES = (
+    *(
+        "yaml",
+        "rich.table",
+        "rich.console",
+        "matplotlib.figure",
+        "megatron_het.arguments",
+        "megatron_het.lowering.programs",
+    ),
+    *("megatron_het.schedule.cli", "tools.planner.analysis", "tools.planner.commands", "tools.planner.emit"),
+    *("tools.planner.profile", "tools.planner.search.sailor", "tools.planner.search.zorse", "tools.planner.simulation"),
+)
+_STUBS = {
+    "python": '#!/bin/bash\n[[ " $* " == *" --no-python "* ]] && RANK=0 exec bash -c as_rank\nexit 0\n',
+    "srun": "#!/bin/bash\nSLURM_NTASKS=$WORLD_SIZE SLURM_PROCID=0 SLURM_LOCALID=0 exec bash -c as_task\n",
+    "scontrol": "#!/bin/bash\necho n1\n",
+}
+
+
+@dataclass
+class Answer:
+    """What a case did.
+
+    Attributes:
+        verdict: One of ``KEYS``.
+        seconds: CPU time.
+        code: Exit code.
+        text: The end of what it printed.
+    """
+
+    verdict: str
+    seconds: float
+    code: int
+    text: str
+    case: Case = field(repr=False)
+
+
+def _run_tool(case: Case) -> int:
+    """The command, in this process."""
+    words = list(case.words)
+    if case.tool == "planner":
+        from tools.planner.__main__ import main
+
+        return main(words)
+    if case.tool == "schedule":
+        from megatron_het.schedule.cli import main as schedule
+
+        return schedule(words)
+    return _start(words)
+
+
+def _start(words: list[str]) -> int:
+    """What a training start does with the flags and the plan before Megatron is imported."""
+    from megatron_het.arguments import split_arguments
+    from megatron_het.lowering.programs import build
+    from megatron_het.plan import PlanError
+
+    try:
+        config, _ = split_arguments(words)
+        if config.plan is not None:
+            build(config.plan)
+    except PlanError as error:
+        sys.stderr.write(f"megatron_het: {error}\n")
+        return 2
+    return 0
+
+
+def _child(case: Case, folder: Path, log: Path) -> None:
+    """Runs the case and ends the process."""
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
+    os.chdir(folder)
+    resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    try:
+        code = _run_tool(case)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 2
+    except BaseException:
+        traceback.print_exc()
+        code = 70
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _wait(pid: int) -> tuple[int, float, bool]:
+    """(exit code, CPU seconds, whether it had to be ended)."""
+    deadline = time.monotonic() + CLOCK_S
+    pause = 0.002
+    while True:
+        done, status, usage = os.wait4(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, False
+        if time.monotonic() > deadline:
+            os.kill(pid, 9)
+            _, _, usage = os.wait4(pid, 0)
+            return 124, usage.ru_utime + usage.ru_stime, True
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
+
+
+def _snapshot(folder: Path) -> dict[str, tuple[int, int, str]]:
+    """Kind, size and contents of everything in a folder."""
+    found = {}
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = os.path.join(root, name)
+            status = os.lstat(path)
+            kind = stat.S_IFMT(status.st_mode)
+            digest = ""
+            if stat.S_ISREG(status.st_mode):
+                digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            elif stat.S_ISLNK(status.st_mode):
+                digest = os.readlink(path)
+            size = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+            found[os.path.relpath(path, folder)] = (kind, size, digest)
+    return found
+
+
+def _misplaced(case: Case, code: int, before: dict[str, tuple[int, int, str]], folder: Path) -> str:
+    """What was changed that should not have been; empty when nothing was."""
+    after = _snapshot(folder)
+    for name, entry in before.items():
+        if after.get(name) != entry:
+            return f"{name} was changed"
+    new = sorted(set(after) - set(before) - {MARK})
+    if code and new:
+        return f"{new[0]} was made although the command failed"
+    outs = {w for w in case.words if case.words[case.words.index(w) - 1] in ("--out", "--trace", "--picture", "--json")}
+    for name in new:
+        if name.split("/")[0] not in {*_OUTPUTS, *(o.split("/")[0] for o in outs)} or name.endswith(".tmp"):
+            return f"{name} was made"
+    for out in outs:
+        if out.startswith(("/dev/", "/sys/")) and os.path.lexists(out):
+            return f"{out} was made"
+    return ""
+
+
+def _executed(folder: Path, out: str, stubs: Path) -> str:
+    """Runs the scripts that were written; says which one is no valid script, or ran what was in the input."""
+    mark = folder / MARK
+    scripts = [*(folder / out).glob("*.sh"), *(folder / out).glob("*.sbatch")]
+    environment = {
+        "PATH": f"{stubs}:/usr/bin:/bin",
+        "MARK_FOLDER": str(folder),
+        "SLURM_JOB_ID": "1",
+        "HOME": str(folder),
+    }
+    environment |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "MASTER_ADDR": "127.0.0.1"}
+    for script in scripts:
+        done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False, timeout=10)
+        if done.returncode:
+            return f"{script.name} is no valid script: {done.stderr[-200:]}"
+        for line in script.read_text().splitlines():
+            words = shlex.split(line)[1:] if line.startswith("#SBATCH") else []
+            if any(not w.startswith("--") for w in words) and words != ["hetjob"]:
+                return f"{script.name} has a broken line: {line[:200]}"
+        for unset in ((), ("MASTER_ADDR",)):
+            given = {k: v for k, v in environment.items() if k not in unset}
+            command = ["bash", str(script)] if script.name != "args.sh" else ["bash", "-c", 'source "$0"', str(script)]
+            subprocess.run(command, env=given, cwd=folder, capture_output=True, check=False, timeout=10)
+            if mark.exists():
+                return f"{script.name} executed a command of the input"
+    return ""
+
+
+def run_case(case: Case, stubs: Path) -> Answer:
+    """One case in a folder of its own."""
+    base = Path(tempfile.mkdtemp(prefix="bad-input-"))
+    folder, log = base / "work", base / "log"
+    folder.mkdir()
+    os.environ["MARK_FOLDER"] = str(folder)
+    try:
+        for name, content in {**good_files(), **case.files}.items():
+            path = folder / name
+            if callable(content):
+                here = os.getcwd()
+                os.chdir(folder)
+                content(Path(name))
+                os.chdir(here)
+            elif isinstance(content, bytes):
+                path.write_bytes(content)
+            else:
+                path.write_text(content, encoding="utf-8", errors="surrogatepass")
+        before = _snapshot(folder)
+        pid = os.fork()
+        if pid == 0:
+            _child(case, folder, log)
+        code, seconds, ended = _wait(pid)
+        text = log.read_text(errors="replace")
+        verdict, why = _judge(case, code, seconds, ended, text)
+        misplaced = _misplaced(case, code, before, folder)
+        if misplaced:
+            verdict, why = "written", misplaced
+        if case.scripts and code == 0 and (problem := _executed(folder, _out_of(case), stubs)):
+            verdict, why = "executed", problem
+        if (folder / MARK).exists():
+            verdict, why = "executed", why or "a command of the input was executed"
+        return Answer(verdict, seconds, code, (why + " | " if why else "") + text[-400:], case)
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def _out_of(case: Case) -> str:
+    return case.words[len(case.words) - 1 - case.words[::-1].index("--out") + 1]
+
+
+def _judge(case: Case, code: int, seconds: float, ended: bool, text: str) -> tuple[str, str]:
+    if ended or seconds > CPU_S:
+        return "hang", f"{seconds:.1f} s of CPU time"
+    if "Traceback (most recent call last)" in text or code not in (0, 1, 2):
+        return "traceback", ""
+    if code == 0:
+        return ("accepted_wrong", "") if case.wrong else ("accepted", "")
+    named = any(word in text for word in ("error:", "megatron_het:", "Problems", "usage:"))
+    return ("clear", "") if named and len(text) < 20_000 else ("unclear", f"{len(text)} characters")
+
+
+def run(cases: Sequence[Case], show: bool = False) -> list[Answer]:
+    """All cases, one after the other."""
+    _import_everything()
+    answers = []
+    with tempfile.TemporaryDirectory() as folder:
+        stubs = Path(folder)
+        for name, text in _STUBS.items():
+            (stubs / name).write_text(text)
+            (stubs / name).chmod(0o755)
+        for case in cases:
+            answers.append(run_case(case, stubs))
+            if show and answers[-1].verdict not in ("clear", "accepted"):
+                last = answers[-1]
+                print(
+                    f"{last.verdict}: {case.kind}: {shlex.join(case.words)[:160]}\n    {last.text[-700:]}", flush=True
+                )
+    return answers
+
+
+def _import_everything() -> None:
+    """What the commands import late, so that forked processes have it."""
+    for module in _MODULES:
+        importlib.import_module(module)
+
+
+def cases_of(seed: int, count: int) -> list[Case]:
+    """All listed cases, and mutations up to ``count``."""
+    rng = random.Random(seed)
+    fixed = listed(rng)
+    left = max(0, count - len(fixed))
+    return [*fixed, *mutated(rng, left - left // 5), *random_numbers(rng, left // 5)]
+
+
+def main() -> int:
+    """Command line; exit code 1 unless all counts but those of clear answers are 0."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the mutations (default %(default)s)")
+    parser.add_argument("--count", type=int, default=1500, help="cases in all (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the counts to this file")
+    options = parser.parse_args()
+    answers = run(cases_of(options.seed, options.count), show=True)
+    counts = collections.Counter(answer.verdict for answer in answers)
+    report = {
+        "benchmark": "bad_input",
+        "machine": machine(),
+        "seed": options.seed,
+        "cases": len(answers),
+        **{key: counts[key] for key in KEYS},
+        "longest_s": round(max(answer.seconds for answer in answers), 2),
+    }
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=1))
+    return 1 if any(counts[key] for key in KEYS[2:]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Small plans of every schedule and feature, for the comparison of dry runs with real ones."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.cases import Case, build_plan, common_flags, with_schedule
+from benchmarks.slimpipe_cases import PLAIN, sliced_case
+
+_EXCHANGE = {"context_exchange": True, "exchange_idle": True, "exchange_keep": True}
+_SLICED_CASES: dict[str, dict[str, Any]] = {
+    "slimpipe": {"distributed_optimizer": True},
+    "slimpipe exchange, vocabulary, offload": {"exchange": _EXCHANGE, "slices": 8, "vocabulary": True, "offload": 0.5},
+    "slimpipe chunks, TP 2, thrifty layers": {"chunks": 2, "tp": 2, "thrifty": True, "recompute": "selective"},
+    "context parallel 2": {"schedule": "1f1b", "slices": 1, "cp": 2},
+    "1f1b vocabulary": {"schedule": "1f1b", "slices": 1, "vocabulary": True, "tied": True},
+}
+
+
+def _plain(sizes: list[list[int]], layers: list[int], **training: Any) -> Case:
+    return Case("", build_plan(sizes, layers, random.Random(1), **training))
+
+
+def _window(sizes: list[list[int]], layers: list[int], **parameters: Any) -> Case:
+    case = _plain(sizes, layers, distributed_optimizer=True, recompute="full", precision="bf16")
+    return with_schedule(case, "ministage", 2, {"window": True, **parameters})
+
+
+def dry_run_cases() -> list[Case]:
+    """All cases, with names of their own."""
+    mixed = _plain([[1], [2, 1]], [2, 3], sequence_parallel=True, tied=True, even_routing=False)
+    found = {
+        "1f1b, TP by stage": _plain([[1], [2], [1]], [1, 2, 2]),
+        "1f1b, distributed optimizer, bf16": _plain(
+            [[1, 1], [1, 1]], [2, 3], distributed_optimizer=True, precision="bf16", recompute="full"
+        ),
+        "1f1b, mixed TP in a stage": mixed,
+        "1f1b, selective recompute, fp16": _plain([[2], [2]], [2, 2], precision="fp16", recompute="selective"),
+        "gpipe": with_schedule(_plain([[1], [1]], [2, 2]), "gpipe", 1, {}),
+        "interleaved": with_schedule(_plain([[1], [1]], [1, 1], distributed_optimizer=True), "interleaved", 2, {}),
+        "zero-bubble": with_schedule(_plain([[1], [2], [1]], [1, 1, 1]), "zb-h1", 1, {}),
+        "ministage without a window": with_schedule(_plain([[1], [1]], [1, 1]), "ministage", 2, {"window": False}),
+        "ministage with a window": _window([[1, 1], [1]], [1, 1]),
+        "ministage, all offloaded": _window(
+            [[1, 1]], [2], offload=True, offload_optimizer=True, offload_activations=0.5
+        ),
+    }
+    cases = [replace(case, name=name) for name, case in found.items()]
+    rng = random.Random(2)
+    return cases + [sliced_case({**PLAIN, **row}, name, rng) for name, row in _SLICED_CASES.items()]
+
+
+def flags_of(case: Case) -> tuple[str, ...]:
+    """The flags of a run of the case, without the plan and without data."""
+    return (
+        *common_flags(*case.reference),
+        *case.plan_flags(),
+        "--distributed-timeout-minutes",
+        "10",
+        "--initial-loss-scale",
+        "1",
+    )

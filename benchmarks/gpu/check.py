@@ -1,0 +1,201 @@
+"""What can only be seen on a GPU, in one command: ``make gpu-check``, ``python -m benchmarks.gpu.check --json OUT``.
+
+Each part is a process of its own with a limit of its own.  A part that fails, hangs or dies is a row in the result
+and does not end the others.  The JSON names hardware and date, and is written after every part.  Without a CUDA
+device the command says so in one line and exits with 3, before anything starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine
+from megatron_het.untrusted import check_target, count, write_json
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LIMIT_S = 520.0
+NO_GPU = 3
+_TAIL_LINES = 15
+_LEAST_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the check.
+
+    Attributes:
+        name: Key of the result.
+        command: Arguments of the Python interpreter; ``{json}`` is replaced.
+        limit_s: The part is ended after this time.
+        judge: From the figures that the part wrote to (passed, what counts).
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    judge: Callable[[Any], tuple[bool, str]]
+
+
+def judged_by(key: str, least: float | None = None, most: float | None = None) -> Callable[[Any], tuple[bool, str]]:
+    """A judgement by one figure within bounds."""
+
+    def judge(figures: Any) -> tuple[bool, str]:
+        value = figures.get(key)
+        if not isinstance(value, int | float):
+            return False, f"{key}: no figure"
+        good = (least is None or value >= least) and (most is None or value <= most)
+        bound = f"at least {least:g}" if least is not None else f"at most {most:g}"
+        return good, f"{key} {value:.4g} ({bound})"
+
+    return judge
+
+
+def _all_passed(figures: Any) -> tuple[bool, str]:
+    """Tests: some ran, none failed."""
+    ran, failed = figures["tests"] - figures["skipped"], figures["failures"] + figures["errors"]
+    return ran > 0 and not failed, f"{ran} tests ran, {failed} failed"
+
+
+PARTS = (
+    Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit", "--junitxml", "{json}"), 90, _all_passed),
+    Part(
+        "staged",
+        ("-m", "benchmarks.gpu.ranks", "--case", "staged", "--json", "{json}"),
+        100,
+        judged_by("difference", most=1e-4),
+    ),
+    Part(
+        "nccl",
+        ("-m", "benchmarks.gpu.ranks", "--case", "nccl", "--json", "{json}"),
+        80,
+        judged_by("difference", most=1e-4),
+    ),
+    Part(
+        "slices",
+        (
+            *("-m", "benchmarks.gpu.slice_attention", "--json", "{json}"),
+            *("--tokens", "32768", "65536", "--slices", "8", "16", "--repeats", "3"),
+        ),
+        80,
+        judged_by("min_relative_throughput", least=0.9),
+    ),
+    Part(
+        "offload",
+        ("-m", "benchmarks.gpu.offload", "--rounds", "1", "--iterations", "6", "--json", "{json}"),
+        150,
+        judged_by("max_slowdown", most=0.03),
+    ),
+    Part("graphs", ("-m", "benchmarks.gpu.graphs", "--json", "{json}"), 60, judged_by("difference", most=1e-5)),
+    Part("memory", ("-m", "benchmarks.gpu.memory", "--json", "{json}"), 100, judged_by("largest_error", most=0.10)),
+)
+
+
+def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
+    """One part to its end or its limit; never raises for what the part does."""
+    target = folder / f"{part.name}.json"
+    words = [str(target) if word == "{json}" else word for word in part.command]
+    start_s = time.monotonic()
+    log = folder / f"{part.name}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
+        try:
+            code: int | None = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    result: dict[str, Any] = {"exit_code": code, "elapsed_s": round(time.monotonic() - start_s, 1)}
+    try:
+        figures = read_figures(target)
+        passed, text = part.judge(figures)
+        result |= {"passed": passed and code is not None, "what": text, "figures": figures}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ElementTree.ParseError) as error:
+        result |= {"passed": False, "what": f"no figures: {type(error).__name__}: {error}"}
+    if code is None:
+        result["what"] = f"ended after {limit_s:.0f} s; {result['what']}"
+    if not result["passed"]:
+        result["log"] = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    return result
+
+
+def read_figures(path: Path) -> Any:
+    """The figures of a part; of pytest's own file the four counts."""
+    text = path.read_text(encoding="utf-8")
+    if not text.lstrip().startswith("<"):
+        return json.loads(text)
+    suites = list(ElementTree.fromstring(text).iter("testsuite"))
+    return {key: sum(int(s.get(key, "0")) for s in suites) for key in ("tests", "skipped", "failures", "errors")}
+
+
+def run_all(parts: Sequence[Part], out: Path, hardware: dict[str, Any], limit_s: float = LIMIT_S) -> dict[str, Any]:
+    """All parts, one after the other; the report is complete after each of them."""
+    deadline_s = time.monotonic() + limit_s
+    report: dict[str, Any] = {"passed": False, **hardware, "parts": {}}
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        for part in parts:
+            left_s = deadline_s - time.monotonic()
+            if left_s < _LEAST_S:
+                result: dict[str, Any] = {"passed": False, "what": "not run: no time was left"}
+            else:
+                result = run_part(part, Path(folder), min(part.limit_s, left_s))
+            report["parts"][part.name] = result
+            report["passed"] = len(report["parts"]) == len(parts) and all(p["passed"] for p in report["parts"].values())
+            write_json(out, report)
+            print(f"{part.name:8} {'ok  ' if result['passed'] else 'FAIL'} {result['what']}", flush=True)
+    return report
+
+
+def hardware() -> dict[str, Any] | None:
+    """What results must name; None without a CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return {
+        **machine(),
+        "device": torch.cuda.get_device_name(),
+        "devices": torch.cuda.device_count(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "cuda": torch.version.cuda,
+        "nccl": list(torch.cuda.nccl.version()),
+        "memory_bytes": total,
+        "free_bytes": free,
+    }
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Command line; 0 when all parts have passed, 3 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.check", description=__doc__)
+    parser.add_argument("--json", type=Path, default=Path("runs/gpu-check.json"), help="default: %(default)s")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", action="append", choices=names, help="this part only; may be repeated")
+    parser.add_argument(
+        "--limit-s", type=count(10, 7200), default=int(LIMIT_S), help="of all parts (default: %(default)s)"
+    )
+    options = parser.parse_args(words)
+    check_target(options.json)
+    found = hardware()
+    if found is None:
+        sys.stderr.write("gpu-check: there is no CUDA device here; nothing was run\n")
+        return NO_GPU
+    parts = [part for part in PARTS if options.only is None or part.name in options.only]
+    return int(not run_all(parts, options.json, found, options.limit_s)["passed"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

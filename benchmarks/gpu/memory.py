@@ -1,0 +1,123 @@
+"""Memory of a training on one GPU against the planner's prediction: ``python -m benchmarks.gpu.memory --json OUT``.
+
+The planner makes a plan of a small Llama for the GPU that is here; five iterations run under it.  The figure is the
+largest relative error among parameters, gradients, optimizer state and activations, weighted by their share of all.
+``--small`` takes a tiny model and works on a CPU as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_het.plan import Plan, load_plan
+from megatron_het.untrusted import check_target, read_json, write_json, write_text
+from tools.planner.emit_flags import ModelOptions, model_arguments, plan_arguments
+
+_TIMEOUT_S = 90.0
+_KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
+
+
+def documents(is_small: bool, memory_bytes: int, precision: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Cluster file and model file."""
+    figures = {
+        "flops": {precision: 1e14},
+        "memory_bytes": memory_bytes,
+        "memory_bytes_per_s": 1e12,
+        "intra_node_bytes_per_s": 1e11,
+        "flash_attention_2": True,
+        "source": "this machine",
+    }
+    cluster = {"nodes": [{"gpu": "here", "count": 1, "gpus_per_node": 1}], "gpus": {"here": figures}}
+    width = 64 if is_small else 2048
+    model = {
+        "num_layers": 2 if is_small else 8,
+        "hidden_size": width,
+        "ffn_hidden_size": 2 * width,
+        "num_attention_heads": width // 64 if width > 64 else 4,
+        "vocab_size": 256 if is_small else 32000,
+        "seq_length": 32 if is_small else 2048,
+        "global_batch_size": 4,
+        "precision": precision,
+    }
+    return cluster, model
+
+
+def make_plan(folder: Path, cluster: dict[str, Any], model: dict[str, Any]) -> Plan:
+    """The planner's plan, with its predictions."""
+    import yaml
+
+    for name, document in (("cluster", cluster), ("model", model)):
+        write_text(folder / f"{name}.yaml", yaml.safe_dump(document))
+    command = [sys.executable, "-m", "tools.planner", "plan", "--limit-s", "20", "--schedules", "1f1b"]
+    command += ["--cluster", str(folder / "cluster.yaml"), "--model", str(folder / "model.yaml")]
+    subprocess.run([*command, "--out", str(folder / "plan.json")], check=True, timeout=_TIMEOUT_S)
+    return load_plan(folder / "plan.json")
+
+
+def train(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> dict[str, int]:
+    """Bytes by kind that the run report measured."""
+    from megatron_het.platform.flags import platform_flags
+
+    machine = [w for flag in platform_flags(is_cuda=is_cuda) for w in flag.words]
+    words = [
+        *model_arguments(plan, ModelOptions()),
+        *plan_arguments(plan),
+        *machine,
+        "--mock-data",
+        "--split",
+        "90,10,0",
+    ]
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model["vocab_size"] - 1), "--eval-iters", "0"]
+    words += ["--train-iters", "5", "--lr", "1e-4", "--log-interval", "1", "--distributed-timeout-minutes", "1"]
+    words += ["--het-plan", str(folder / "plan.json"), "--het-report", str(folder)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_het.pretrain_gpt", *words]
+    subprocess.run(command, env={**os.environ, **world}, check=True, timeout=_TIMEOUT_S)
+    memory = read_json(folder / "rank-0.json")["memory"]
+    return {kind: memory[kind if kind in memory else kind.replace("_bytes", "_peak_bytes")] for kind in _KINDS}
+
+
+def errors(plan: Plan, measured: dict[str, int]) -> dict[str, float]:
+    """Error of every kind, as a share of all that was measured."""
+    assert plan.predicted is not None
+    predicted = plan.predicted.per_rank[0]
+    total = sum(measured.values())
+    return {kind: abs(getattr(predicted, kind) - measured[kind]) / total for kind in _KINDS}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.memory", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU too; its figures mean nothing")
+    options = parser.parse_args(arguments)
+    check_target(options.json)
+    import torch
+
+    is_cuda = torch.cuda.is_available()
+    if not is_cuda and not options.small:
+        parser.exit(3, "benchmarks.gpu.memory needs a CUDA device, and there is none here\n")
+    precision = "bf16" if is_cuda else "fp32"
+    size = torch.cuda.mem_get_info()[1] if is_cuda else 8 << 30
+    cluster, model = documents(options.small, size, precision)
+    with tempfile.TemporaryDirectory(prefix="gpu-memory-") as name:
+        plan = make_plan(Path(name), cluster, model)
+        measured = train(plan, model, Path(name), is_cuda)
+    found = errors(plan, measured)
+    write_json(options.json, {"largest_error": max(found.values()), "errors": found, "measured": measured})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,135 @@
+"""Small programs that gloo survives and NCCL does not; the simulated backend has to catch each of them.
+
+Every rank of a job runs one of :data:`MISTAKES` and exits with 0 when it was told of the mistake in the words that
+name it, with 3 when it noticed nothing, and with 4 when the message says something else: where the mistake is one
+rank's, others may see no more than a connection that closes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.runner import Job
+from megatron_het.platform import nccl_order
+
+STALL_S = 4.0
+
+
+def _wait(*works: dist.Work | None) -> None:
+    for work in works:
+        assert work is not None, "this rank is in every group"
+        work.wait()
+
+
+def _crossed(rank: int, world: int) -> None:
+    """Both ranks send first, on one communicator."""
+    mine, other = torch.full((4,), float(rank)), torch.empty(4)
+    peer = (rank + 1) % 2
+    works = [dist.isend(mine, peer), dist.irecv(other, peer)]
+    _wait(*works)
+
+
+def _ring(rank: int, world: int) -> None:
+    """All ranks send to the next and then receive from the one before: a cycle, as the device holds one operation."""
+    for low, high in ((0, 1), (0, 2), (1, 2)):  # connect in one order
+        if rank == low:
+            dist.send(torch.ones(1), high)
+        elif rank == high:
+            dist.recv(torch.ones(1), low)
+    mine, other = torch.full((4,), float(rank)), torch.empty(4)
+    works = [dist.isend(mine, (rank + 1) % world), dist.irecv(other, (rank - 1) % world)]
+    _wait(*works)
+
+
+def _other_collective(rank: int, world: int) -> None:
+    """One rank reduces while the others broadcast."""
+    tensor = torch.ones(4)
+    if rank == 0:
+        dist.all_reduce(tensor)
+    else:
+        dist.broadcast(tensor, 0)
+
+
+def _other_size(rank: int, world: int) -> None:
+    """Members reduce tensors of different sizes."""
+    dist.all_reduce(torch.ones(4 + rank))
+
+
+def _two_groups(rank: int, world: int) -> None:
+    """Two groups with the same members are used in different orders, and the device holds one operation."""
+    groups = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    order = groups if rank == 0 else groups[::-1]
+    works = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for group in order]
+    _wait(*works)
+
+
+def _reused(rank: int, world: int) -> None:
+    """A tensor is written to before its send has run."""
+    tensor = torch.ones(4)
+    if rank == 0:
+        work = dist.isend(tensor, 1)
+        tensor.fill_(2.0)
+        _wait(work)
+    else:
+        time.sleep(1.0)  # busy with something else
+        dist.recv(tensor, 0)
+
+
+def _lazy(rank: int, world: int) -> None:
+    """Communicators are first used in different orders, and connecting blocks the host."""
+    groups = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]
+    order = groups if rank == 0 else groups[::-1]
+    works = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for group in order]
+    _wait(*works)
+
+
+def _truncated(rank: int, world: int) -> None:
+    """The receiver expects more than is sent."""
+    if rank == 0:
+        dist.send(torch.ones(4), 1)
+        dist.barrier()
+    else:
+        dist.recv(torch.ones(8), 0)
+
+
+# name: (what every rank does, ranks, words of the message of some rank)
+MISTAKES: dict[str, tuple[Callable[[int, int], None], int, str]] = {
+    "crossed": (_crossed, 2, "wait for each other"),
+    "ring": (_ring, 3, "wait for each other"),
+    "other collective": (_other_collective, 2, "in another collective"),
+    "other size": (_other_size, 2, "of another size"),
+    "two groups": (_two_groups, 2, "wait for each other"),
+    "reused": (_reused, 2, "written to between"),
+    "lazy": (_lazy, 2, "connected within"),
+    "truncated": (_truncated, 2, "bytes arrive where"),
+}
+
+
+def mistake_job(name: str, folder: Path) -> Job:
+    """The job in which every rank makes a mistake."""
+    entry = "benchmarks.nccl_mistakes:run"
+    return Job(name, MISTAKES[name][1], (), folder, entry, environment={"HET_MISTAKE": name}, timeout_s=90.0)
+
+
+def run() -> None:
+    """One rank of a job."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    act, _, words = MISTAKES[os.environ["HET_MISTAKE"]]
+    nccl_order.install(nccl_order.Options(stall_s=STALL_S, resident=1 if act in (_ring, _two_groups) else 16))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=30))
+    try:
+        act(rank, world)
+    except RuntimeError as error:
+        print(f"rank {rank}: {error}", flush=True)
+        os._exit(0 if words in str(error) else 4)
+    print(f"rank {rank}: nothing was noticed", flush=True)
+    os._exit(3)

@@ -1,0 +1,132 @@
+"""Training in NCCL's order on the CPU: is NCCL chosen, does anything wait for ever, are the results the same?
+
+``python -m benchmarks.nccl_order --json OUT``: plans of all schedules run as in ``benchmarks.parity``, but over
+groups that keep NCCL's rules (``megatron_het/platform/nccl_order``).  Keys: ``plans``; ``nccl_share``, the share of
+plans for which ``--het-transport auto`` chose NCCL; ``deadlocks``, plans in which operations waited for each other;
+``failed``; ``max_relative_loss_difference`` to one stock process; ``wrong_orders_caught`` of
+``wrong_orders``: programs of :mod:`benchmarks.nccl_mistakes` that NCCL would not survive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Case
+from benchmarks.compare import compare
+from benchmarks.machine import machine
+from benchmarks.nccl_mistakes import MISTAKES, mistake_job
+from benchmarks.parity import all_cases, labs
+from benchmarks.runner import Finished, Job, JobError, Runner
+
+BAR = 1e-5
+SCHEDULES = ("1f1b", "gpipe", "ministage", "slimpipe")
+DEADLOCK = "wait for each other"
+
+
+def in_nccl_order(job: Job, **options: Any) -> Job:
+    """The job with groups that keep NCCL's rules, and the transport that a GPU machine would choose.
+
+    Args:
+        options: Fields of ``nccl_order.Options``.
+    """
+    setup = ("benchmarks.nccl_probe:simulate", {"options": options, "then": job.setup})
+    argv = list(job.argv)
+    while "--het-transport" in argv:  # given once only
+        at = argv.index("--het-transport")
+        del argv[at : at + 2]
+    return replace(job, argv=(*argv, "--distributed-backend", "nccl", "--het-transport", "auto"), setup=setup)
+
+
+def transports(folder: Path) -> set[str]:
+    """The transports that the ranks of a finished run report."""
+    found = (json.loads(path.read_text("utf-8")) for path in folder.glob("rank-*.json"))
+    return {report["transport"].split(" ")[0] for report in found}
+
+
+def caught_by_some_rank(done: Finished) -> bool:
+    """Whether a rank was told of the mistake that the job made."""
+    return not done.timed_out and 0 in done.returncodes
+
+
+def measure(cases: Iterable[Case], folder: Path, at_once: int) -> list[dict[str, Any]]:
+    """Train every case; one that fails is recorded."""
+    entries = []
+    for number, (kind, members) in enumerate(labs(cases).items()):
+        with Runner() as runner:
+            lab = kind(runner, folder / str(number))
+            for case in members:
+                lab.reference(case)
+            jobs = {case.name: case for case in members}
+            for done in runner.run_all((in_nccl_order(lab.job(case)) for case in members), at_once=at_once):
+                case = jobs[done.job.name]
+                entry: dict[str, Any] = {"name": case.name, "world_size": case.plan.world_size, "chosen": case.chosen}
+                try:
+                    done.check()
+                    entry["transports"] = sorted(transports(done.job.log_dir))
+                    figures = compare(done.job.log_dir, case.plan, lab.reference(case), gradients=False)
+                    entry["relative_loss_difference"] = figures.loss
+                except (JobError, OSError, KeyError) as error:
+                    entry["error"] = str(error)
+                    entry["deadlock"] = any(DEADLOCK in done.log(r) for r in range(case.plan.world_size))
+                print(f"{case.name:20} {entry.get('transports')} {entry.get('relative_loss_difference')}", flush=True)
+                entries.append(entry)
+    return entries
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.nccl_order", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser.add_argument("--seed", type=int, default=0, help="of the plans (default: 0)")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="comma-separated (default: all)")
+    parser.add_argument("--full", action="store_true", help="all plans of benchmarks.parity, not a part")
+    parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
+    options = parser.parse_args()
+    unknown = sorted(set(options.schedules.split(",")) - set(SCHEDULES))
+    if unknown:
+        parser.error(f"--schedules {unknown[0]}: known are {', '.join(SCHEDULES)}")
+    folder = Path(tempfile.mkdtemp(prefix="nccl-order-"))
+    entries = []
+    try:
+        for schedule in options.schedules.split(","):
+            cases, _ = all_cases(options.seed, schedule, not options.full)
+            fp32 = [replace(c, name=f"{schedule}-{c.name}") for c in cases if c.plan.training.precision == "fp32"]
+            entries += measure(fp32, folder / schedule, options.at_once)
+        with Runner() as runner:
+            caught = [
+                name
+                for name in MISTAKES
+                if caught_by_some_rank(runner.run(mistake_job(name, folder / name), check=False))
+            ]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    ran = [entry for entry in entries if "error" not in entry]
+    report = {
+        "benchmark": "nccl_order",
+        "machine": machine(),
+        "plans": len(entries),
+        "nccl_share": sum(entry["transports"] == ["nccl"] for entry in ran) / max(len(entries), 1),
+        "deadlocks": sum(entry.get("deadlock", False) for entry in entries),
+        "failed": [entry["name"] for entry in entries if "error" in entry],
+        "max_relative_loss_difference": max((entry["relative_loss_difference"] for entry in ran), default=None),
+        "wrong_orders": len(MISTAKES),
+        "wrong_orders_caught": len(caught),
+        "seed": options.seed,
+        "cases": entries,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({key: value for key, value in report.items() if key != "cases"}, indent=1))
+    worst = report["max_relative_loss_difference"]
+    return int(bool(report["failed"]) or worst is None or worst > BAR or len(caught) < len(MISTAKES))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

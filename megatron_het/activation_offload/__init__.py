@@ -1,0 +1,1 @@
+"""Activations that wait in host memory (SlimPipe, section 6.5)."""

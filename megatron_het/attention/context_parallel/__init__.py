@@ -1,0 +1,1 @@
+"""Context parallelism on a rank (SlimPipe, section 5)."""

@@ -1,0 +1,239 @@
+"""Which checkpoint to load: the newest one whose files are whole.
+
+Megatron loads what the tracker file names, and ends when that cannot be read; with an empty tracker it ends
+without an error.  Here a checkpoint that is damaged or missing is named, and the one before is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_het.checkpoint.checksums import problems
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_NON_PERSISTENT = "non_persistent"
+_ITERATION = re.compile(r"iter_(\d{7,})")
+
+
+class CheckpointError(ValueError):
+    """There is nothing that can be loaded; the message says what was looked at and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint that might be loaded.
+
+    Attributes:
+        iteration: Its iteration.
+        folder: Its folder.
+        persistent: Whether it is an ordinary one, as opposed to a non-persistent one.
+    """
+
+    iteration: int
+    folder: Path
+    persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to load.
+
+    Attributes:
+        candidate: The checkpoint; None to leave everything to Megatron.
+        tracker_is_broken: Whether the tracker file exists and names no iteration.
+        notes: What was found wrong on the way, for the user.
+    """
+
+    candidate: Candidate | None
+    tracker_is_broken: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def tracked(folder: Path) -> int | str | None:
+    """What a tracker file names: an iteration, ``"release"``, ``""`` for nothing readable; None without one."""
+    try:
+        text = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else ("release" if text == "release" else "")
+
+
+def candidates(folder: Path, limit: int | None, persistent: bool = True) -> list[Candidate]:
+    """Checkpoints of a folder, the newest first.
+
+    Args:
+        folder: Of all iterations.
+        limit: The newest iteration to consider; None for any.
+        persistent: Passed on.
+    """
+    found = []
+    for path in folder.glob("iter_*"):
+        match = _ITERATION.fullmatch(path.name)
+        if match and path.is_dir() and (limit is None or int(match[1]) <= limit):
+            found.append(Candidate(int(match[1]), path, persistent))
+    return sorted(found, key=lambda c: c.iteration, reverse=True)
+
+
+def non_persistent_folder(args: Any) -> Path | None:
+    """Where non-persistent checkpoints are, None if there are none to load."""
+    if args.non_persistent_ckpt_type != "global":
+        return None
+    return Path(args.non_persistent_global_ckpt_dir or os.path.join(args.load, _NON_PERSISTENT))
+
+
+def save_folders(args: Any) -> list[Path]:
+    """Where checkpoints of a run are saved: ordinary ones and, if there are such, non-persistent ones."""
+    found = [Path(args.save)] if args.save else []
+    if args.save and args.non_persistent_ckpt_type == "global":
+        found.append(Path(args.non_persistent_global_ckpt_dir or os.path.join(args.save, _NON_PERSISTENT)))
+    return found
+
+
+def choose(args: Any, agree: Callable[[Candidate], Sequence[str]]) -> Choice:
+    """The newest checkpoint that can be loaded.
+
+    Args:
+        args: Megatron's arguments.
+        agree: Problems of a checkpoint, the same on all ranks.
+
+    Returns:
+        It, and what is wrong with newer ones.
+
+    Raises:
+        CheckpointError: There are checkpoints, or one was asked for, and none can be loaded.
+    """
+    folder = Path(args.load)
+    latest = tracked(folder)
+    if latest == "release" or (latest is None and getattr(args, "pretrained_checkpoint", None)):
+        return Choice(None)
+    asked = getattr(args, "ckpt_step", None)
+    limit = asked or (latest if isinstance(latest, int) else None)
+    listed = candidates(folder, limit)
+    if limit is not None and not any(c.iteration == limit for c in listed):
+        listed.insert(0, Candidate(limit, folder / f"iter_{limit:07d}"))
+    if asked:
+        listed = listed[:1]
+    temporary = non_persistent_folder(args)
+    if temporary is not None:
+        newest = tracked(temporary)
+        listed += candidates(temporary, newest if isinstance(newest, int) else -1, persistent=False)[:1]
+        listed.sort(key=lambda c: (c.iteration, not c.persistent), reverse=True)
+    if not listed and latest is None and not args.exit_on_missing_checkpoint:
+        return Choice(None)
+    notes = [f"{folder / TRACKER} names no iteration"] if latest == "" else []
+    if latest is None and not asked and any(c.persistent for c in listed):
+        notes.append(f"{folder / TRACKER} is missing")
+    for candidate in listed:
+        found = agree(candidate)
+        if not found:
+            return Choice(candidate, latest == "", tuple(notes))
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        notes.append(f"checkpoint {candidate.folder} cannot be loaded: {found[0]}{more}")
+    if latest is None and not asked and not args.exit_on_missing_checkpoint:
+        return Choice(None, notes=tuple(notes))  # a first save that was cut short: training starts anew
+    raise CheckpointError(
+        f"--load = {str(folder)!r}: {'; '.join(notes) or 'there is no checkpoint'}. "
+        "Restore the files, name another iteration with --ckpt-step, or start without --load"
+    )
+
+
+def agreed_problems(candidate: Candidate) -> list[str]:
+    """Problems that any rank found, in the order of ranks; collective.  Ranks share the reading."""
+    import torch.distributed as dist
+
+    mine = problems(candidate.folder, dist.get_rank(), dist.get_world_size())
+    if not mine and dist.get_rank() == 0:
+        try:
+            common_state(candidate.folder)
+        except UnreadableError as error:
+            mine = [str(error)]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return list(dict.fromkeys(text for texts in found for text in texts))
+
+
+class UnreadableError(ValueError):
+    """What a checkpoint says about itself cannot be read."""
+
+
+def common_state(folder: Path) -> dict[str, Any]:
+    """What all ranks of a checkpoint have in common.
+
+    Raises:
+        UnreadableError: It cannot be read.
+    """
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        return dist_checkpointing.load_common_state_dict(str(folder))
+    except (Exception, CheckpointException) as error:  # the latter is none of the former
+        cause = str(error).strip().splitlines()[-1:] or [""]
+        raise UnreadableError(f"its common state cannot be read ({type(error).__name__}: {cause[0]})") from None
+
+
+def check_optimizer_state(args: Any, folder: Path) -> None:
+    """Refuse a checkpoint whose optimizer state has another form than this run's.
+
+    Args:
+        args: Megatron's arguments.
+        folder: Of one iteration.
+
+    Raises:
+        CheckpointError: One was saved with the distributed optimizer and the other without.
+        UnreadableError: It says nothing.
+    """
+    if args.no_load_optim or args.finetune:
+        return
+    saved = common_state(folder).get("args")
+    if saved is None or getattr(saved, "no_save_optim", False):
+        return
+    before, now = bool(getattr(saved, "use_distributed_optimizer", False)), bool(args.use_distributed_optimizer)
+    if before != now:
+        words = {True: "with", False: "without"}
+        raise CheckpointError(
+            f"--load: {folder} was saved {words[before]} the distributed optimizer, this run trains {words[now]} it, "
+            "and the optimizer's state has another form there. Use a plan with training.distributed_optimizer "
+            f"{str(before).lower()}, or load the weights alone with --no-load-optim"
+        )
+
+
+def check_tracked_form(args: Any) -> None:
+    """As :func:`check_optimizer_state` for what the tracker names, before process groups exist.
+
+    A checkpoint that cannot be read passes: which one is loaded instead is found out later, by all ranks.
+
+    Raises:
+        CheckpointError: See there.
+    """
+    if not args.load:
+        return
+    iteration = getattr(args, "ckpt_step", None) or tracked(Path(args.load))
+    if not isinstance(iteration, int):
+        return
+    with contextlib.suppress(UnreadableError):
+        check_optimizer_state(args, Path(args.load) / f"iter_{iteration:07d}")
+
+
+def repair_tracker(folder: Path, candidate: Candidate) -> None:
+    """Let a tracker file that names no iteration name the checkpoint that is loaded.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    path = folder / TRACKER
+    try:
+        if candidate.persistent:
+            path.write_text(str(candidate.iteration), encoding="utf-8")
+        else:
+            path.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} names no iteration and cannot be written ({error.strerror}). Write {candidate.iteration} into it"
+        ) from None

@@ -1,0 +1,373 @@
+"""The attention context exchange on a rank (SlimPipe, section 4.2).
+
+The program says what happens: KV_SEND and KV_RECV move keys and values ahead of their use; ATTEND_GIVE and
+ATTEND_HELP, before a FORWARD, name what that pass gives away and what it does for others; a device without
+a pass works in its last ATTEND_HELP of the slot.  A model's attention is in the middle of its layers, so the
+queries and results of every layer travel inside the pass: layer for layer, by :class:`_Layer`, which slice
+attention calls.
+
+No deadlock inside a slot: all devices that exchange go through the same number of layers, forward from the
+first to the last, backward from the last to the first.  In a layer each device first posts everything that it
+has to send without waiting for anybody (its query), then helps, then waits for its own results.  Suppose
+the slot stood still; take a device in the lowest layer.  If it waits for a query of this layer, its owner is
+in this layer or a later one and has sent it.  If it waits for a result of this layer, its helper is in this
+layer, where it waits for queries at most, which have been sent, or in a later one and has sent the result.
+So somebody goes on.  Between slots, ``schedule/joint.py`` proves it.  Every wait has the channels' timeout all
+the same.
+
+A recomputed forward attends to everything itself: its slot is one of backward passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megatron_het.attention.context_exchange import AttentionShape, attend, attend_backward, pack, unpack
+from megatron_het.attention.core import SliceCoreAttention
+from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
+from megatron_het.attention.slice_attention import TokenGradient
+from megatron_het.context_exchange.keys import ExchangedKeys, returned_units
+from megatron_het.lowering.ranks import RankOp, RankProgram
+from megatron_het.report.timeline import Timeline
+from megatron_het.runtime.channels import Channels, PendingReceive
+from megatron_het.schedule.ir import Kind
+
+_BACKWARD = frozenset({Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD, Kind.BACKWARD})
+_SENDS = frozenset({Kind.KV_SEND, Kind.KV_SEND_BACKWARD})
+_RECEIVES = frozenset({Kind.KV_RECV, Kind.KV_RECV_BACKWARD})
+_GIVES = frozenset({Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD})
+_HELPS = frozenset({Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD})
+
+
+class ExchangeError(RuntimeError):
+    """The program and the passes do not fit."""
+
+
+@dataclass(slots=True)
+class _Message:
+    """A message that is expected: its buffer and its receive."""
+
+    buffer: torch.Tensor
+    pending: PendingReceive
+
+
+@dataclass
+class _Pass:
+    """What this rank exchanges in the slot that runs."""
+
+    gives: tuple[RankOp, ...]
+    helps: tuple[RankOp, ...]
+    is_backward: bool
+    layers: int
+    done: int = 0
+    queries: dict[tuple[RankOp, int], _Message] = field(default_factory=dict)
+    results: list[_Message] = field(default_factory=list)
+
+    def layer_at(self, step: int) -> int:
+        """The layer that is the ``step``-th of this slot."""
+        return self.layers - 1 - step if self.is_backward else step
+
+
+class ContextExchange:
+    """This rank's part in the exchange.
+
+    Args:
+        programs: This rank's programs, by whether they only run forwards.
+        unit_tokens: Tokens of an exchange unit.
+        layers: Layers of every chunk.
+        keys_channels: Carry keys and values.
+        channels: Carry queries and results; not used by anything else, because inside a pass their order
+            is by layer and not by the program.
+        timeline: Learns what was waiting.
+        device: Where the models are.
+        keep: Whether helpers add up the gradients of the keys and values that they keep.
+    """
+
+    def __init__(
+        self,
+        programs: Mapping[bool, RankProgram],
+        unit_tokens: int,
+        layers: int,
+        keys_channels: Channels,
+        channels: Channels,
+        timeline: Timeline,
+        device: torch.device,
+        keep: bool = False,
+    ) -> None:
+        self.unit_tokens, self._layers = unit_tokens, layers
+        self._channels, self._timeline = channels, timeline
+        self._device = device
+        self._modes = {
+            forward_only: ExchangedKeys(program, unit_tokens, keys_channels, keep)
+            for forward_only, program in programs.items()
+        }
+        self._keys = self._modes[False]
+        self.returned = returned_units(programs[False], Kind.ATTEND_GIVE_BACKWARD, keep)
+        """The units whose gradients come back with each ATTEND_GIVE_BACKWARD."""
+        self._gives: list[RankOp] = []
+        self._helps: list[RankOp] = []
+        self._slot: _Pass | None = None
+        self._modules: list[list[SliceCoreAttention]] = []
+        self._shape: AttentionShape | None = None
+        self._sequences: Callable[[int], int] = lambda microbatch: 1
+        self._scale = 1.0
+        self._kernel_name: str | None = None
+        self._kernel: Kernel | None = None
+
+    def attach(
+        self,
+        modules: Sequence[list[SliceCoreAttention]],
+        models: Sequence[torch.nn.Module],
+        slice_tokens: int,
+        sequences: Callable[[int], int],
+        kernel: str | None = None,
+    ) -> None:
+        """Connect the attention of every chunk.
+
+        Args:
+            modules: Slice attention of every chunk, in layer order.
+            models: The chunks (GPTModel, not wrapped).
+            slice_tokens: Tokens per slice.
+            sequences: Sequences of a microbatch.
+            kernel: Name of the attention kernel, None for the best one.
+        """
+        self._kernel_name = kernel
+        self._modules = list(modules)
+        for chunk in modules:
+            for layer, module in enumerate(chunk):
+                module.exchange = _Layer(self, layer)
+        attention = models[0].decoder.layers[0].self_attention  # type: ignore[union-attr,index]
+        channels = attention.hidden_size_per_attention_head
+        self._sequences = sequences
+        self._scale = attention.config.softmax_scale or channels**-0.5
+        self._shape = AttentionShape(
+            slice_tokens,
+            1,
+            attention.num_attention_heads_per_partition,
+            attention.num_query_groups_per_partition,
+            channels,
+            attention.config.params_dtype,
+            self._device,
+        )
+
+    def shape(self, op: RankOp) -> AttentionShape:
+        """What the layers work on in an operation's microbatch."""
+        assert self._shape is not None, "the models are not attached"
+        return replace(self._shape, batch=self._sequences(op.microbatch))
+
+    @property
+    def slot(self) -> _Pass | None:
+        """The slot that runs; None in passes without exchange."""
+        return self._slot
+
+    # -- operations of the program ---------------------------------------------------------------
+
+    def begin(self, forward_only: bool) -> None:
+        """An iteration of training or evaluation begins."""
+        self._keys = self._modes[forward_only]
+
+    def handle(self, op: RankOp) -> None:
+        """Run one operation of the exchange."""
+        if op.kind in _SENDS:
+            self._keys.send(op, self._modules[op.chunk], self.shape(op))
+        elif op.kind in _RECEIVES:
+            self._keys.receive(op, self._layers, self.shape(op))
+        elif op.kind in _GIVES:
+            self._gives.append(op)
+        elif op.kind in _HELPS:
+            self._help(op)
+        elif self._gives:  # what is merged came back inside the pass; here its result is complete
+            raise ExchangeError(f"{op.label} before its pass")
+
+    def _help(self, op: RankOp) -> None:
+        """Noted for the pass that follows; in a slot without a pass the last one does the work."""
+        self._helps.append(op)
+        if not op.is_final_piece:
+            return
+        with self._run(op.kind in _BACKWARD) as slot:
+            if self._kernel is None:
+                shape = self.shape(op)
+                like = torch.empty(shape.channels, dtype=shape.dtype, device=shape.device)
+                self._kernel = choose_kernel(Setting.of(like), self._kernel_name)
+            for _ in range(self._layers):
+                self.help(self._kernel, self._scale)
+                slot.done += 1
+
+    @contextlib.contextmanager
+    def joint(self, op: RankOp) -> Iterator[None]:
+        """Around a FORWARD or BACKWARD: the gives and helps noted before it belong to it."""
+        for give in self._gives:
+            if give.key != op.key or (give.kind in _BACKWARD) != (op.kind in _BACKWARD):
+                raise ExchangeError(f"{give.label} is not for {op.label}, which follows it")
+        with self._run(op.kind in _BACKWARD):
+            yield
+
+    @contextlib.contextmanager
+    def _run(self, is_backward: bool) -> Iterator[_Pass]:
+        gives, helps = tuple(self._gives), tuple(self._helps)
+        self._gives.clear()
+        self._helps.clear()
+        slot = _Pass(gives, helps, is_backward, self._layers)
+        self._slot = slot if gives or helps else None
+        for help_ in helps:
+            self._expect_query(slot, help_, 0)
+        try:
+            yield slot
+        finally:
+            self._slot = None
+        if (gives or helps) and slot.done != self._layers:
+            raise ExchangeError(f"{slot.done} of {self._layers} layers took part in the exchange")
+        for help_ in helps:
+            self._keys.drop(help_)
+
+    # -- inside a layer ----------------------------------------------------------------------------
+
+    def give(self, message: torch.Tensor, expected: Callable[[RankOp], Any]) -> int:
+        """Send a layer's query to all helpers and post the receives of their results.
+
+        Args:
+            message: What is sent.
+            expected: Shapes and types of what comes back, by what is given.
+
+        Returns:
+            Tokens given away, from the start of the sequence.
+        """
+        slot = self._slot
+        if slot is None:
+            return 0
+        for op in slot.gives:
+            buffer = self.shape(op).message(expected(op))
+            pending = self._channels.receive(buffer, op.peer, op.label)
+            slot.results.append(_Message(buffer, pending))
+            self._channels.send(message, op.peer, op.label)
+        return max((op.stop for op in slot.gives), default=0) * self.unit_tokens
+
+    def results(self) -> Iterator[tuple[RankOp, torch.Tensor]]:
+        """Wait for what comes back in this layer."""
+        slot = self._slot
+        if slot is None:
+            return
+        waiting, slot.results = slot.results, []
+        for op, message in zip(slot.gives, waiting, strict=True):
+            with self._timeline.waiting():
+                self._channels.wait_receive(message.pending)
+            yield op, message.buffer
+
+    def help(self, kernel: Kernel, scale: float) -> None:
+        """Attend, or differentiate, for others in the current layer."""
+        slot = self._slot
+        if slot is None:
+            return
+        step, layer = slot.done, slot.layer_at(slot.done)
+        for op in slot.helps:
+            message = slot.queries.pop((op, step))
+            with self._timeline.waiting():
+                self._channels.wait_receive(message.pending)
+                self._keys.wait(op)
+            if step + 1 < slot.layers:
+                self._expect_query(slot, op, step + 1)
+            parts = self._keys.parts(op, layer)
+            if slot.is_backward:
+                lse, grad, query, out = unpack(message.buffer, self.shape(op).backward_query())
+                dq, *grads = attend_backward(grad, query, out, lse, parts, kernel, scale)
+                answer = pack(dq, *self._keys.collect(op, layer, *grads))
+            else:
+                (query,) = unpack(message.buffer, self.shape(op).forward_query())
+                out, lse = attend(query, parts, kernel, scale)
+                answer = pack(lse, out)
+            self._channels.send(answer, op.peer, op.label)
+
+    def _expect_query(self, slot: _Pass, op: RankOp, step: int) -> None:
+        shape = self.shape(op)
+        buffer = shape.message(shape.backward_query() if slot.is_backward else shape.forward_query())
+        slot.queries[op, step] = _Message(buffer, self._channels.receive(buffer, op.peer, op.label))
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The iteration is done: everything has left and nothing is held.
+
+        Raises:
+            ExchangeError: Attention was given or promised for a pass that did not come.
+            RuntimeError: Keys and values of others are left.
+        """
+        self._channels.wait_sends()
+        if self._gives or self._helps:
+            raise ExchangeError(f"no pass for {[op.label for op in (*self._gives, *self._helps)]}")
+        self._keys.check_empty()
+
+    def close(self) -> None:
+        """Destroy the groups of queries and results, and let go of what is held."""
+        for keys in self._modes.values():
+            keys.clear()
+        self._channels.close()
+
+
+class _Layer:
+    """One layer's view of the exchange; see ``attention.slice_attention.LayerExchange``."""
+
+    def __init__(self, exchange: ContextExchange, layer: int) -> None:
+        self._exchange = exchange
+        self._layer = layer
+
+    def _check(self) -> None:
+        slot = self._exchange.slot
+        if slot is not None and slot.layer_at(slot.done) != self._layer:
+            raise ExchangeError(f"layer {self._layer} where {slot.layer_at(slot.done)} was due")
+
+    def _done(self) -> None:
+        if self._exchange.slot is not None:
+            self._exchange.slot.done += 1
+
+    def begin_forward(self, query: torch.Tensor) -> int:
+        """Hand the query out."""
+        self._check()
+        if self._exchange.slot is None or not self._exchange.slot.gives:
+            return 0
+        return self._exchange.give(pack(query), lambda op: self._exchange.shape(op).forward_result())
+
+    def help_forward(self, kernel: Kernel, scale: float) -> None:
+        """Attend for others."""
+        self._exchange.help(kernel, scale)
+
+    def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts given away."""
+        for op, buffer in self._exchange.results():
+            lse, out = unpack(buffer, self._exchange.shape(op).forward_result())
+            yield out, lse
+        self._done()
+
+    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> int:
+        """Hand the gradient out."""
+        self._check()
+        if self._exchange.slot is None or not self._exchange.slot.gives:
+            return 0
+        return self._exchange.give(
+            pack(lse, grad, query, out), lambda op: self._exchange.shape(op).backward_result(self._tokens(op))
+        )
+
+    def help_backward(self, kernel: Kernel, scale: float) -> None:
+        """Differentiate for others."""
+        self._exchange.help(kernel, scale)
+
+    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
+        """Gradients of the parts given away."""
+        unit = self._exchange.unit_tokens
+        for op, buffer in self._exchange.results():
+            dq, dk, dv = unpack(buffer, self._exchange.shape(op).backward_result(self._tokens(op)))
+            found, row = [], 0
+            for start, stop in self._exchange.returned[op]:
+                rows = slice(row, row + (stop - start) * unit)
+                found.append((start * unit, stop * unit, dk[rows], dv[rows]))
+                row = rows.stop
+            yield dq, found
+        self._done()
+
+    def _tokens(self, op: RankOp) -> int:
+        """Tokens whose gradients come back."""
+        return sum(stop - start for start, stop in self._exchange.returned[op]) * self._exchange.unit_tokens

@@ -1,0 +1,167 @@
+"""Rank 0's side of the doctor: who is here, one check after the other, and the verdict.
+
+Every wait is bounded.  A rank that does not answer is lost from then on: checks that need all ranks are not run
+after that and say so, the others go on with the ranks that are left.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_het.doctor.check import Check, Finding, Names, Status
+from megatron_het.doctor.meeting import POLL_S, Keys, hear, tell
+
+_SILENT_S, _SILENT_AT_END_S = 20.0, 4.0
+_GRACE_S = 5.0
+_LEAST_S = 5.0  # with less time left no check is begun
+
+
+class Pulse:
+    """Which ranks have shown no sign of life for how long."""
+
+    def __init__(self, store: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._clock = store, clock
+        self._seen: dict[int, tuple[str, float]] = {}
+
+    def silent(self, ranks: Sequence[int], seconds: float) -> list[int]:
+        """Those whose heart has not beaten for so long; the first call only listens."""
+        now, found = self._clock(), []
+        for rank in ranks:
+            key = Keys.beat(rank)
+            beat = self._store.get(key).decode() if self._store.check([key]) else ""
+            before = self._seen.get(rank)
+            if before is None or before[0] != beat:
+                self._seen[rank] = (beat, now)
+            elif now - before[1] > seconds:
+                found.append(rank)
+        return found
+
+
+class Coordinator:
+    """The order of events.
+
+    Args:
+        store: Of the meeting; a connection of its own.
+        checks: All checks.
+        world_size: Number of ranks.
+        limit_s: Bound on everything; checks that would exceed it are not run.
+        is_ending: Whether the launcher wants this process to end, as it does when a rank has died.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        checks: Sequence[Check],
+        world_size: int,
+        limit_s: float,
+        is_ending: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._store, self._checks, self._world_size = store, checks, world_size
+        self._deadline_s = time.monotonic() + limit_s
+        self._is_ending = is_ending
+        self._pulse = Pulse(store)
+        self.lost: dict[int, str] = {}
+        self.findings: list[Finding] = []
+        self.figures: dict[str, dict[str, Any]] = {}
+
+    def meet(self, arrive_s: float) -> dict[int, Any]:
+        """Wait for all ranks, at most ``arrive_s``; what each said of itself."""
+        deadline_s = time.monotonic() + arrive_s
+        found: dict[int, Any] = {}
+        missing = set(range(self._world_size))
+        while missing and time.monotonic() < deadline_s and not self._is_ending():
+            for rank in [r for r in missing if self._store.check([Keys.here(r)])]:
+                found[rank] = hear(self._store, Keys.here(rank), 1.0)
+                missing.discard(rank)
+            time.sleep(POLL_S)
+        for rank in sorted(missing):
+            self.lost[rank] = f"did not start within {arrive_s:.0f} s"
+        return found
+
+    def run(self, names: Names) -> list[Finding]:
+        """All checks; who is lost is among the findings."""
+        self.findings += [
+            Finding("ranks", Status.FAULT, names.of([rank]), why, "Look at its log; is the node reachable?")
+            for rank, why in self.lost.items()
+        ]
+        for index, check in enumerate(self._checks):
+            reason = self._obstacle(check, names)
+            ranks = [] if reason else [rank for rank in range(self._world_size) if rank not in self.lost]
+            limit_s = max(_LEAST_S, min(check.limit_s, self._deadline_s - time.monotonic()))
+            tell(self._store, Keys.go(index), {"ranks": ranks, "limit_s": limit_s})
+            if reason:
+                self.findings.append(Finding(check.name, Status.NOT_RUN, "all ranks", reason))
+                continue
+            answers = self._collect(index, check, ranks, limit_s)
+            self.findings += self._judge(check, answers, names)
+        return self.findings
+
+    def _obstacle(self, check: Check, names: Names) -> str:
+        """Why a check cannot run now; empty when it can."""
+        if self._is_ending():
+            return "the launcher has ended the job"
+        if time.monotonic() + _LEAST_S > self._deadline_s:
+            return "no time is left (--limit-s)"
+        if check.needs_all and self.lost:
+            return f"it needs all ranks, and {names.of(self.lost)} is lost"
+        return ""
+
+    def _collect(self, index: int, check: Check, ranks: Sequence[int], limit_s: float) -> dict[int, dict[str, Any]]:
+        """Answers by rank, as far as they come."""
+        deadline_s = time.monotonic() + limit_s + _GRACE_S
+        answers: dict[int, dict[str, Any]] = {}
+        missing, next_pulse_s = set(ranks), time.monotonic()
+        while missing and time.monotonic() < deadline_s:
+            for rank in [r for r in missing if self._store.check([Keys.answer(index, r)])]:
+                answers[rank] = hear(self._store, Keys.answer(index, rank), 1.0)
+                missing.discard(rank)
+                if answers[rank].get("lost"):
+                    self.lost[rank] = answers[rank]["error"]
+            if time.monotonic() >= next_pulse_s:
+                next_pulse_s = time.monotonic() + 1.0
+                silence_s = _SILENT_AT_END_S if self._is_ending() else _SILENT_S
+                for rank in self._pulse.silent(sorted(missing), silence_s):
+                    missing.discard(rank)
+                    self._lose(rank, check, answers, f"has died: no sign of life for {silence_s:.0f} s")
+            time.sleep(POLL_S)
+        for rank in missing:
+            self._lose(rank, check, answers, f"no answer within {limit_s:.0f} s")
+        return answers
+
+    def _lose(self, rank: int, check: Check, answers: dict[int, dict[str, Any]], why: str) -> None:
+        self.lost[rank] = f"{why}, in the check '{check.name}'"
+        answers[rank] = {"error": why}
+
+    def _judge(self, check: Check, answers: Mapping[int, dict[str, Any]], names: Names) -> list[Finding]:
+        """Findings of a check; what failed on a rank comes first, and equal failures are one row."""
+        found: list[Finding] = []
+        errors: dict[str, list[int]] = {}
+        for rank, answer in sorted(answers.items()):
+            if "error" in answer:
+                errors.setdefault(answer["error"], []).append(rank)
+        for text, ranks in errors.items():
+            hint = "Look at its log" if any(rank in self.lost for rank in ranks) else ""
+            found.append(Finding(check.name, Status.FAULT, names.of(ranks), text, hint))
+        data = {rank: answer["data"] for rank, answer in sorted(answers.items()) if "data" in answer}
+        self.figures[check.name] = {str(rank): value for rank, value in data.items()}
+        try:
+            return found + (check.judge(data, names) if data else [])
+        except Exception:  # a mistake in one judgement must not hide the other checks
+            text = "the answers cannot be judged: " + traceback.format_exc(limit=-1).splitlines()[-1]
+            return [*found, Finding(check.name, Status.FAULT, "rank 0", text, "Please report this")]
+
+    def close(self, code: int) -> None:
+        """Tell the verdict, and keep the store until everybody has read it."""
+        tell(self._store, Keys.VERDICT, code)
+        deadline_s = time.monotonic() + 3.0
+        others = [Keys.bye(rank) for rank in range(1, self._world_size) if rank not in self.lost]
+        while others and time.monotonic() < deadline_s and not self._store.check(others):
+            time.sleep(POLL_S)
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """0 when the job may start."""
+    return int(any(f.status in (Status.FAULT, Status.NOT_RUN) for f in findings))

@@ -1,0 +1,99 @@
+"""The training's flags, checked against the plan and against every rank's machine before anything starts."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat
+from megatron_het.plan import PlanError
+
+
+@dataclass
+class Flags(Check):
+    """Everything that the start of the training would refuse, all at once."""
+
+    name: str = field(default="flags", init=False)
+    limit_s: float = field(default=60.0, init=False)
+
+    def measure(self, seat: Seat) -> dict[str, Any]:
+        """Problems with the flags on this rank, and the flags that its machine asks for."""
+        from megatron_het import platform, upstream
+
+        device = platform.activate()
+        needed = {flag.words[0]: str(flag) for flag in device.flags() if flag.required}
+        if seat.flags is None:
+            return {"needed": needed, "missing": {}, "problems": [], "given": False}
+        upstream.install("stock")
+        missing, problems = problems_of(seat.flags, device)
+        return {"needed": needed, "missing": missing, "problems": problems, "given": True}
+
+    def judge(self, answers: Answers, names: Names) -> list[Finding]:
+        """One row per problem, with the ranks that have it."""
+        missing: dict[str, list[int]] = {}
+        problems: dict[str, list[int]] = {}
+        for rank, answer in answers.items():
+            for text in answer["missing"].values():
+                missing.setdefault(text, []).append(rank)
+            for text in answer["problems"]:
+                problems.setdefault(text, []).append(rank)
+        found = [self.fault(names.of(ranks), f"missing: {text}", "Add it") for text, ranks in missing.items()]
+        found += [self.fault(names.of(ranks), text) for text, ranks in problems.items()]
+        if found:
+            return found
+        if next(iter(answers.values()))["given"]:
+            return [self.ok("all ranks", "the training's flags fit the plan and the machines")]
+        return self._needed(answers, names)
+
+    def _needed(self, answers: Answers, names: Names) -> list[Finding]:
+        """Without flags to check: what the machines ask for, which should be the same on all."""
+        needs: dict[str, list[int]] = {}
+        for rank, answer in answers.items():
+            for text in answer["needed"].values():
+                needs.setdefault(text, []).append(rank)
+        found = [
+            self.warning(names.of(ranks), f"only here needed: {text}", "Give it to all ranks; or install alike")
+            for text, ranks in needs.items()
+            if len(ranks) < len(answers)
+        ]
+        return found or [self.ok("all ranks", "flags that the machines need: " + (", ".join(needs) or "none"))]
+
+
+def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], list[str]]:
+    """What is wrong with the flags of a training on this machine.
+
+    Returns:
+        Flags that the machine needs and that are missing, with the reason; all other problems.
+    """
+    from megatron_het.arguments import split_arguments
+    from megatron_het.hooks import argument_problems
+    from megatron_het.runtime.session import HetSession
+
+    said, before = io.StringIO(), sys.argv
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            config, rest = split_arguments(flags)
+            sys.argv = ["pretrain", *rest]
+            parsed = _parse()
+        missing = {flag.words[0]: str(flag) for flag in device.unmet_flags(parsed)}
+        if config.plan is None:
+            return missing, []
+        session = HetSession(config, device)
+        return missing, [str(problem) for problem in argument_problems(config, device, session, parsed)]
+    except PlanError as error:
+        return {}, [str(error)]
+    except SystemExit:  # a parser has refused
+        lines = [line for line in said.getvalue().splitlines() if line.strip()]
+        return {}, [lines[-1] if lines else "the flags are refused, without a reason"]
+    finally:
+        sys.argv = before
+
+
+def _parse() -> Any:
+    """Megatron's namespace of ``sys.argv``."""
+    from megatron.training.arguments import parse_args
+
+    return parse_args()

@@ -1,0 +1,168 @@
+"""Versions, drivers, kernels and environment variables, compared over all ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform as system
+import re
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from megatron_het.config import environment_of
+from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, grouped
+from megatron_het.doctor.nvidia import query
+
+_PACKAGES = {
+    "torch": "torch",
+    "megatron-core": "megatron-core",
+    "megatron-het": "megatron-het",
+    "Transformer Engine": "transformer-engine",
+    "Apex": "apex",
+    "flash-attn": "flash-attn",
+    "numpy": "numpy",
+}
+_KERNELS = {
+    "gradient accumulation": "fused_weight_gradient_mlp_cuda",
+    "masked softmax": "scaled_upper_triang_masked_softmax_cuda",
+}
+# With different values of these, ranks compute or communicate differently.
+_MUST_AGREE = ("torch", "megatron-core", "megatron-het", "Transformer Engine", "Apex", "python", "nccl", "plan")
+_WATCHED = re.compile(r"(NCCL|CUDA|OMP|MKL|GLOO|NVTE|TORCH|PYTORCH|UCX|FI|NVSHMEM|RCCL|HIP|PYTHONHASHSEED)(_|$)")
+# Set by launchers, or rightly different on every rank or node.
+_OWN = re.compile(
+    r"CUDA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|TORCHELASTIC_|TORCH_NCCL_ASYNC|TORCHRUN|.*TEMP_FILE|"
+    r"CUDA_(VERSION|HOME|PATH)|NCCL_VERSION"
+)
+_BY_NODE = re.compile(r".*(IFNAME|IB_HCA|NET_DEVICES|_INTERFACE|IFACE|TOPO_FILE)$")
+_PROTOCOL = re.compile(r"NCCL_(ALGO|PROTO|COLLNET|NVLS|P2P|BUFFSIZE|IB_DISABLE|NET)|NVTE_|CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+@dataclass
+class Software(Check):
+    """What is installed and set on every rank."""
+
+    name: str = field(default="software", init=False)
+    limit_s: float = field(default=30.0, init=False)
+
+    def measure(self, seat: Seat) -> dict[str, Any]:
+        """Versions by name, and the environment variables that matter."""
+        return {
+            "versions": installed() | {"plan": seat.expectations.plan_hash or "-"},
+            "device": _device(seat.local_rank),
+            "environment": {k: v for k, v in os.environ.items() if _WATCHED.match(k) and not _OWN.fullmatch(k)},
+            "wanted": environment_of(seat.plan),
+        }
+
+    def judge(self, answers: Answers, names: Names) -> list[Finding]:
+        """Differences between ranks, and variables that contradict the plan."""
+        found = self._versions(answers, names) + self._devices(answers, names) + self._variables(answers, names)
+        for rank, answer in answers.items():
+            for variable, wanted in answer["wanted"].items():
+                value = answer["environment"].get(variable)
+                if value not in (None, wanted) and answer["device"].get("capability", 0) < 10:
+                    what = f"{variable}={value}, and the plan has tensor parallelism, which needs {wanted}"
+                    found.append(self.fault(names.of([rank]), what, "Leave the variable to the plan"))
+        return found
+
+    def _versions(self, answers: Answers, names: Names) -> list[Finding]:
+        found, same = [], []
+        for name in dict.fromkeys(n for answer in answers.values() for n in answer["versions"]):
+            groups = grouped({rank: answer["versions"].get(name, "-") for rank, answer in answers.items()})
+            if len(groups) == 1:
+                value = next(iter(groups))
+                if value != "-" and name != "plan":
+                    same.append(f"{name} {value}")
+                continue
+            text = f"{name}: " + "; ".join(f"{value} on {names.of(ranks)}" for value, ranks in groups.items())
+            usual = next(iter(groups))
+            others = [rank for value, ranks in groups.items() if value != usual for rank in ranks]
+            judged = self.fault if name in _MUST_AGREE else self.warning
+            found.append(judged(names.of(others), text, "Use one environment on all nodes"))
+        return [*found, self.ok("all ranks", ", ".join(same))] if same else found
+
+    def _devices(self, answers: Answers, names: Names) -> list[Finding]:
+        """Models of devices and their drivers; kinds that the plan names get one model each."""
+        found = []
+        for model, ranks in grouped({r: a["device"]["name"] for r, a in answers.items()}).items():
+            drivers = grouped({r: answers[r]["device"].get("driver", "") for r in ranks})
+            text = model + "".join(f", driver {d} on {names.of(rs)}" for d, rs in drivers.items() if d)
+            one = self.ok if len(drivers) == 1 else self.warning
+            found.append(one(names.of(ranks), text))
+        by_kind: dict[str, dict[int, str]] = {}
+        for rank, answer in answers.items():
+            by_kind.setdefault(names.kind(rank), {})[rank] = answer["device"]["name"]
+        for kind, models in by_kind.items():
+            groups = grouped(models)
+            if kind and len(groups) > 1:
+                text = f"devices of the kind {kind} are different models: " + "; ".join(
+                    f"{model} on {names.of(ranks)}" for model, ranks in groups.items()
+                )
+                found.append(self.fault(names.of(models), text, "Ranks are on other nodes than the plan says"))
+        return found
+
+    def _variables(self, answers: Answers, names: Names) -> list[Finding]:
+        found = []
+        for name in sorted({n for answer in answers.values() for n in answer["environment"]}):
+            groups = grouped({rank: answer["environment"].get(name) for rank, answer in answers.items()})
+            if len(groups) == 1 or (_BY_NODE.fullmatch(name) and None not in groups):
+                continue
+            judged = self.fault if _PROTOCOL.match(name) else self.warning
+            missing = groups.get(None, [])
+            if missing:
+                there = [rank for value, ranks in groups.items() if value is not None for rank in ranks]
+                text = f"{name} is not set, and {names.of(there)} has it"
+                found.append(judged(names.of(missing), text, "Set it on all nodes or on none"))
+            else:
+                text = "; ".join(f"{value} on {names.of(ranks)}" for value, ranks in groups.items())
+                found.append(judged(names.of(answers), f"{name} differs: {text}", "Set it alike on all nodes"))
+        return found
+
+
+def installed() -> dict[str, str]:
+    """Versions of what training uses, by name; ``-`` for what is not there."""
+    found = {"python": system.python_version()}
+    for name, package in _PACKAGES.items():
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            found[name] = "-"
+    import megatron_het
+
+    found["megatron-het"] = megatron_het.__version__  # a checkout may not be installed
+    for name, module in _KERNELS.items():
+        found[f"fused {name}"] = "yes" if importlib.util.find_spec(module) else "-"
+    return found | _of_torch()
+
+
+def _of_torch() -> dict[str, str]:
+    import torch
+
+    found = {"cuda": torch.version.cuda or "-"}
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def _device(local_rank: int) -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"name": _processor()}
+    index = local_rank % torch.cuda.device_count()
+    facts = query(torch.cuda.get_device_properties(index))
+    return {
+        "name": torch.cuda.get_device_name(index),
+        "capability": torch.cuda.get_device_capability(index)[0],
+        "driver": facts.get("driver_version", ""),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "CPU")
+    except OSError:
+        return "CPU"

@@ -1,0 +1,148 @@
+"""Dry runs of ranks: ``python -m megatron_het.dry_run --rank R --out FILE -- <Megatron's flags> --het-plan plan.json``.
+
+``het-plan dry-run`` starts this for the ranks that it asks for.  With ``--measured`` nothing is dry: the rank
+takes part in a real run of two iterations, which the same tracker counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+_POLL_S = 0.05
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    options, flags = _parser().parse_args(words[:cut]), words[cut + 1 :]
+    if options.measured:
+        return _one_rank(options, flags, int(os.environ.get("RANK", "0")))
+    ranks = options.rank or [0]
+    _stand_for(ranks, flags)
+    if len(ranks) == 1 and options.limit_s is None:
+        return _one_rank(options, flags, ranks[0])
+    return _each_alone(options, flags, ranks)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from megatron_het.untrusted import amount, count
+
+    parser = argparse.ArgumentParser(prog="python -m megatron_het.dry_run", description=__doc__)
+    parser.add_argument(
+        "--rank", type=count(0, 1 << 20), action="append", metavar="R", help="which rank of the plan; may be repeated"
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="FILE", help="where to write what was counted, as JSON; {rank} is replaced"
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=("gpu", "cpu"),
+        default="gpu",
+        help="gpu (default): layers as fused kernels run them; cpu: exactly what a run on CPUs over gloo does",
+    )
+    parser.add_argument(
+        "--measured", action="store_true", help="count a real run on CPUs, started by torchrun, instead of a dry one"
+    )
+    parser.add_argument("--limit-s", type=amount(0.0, 1e6), metavar="S", help="end a rank that takes longer")
+    return parser
+
+
+def _stand_for(ranks: Sequence[int], flags: Sequence[str]) -> None:
+    """The environment that a launcher would give a rank; set before torch is imported.
+
+    Raises:
+        SystemExit: Flags without a plan, or a rank that the plan does not have.
+    """
+    from megatron_het.arguments import split_arguments
+    from megatron_het.plan import PlanError
+
+    try:
+        config, _ = split_arguments(list(flags))
+    except PlanError as error:
+        _end(str(error))
+    if config.plan is None:
+        _end("--het-plan is missing: a dry run is of a plan")
+    size = config.plan.world_size
+    for rank in ranks:
+        if rank >= size:
+            _end(f"--rank {rank}: the plan has ranks 0 to {size - 1}")
+    os.environ.update(RANK=str(ranks[0]), LOCAL_RANK="0", WORLD_SIZE=str(size), CUDA_VISIBLE_DEVICES="")
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"  # there is nothing to compute, and threads do not survive a fork
+
+
+def _end(message: str) -> NoReturn:
+    sys.stderr.write(f"megatron_het.dry_run: {message}\n")
+    raise SystemExit(2)
+
+
+def _one_rank(options: argparse.Namespace, flags: Sequence[str], rank: int) -> int:
+    """Run one rank in this process."""
+    from megatron_het.dry_run.run import Setting, run
+    from megatron_het.untrusted import write_json
+
+    start_s = time.perf_counter()
+    found = run(Setting(rank, measured=options.measured, gpu=options.kernels == "gpu" and not options.measured), flags)
+    found["seconds"] = round(time.perf_counter() - start_s, 3)
+    write_json(options.out.replace("{rank}", str(rank)), found)
+    return 0
+
+
+def _each_alone(options: argparse.Namespace, flags: Sequence[str], ranks: Sequence[int]) -> int:
+    """Run ranks one after the other, each in a process forked from this one, which has imported Megatron."""
+    from megatron_het.dry_run.run import import_megatron
+
+    import_megatron(gpu=options.kernels == "gpu")
+    worst = 0
+    for rank in ranks:
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            os.environ["RANK"] = str(rank)
+            _leave(options, flags, rank)
+        worst = max(worst, _wait(child, rank, options.limit_s))
+    return worst
+
+
+def _leave(options: argparse.Namespace, flags: Sequence[str], rank: int) -> NoReturn:
+    """The life of a forked process."""
+    code = 1
+    try:
+        code = _one_rank(options, flags, rank)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(child: int, rank: int, limit_s: float | None) -> int:
+    """Wait for a forked process, at most so long; returns its exit code."""
+    import signal
+
+    deadline_s = time.monotonic() + (limit_s or 1e9)
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return abs(os.waitstatus_to_exitcode(status))
+        if time.monotonic() > deadline_s:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            sys.stderr.write(f"megatron_het.dry_run: rank {rank} took more than {limit_s:g} s and was ended\n")
+            return 124
+        time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""Stand-ins for the fused kernels of GPUs: they allocate and keep what the kernels do, and compute nothing.
+
+A laptop has no Transformer Engine, so Megatron would build its layers from single operations there, which keep several
+times as much for the backward pass.  What each kernel keeps:
+
+- attention (FlashAttention 2, section 3.1): queries, keys, values, output, and one fp32 number per query and head,
+- RMSNorm: its input and one fp32 number per token,
+- rotary embeddings: nothing of their own,
+- SwiGLU: its input,
+- gradients of weights are added to Megatron's main gradients by the matrix product itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+CountFlops = Callable[[float], None]
+
+
+def replace_kernels(count: CountFlops) -> None:
+    """Put the stand-ins where Megatron and torch look kernels up; after Megatron was imported.
+
+    Args:
+        count: Told of the FLOPs of attention and of the gradients of weights.
+    """
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    def accumulate(source: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+        count(2.0 * source.shape[0] * source.shape[1] * grad.shape[1])
+
+    layers._grad_accum_fusion_available = True
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
+    )
+    rope_utils.fused_apply_rotary_pos_emb = _rotated
+    fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = _gated, _like_second
+    torch.nn.RMSNorm.forward = lambda self, x: _Norm.apply(x, self.weight)  # type: ignore[method-assign]
+
+    def attend(
+        self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_mask: Any, **_options: Any
+    ) -> torch.Tensor:
+        output = _Attention.apply(query, key, value, count)
+        return output.reshape(*output.shape[:2], -1)
+
+    DotProductAttention.forward = attend
+
+
+class _Attention(torch.autograd.Function):
+    """``[s, b, heads, d]`` queries over ``[s, b, groups, d]`` keys and values, causal."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: CountFlops
+    ) -> torch.Tensor:
+        length, batch, heads, width = query.shape
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        statistics = torch.empty(batch, heads, length, dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, output, statistics)
+        ctx.count, ctx.flops = count, 2.0 * batch * heads * width * length * length  # two products, half of each
+        count(ctx.flops)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, _, _ = ctx.saved_tensors
+        ctx.count(2.5 * ctx.flops)  # five products
+        return (*(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value)), None)
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm over the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        scale = torch.empty(source.shape[:-1], dtype=torch.float32, device=source.device)
+        ctx.save_for_backward(source, weight, scale)
+        return torch.empty_like(source)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        source, weight, _ = ctx.saved_tensors
+        return torch.empty_like(source), torch.empty_like(weight)
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.empty(gradients[0].shape, dtype=gradients[0].dtype, device=gradients[0].device)
+
+
+def _rotated(tensor: torch.Tensor, frequencies: torch.Tensor, **_options: Any) -> torch.Tensor:
+    return _Rotated.apply(tensor)
+
+
+def _gated(both: torch.Tensor) -> torch.Tensor:
+    return torch.empty((*both.shape[:-1], both.shape[-1] // 2), dtype=both.dtype, device=both.device)
+
+
+def _like_second(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(both)

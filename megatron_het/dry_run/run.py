@@ -1,0 +1,147 @@
+"""The run of one rank under a tracker, dry or real."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_het import hooks, platform, pretrain_gpt
+from megatron_het.config import HetConfig
+from megatron_het.dry_run import kernels
+from megatron_het.dry_run.alone import join_alone, without_values
+from megatron_het.dry_run.samples import samples_provider
+from megatron_het.dry_run.session import WatchedSession
+from megatron_het.dry_run.tracker import Tracker
+from megatron_het.platform import Platform
+
+ITERATIONS = 2
+"""The second one has the optimizer's state from its start, as all that follow."""
+_LAST = ("--num-workers", "0", "--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1")
+# A fused attention gets no mask.
+_GPU = ("--distributed-backend", "nccl", "--attention-backend", "unfused", "--no-create-attention-mask-in-dataloader")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a rank is run.
+
+    Attributes:
+        rank: Of the plan.
+        measured: Whether it takes part in a real run.
+        gpu: Whether it stands for a GPU: fused kernels, and groups of NCCL.
+    """
+
+    rank: int
+    measured: bool = False
+    gpu: bool = True
+
+
+def import_megatron(*, gpu: bool) -> None:
+    """Import what all ranks need, so that processes can be forked from this one."""
+    platform.activate(plays_cuda=gpu)
+    from megatron.training import pretrain, training  # noqa: F401
+
+
+_COUNTING: list[Tracker] = []
+
+
+def _count_flops(count: float) -> None:
+    """FLOPs of a stand-in, for the tracker of this process."""
+    for tracker in _COUNTING:
+        tracker.add_flops(count)
+
+
+def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
+    """Train for :data:`ITERATIONS` iterations and return what was counted in the last one.
+
+    Args:
+        setting: Which rank, and how.
+        flags: Megatron's flags with ``--het-plan``.
+    """
+    tracker = Tracker(is_fake=not setting.measured)
+    _COUNTING.append(tracker)
+    sessions: list[WatchedSession] = []
+
+    def make_session(config: HetConfig, device: Platform, rank: int) -> WatchedSession:
+        sessions.append(WatchedSession(config, device, rank, tracker))
+        return sessions[-1]
+
+    import_megatron(gpu=setting.gpu)
+    if setting.gpu:
+        kernels.replace_kernels(_count_flops)
+    device = platform.activate()
+    needed = [word for flag in device.flags() for word in flag.words] if setting.gpu else []
+    backend = _GPU if setting.gpu else ()
+    sys.argv = ["dry_run", *_defaults(flags), *flags, *needed, *backend, *_LAST]
+    hooks.install(make_session=make_session)
+    args = _parse()
+    session = sessions[0]
+    start_s = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        if not setting.measured:
+            join_alone(setting.rank, session.plan.world_size, args.distributed_backend)
+            stack.enter_context(without_values())
+        stack.enter_context(tracker.running())
+        _train(args)
+    return _figures(session, setting.rank, tracker) | {"run_seconds": round(time.perf_counter() - start_s, 3)}
+
+
+def _defaults(flags: Sequence[str]) -> tuple[str, ...]:
+    """Flags that Megatron wants and that make no difference here, where the user has not given them."""
+    given = {word.split("=", 1)[0] for word in flags}
+    lasts = () if given & {"--train-iters", "--train-samples"} else ("--train-iters", "10")
+    return ("--lr", "1e-4", *lasts)
+
+
+def _parse() -> Any:
+    """Megatron's arguments for a run that reads and writes nothing and stops by itself."""
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    args.save = args.load = args.pretrained_checkpoint = args.tensorboard_dir = None
+    args.exit_interval = ITERATIONS
+    args.do_train = True  # Megatron reads it from a broadcast
+    return args
+
+
+def _train(args: Any) -> None:
+    """``pretrain``, which ends by the exit interval."""
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+    now_s = time.time()
+    set_startup_timestamps(program_start=now_s, main_entry=now_s)
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    try:
+        pretrain(
+            container,
+            samples_provider(args),
+            ModelType.encoder_or_decoder,
+            pretrain_gpt.forward_step,
+            store=None,
+            get_embedding_ranks=pretrain_gpt.embedding_ranks,
+        )
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            raise
+
+
+def _figures(session: WatchedSession, rank: int, tracker: Tracker) -> dict[str, Any]:
+    """What was counted, for JSON."""
+    where = session.placement.locate(rank)
+    peak, start = tracker.ledger.peak(ITERATIONS - 1), tracker.ledger.peak(-1)
+    return {
+        "rank": rank,
+        "stage": where.stage,
+        "replica": where.replica,
+        "tp_rank": where.tp_rank,
+        "memory": asdict(peak) | {"start_bytes": start.total_bytes},
+        "flops": dict(sorted(tracker.flops.items())),
+        "traffic": tracker.traffic.as_json(),
+        "figures": {title: dict(values) for title, values in session.last_figures.items()},
+    }

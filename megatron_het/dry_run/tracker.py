@@ -1,0 +1,182 @@
+"""Counts what a rank holds, computes and sends, operator by operator; on real tensors and on fake ones alike."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import flop_registry
+
+from megatron_het.dry_run.ledger import Ledger, Moment
+from megatron_het.dry_run.traffic import Traffic, answer
+from megatron_het.platform.memory import Storages, StorageWatch, uncounted, watched
+
+_ATEN = torch.ops.aten
+_VALUE = _ATEN._local_scalar_dense.default
+_SETS = {_ATEN.set_.source_Storage, _ATEN.set_.source_Storage_storage_offset}
+
+
+class _LedgerStorages(Storages):
+    """Writes every change into the ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._life: dict[int, list[int]] = {}
+
+    def changed(self, key: int, before_bytes: int, after_bytes: int) -> None:
+        """See :class:`Storages`."""
+        if before_bytes == 0:
+            self._life.setdefault(key, []).append(self._ledger.open())
+        life = self._life[key][-1]
+        self._ledger.change(life, after_bytes - before_bytes)
+        if after_bytes == 0:
+            self._ledger.close(life)
+
+    def forget(self, key: int) -> None:
+        """See :class:`Storages`."""
+        super().forget(key)
+        self._life.pop(key, None)
+
+    def mark(self, tensor: torch.Tensor, category: str) -> None:
+        """Say what a tensor's storage is for, in all its lives."""
+        for life in self._life.get(tensor.untyped_storage()._cdata, ()):
+            self._ledger.mark(life, category)
+
+
+class Tracker(StorageWatch):
+    """Use as a context manager around a run; inside of a ``FakeTensorMode`` for fake tensors.
+
+    Args:
+        is_fake: Whether tensors have no values and no other ranks answer.
+
+    Attributes:
+        ledger: The account of memory.
+        traffic: Operations of ``torch.distributed`` in the current iteration.
+        flops: Of matrix products and attention in the current iteration, by kind of operation of the program.
+    """
+
+    def __init__(self, *, is_fake: bool) -> None:
+        self.ledger = Ledger()
+        self._known = _LedgerStorages(self.ledger)
+        super().__init__(self._known)
+        self._is_fake = is_fake
+        self.traffic = Traffic()
+        self.flops: dict[str, int] = defaultdict(int)
+        self._iteration = -1
+        self._kind = ""
+
+    @property
+    def live_bytes(self) -> int:
+        """What lives now."""
+        return self._known.live_bytes
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Count what runs inside."""
+        with watched(self._known), _resizes_seen(self._known), _objects_overlooked(), self:
+            yield
+
+    def start_iteration(self) -> None:
+        """An iteration of training begins, and the one before it has ended."""
+        self._iteration += 1
+        self.traffic.restart()
+        self.flops.clear()
+        self.phase("between operations")
+
+    def phase(self, label: str) -> None:
+        """Something other than an operation of the program runs from here."""
+        self._kind = ""
+        self.ledger.begin(Moment(self._iteration, label, is_operation=False))
+
+    def operation(self, kind: str, label: str) -> None:
+        """An operation of the program runs from here."""
+        self._kind = kind
+        self.ledger.begin(Moment(self._iteration, label, is_operation=True))
+
+    def add_flops(self, count: float) -> None:
+        """Count FLOPs of what is not an operator of torch."""
+        self.flops[self._kind] += int(count)
+
+    def mark(self, tensors: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """Say what storages are for.
+
+        Args:
+            tensors: By category.
+        """
+        for category, found in tensors.items():
+            for tensor in found:
+                self._known.mark(tensor, category)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.traffic.see(func, args)
+            if self._is_fake:
+                return answer(func, args)
+        elif func is _VALUE and self._is_fake:
+            return _value(args[0])
+        with self._forgetting(func):
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.flops[self._kind] += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+    def _forgetting(self, func: Any) -> contextlib.AbstractContextManager[None]:
+        """The cache of fake operators would keep the storages that are arguments alive."""
+        if func in _SETS and self._is_fake:
+            mode = next(m for m in _get_current_dispatch_mode_stack() if isinstance(m, FakeTensorMode))
+            return disable_fake_tensor_cache(mode)
+        return contextlib.nullcontext()
+
+
+def _value(tensor: torch.Tensor) -> Any:
+    """What ``item()`` gives: the value where it is known, else zero, which means no overflow and no NaN."""
+    constant = getattr(tensor, "constant", None)
+    if constant is not None:
+        return constant.item()
+    if tensor.dtype == torch.bool:
+        return False
+    return 0.0 if tensor.dtype.is_floating_point else 0
+
+
+@contextlib.contextmanager
+def _objects_overlooked() -> Iterator[None]:
+    """Python objects that ranks exchange, while they start, are no tensors of the training."""
+    original = dist.all_gather_object
+
+    @functools.wraps(original)
+    def all_gather_object(*positional: Any, **keywords: Any) -> None:
+        with uncounted():
+            original(*positional, **keywords)
+
+    dist.all_gather_object = all_gather_object
+    try:
+        yield
+    finally:
+        dist.all_gather_object = original
+
+
+@contextlib.contextmanager
+def _resizes_seen(storages: Storages) -> Iterator[None]:
+    """Storages are resized without an operator; show that too."""
+    storage_type: Any = torch.UntypedStorage
+    original = storage_type.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        result = original(self, size)
+        storages.resized(self)
+        return result
+
+    storage_type.resize_ = resize_
+    try:
+        yield
+    finally:
+        storage_type.resize_ = original

@@ -1,0 +1,73 @@
+"""What a plan can ask for beyond a schedule: one description per feature.  No torch.
+
+A new feature is a module of this folder, its place in ``FEATURES``, and, where it does something on a rank, a folder
+of its own that ``Feature.runtime`` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_het.features.activation_offload import ActivationOffload
+from megatron_het.features.base import Feature
+from megatron_het.features.context_exchange import ContextExchange
+from megatron_het.features.context_parallel import ContextParallel
+from megatron_het.features.initial_weights import InitialWeights
+from megatron_het.features.slices import Slices
+from megatron_het.features.thrifty_layers import ThriftyLayers
+from megatron_het.features.vocabulary import Vocabulary
+from megatron_het.features.window import Window
+from megatron_het.features.zero_bubble import ZeroBubble
+from megatron_het.plan import Plan
+
+FEATURES: tuple[Feature, ...] = (
+    Slices(),
+    ContextParallel(),
+    ContextExchange(),
+    Vocabulary(),
+    Window(),
+    ActivationOffload(),
+    ThriftyLayers(),
+    ZeroBubble(),
+    InitialWeights(),
+)
+"""All features, in the order of their flags, checks and passes."""
+
+
+def features_of(plan: Plan) -> Iterator[tuple[Feature, Any]]:
+    """The features of a checked plan, each with its options."""
+    for feature in FEATURES:
+        options = feature.options_of(plan)
+        if options is not None:
+            yield feature, options
+
+
+def options_of(plan: Plan, name: str) -> Any | None:
+    """The options of one feature of a checked plan; None where the feature is off.
+
+    Raises:
+        KeyError: There is no feature of this name.
+    """
+    return feature(name).options_of(plan)
+
+
+def feature(name: str) -> Feature:
+    """A feature by its name.
+
+    Raises:
+        KeyError: There is no feature of this name.
+    """
+    return {known.name: known for known in FEATURES}[name]
+
+
+def switches(schedule: str) -> dict[str, Any]:
+    """The parameters of a plan that switch on what only this schedule can have."""
+    mine = [f.switch for f in FEATURES if f.switch is not None and f.schedules == (schedule,)]
+    return {switch.parameter: True for switch in mine}
+
+
+def host_parameters(schedule: str) -> dict[str, Any]:
+    """The parameters of a plan with which as much as possible waits in main memory."""
+    options = [o for f in FEATURES if f.goes_with(schedule) for o in f.parameters]
+    return {o.parameter: o.on_host for o in options if o.on_host is not None}

@@ -1,0 +1,384 @@
+"""What a feature is: options, checks, refusals, passes and the upstream code that it leans on.
+
+A feature is something that a plan can ask for beyond its schedule.  This half of a feature needs no torch: the
+planner, the command line and the start of a run read it.  The half that runs on a rank is in the module that
+``Feature.runtime`` names.
+
+The fields of a feature's options say everything that is generic about them: the name in the plan, the flag, the help
+text, which values are right.  Flags, ``--help``, checks and the list of known parameters are made of the fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from megatron_het.plan import Plan, PlanError, ScheduleSpec
+from megatron_het.schedule.cost import Costs, PerChunk
+from megatron_het.schedule.ir import Program
+
+Text = str | Callable[[Plan], str]
+"""A text, or how to make it for a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One parameter of a plan's schedule, and the flag that sets it.
+
+    Attributes:
+        parameter: Name among the schedule's parameters.
+        kind: bool, int, float or str; of a field of options, its type.
+        flag: The flag that sets it, "" for none.
+        help: Help text of the flag.
+        metavar: What the help text calls the flag's value.
+        choices: The values, where there are few.
+        accepts: Whether a value of the right type is right for a plan.
+        problem: What is wrong with a value that is not.
+        where: How an error names the option; the parameter's place in the plan, if empty.
+        field: Name of the options' field, "" for a switch.
+        on_host: The value with which as much as possible waits in main memory; None if it moves nothing there.
+    """
+
+    parameter: str
+    kind: type = bool
+    flag: str = ""
+    help: str = ""
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    accepts: Callable[[Any, Plan], bool] | None = None
+    problem: Text = ""
+    where: str = ""
+    field: str = ""
+    on_host: Any = None
+
+    def check(self, value: Any, plan: Plan) -> None:
+        """Refuse a value of the wrong type or out of range.
+
+        Raises:
+            PlanError: The value is refused.
+        """
+        problem = self.problem(plan) if callable(self.problem) else self.problem
+        if not self._has_type(value):
+            raise self._error(value, problem or f"must be of type {self.kind.__name__}")
+        if self.choices and value not in self.choices:
+            raise self._error(value, problem or f"must be one of {self.choices}")
+        if self.accepts is not None and not self.accepts(value, plan):
+            raise self._error(value, problem)
+
+    def _has_type(self, value: Any) -> bool:
+        """Booleans are not numbers here, and integers may stand for floats."""
+        if self.kind is float:
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        return type(value) is self.kind
+
+    def _error(self, value: Any, problem: str) -> PlanError:
+        return PlanError(self.where or f"schedule.parameters.{self.parameter}", value, problem)
+
+
+def option(parameter: str, default: Any, **described: Any) -> Any:
+    """A field of a feature's options.
+
+    Args:
+        parameter: Name among the schedule's parameters.
+        default: The field's value where a plan says nothing.
+        **described: Further attributes of :class:`Option`, without ``kind`` and ``field``.
+    """
+    return field(default=default, metadata={"option": Option(parameter, **described)})
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A value of Megatron's arguments that cannot go with something else.
+
+    Attributes:
+        attribute: Of Megatron's arguments.
+        reason: Why it cannot.
+        when: Whether a value is refused; by default everything that counts as given.
+    """
+
+    attribute: str
+    reason: str
+    when: Callable[[Any], bool] = bool
+
+    def check(self, args: Any, what: str) -> None:
+        """Raise a PlanError if the argument is refused together with ``what``."""
+        value = getattr(args, self.attribute, None)
+        if self.when(value):
+            raise PlanError(flag_of(self.attribute), value, f"cannot be used with {what}: {self.reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class ViewFlag:
+    """A flag of ``python -m megatron_het.schedule``, which also shows programs that no plan asks for.
+
+    Attributes:
+        flag: With its hyphens.
+        help: Help text.
+        default: Without the flag.  False makes a switch of it, a number a count.
+        most: The largest count.
+        choices: The values of a flag with few.
+    """
+
+    flag: str
+    help: str
+    default: bool | int | str = False
+    most: int = 0
+    choices: tuple[str, ...] = ()
+
+
+def flag_of(attribute: str) -> str:
+    """The flag behind an attribute of parsed arguments."""
+    return "--" + attribute.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What features are priced with, per device (replica of a stage).
+
+    Attributes:
+        gather_s: All-gather of the parameters of all chunks over the stage's replicas.
+        reduce_s: Reduce-scatter of their gradients.
+        host_copy_s: The device's shards of the parameters between host and device, one way.
+        host_bytes_per_s: Between host and device.
+        embedding_forward_s, embedding_backward_s: Word embeddings of one microbatch, if this device did all of it.
+        head_forward_s, head_backward_s: Output layer and loss of one microbatch, likewise.
+        head_bytes: What output layer and loss keep of one microbatch, likewise.
+        attention_forward_s, attention_backward_s: Causal attention of one layer and microbatch.
+        kv_bytes: Keys and values of one layer and microbatch.
+        query_bytes: Query plus output of one layer and microbatch.
+    """
+
+    gather_s: tuple[float, ...]
+    reduce_s: tuple[float, ...]
+    host_copy_s: tuple[float, ...]
+    host_bytes_per_s: tuple[float, ...]
+    embedding_forward_s: tuple[float, ...]
+    embedding_backward_s: tuple[float, ...]
+    head_forward_s: tuple[float, ...]
+    head_backward_s: tuple[float, ...]
+    head_bytes: tuple[float, ...]
+    attention_forward_s: tuple[float, ...]
+    attention_backward_s: tuple[float, ...]
+    kv_bytes: tuple[float, ...]
+    query_bytes: tuple[float, ...]
+
+
+class Feature:
+    """One feature.  Subclasses say what is different; the instances are in ``megatron_het.features.FEATURES``.
+
+    Attributes:
+        name: Its name, as in the column ``executor`` of the operation kinds.
+        title: Heading of its flags in ``--help``.
+        options: Frozen dataclass whose fields are made by :func:`option`.
+        switch: The parameter that switches the feature on; None if its options alone do.
+        implied: Whether flags of its options switch it on too.
+        view_flags: The flags with which ``python -m megatron_het.schedule`` shows it, with any schedule.
+        schedules: The schedules that can have it; None for all.
+        runs: Schedules whose operations it executes: without it they can only be simulated.
+        refused: What it cannot go with among Megatron's arguments.
+        refused_by_plans: What no plan can go with, with the feature or without.
+        sets: Megatron's flags that follow from a plan.
+        upstream_names: Dotted names of upstream code that it leans on, with the SHA-256 of their sources
+            (``upstream.source_hash``).  A run with the feature does not start when one differs.
+        optimizer_layers: Dotted names of functions that make a subclass of Megatron's distributed optimizer, each on
+            top of the one before (``upstream/distributed_optimizer.py``).
+        holds_rows_once: Whether every row of the vocabulary is on one stage, also with tied embeddings.
+        runtime: Dotted name of the module with its half on a rank, "" if there is none.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str] = ""
+    options: ClassVar[type]
+    switch: ClassVar[Option | None] = None
+    implied: ClassVar[bool] = False
+    view_flags: ClassVar[tuple[ViewFlag, ...]] = ()
+    schedules: ClassVar[tuple[str, ...] | None] = None
+    runs: ClassVar[tuple[str, ...]] = ()
+    refused: ClassVar[tuple[Refusal, ...]] = ()
+    refused_by_plans: ClassVar[tuple[Refusal, ...]] = ()
+    sets: ClassVar[tuple[str, ...]] = ()
+    upstream_names: ClassVar[Mapping[str, str]] = {}
+    optimizer_layers: ClassVar[tuple[str, ...]] = ()
+    holds_rows_once: ClassVar[bool] = False
+    runtime: ClassVar[str] = ""
+
+    # -- options -----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Option, ...]:
+        """All that a plan's schedule may say of the feature, the switch first."""
+        kinds = typing.get_type_hints(self.options)
+        described = [(f, f.metadata["option"]) for f in dataclasses.fields(self.options) if "option" in f.metadata]
+        found = tuple(dataclasses.replace(o, field=f.name, kind=kinds[f.name]) for f, o in described)
+        return found if self.switch is None else (self.switch, *found)
+
+    def goes_with(self, schedule: str) -> bool:
+        """Whether plans with this schedule can have the feature."""
+        return self.schedules is None or schedule in self.schedules
+
+    def read(self, schedule: ScheduleSpec) -> Any | None:
+        """The options among a schedule's parameters, which have been checked; None where the feature is off."""
+        given = {o: schedule.parameters[o.parameter] for o in self.parameters if o.parameter in schedule.parameters}
+        is_on = bool(given) if self.switch is None else given.get(self.switch, False)
+        if not is_on or not self.goes_with(schedule.name):
+            return None
+        return self.options(**{o.field: value for o, value in given.items() if o.field})
+
+    def options_of(self, plan: Plan) -> Any | None:
+        """The options of a checked plan; None where the feature is off."""
+        return self.read(plan.schedule)
+
+    def viewed(self, flags: Mapping[str, Any]) -> Any | None:
+        """The options that ``view_flags`` ask for, by attribute as argparse names them; None where it is off."""
+        del flags
+        return None
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that cannot be run as it says, whatever the training's arguments.
+
+        Args:
+            plan: Its parameters have the names of parameters of its schedule (``features.plan_checks``).
+
+        Raises:
+            PlanError: The first thing that does not fit.
+        """
+        given = plan.schedule.parameters
+        mine = [o for o in self.parameters if o.parameter in given]
+        for o in mine:
+            o.check(given[o.parameter], plan)
+        options = self.options_of(plan)
+        if options is not None:
+            self.check_plan(plan, options)
+            return
+        lonely = next((o for o in mine if o is not self.switch), None)
+        if lonely is not None:
+            raise self.without_switch(plan, lonely)
+        self.check_off(plan)
+
+    def elsewhere(self, plan: Plan, given: Option) -> PlanError | None:
+        """The refusal of a parameter with a schedule that cannot have the feature; None for the general one."""
+        del plan, given
+        return None
+
+    def without_switch(self, plan: Plan, given: Option) -> PlanError:
+        """The refusal of an option of a feature that is off."""
+        assert self.switch is not None
+        return PlanError(
+            f"schedule.parameters.{given.parameter}",
+            plan.schedule.parameters[given.parameter],
+            f"is an option of the {self.title}",
+            f'Add "{self.switch.parameter}": true',
+        )
+
+    def check_plan(self, plan: Plan, options: Any) -> None:
+        """Refuse a plan that has the feature; the values of its options have been checked.
+
+        Raises:
+            PlanError: The first thing that does not fit.
+        """
+
+    def check_off(self, plan: Plan) -> None:
+        """Refuse a plan that needs the feature but does not have it.
+
+        Raises:
+            PlanError: The first thing that does not fit.
+        """
+
+    def named(self, plan: Plan) -> str:
+        """What refusals of Megatron's arguments call the feature."""
+        del plan
+        return self.title
+
+    def check_any_arguments(self, plan: Plan, args: Any) -> None:
+        """Refuse what of Megatron's parsed arguments no plan can have, or none without the feature.
+
+        Raises:
+            PlanError: The first thing that does not fit.
+        """
+        del plan
+        for refusal in self.refused_by_plans:
+            refusal.check(args, "--het-plan")
+
+    def check_arguments(self, plan: Plan, options: Any, args: Any) -> None:
+        """Refuse what of Megatron's parsed arguments cannot go with the feature.
+
+        Raises:
+            PlanError: The first thing that does not fit.
+        """
+        del options
+        for refusal in self.refused:
+            refusal.check(args, self.named(plan))
+
+    def check_program(self, program: Callable[[], Program], options: Any, args: Any) -> None:
+        """Refuse what of Megatron's parsed arguments cannot go with the plan's training program.
+
+        Args:
+            program: Makes the program, of all devices.  Large ones take seconds: ask only where it matters.
+            options: Of the feature.
+            args: Megatron's parsed arguments.
+
+        Raises:
+            PlanError: The first thing that does not fit.
+        """
+
+    def apply(self, plan: Plan, options: Any, args: Any) -> None:
+        """Write what the feature needs into Megatron's arguments, before they are validated."""
+
+    def beyond_stock(self, plan: Plan, options: Any) -> str:
+        """Why stock Megatron cannot run a plan with the feature, where no parameter of the schedule says it."""
+        del plan, options
+        return ""
+
+    # -- programs ----------------------------------------------------------------------------------
+
+    def shape(self, options: Any) -> dict[str, Any]:
+        """What the feature says of the schedule's shape: fields of ``schedule.ir.Shape``."""
+        del options
+        return {}
+
+    def before_transfers(self, program: Program, options: Any, speeds: Sequence[float] | None) -> Program:
+        """The feature's pass over compute operations, before transfers are added.
+
+        Args:
+            program: With the operations of the features before this one.
+            options: Of the feature.
+            speeds: Relative speed of each device; None for equal ones.
+
+        Raises:
+            ValueError: The program cannot have the feature.
+        """
+        del options, speeds
+        return program
+
+    def after_transfers(self, program: Program, options: Any) -> Program:
+        """The feature's pass over the program with transfers."""
+        del options
+        return program
+
+    def price(self, costs: Costs, options: Any, program: Program, figures: Figures) -> Costs:
+        """The costs of a program with the feature's operations.
+
+        Args:
+            costs: Without them: the whole vocabulary on the first and the last chunk, all activations on the device.
+            options: Of the feature.
+            program: With the feature's operations.
+            figures: What the operations take on each device.
+        """
+        del options, program, figures
+        return costs
+
+
+def by_layers(program: Program, whole: Sequence[float]) -> PerChunk:
+    """A figure of each device's stage, divided over its chunks by their layers."""
+    rows = []
+    for device, value in zip(program.devices, whole, strict=True):
+        layers = program.shape.layers[device.stage]
+        total = sum(layers)
+        rows.append(tuple(value * (n / total if total else 1 / len(layers)) for n in layers))
+    return tuple(rows)

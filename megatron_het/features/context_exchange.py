@@ -1,0 +1,141 @@
+"""The attention context exchange, and what it cannot be combined with (SlimPipe, section 4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_het.features.base import Feature, Figures, Option, ViewFlag, option
+from megatron_het.features.slices import SLICED_SCHEDULES, not_sliced, rank_tokens
+from megatron_het.plan import Plan, PlanError
+from megatron_het.schedule.cost import Costs, PerChunk
+from megatron_het.schedule.ir import Program
+from megatron_het.schedule.passes.exchange import add_exchange
+
+_SWITCH = "--het-context-exchange"
+_TRUE_OR_FALSE = "must be true or false"
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeOptions:
+    """The attention context exchange of a plan.
+
+    Attributes:
+        units: Exchange units per slice.
+        keep: Keys and values stay at the helper until their microbatch is done, instead of being sent
+            again for every pass.
+        idle: Devices without a pass of their own in a slot help too.
+    """
+
+    units: int = option(
+        "exchange_units",
+        2,
+        flag="--het-exchange-units",
+        metavar="Q",
+        help="the context exchange moves attention in units of 1/Q of a slice (default: 2)",
+        accepts=lambda value, plan: value >= 1 and rank_tokens(plan) % value == 0,
+        problem=lambda plan: f"must be a whole number that divides the {rank_tokens(plan)} tokens of a slice",
+        where="--het-exchange-units",
+    )
+    keep: bool = option(
+        "exchange_keep",
+        False,
+        flag="--het-exchange-keep",
+        help="keys and values stay where they were sent until their microbatch is done, and their gradients "
+        "return once: less traffic, more memory",
+        problem=_TRUE_OR_FALSE,
+    )
+    idle: bool = option(
+        "exchange_idle",
+        False,
+        flag="--het-exchange-idle",
+        help="stages that wait for work at the start and the end of an iteration attend for others too",
+        problem=_TRUE_OR_FALSE,
+    )
+
+
+class ContextExchange(Feature):
+    """Devices with short prefixes attend for those with long ones."""
+
+    name = "context_exchange"
+    runtime = "megatron_het.context_exchange.feature"
+    title = "attention context exchange"
+    options = ExchangeOptions
+    switch = Option(
+        "context_exchange",
+        flag=_SWITCH,
+        help="devices with short prefixes attend for those with long ones, so that slices take equal "
+        "time on all stages (SlimPipe, section 4.2)",
+        problem=_TRUE_OR_FALSE,
+    )
+    schedules = SLICED_SCHEDULES
+    view_flags = (
+        ViewFlag("--exchange-units", "attention exchange in 1/UNITS slices", 0, most=256),
+        ViewFlag("--helping", "idle devices take part in the exchange"),
+        ViewFlag("--keep-kv", "keys and values stay at the helper"),
+    )
+
+    def viewed(self, flags: Mapping[str, Any]) -> ExchangeOptions | None:
+        """Units switch it on."""
+        units = flags["exchange_units"]
+        return ExchangeOptions(units, keep=flags["keep_kv"], idle=flags["helping"]) if units else None
+
+    def elsewhere(self, plan: Plan, given: Option) -> PlanError:
+        """An exchange between passes over whole sequences."""
+        return not_sliced(plan, given)
+
+    def without_switch(self, plan: Plan, given: Option) -> PlanError:
+        """Options of an exchange that is not asked for."""
+        return PlanError(
+            f"schedule.parameters.{given.parameter}",
+            plan.schedule.parameters[given.parameter],
+            "there is no context exchange to set up",
+            "Add --het-context-exchange, or context_exchange to the schedule's parameters",
+        )
+
+    def check_plan(self, plan: Plan, options: ExchangeOptions) -> None:
+        """Refuse stages that cannot attend for each other."""
+        sizes = sorted({r.tp for stage in plan.stages for r in stage.replicas})
+        if len(sizes) > 1:
+            raise PlanError(
+                _SWITCH,
+                True,
+                f"the stages have TP sizes {sizes}: a query, of one TP rank's heads, is attended to by "
+                "one rank of another stage, which must hold the same heads",
+                "Use one TP size, or leave it out",
+            )
+        layers = sorted({n for stage in plan.stages for n in stage.layers})
+        if len(layers) > 1:
+            raise PlanError(
+                _SWITCH,
+                True,
+                f"chunks have {layers} layers: devices attend for each other layer by layer, "
+                "so all chunks need as many",
+                "Divide the layers evenly, or leave it out",
+            )
+
+    def before_transfers(self, program: Program, options: ExchangeOptions, speeds: Sequence[float] | None) -> Program:
+        """The program in which devices attend for each other."""
+        return add_exchange(program, units=options.units, keep=options.keep, helping=options.idle)
+
+    def price(self, costs: Costs, options: ExchangeOptions, program: Program, figures: Figures) -> Costs:
+        """Attention apart from the rest of a layer, and what travels for it."""
+        layers = [program.shape.layers[device.stage] for device in program.devices]
+
+        def per_chunk(of_layer: Sequence[float]) -> PerChunk:
+            return tuple(tuple(n * value for n in row) for row, value in zip(layers, of_layer, strict=True))
+
+        def less(table: PerChunk, part: PerChunk) -> PerChunk:
+            return tuple(tuple(a - b for a, b in zip(row, taken)) for row, taken in zip(table, part, strict=True))
+
+        forward, backward = per_chunk(figures.attention_forward_s), per_chunk(figures.attention_backward_s)
+        return replace(
+            costs,
+            forward_s=less(costs.forward_s, forward),
+            backward_s=less(costs.backward_s, backward),
+            attention_forward_s=forward,
+            attention_backward_s=backward,
+            kv_message_bytes=per_chunk(figures.kv_bytes),
+            query_message_bytes=per_chunk(figures.query_bytes),
+        )

@@ -1,0 +1,162 @@
+"""A split vocabulary, and what it cannot be combined with (SlimPipe, section 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag
+from megatron_het.features.window import Window
+from megatron_het.plan import Plan, PlanError
+from megatron_het.schedule.cost import Costs, PerChunk
+from megatron_het.schedule.gradient_sync import unequal_orders
+from megatron_het.schedule.ir import Program
+from megatron_het.schedule.passes.embedding import add_embedding
+from megatron_het.schedule.passes.vocabulary import add_vocabulary
+
+_SWITCH = "--het-vocabulary-parallel"
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyOptions:
+    """There is nothing to choose."""
+
+
+class Vocabulary(Feature):
+    """Embedding, output layer and loss are split over all stages."""
+
+    name = "vocabulary"
+    runtime = "megatron_het.vocab.feature"
+    title = "split vocabulary"
+    holds_rows_once = True
+    view_flags = (ViewFlag("--vocabulary", "split embedding and output layer over the devices"),)
+    options = VocabularyOptions
+    switch = Option(
+        "vocabulary",
+        flag=_SWITCH,
+        help="split embedding, output layer and loss over all stages and TP ranks",
+        problem="must be true or false",
+    )
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss": (
+            "684294ee76a344fe909e510b85e987ffce8472480f1522f63e1aecc073bf5d1b"
+        ),
+        "megatron.core.pipeline_parallel.schedules.custom_backward": (
+            "d3ae4cec7fe57a127436164e92bf955e79058d9d55d91a1c93d2f16805963ed5"
+        ),
+        "megatron.core.tensor_parallel.layers.ColumnParallelLinear.forward": (
+            "b3d148e587f2cecb4dbe23818c884fd9c280b710f2590c4b10d017fd7c1d0993"
+        ),
+        "megatron.core.tensor_parallel.layers.VocabParallelEmbedding.forward": (
+            "7d5adeccbc3774f07e13940196a2eb155c0a7d952ddead67a2096956f8fc3469"
+        ),
+        "megatron.core.models.gpt.gpt_model.GPTModel._preprocess": (
+            "4675914da72daa913490268baa5b570a2f1b29834fa64a55d6dacf313be69111"
+        ),
+        "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": (
+            "bc1e30d1679f6b9551fa2adac4f256608dae31d4f0ba802aebc877500a53ba08"
+        ),
+    }
+    refused = (
+        Refusal("overlap_param_gather", "the output layer runs outside of the model's forward"),
+        Refusal("defer_embedding_wgrad_compute", "only the whole output layer of the last stage defers its gradient"),
+        Refusal("fp16_lm_cross_entropy", "the split cross entropy is computed in fp32"),
+        Refusal("logits_load_dir", "distillation needs whole logits"),
+        Refusal("use_mup", "its scaling of logits and embeddings is not split"),
+        Refusal("init_model_with_meta_device", "the parts replace layers that exist"),
+    )
+
+    def viewed(self, flags: Mapping[str, Any]) -> VocabularyOptions | None:
+        """One switch."""
+        return VocabularyOptions() if flags["vocabulary"] else None
+
+    def check_plan(self, plan: Plan, options: VocabularyOptions) -> None:
+        """Refuse stages that cannot share it."""
+        if plan.schedule.parameters.get(Window.switch.parameter):
+            raise PlanError(_SWITCH, True, "a parameter window closes the layers that hold the vocabulary")
+        sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
+        if len(sizes) > 1:
+            raise PlanError(
+                _SWITCH,
+                True,
+                f"ranks of equal TP rank share it, but replicas have TP sizes {sizes}",
+                "Give all replicas one TP size, or leave the vocabulary on the last stage",
+            )
+
+    def named(self, plan: Plan) -> str:
+        """The flag."""
+        return _SWITCH
+
+    def check_arguments(self, plan: Plan, options: VocabularyOptions, args: Any) -> None:
+        """The table, and a vocabulary that does not divide."""
+        super().check_arguments(plan, options, args)
+        if getattr(args, "cross_entropy_loss_fusion", False) and args.cross_entropy_fusion_impl != "native":
+            raise PlanError(
+                "--cross-entropy-fusion-impl",
+                args.cross_entropy_fusion_impl,
+                f"cannot be used with {_SWITCH}: its kernel needs whole logits",
+                "Use native",
+            )
+        stages, tp = len(plan.stages), plan.stages[0].replicas[0].tp
+        padded = getattr(args, "padded_vocab_size", None)
+        if padded is not None:
+            if padded % (stages * tp):
+                raise PlanError(
+                    "--padded-vocab-size",
+                    padded,
+                    f"does not divide over {stages} stages of TP size {tp}",
+                    f"Use a multiple of {stages * tp}",
+                )
+        elif args.make_vocab_size_divisible_by % stages:
+            # Megatron pads to a multiple of this times TP.
+            raise PlanError(
+                "--make-vocab-size-divisible-by",
+                args.make_vocab_size_divisible_by,
+                f"the vocabulary must divide over {stages} stages",
+                f"Use a multiple of {stages}",
+            )
+
+    def check_program(self, program: Callable[[], Program], options: VocabularyOptions, args: Any) -> None:
+        """Refuse an early reduction of gradients that would not meet that of other replicas."""
+        stage = unequal_orders(program()) if args.overlap_grad_reduce else None
+        if stage is not None:
+            raise PlanError(
+                "--overlap-grad-reduce",
+                True,
+                f"with {_SWITCH} the replicas of stage {stage} complete "
+                "their gradients in different orders, so that their reductions would not meet",
+                "Give all replicas of a stage as many microbatches, or leave the flag out",
+            )
+
+    def before_transfers(self, program: Program, options: VocabularyOptions, speeds: Sequence[float] | None) -> Program:
+        """The program in which every device has its part of the output layer and of the embeddings."""
+        return add_embedding(add_vocabulary(program, speeds=speeds), speeds=speeds)
+
+    def price(self, costs: Costs, options: VocabularyOptions, program: Program, figures: Figures) -> Costs:
+        """Every stage has an equal part of what the first and the last chunk had."""
+        stages = program.shape.stages
+        first, last = program.shape.path[0], program.shape.path[-1]
+
+        def without(table: PerChunk, embedding: Sequence[float], head: Sequence[float]) -> PerChunk:
+            rows = [list(row) for row in table]
+            for d, device in enumerate(program.devices):
+                for (stage, chunk), taken in ((first, embedding[d]), (last, head[d])):
+                    if device.stage == stage:
+                        rows[d][chunk] = max(0.0, rows[d][chunk] - taken)
+            return tuple(map(tuple, rows))
+
+        def part(row: Sequence[float]) -> tuple[float, ...]:
+            return tuple(value / stages for value in row)
+
+        f = figures
+        return replace(
+            costs,
+            forward_s=without(costs.forward_s, f.embedding_forward_s, f.head_forward_s),
+            backward_s=without(costs.backward_s, f.embedding_backward_s, f.head_backward_s),
+            vocab_forward_s=part(f.head_forward_s),
+            vocab_backward_s=part(f.head_backward_s),
+            embed_forward_s=part(f.embedding_forward_s),
+            embed_backward_s=part(f.embedding_backward_s),
+            memory=replace(costs.memory, logits_bytes=part(f.head_bytes)),
+        )

@@ -1,0 +1,57 @@
+"""Zero-bubble schedules: the two halves of a backward as operations of their own, and what they cannot go with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron_het.features.base import Feature, Refusal
+from megatron_het.plan import Plan
+
+_LAYERS, _DDP = "megatron.core.tensor_parallel.layers", "megatron.core.distributed"
+SCHEDULES = ("zb-h1",)
+"""Schedules that split backward passes and that plans can have."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroBubbleOptions:
+    """There is nothing to choose."""
+
+
+class ZeroBubble(Feature):
+    """Gradients of inputs go on at once, weight gradients of linear layers fill idle time."""
+
+    name = "zero_bubble"
+    runtime = "megatron_het.zero_bubble.feature"
+    title = "zero-bubble schedule"
+    options = ZeroBubbleOptions
+    schedules = SCHEDULES
+    runs = SCHEDULES
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        f"{_LAYERS}.ColumnParallelLinear.forward": "b3d148e587f2cecb4dbe23818c884fd9c280b710f2590c4b10d017fd7c1d0993",
+        f"{_LAYERS}.RowParallelLinear.forward": "235bf36cfa11fcf973d6752ef8639cf5a3e1f16a9a464c966dcf465f690849e4",
+        f"{_LAYERS}.LinearWithGradAccumulationAndAsyncCommunication": (
+            "8ef62e685ce853b7e4ed16a6603d8ef58e85c3e89a278f099ba0ad82d047a9ee"
+        ),
+        f"{_DDP}.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook": (
+            "1f17c20f0657a447fb84c31e382ba4ac5aac5ec0726950e7b4b97a454eba56de"
+        ),
+        f"{_DDP}.param_and_grad_buffer._ParamAndGradBucketGroup.register_grad_ready": (
+            "5507854f241082b58c2f79fb1a9d750b7b3f98b0c62405791d852185f97b8fed"
+        ),
+    }
+    refused = (
+        Refusal("defer_embedding_wgrad_compute", "the output layer's weight gradient is deferred already"),
+        Refusal("delay_wgrad_compute", "weight gradients are delayed by the schedule"),
+        Refusal("overlap_moe_expert_parallel_comm", "it orders the halves of backward passes itself"),
+        Refusal(
+            "transformer_impl",
+            "its linear layers compute both gradients at once; use --transformer-impl local",
+            lambda value: value == "transformer_engine",
+        ),
+    )
+
+    def options_of(self, plan: Plan) -> ZeroBubbleOptions | None:
+        """On with the schedules that need it."""
+        return ZeroBubbleOptions() if plan.schedule.name in SCHEDULES else None

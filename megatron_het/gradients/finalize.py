@@ -1,0 +1,180 @@
+"""Finalising gradients under a plan: sums across TP classes, tied embeddings, one token count.
+
+Gradients are sums over microbatches and ranks, divided once by the global number of tokens
+(``--calculate-per-token-loss``), so any split of microbatches over replicas gives the same result
+(Zorse, section 4.2; Poplar, section 4.4).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_het.features import features_of
+from megatron_het.gradients.resharding import ShardExchange, TpClass, sharded_parameters
+from megatron_het.plan import Placement, Plan
+from megatron_het.topology import PlanGroups
+
+
+def tied_copies(plan: Plan) -> bool:
+    """Whether the first and the last stage hold a copy of the same weights.
+
+    A feature may have every row held once, by one stage.
+    """
+    return plan.model.tied_embeddings and not any(feature.holds_rows_once for feature, _ in features_of(plan))
+
+
+class GradientFinalizer:
+    """Replaces ``config.finalize_model_grads_func``; ends in upstream's own function.
+
+    Args:
+        groups: This rank's groups.
+        tied_embeddings: Whether input and output embeddings share their weights.
+    """
+
+    def __init__(self, groups: PlanGroups, tied_embeddings: bool) -> None:
+        placement = groups.placement
+        self._where = placement.locate(groups.rank)
+        self._is_last_stage = self._where.stage == placement.num_stages - 1
+        stages = [self._where.stage] if placement.is_mixed(self._where.stage) else []
+        self._stage_exchange = _exchange(groups, stages, "leaders") if stages else None
+        ends = sorted({0, placement.num_stages - 1})
+        tied_across = tied_embeddings and len(ends) == 2 and self._where.stage in ends
+        self._tied_exchange = _exchange(groups, ends, "ends") if tied_across else None
+
+    def __call__(
+        self,
+        model: list[torch.nn.Module],
+        num_tokens: torch.Tensor | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+    ) -> None:
+        """Reduce, sum across classes and scale; the signature is upstream's.
+
+        Args:
+            model: DDP-wrapped chunks of this rank.
+            num_tokens: Tokens in the losses of this rank's microbatches (last stage).
+            pg_collection: Passed on.
+            force_all_reduce: Passed on.
+        """
+        from megatron.core.distributed import finalize_model_grads
+
+        self._sum_across_classes(model)
+        # Without a token count upstream does not scale: its broadcast needs a pipeline group.
+        finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        if num_tokens is not None:
+            counts = self._is_last_stage and self._where.tp_rank == 0
+            total = num_tokens.to(torch.int64) if counts else torch.zeros_like(num_tokens, dtype=torch.int64)
+            dist.all_reduce(total)
+            scale = 1.0 / torch.clamp(total, min=1)
+            for chunk in model:
+                scaled: Any = chunk
+                scaled.scale_gradients(scale)
+
+    def copy_initial_weights(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Make all classes, and both copies of tied embeddings, start from the same weights.
+
+        Random initialisation depends on TP size and stage.  Runs when all weights are on the device,
+        where NCCL can send them, and before the optimizer takes copies of its own.
+
+        Args:
+            model: Chunks of this rank, wrapped or not.
+
+        Returns:
+            The same, as Megatron expects it of a hook.
+        """
+        for exchange, named, sequence_parallel in self._exchanges(model):
+            exchange.copy_weights(sharded_parameters(named, lambda p: p.data, sequence_parallel))
+        return model
+
+    def _sum_across_classes(self, model: list[torch.nn.Module]) -> None:
+        for exchange, named, sequence_parallel in self._exchanges(model):
+            exchange.sum_gradients(sharded_parameters(named, operator.attrgetter("main_grad"), sequence_parallel))
+
+    def _exchanges(
+        self, model: list[torch.nn.Module]
+    ) -> Iterator[tuple[ShardExchange, Iterator[tuple[str, torch.nn.Parameter]], bool]]:
+        """Tied weights first (every copy of them, of all classes), then the rest of the stage."""
+        from megatron.core.utils import get_model_config, unwrap_model
+
+        chunks = unwrap_model(model)
+        sequence_parallel = get_model_config(chunks[0]).sequence_parallel
+        tied = None
+        if self._tied_exchange is not None:
+            end = chunks[0] if self._where.stage == 0 else chunks[-1]
+            tied = end.shared_embedding_or_output_weight()
+            yield self._tied_exchange, iter([("tied embedding", tied)]), sequence_parallel
+        if self._stage_exchange is not None:
+            rest = ((n, p) for chunk in chunks for n, p in chunk.named_parameters() if p is not tied)
+            yield self._stage_exchange, rest, sequence_parallel
+
+
+def _exchange(groups: PlanGroups, stages: list[int], role: str) -> ShardExchange:
+    placement: Placement = groups.placement
+    where = placement.locate(groups.rank)
+    tp = placement.replica(where.stage, where.replica).tp
+    classes: list[TpClass] = []
+    mine = -1
+    for stage in stages:
+        for size in placement.class_sizes(stage):
+            if stage == where.stage and size == tp:
+                mine = len(classes)
+            leaders = tuple(placement.class_ranks(stage, size, t)[0] for t in range(size))
+            classes.append(TpClass(size, leaders))
+    return ShardExchange(classes, mine, where.tp_rank, groups["class"], groups["tp"], groups.get(role))
+
+
+def mark_sharded(model: list[torch.nn.Module]) -> None:
+    """Say of parameters which TP cuts that it does, where Megatron's own layers forget to.
+
+    The learnable softmax offset has one number per attention head of its rank.  Without the attributes it
+    would be taken for a copy: in the exchange between TP classes, and in norms.
+    """
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(".softmax_offset") and not hasattr(parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+
+
+def count_once_in_params_norm(model: list[torch.nn.Module], groups: PlanGroups) -> None:
+    """Make ``--log-params-norm`` count every parameter once under the distributed optimizer.
+
+    Upstream sums over the WORLD (see ``topology/stage_state.py``), in which replicas of a class hold copies of
+    the parameters.  Of 16-bit parameters it takes the main parameters, whose shards are disjoint, but sums
+    them over the replicas before.  Called once the optimizer has its shards: from then on nothing else reads
+    these marks.
+    """
+    is_first = groups["class"].rank() == 0
+    for chunk in model:
+        marked: Iterator[Any] = chunk.parameters()
+        for parameter in marked:
+            if getattr(parameter, "main_param_sharded", False):
+                parameter.main_param_sharded = False
+            elif not is_first:
+                parameter.shared = True
+
+
+def mark_duplicates(model: list[torch.nn.Module], groups: PlanGroups, distributed_optimizer: bool) -> None:
+    """Count every parameter once in the global gradient norm and in the count of zeros.
+
+    Upstream sums over the WORLD (see ``topology/stage_state.py``) and skips ``shared`` parameters.
+    With the distributed optimizer the replicas of a class hold disjoint shards; without it they
+    hold copies, of which one counts.  Of several TP classes the primary one counts.
+    """
+    placement = groups.placement
+    where = placement.locate(groups.rank)
+    primary = placement.class_sizes(where.stage)[0]
+    counts = placement.replica(where.stage, where.replica).tp == primary
+    if not distributed_optimizer:
+        counts = counts and groups["class"].rank() == 0
+    if not counts:
+        for chunk in model:
+            marked: Iterator[Any] = chunk.parameters()
+            for parameter in marked:
+                parameter.shared = True

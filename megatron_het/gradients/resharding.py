@@ -1,0 +1,280 @@
+"""Moving weights and summing gradients between replicas whose TP sizes differ.
+
+Inside a TP class Megatron's own reduction is enough.  Across classes, and between the first and
+the last stage for tied embeddings, shards are cut differently, so the *leaders* (first member of
+each class at each TP rank) exchange the intersections of their shards and add them in one fixed
+order.  Every class therefore holds the same bits afterwards.
+
+The exchange comes before Megatron's own reduction inside a class: the total is left on the leader
+and zeros on the other members, so that the reduction that follows (all-reduce or reduce-scatter,
+whichever optimizer is used) spreads the total unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_het.lowering.shards import Overlap, Segment, overlaps, segments
+
+_BUCKET_BYTES = 64 * 2**20  # bounds the extra memory of the exchange
+
+
+@dataclass(frozen=True, slots=True)
+class TpClass:
+    """Replicas with one TP size: ``leaders[t]`` is the world rank that speaks for TP rank t."""
+
+    tp: int
+    leaders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedParameter:
+    """What the exchange needs to know about a parameter on this rank.
+
+    Attributes:
+        name: For messages.
+        tensor: The local tensor (a gradient or a weight), modified in place.
+        dim: Partition dimension, or -1 when every TP rank holds the whole parameter.
+        stride: See ``shards.segments``.
+        partial: Every TP rank holds one summand of the gradient (norms under sequence
+            parallelism); only the sum over the TP group means something.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    dim: int
+    stride: int
+    partial: bool = False
+
+
+class ShardExchange:
+    """Exchange between the leaders of several TP classes.
+
+    Args:
+        classes: All classes in the order in which contributions are added.
+        mine: Index of this rank's class.
+        tp_rank: This rank's TP rank.
+        class_group: Data-parallel group inside the class (this rank's).
+        tp_group: This rank's TP group.
+        leaders_group: Group of all leaders; None on other ranks.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[TpClass],
+        mine: int,
+        tp_rank: int,
+        class_group: dist.ProcessGroup,
+        tp_group: dist.ProcessGroup,
+        leaders_group: dist.ProcessGroup | None,
+    ) -> None:
+        self._classes = classes
+        self._mine = mine
+        self._tp_rank = tp_rank
+        self._class_group = class_group
+        self._tp_group = tp_group
+        self._leaders_group = leaders_group
+        self._is_leader = leaders_group is not None and class_group.rank() == 0
+
+    def sum_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Replace local gradients so that reducing them inside each class gives the global sum."""
+        for bucket in _buckets(parameters, self._classes[self._mine].tp):
+            self._sum_partial(bucket)
+            self._reduce_to_leader(bucket)
+            if self._is_leader:
+                self._sum_over_classes(bucket)
+            self._leave_total_once(bucket)
+
+    def copy_weights(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Overwrite the weights of every class with those of the first one."""
+        for bucket in _buckets(parameters, self._classes[self._mine].tp):
+            if self._is_leader:
+                received = self._swap(bucket, senders=[0])
+                if self._mine != 0:
+                    for parameter, total in zip(bucket, received[0], strict=True):
+                        parameter.tensor.copy_(total)
+            if self._mine != 0 and self._class_group.size() > 1:
+                self._broadcast_in_class(bucket)
+
+    # -- inside a class ----------------------------------------------------------------------
+
+    def _sum_partial(self, bucket: Sequence[ShardedParameter]) -> None:
+        tensors = [p.tensor for p in bucket if p.partial]
+        if tensors and self._tp_group.size() > 1:
+            _in_one_message(tensors, lambda flat: dist.all_reduce(flat, group=self._tp_group))
+
+    def _reduce_to_leader(self, bucket: Sequence[ShardedParameter]) -> None:
+        if self._class_group.size() > 1:
+            leader = dist.get_global_rank(self._class_group, 0)
+            _in_one_message([p.tensor for p in bucket], lambda flat: dist.reduce(flat, leader, group=self._class_group))
+
+    def _broadcast_in_class(self, bucket: Sequence[ShardedParameter]) -> None:
+        leader = dist.get_global_rank(self._class_group, 0)
+        _in_one_message([p.tensor for p in bucket], lambda flat: dist.broadcast(flat, leader, group=self._class_group))
+
+    def _leave_total_once(self, bucket: Sequence[ShardedParameter]) -> None:
+        for parameter in bucket:
+            if not self._is_leader or (parameter.partial and self._tp_rank > 0):
+                parameter.tensor.zero_()
+
+    # -- across classes ----------------------------------------------------------------------
+
+    def _sum_over_classes(self, bucket: Sequence[ShardedParameter]) -> None:
+        parts = self._swap(bucket, senders=range(len(self._classes)))
+        parts[self._mine] = [p.tensor.clone() for p in bucket]
+        for i, parameter in enumerate(bucket):
+            total = parts[0][i]
+            for c in range(1, len(self._classes)):
+                total = total + parts[c][i]
+            parameter.tensor.copy_(total)
+
+    def _swap(self, bucket: Sequence[ShardedParameter], senders: Sequence[int]) -> dict[int, list[torch.Tensor]]:
+        """Send my shards to all other classes (if mine is a sender) and receive theirs.
+
+        Returns:
+            For every other sending class its contribution to each parameter, in my shape.
+        """
+        outgoing, incoming = [], []
+        for c, cls in enumerate(self._classes):
+            for t, peer in enumerate(cls.leaders):
+                if c == self._mine:
+                    continue
+                if self._mine in senders:
+                    flat = self._pack(bucket, cls.tp, t)
+                    if flat.numel():
+                        outgoing.append((peer, flat))
+                if c in senders:
+                    layout = self._layout(bucket, cls.tp, t)
+                    size = sum(_size(p, overlap) for p, overlap in layout)
+                    if size:
+                        buffer = bucket[0].tensor.new_empty(size)
+                        incoming.append((peer, buffer, c, layout))
+        self._run(outgoing, incoming)
+        result = {c: [torch.zeros_like(p.tensor) for p in bucket] for c in senders if c != self._mine}
+        index = {id(p): i for i, p in enumerate(bucket)}
+        for _, buffer, c, layout in incoming:
+            offset = 0
+            for parameter, overlap in layout:
+                size = _size(parameter, overlap)
+                piece = buffer[offset : offset + size]
+                target = _rows(parameter, result[c][index[id(parameter)]], overlap, "mine")
+                target.copy_(piece.view(target.shape))
+                offset += size
+        return result
+
+    def _run(self, outgoing: list, incoming: list) -> None:
+        operations = [
+            dist.P2POp(dist.irecv, buffer, peer, group=self._leaders_group) for peer, buffer, _, _ in incoming
+        ] + [dist.P2POp(dist.isend, flat, peer, group=self._leaders_group) for peer, flat in outgoing]
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+    def _layout(
+        self, bucket: Sequence[ShardedParameter], tp: int, tp_rank: int
+    ) -> list[tuple[ShardedParameter, Overlap | None]]:
+        """What (tp, tp_rank) of another class sends to me; ``mine`` rows are my local rows.
+
+        A parameter that is not partitioned comes whole, from the peer at my TP rank modulo its TP.
+        """
+        layout: list[tuple[ShardedParameter, Overlap | None]] = []
+        my_tp = self._classes[self._mine].tp
+        for parameter in bucket:
+            if parameter.dim < 0:
+                if tp_rank == self._tp_rank % tp:
+                    layout.append((parameter, None))
+                continue
+            mine = self._segments(parameter, my_tp, self._tp_rank)
+            theirs = self._segments(parameter, tp, tp_rank)
+            layout.extend((parameter, overlap) for overlap in overlaps(mine, theirs))
+        return layout
+
+    def _pack(self, bucket: Sequence[ShardedParameter], tp: int, tp_rank: int) -> torch.Tensor:
+        """The flat message for (tp, tp_rank) of another class, in the order it expects."""
+        my_tp, parts = self._classes[self._mine].tp, []
+        for parameter in bucket:
+            if parameter.dim < 0:
+                if self._tp_rank == tp_rank % my_tp:
+                    parts.append(parameter.tensor.reshape(-1))
+                continue
+            theirs = self._segments(parameter, tp, tp_rank)
+            mine = self._segments(parameter, my_tp, self._tp_rank)
+            for overlap in overlaps(theirs, mine):
+                parts.append(_rows(parameter, parameter.tensor, overlap, "theirs").reshape(-1))
+        return torch.cat(parts) if parts else bucket[0].tensor.new_empty(0)
+
+    def _segments(self, parameter: ShardedParameter, tp: int, tp_rank: int) -> list[Segment]:
+        full = parameter.tensor.shape[parameter.dim] * self._classes[self._mine].tp
+        return segments(full, tp, tp_rank, parameter.stride)
+
+
+def sharded_parameters(
+    named: Iterator[tuple[str, torch.nn.Parameter]],
+    select: Callable[[torch.nn.Parameter], torch.Tensor],
+    sequence_parallel: bool,
+) -> list[ShardedParameter]:
+    """Describe parameters by the attributes that Megatron's layers set on them.
+
+    Args:
+        named: Names and parameters, in the model's order (equal on all classes).
+        select: The tensor to exchange, e.g. the main gradient.
+        sequence_parallel: Whether norms hold partial gradients on this rank.
+    """
+    found = []
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        partitioned = getattr(parameter, "tensor_model_parallel", False)
+        partial = sequence_parallel and getattr(parameter, "sequence_parallel", False)
+        found.append(
+            ShardedParameter(
+                name,
+                select(parameter),
+                int(getattr(parameter, "partition_dim", -1)) if partitioned else -1,
+                getattr(parameter, "partition_stride", 1) if partitioned else 1,
+                partial and not partitioned,
+            )
+        )
+    return found
+
+
+def _buckets(parameters: Sequence[ShardedParameter], tp: int) -> Iterator[list[ShardedParameter]]:
+    """Runs of parameters of one dtype, bounded by their *full* size, so that all ranks agree."""
+    bucket: list[ShardedParameter] = []
+    size = 0
+    for parameter in parameters:
+        full = parameter.tensor.nbytes * (tp if parameter.dim >= 0 else 1)
+        other_dtype = bucket and parameter.tensor.dtype != bucket[0].tensor.dtype
+        if bucket and (other_dtype or size + full > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += full
+    if bucket:
+        yield bucket
+
+
+def _rows(parameter: ShardedParameter, tensor: torch.Tensor, overlap: Overlap | None, side: str) -> torch.Tensor:
+    if overlap is None:
+        return tensor
+    return tensor.narrow(parameter.dim, getattr(overlap, side), overlap.length)
+
+
+def _size(parameter: ShardedParameter, overlap: Overlap | None) -> int:
+    if overlap is None:
+        return parameter.tensor.numel()
+    return parameter.tensor.numel() // parameter.tensor.shape[parameter.dim] * overlap.length
+
+
+def _in_one_message(tensors: Sequence[torch.Tensor], operation: Callable[[torch.Tensor], object]) -> None:
+    """Run a collective on the concatenation of the tensors and write the result back."""
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    operation(flat)
+    offset = 0
+    for tensor in tensors:
+        tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
+        offset += tensor.numel()

@@ -1,0 +1,1 @@
+"""Initial weights that are the same under every plan."""

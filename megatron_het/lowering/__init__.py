@@ -1,0 +1,1 @@
+"""From a plan to what every rank does: programs, rank programs, boundaries, transports.  No torch."""

@@ -1,0 +1,196 @@
+"""From a plan to the programs that its ranks run: the only place where generator and passes are put together.
+
+Runtime, planner, command line, benchmarks and tests get their programs here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_het.features import FEATURES, features_of
+from megatron_het.features.base import Feature
+from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
+from megatron_het.schedule.generators.pipelines import Part, parts_of
+from megatron_het.schedule.ir import Op, Program, Shape
+from megatron_het.schedule.kinds import COLLECTIVES
+from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.validate import check
+
+Chosen = Sequence[tuple[Feature, Any]]
+"""Features with their options, in the order of ``FEATURES``."""
+
+_MODES = (False, True)
+"""``forward_only`` of the training and of the evaluation program."""
+
+
+def build(plan: Plan, rank: int | None = None) -> dict[bool, Program]:
+    """The plan's training program (False) and evaluation program (True), which ranks run as they are.
+
+    Args:
+        plan: Checked (``features.plan_checks``).
+        rank: Build only what this rank needs.  Replicas that exchange nothing fall into parts
+            (``schedule/generators/pipelines.py``); only the devices of the rank's own part have operations then,
+            the same ones as in the whole program.  Equal parts are made and validated once, so every rank
+            still refuses what any rank would refuse.
+
+    Raises:
+        PlanError: The schedule cannot run the plan's shape, the program uses operations that no executor has,
+            or it breaks a rule of the validator.
+    """
+    if rank is not None:
+        programs = _of_own_part(plan, rank)
+        if programs is not None:
+            return programs
+    programs = {forward_only: program_of(plan, forward_only) for forward_only in _MODES}
+    try:
+        for program in programs.values():
+            _check_operations(program, list(features_of(plan)))
+            check(program)
+    except ValueError as error:
+        raise _refused(plan, error) from error
+    return programs
+
+
+def _of_own_part(plan: Plan, rank: int) -> dict[bool, Program] | None:
+    """The programs with the operations of a rank's part alone; None where the whole has to be built.
+
+    That is where replicas take part in collectives or joint passes together, where the schedule does not go by
+    parts, and where a part cannot run, so that the error is about the whole.
+    """
+    placement, features = Placement(plan), list(features_of(plan))
+    where = placement.locate(rank)
+    shape = schedule_shape(plan)
+    parts = parts_of(shape) if plan.schedule.name in BY_PART else []
+    own = next((part for part in parts if shape.device(where.stage, where.replica) in part.devices), None)
+    if own is None or len(parts) < 2:
+        return None
+    speeds, parameters = _speeds(plan), _parameters(plan)
+    made: dict[tuple[Shape, tuple[float, ...]], dict[bool, Program]] = {}
+    try:
+        for part in parts:
+            key = part.shape, tuple(speeds[d] for d in part.devices)
+            if key in made:
+                continue
+            made[key] = {
+                mode: assemble(part.shape, plan.schedule.name, features, speeds=key[1], forward_only=mode, **parameters)
+                for mode in _MODES
+            }
+            for program in made[key].values():
+                if program.attention_units or any(op.kind in COLLECTIVES for ops in program.ops for op in ops):
+                    return None
+                _check_operations(program, features)
+                check(program)
+    except (ValueError, TypeError):
+        return None
+    alone = made[own.shape, tuple(speeds[d] for d in own.devices)]
+    return {mode: _in_whole(program, own, shape) for mode, program in alone.items()}
+
+
+def _in_whole(program: Program, part: Part, shape: Shape) -> Program:
+    """A part's program with the microbatches and devices of the whole shape."""
+
+    def renamed(op: Op) -> Op:
+        microbatch = part.microbatches[op.microbatch] if op.microbatch >= 0 else op.microbatch
+        return op._replace(microbatch=microbatch, peer=part.devices[op.peer] if op.peer >= 0 else op.peer)
+
+    ops: list[tuple[Op, ...]] = [()] * len(shape.devices)
+    for device, row in zip(part.devices, program.ops, strict=True):
+        ops[device] = tuple(map(renamed, row))
+    return replace(program, shape=shape, ops=tuple(ops))
+
+
+def program_of(plan: Plan, forward_only: bool = False) -> Program:
+    """One of the plan's programs, with all passes; not validated, and perhaps not executable.
+
+    Raises:
+        PlanError: The schedule cannot run the plan's shape.
+    """
+    try:
+        return assemble(
+            schedule_shape(plan),
+            plan.schedule.name,
+            list(features_of(plan)),
+            speeds=_speeds(plan),
+            forward_only=forward_only,
+            **_parameters(plan),
+        )
+    except (ValueError, TypeError) as error:
+        raise _refused(plan, error) from error
+
+
+def _speeds(plan: Plan) -> list[float]:
+    return [r.speed for s in plan.stages for r in s.replicas]
+
+
+def _parameters(plan: Plan) -> dict[str, Any]:
+    """The generator's own parameters: those that no feature has."""
+    name = plan.schedule.name
+    taken = {option.parameter for feature in FEATURES if feature.goes_with(name) for option in feature.parameters}
+    return {key: value for key, value in plan.schedule.parameters.items() if key not in taken}
+
+
+def schedule_shape(plan: Plan) -> Shape:
+    """What a schedule is a function of, taken from the plan."""
+    fields: dict[str, Any] = {}
+    for feature, options in features_of(plan):
+        fields |= feature.shape(options)
+    return Shape(
+        layers=tuple(s.layers for s in plan.stages),
+        route=Placement(plan).route,
+        replicas=tuple(len(s.replicas) for s in plan.stages),
+        sizes=plan.training.micro_batch_sizes,
+        **fields,
+    )
+
+
+def assemble(
+    shape: Shape,
+    schedule: str,
+    features: Chosen = (),
+    *,
+    speeds: Sequence[float] | None = None,
+    forward_only: bool = False,
+    transfers: str = "global",
+    **parameters: Any,
+) -> Program:
+    """The program of a shape: generator, passes before transfers, transfers, passes after them.
+
+    Args:
+        shape: Stages, chunks, replicas, microbatches, slices.
+        schedule: Name of a generator.
+        features: What the program has besides; the passes run in this order.
+        speeds: Relative speed of each device; None for equal ones.
+        forward_only: The evaluation program.
+        transfers: Where receives go (``add_transfers``), or "none" for a program without transfers.
+        **parameters: Of the generator.
+
+    Raises:
+        ValueError: An unknown schedule, or one that cannot run the shape with these features.
+        TypeError: A parameter that the generator does not have.
+    """
+    if schedule in GENERATORS and "speeds" in inspect.signature(GENERATORS[schedule]).parameters:
+        parameters["speeds"] = speeds
+    program = generate(schedule, shape, forward_only=forward_only, **parameters)
+    for feature, options in features:
+        program = feature.before_transfers(program, options, speeds)
+    if transfers != "none":
+        program = add_transfers(program, speeds=speeds, order=transfers)
+    for feature, options in features:
+        program = feature.after_transfers(program, options)
+    return program
+
+
+def _refused(plan: Plan, error: Exception) -> PlanError:
+    return PlanError("schedule", plan.schedule.name, str(error), "Choose another schedule or other parameters")
+
+
+def _check_operations(program: Program, features: Chosen) -> None:
+    executors = {"compute", "transfer", *(feature.name for feature, _ in features)}
+    unknown = {op.kind for ops in program.ops for op in ops if op.kind.executor not in executors}
+    if unknown:
+        names = ", ".join(sorted(kind.name for kind in unknown))
+        raise ValueError(f"it uses {names}, which can be simulated but not executed")

@@ -1,0 +1,238 @@
+"""From a Program over devices to what one rank does: transfers become pieces between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_het.lowering.boundary import Piece, Side, pieces
+from megatron_het.plan import Placement
+from megatron_het.schedule.deps import Dependencies
+from megatron_het.schedule.ir import EXCHANGE, RECEIVES, SENDS, Kind, Op, Program
+from megatron_het.schedule.joint import HELPS, joint_slots
+from megatron_het.schedule.kinds import INPUT_GRADIENTS
+
+Slot = tuple[Kind, tuple[int, int, int]]
+"""A transfer's kind and the (microbatch, slice, chunk) of the operation that it serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOp:
+    """One operation of one rank.
+
+    ``lo`` and ``hi`` are rows of the *local* tensor ``[s, b, h]``; ``peer`` is a world rank.
+    ``is_final_piece`` marks the last piece of a transfer, after which the tensor may go; of ATTEND_HELP
+    operations, the one in which a rank without a pass in the slot does the work.
+    ``start`` and ``stop`` are those of the schedule's operation (layers of a parameter operation, units of
+    the context exchange).
+    """
+
+    kind: Kind
+    microbatch: int
+    slice: int
+    chunk: int
+    label: str
+    peer: int = -1
+    lo: int = 0
+    hi: int = 0
+    is_final_piece: bool = True
+    start: int = -1
+    stop: int = -1
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """(microbatch, slice, chunk) of the compute operation it is or belongs to."""
+        return self.microbatch, self.slice, self.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """The operations of one rank in order.
+
+    ``backwards[c]`` counts the passes of chunk c that make the gradient of its input, and ``sends`` holds
+    (kind, key) of the results that this rank sends.  ``handovers`` maps results whose consumer is this very rank
+    (a pipeline of one stage) to the consumer: (kind, key) of the send and of the receive that a
+    transfer would have been.
+    """
+
+    ops: tuple[RankOp, ...]
+    num_microbatches: int
+    backwards: tuple[int, ...]
+    sends: frozenset[Slot]
+    handovers: dict[Slot, Slot] = field(default_factory=dict)
+
+
+class BoundaryMap:
+    """The pieces of every transfer between two devices of a plan.
+
+    Args:
+        placement: The plan's lookup tables.
+        seq_length: Length of the sequence that travels, in tokens; a context-parallel rank's part.
+        sequence_parallel: Whether replicas with TP > 1 split the sequence.
+        cp_rank: Which part of the sequence; the ranks that have it keep to themselves.
+
+    Attributes:
+        tokens: The length.
+    """
+
+    def __init__(self, placement: Placement, seq_length: int, sequence_parallel: bool, cp_rank: int = 0) -> None:
+        self.tokens = seq_length
+        self._sides = [Side(r.tp_group(cp_rank), sequence_parallel) for s in placement.plan.stages for r in s.replicas]
+        self._cache: dict[tuple[int, int], list[Piece]] = {}
+
+    def pieces(self, sender: int, receiver: int) -> list[Piece]:
+        """Pieces of a transfer between two devices (indices of the Program)."""
+        if (sender, receiver) not in self._cache:
+            found = pieces(self._sides[sender], self._sides[receiver], self.tokens)
+            self._cache[sender, receiver] = found
+        return self._cache[sender, receiver]
+
+    def rank(self, device: int, tp_rank: int) -> int:
+        """World rank of a TP rank of a device."""
+        return self._sides[device].ranks[tp_rank]
+
+    def pairs(self, sender: int, receiver: int) -> list[tuple[int, int]]:
+        """World ranks of equal TP rank of two devices of equal TP size."""
+        return list(zip(self._sides[sender].ranks, self._sides[receiver].ranks, strict=True))
+
+    def offset(self, device: int, tp_rank: int) -> int:
+        """First token of the interval that a rank holds."""
+        return self._sides[device].interval(tp_rank, self.tokens)[0]
+
+    def local_length(self, device: int, tp_rank: int) -> int:
+        """Tokens that a rank holds of an activation."""
+        lo, hi = self._sides[device].interval(tp_rank, self.tokens)
+        return hi - lo
+
+
+def boundary_maps(placement: Placement, slices: int) -> list[BoundaryMap]:
+    """The pieces of what travels of a sequence, for each context-parallel rank.
+
+    Args:
+        placement: The plan's lookup tables.
+        slices: Slices per sequence.
+    """
+    model, training, parts = placement.plan.model, placement.plan.training, placement.num_cp_ranks
+    tokens = model.seq_length // slices // parts
+    return [BoundaryMap(placement, tokens, training.sequence_parallel, part) for part in range(parts)]
+
+
+def lower(program: Program, boundaries: BoundaryMap, device: int, tp_rank: int, rank: int) -> RankProgram:
+    """The program of one rank.  Keeps the device's order, so it stays a projection of the global one."""
+    offset = boundaries.offset(device, tp_rank)
+    ops: list[RankOp] = []
+    backwards = [0] * len(program.shape.layers[program.devices[device].stage])
+    idle = _idle_work(program, device)
+    for op in program.ops[device]:
+        if op.kind in EXCHANGE:
+            ops.append(_exchange(op, boundaries.rank(op.peer, tp_rank), op in idle))
+        elif op.kind in SENDS or op.kind in RECEIVES:
+            ops.extend(_transfer(op, boundaries, device, rank, offset))
+        else:
+            if op.kind in INPUT_GRADIENTS:
+                backwards[op.chunk] += 1
+            ops.append(RankOp(op.kind, op.microbatch, op.slice, op.chunk, _label(op), start=op.start, stop=op.stop))
+    sends = frozenset((op.kind, op.key) for op in ops if op.kind in SENDS - EXCHANGE)
+    return RankProgram(tuple(ops), program.shape.microbatches, tuple(backwards), sends, _handovers(program, device))
+
+
+_HANDED_OVER = {
+    Kind.FORWARD: (Kind.SEND_FORWARD, Kind.RECV_FORWARD),
+    **dict.fromkeys(INPUT_GRADIENTS, (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)),
+}
+
+
+def _handovers(program: Program, device: int) -> dict[Slot, Slot]:
+    """Results that stay on the device, with the operation of the device that they are for."""
+    dependencies = Dependencies.of(program)
+    found: dict[Slot, Slot] = {}
+    for op in program.ops[device]:
+        if op.kind in _HANDED_OVER:
+            target = dependencies.target(device, op)
+            if target is not None and target[0] == device:
+                send, receive = _HANDED_OVER[op.kind]
+                key = (op.microbatch, op.slice, op.chunk)
+                found[send, key] = (receive, (op.microbatch, op.slice, target[1]))
+    return found
+
+
+def _idle_work(program: Program, device: int) -> frozenset[Op]:
+    """The ATTEND_HELP operations in which a device works because it has no pass in their slot."""
+    slots = joint_slots(program) if program.attention_units else []
+    events = (slot.event(device) for slot in slots)
+    return frozenset(op for op in events if op is not None and op.kind in HELPS)
+
+
+def _exchange(op: Op, peer: int, is_work: bool) -> RankOp:
+    return RankOp(
+        op.kind,
+        op.microbatch,
+        op.slice,
+        op.chunk,
+        _label(op),
+        peer,
+        is_final_piece=is_work,
+        start=op.start,
+        stop=op.stop,
+    )
+
+
+def _transfer(op: Op, boundaries: BoundaryMap, device: int, rank: int, offset: int) -> list[RankOp]:
+    sending = op.kind in SENDS
+    sender, receiver = (device, op.peer) if sending else (op.peer, device)
+    mine = [p for p in boundaries.pieces(sender, receiver) if rank == (p.src if sending else p.dst)]
+    return [
+        RankOp(
+            op.kind,
+            op.microbatch,
+            op.slice,
+            op.chunk,
+            _label(op),
+            piece.dst if sending else piece.src,
+            piece.lo - offset,
+            piece.hi - offset,
+            i == len(mine) - 1,
+        )
+        for i, piece in enumerate(mine)
+    ]
+
+
+def _label(op: Op) -> str:
+    text = f"{op.kind.mnemonic} microbatch {op.microbatch}"
+    if op.chunk:
+        text += f" chunk {op.chunk}"
+    return text + (f" slice {op.slice}" if op.slice else "")
+
+
+def edges(programs: Sequence[Program], parts: Sequence[BoundaryMap]) -> list[tuple[int, int]]:
+    """Directed rank pairs that the programs use, in an order that is the same on every rank.
+
+    Keys and values of the context exchange included, its queries and results not.
+
+    Args:
+        programs: Training and evaluation.
+        parts: The boundaries of every context-parallel rank.
+    """
+    found: set[tuple[int, int]] = set()
+    for program in programs:
+        for device, ops in enumerate(program.ops):
+            for op in ops:
+                for boundaries in parts if op.kind in SENDS else ():
+                    if op.kind in EXCHANGE:
+                        found.update(boundaries.pairs(device, op.peer))
+                    else:
+                        found.update((p.src, p.dst) for p in boundaries.pieces(device, op.peer))
+    return sorted(found)
+
+
+def exchange_edges(programs: Sequence[Program], parts: Sequence[BoundaryMap]) -> list[tuple[int, int]]:
+    """Directed rank pairs over which queries and results of the context exchange travel."""
+    pairs = {
+        pair
+        for program in programs
+        for device, ops in enumerate(program.ops)
+        for peer in {op.peer for op in ops if op.kind in HELPS}
+        for boundaries in parts
+        for pair in boundaries.pairs(device, peer)
+    }
+    return sorted(pairs | {(dst, src) for src, dst in pairs})

@@ -1,0 +1,30 @@
+"""Process groups on the CPU that run their operations in the order in which NCCL would.
+
+gloo forgives what NCCL does not: transfers of one group run at the same time there, whatever the order in
+which they were posted.  After :func:`install` every group of the backend ``nccl`` keeps NCCL's rules, while
+gloo moves the data underneath, so that programs, features and collectives can be tried on a machine without
+GPUs.  The rules:
+
+* a communicator is one queue; an operation runs when those posted before it have ended,
+* a send or receive occupies its communicator until both ends run,
+* unbatched sends and receives of two ranks share one communicator in each group; ``batch_isend_irecv`` and
+  collectives share the one of the whole group, and the transfers of one batch start together,
+* collectives come in the same order on all members,
+* communicators are connected at their first use, where the host waits for all members,
+* operations of all communicators of a rank start in the order of their launch (one hardware queue,
+  ``CUDA_DEVICE_MAX_CONNECTIONS=1``), and only so many are on the device at once,
+* a tensor must not change between the post of an operation and its run.
+
+``wait`` blocks the host.  On a GPU ``wait`` only orders the compute stream after the operation, and the host
+runs ahead.  What the host posts then is ordered after the compute stream as well, so it starts no earlier
+there than it does here.
+
+Operations that wait for each other end in an error that says, for every rank, what runs and what waits.
+"""
+
+from __future__ import annotations
+
+from megatron_het.platform.nccl_order.group import install, is_installed
+from megatron_het.platform.nccl_order.launch import Options, OrderError
+
+__all__ = ["Options", "OrderError", "install", "is_installed"]

@@ -1,0 +1,202 @@
+"""One rank's device, as far as the order of operations goes: launches, slots, and what to say of a stall."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_POLL_S = 0.02
+_OTHERS_S = 3.0
+"""How long a rank waits for the other ranks' states before it reports a stall."""
+
+
+class OrderError(RuntimeError):
+    """Operations that NCCL would not run, or would run wrongly; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How strict the device is.
+
+    Attributes:
+        stall_s: An operation that has not ended this long after its post is taken for a deadlock.
+        resident: Operations that can be on the device at once.
+        one_queue: Operations start in the order of their launch, whatever their communicator
+            (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
+        check_changes: Refuse tensors that change between post and run.
+    """
+
+    stall_s: float = 20.0
+    resident: int = 16
+    one_queue: bool = True
+    check_changes: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.stall_s > 0:
+            raise ValueError(f"stall_s = {self.stall_s}: must be above 0 seconds")
+        if self.resident < 1:
+            raise ValueError(f"resident = {self.resident}: at least one operation must fit on the device")
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One entry of a communicator's queue: a collective, a transfer, or a batch of transfers.
+
+    Attributes:
+        communicator: Name of the queue.
+        what: The operation with its peer, for messages.
+        inputs: Tensors that it reads.
+        number: Place in the order of launches of this rank.
+    """
+
+    communicator: str
+    what: str
+    inputs: tuple[torch.Tensor, ...]
+    number: int = -1
+    posted_s: float = field(default_factory=time.monotonic)
+    started: bool = False
+    error: Exception | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    contents: tuple[int, ...] = ()
+
+    def remember(self) -> None:
+        """Note what the inputs hold."""
+        self.contents = tuple(map(_digest, self.inputs))
+
+    def check_unchanged(self) -> None:
+        """Raises OrderError when an input has changed since ``remember``."""
+        if self.contents and self.contents != tuple(map(_digest, self.inputs)):
+            raise OrderError(
+                f"{self.communicator}: a tensor of {self.what} was written to between its post and its run; "
+                "wait for the operation before the tensor is used again"
+            )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """A sum over the bits; an array of numpy over them would make the storage impossible to resize."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return int(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))
+
+
+class Device:
+    """Launch order, slots and open operations of this process.
+
+    Args:
+        options: How strict to be.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._state = threading.Condition()
+        self._launched = 0
+        self._next = 0
+        """Number of the first launch that has not started."""
+        self._started_early: set[int] = set()
+        self._running = 0
+        self._open: dict[int, Item] = {}
+        self.failure: Exception | None = None
+        self.store: Any = None
+        """The default store, through which ranks tell each other where they stand."""
+
+    def launch(self, item: Item) -> None:
+        """Give an item its place in the order of launches."""
+        if self.options.check_changes:
+            item.remember()
+        with self._state:
+            item.number = self._launched
+            self._launched += 1
+            self._open[item.number] = item
+
+    def begin(self, item: Item) -> None:
+        """Wait until the device can start an item.
+
+        Raises:
+            OrderError: Another operation of this rank has failed.
+        """
+        with self._state:
+            while self.failure is None and not self._can_start(item):
+                self._state.wait(_POLL_S)
+            if self.failure is not None:
+                raise OrderError(f"{item.communicator}: {item.what} does not run after an earlier failure")
+            item.started = True
+            self._running += 1
+            self._started_early.add(item.number)
+            while self._next in self._started_early:
+                self._started_early.remove(self._next)
+                self._next += 1
+            self._state.notify_all()
+
+    def _can_start(self, item: Item) -> bool:
+        return self._running < self.options.resident and (not self.options.one_queue or item.number == self._next)
+
+    def end(self, item: Item, error: Exception | None) -> None:
+        """An item has ended; after an error nothing starts any more, as after NCCL's abort."""
+        with self._state:
+            self._running -= item.started
+            self._open.pop(item.number, None)
+            if error is not None and self.failure is None:
+                self.failure = error
+            item.error = error
+            item.done.set()
+            self._state.notify_all()
+
+    def await_end(self, item: Item, timeout_s: float | None = None) -> None:
+        """Block until an item has ended.
+
+        Raises:
+            OrderError: The item failed, or it waits longer than a deadlock takes.
+        """
+        limit = min(self.options.stall_s, timeout_s or self.options.stall_s)
+        while not item.done.wait(_POLL_S):
+            if time.monotonic() - item.posted_s > limit:
+                raise self._stalled(item, limit)
+        if item.error is not None:
+            raise OrderError(str(item.error)) from item.error
+
+    def _stalled(self, item: Item, limit_s: float) -> OrderError:
+        """The error of a deadlock, with the states of all ranks that tell theirs in time."""
+        mine = {"waits": f"{item.communicator}: {item.what}", "open": self.describe()}
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        states = {rank: mine}
+        if self.store is not None:
+            self.store.set(f"nccl_order/stall/{rank}", json.dumps(mine))
+            deadline = time.monotonic() + _OTHERS_S
+            missing = [r for r in range(world) if r != rank]
+            while missing and time.monotonic() < deadline:
+                for other in [r for r in missing if self.store.check([f"nccl_order/stall/{r}"])]:
+                    states[other] = json.loads(self.store.get(f"nccl_order/stall/{other}"))
+                    missing.remove(other)
+                time.sleep(_POLL_S)
+        lines = [f"no progress for {limit_s:g} s: these operations wait for each other"]
+        for r in sorted(states):
+            lines.append(f"  rank {r} waits for {states[r]['waits']}")
+            lines += [f"    {line}" for line in states[r]["open"]]
+        silent = [r for r in range(world) if r not in states]
+        if silent:
+            lines.append(f"  not in a wait: ranks {', '.join(map(str, silent))}")
+        error = OrderError("\n".join(lines))
+        with self._state:
+            self.failure = self.failure or error
+            self._state.notify_all()
+        return error
+
+    def describe(self) -> list[str]:
+        """The open operations of this rank in the order of launch, at most eight."""
+        with self._state:
+            items = [self._open[n] for n in sorted(self._open)]
+        lines = []
+        for item in items[:8]:
+            state = "on the device, waits for its other members" if item.started else "queued"
+            lines.append(f"{item.communicator}: {item.what} ({state})")
+        return lines + ([f"and {len(items) - 8} more"] if len(items) > 8 else [])

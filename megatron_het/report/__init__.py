@@ -1,0 +1,1 @@
+"""What a run measured: times, losses, memory, traces."""

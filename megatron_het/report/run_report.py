@@ -1,0 +1,235 @@
+"""What a run measured: times, losses, memory.  Printed beside the plan's prediction, written as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_het.config import HetConfig
+from megatron_het.lowering.transports import Choice
+from megatron_het.plan import Placement, RankPrediction
+from megatron_het.platform import Platform
+from megatron_het.report.timeline import Timeline
+from megatron_het.report.trace import write_trace
+from megatron_het.untrusted import write_text
+
+_METERED_ITERATION = 1  # peak memory is metered in the second iteration of a run
+
+
+class Measurement:
+    """One call of the forward-backward function."""
+
+    def __init__(self, forward_only: bool) -> None:
+        self.forward_only = forward_only
+        self.start_s = time.perf_counter()
+        self.schedule_stop_s = self.start_s
+        self.losses: list[dict[str, torch.Tensor]] = []
+
+    def schedule_ended(self) -> None:
+        """The program is done; gradient reduction follows."""
+        self.schedule_stop_s = time.perf_counter()
+
+    def add_losses(self, reports: list[dict[str, torch.Tensor]]) -> None:
+        """Keep the last stage's loss entries."""
+        self.losses = reports
+
+    def loss(self) -> float | None:
+        """Mean loss per token, from entries (sum, tokens); None where there is none."""
+        entries = [next(iter(r.values())).view(-1) for r in self.losses if r]
+        if not entries or entries[0].numel() != 2:
+            return None
+        total = torch.stack([e.double() for e in entries]).sum(dim=0)
+        return (total[0] / total[1]).item()
+
+
+class RunReport:
+    """Collects the measurements of one rank.
+
+    Nothing here communicates.  Losses are read from the device only when a report is asked for,
+    because reading synchronises.
+    """
+
+    def __init__(
+        self, config: HetConfig, placement: Placement, rank: int, plan_hash: str, transport: Choice, platform: Platform
+    ) -> None:
+        where = placement.locate(rank)
+        self._config = config
+        self._plan = placement.plan
+        self._platform = platform
+        self._rank = rank
+        self._iterations: list[dict[str, Any]] = []
+        self._losses: list[list[float]] = []
+        self._validation: list[list[float]] = []
+        self._memory: dict[str, int] = {}
+        self._figures: dict[str, Mapping[str, int]] = {}
+        self._last_start_s: float | None = None
+        self._head = {
+            "rank": rank,
+            "stage": where.stage,
+            "replica": where.replica,
+            "tp_rank": where.tp_rank,
+            "device": placement.replica(where.stage, where.replica).device or platform.device_name,
+            "plan_hash": plan_hash,
+            "world_size": placement.world_size,
+            "transport": transport.transport,
+            "transport_reason": transport.reason,
+        }
+
+    @contextlib.contextmanager
+    def measure(self, forward_only: bool, timeline: Timeline) -> Iterator[Measurement]:
+        """Measure one call; iterations of training are numbered as Megatron numbers them."""
+        measured = Measurement(forward_only)
+        metered = not forward_only and len(self._iterations) == _METERED_ITERATION
+        with self._meter() if metered and self._config.report_dir else contextlib.nullcontext():
+            yield measured
+        stop_s = time.perf_counter()
+        if forward_only:
+            self._keep_loss(self._validation, measured)
+            return
+        self._close_previous(measured.start_s)
+        timeline.finish()
+        self._iterations.append(
+            {
+                "iteration": _current_iteration(),
+                "schedule_s": measured.schedule_stop_s - measured.start_s,
+                "finalize_s": stop_s - measured.schedule_stop_s,
+                "forward_s": timeline.work_s(backward=False),
+                "backward_s": timeline.work_s(backward=True),
+                "compute_s": timeline.work_s(backward=False) + timeline.work_s(backward=True),
+                "metered": metered and self._config.report_dir is not None,
+                "elapsed_s": None,
+            }
+        )
+        self._keep_loss(self._losses, measured)
+        trace = self._config.trace_file(self._rank)
+        if trace is not None and len(self._iterations) == self._config.trace_iteration:
+            write_trace(trace, timeline.records, self._head)
+
+    def _close_previous(self, start_s: float) -> None:
+        if self._last_start_s is not None:
+            self._iterations[-1]["elapsed_s"] = start_s - self._last_start_s
+        self._last_start_s = start_s
+
+    def _keep_loss(self, kept: list[list[float]], measured: Measurement) -> None:
+        if self._config.report_dir is not None:
+            loss = measured.loss()
+            if loss is not None:
+                kept.append([_current_iteration(), loss])
+
+    @contextlib.contextmanager
+    def _meter(self) -> Iterator[None]:
+        from megatron_het.platform.memory import memory_meter
+
+        with memory_meter(self._platform) as meter, meter.region("iteration") as region:
+            yield
+        self._memory["activation_peak_bytes"] = region.growth_bytes
+
+    def add_state_memory(self, models: list[torch.nn.Module], optimizer: Any) -> None:
+        """Bytes of parameters, gradients and optimizer state that live between iterations."""
+        # Of a wrapped model ``buffers`` is the list of them; without training models are not wrapped.
+        found = [getattr(m, "buffers", None) for m in models]
+        owned: list[Any] = [b for buffers in found if isinstance(buffers, list) for b in buffers]
+        buffers = [b for b in owned if hasattr(b, "grad_data")]
+        parameters = [p for m in models for p in m.parameters()]
+        self._memory["parameter_bytes"] = _storage_bytes(p.data for p in parameters)
+        self._memory["gradient_bytes"] = _storage_bytes(b.grad_data for b in buffers)
+        if optimizer is not None:
+            self._memory["optimizer_bytes"] = _storage_bytes(
+                optimizer_tensors(optimizer), known=[p.data for p in parameters]
+            )
+
+    def add_figures(self, figures: Mapping[str, Mapping[str, int]]) -> None:
+        """What features counted in the latest iteration, by title, e.g. bytes and collectives of the window."""
+        self._figures.update(figures)
+
+    def prediction(self) -> RankPrediction | None:
+        """What the plan predicts for this rank."""
+        predicted = self._plan.predicted
+        if predicted is None:
+            return None
+        return next((r for r in predicted.per_rank if r.rank == self._rank), None)
+
+    def opening(self) -> str:
+        """One line about what runs and what is expected."""
+        predicted = self._plan.predicted
+        text = (
+            f"het: plan {self._head['plan_hash']}: {len(self._plan.stages)} stages, "
+            f"{self._plan.world_size} ranks, {self._plan.num_microbatches} microbatches, "
+            f"schedule {self._plan.schedule.name}, transport {self._head['transport']} "
+            f"({self._head['transport_reason']})"
+        )
+        if predicted is not None:
+            text += f"; predicted {predicted.iteration_s:.3f} s per iteration, bubble {predicted.bubble_fraction:.3f}"
+        return text
+
+    def closing(self) -> str:
+        """This rank's measured figures beside the predicted ones."""
+        steady = [i for i in self._iterations[2:] if i["elapsed_s"] is not None]
+        text = f"het: rank {self._rank} (stage {self._head['stage']}, replica {self._head['replica']}"
+        text += f", {self._head['device']}): "
+        if not steady:
+            return text + f"{len(self._iterations)} iterations, too few to time"
+        elapsed = sorted(i["elapsed_s"] for i in steady)[len(steady) // 2]
+        busy = sorted(i["compute_s"] for i in steady)[len(steady) // 2]
+        text += f"median iteration {elapsed:.3f} s, of which {busy:.3f} s compute"
+        predicted = self.prediction()
+        if predicted is not None and self._plan.predicted is not None:
+            text += f" (predicted {self._plan.predicted.iteration_s:.3f} s, {predicted.compute_s:.3f} s)"
+        if self._memory:
+            used = sum(self._memory.values()) / 2**20
+            text += f"; {used:.1f} MiB parameters, gradients, optimizer, activations"
+            if predicted is not None:
+                text += f" (predicted {predicted.total_bytes / 2**20:.1f} MiB)"
+        return text
+
+    def write(self) -> Path | None:
+        """Write ``rank-<rank>.json``; None when no report was asked for."""
+        path = self._config.report_file(self._rank)
+        if path is None:
+            return None
+        body = {
+            **self._head,
+            "iterations": self._iterations,
+            "losses": self._losses,
+            "validation": self._validation,
+            "memory": self._memory,
+            **self._figures,
+        }
+        write_text(path, json.dumps(body, indent=1))  # a loss may be NaN: the report says so
+        return path
+
+
+def _current_iteration() -> int:
+    from megatron.training import get_args
+
+    return int(getattr(get_args(), "curr_iteration", 0)) + 1
+
+
+def _storage_bytes(tensors: Any, known: Any = ()) -> int:
+    """Bytes of the distinct storages behind tensors, without those behind ``known``."""
+    seen = {t.untyped_storage()._cdata for t in known}
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total
+
+
+def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Main parameters and states of Megatron's (possibly chained) optimizer."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:
+            continue
+        for group in inner.param_groups:
+            yield from (p.data for p in group["params"])
+        for state in inner.state.values():
+            yield from (v for v in state.values() if isinstance(v, torch.Tensor))

@@ -1,0 +1,28 @@
+"""What the FORWARD operations of an iteration read, and what of it is needed ahead of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_het.lowering.ranks import RankOp
+
+
+class Batches:
+    """A FORWARD reads a microbatch from its first token to its last."""
+
+    def __init__(self) -> None:
+        self._ahead: dict[tuple[int, int], Mapping[str, Any]] = {}
+
+    def iterator(self, op: RankOp, data_iterator: Any) -> Any:
+        """The data iterator to give to the training script for a FORWARD."""
+        ahead = self._ahead.pop((op.microbatch, op.chunk), None)
+        return data_iterator if ahead is None else iter([ahead])
+
+    def peek(self, op: RankOp, data_iterator: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What the FORWARD of an operation will read, ahead of it (first TP rank)."""
+        found = self._ahead[op.microbatch, op.chunk] = next(data_iterator)
+        return found
+
+    def finish(self) -> None:
+        """All operations of the iteration are done."""

@@ -1,0 +1,269 @@
+"""What a feature does on a rank, and when: the one protocol of all of them.
+
+The session opens the features of a plan once, in the order of their list, and closes them in the reverse order.
+Session and executor call the methods of :class:`RuntimeFeature` on all of them and know none by name.  The
+runtime half of a feature is a module ``feature.py`` in the feature's folder with a function
+``open_feature(context) -> RuntimeFeature``; ``Feature.runtime`` of the other half names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_het.config import HetConfig
+from megatron_het.features import features_of
+from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram
+from megatron_het.plan import Placement, Plan
+from megatron_het.platform import Platform
+from megatron_het.report.timeline import Timeline
+from megatron_het.runtime.batches import Batches
+from megatron_het.runtime.channels import Channels, PendingReceive
+from megatron_het.schedule.ir import Kind, Program
+from megatron_het.topology import Edge, PlanGroups
+
+Key = tuple[int, int, int]
+"""(microbatch, slice, chunk) of a compute operation on this device."""
+
+
+@dataclass(slots=True)
+class Call:
+    """The arguments of one call of the forward-backward function, as Megatron passes them.
+
+    ``length`` counts the tokens of an activation that this rank holds, ``sequences(m)`` the sequences of
+    microbatch m, and ``args`` are Megatron's.
+    """
+
+    forward_step_func: Callable[..., Any]
+    data_iterators: list[Any]
+    models: list[torch.nn.Module]
+    config: Any
+    num_microbatches: int
+    length: int
+    hidden_size: int
+    sequences: Callable[[int], int]
+    args: Any
+    dtype: torch.dtype
+    device: torch.device
+    forward_only: bool
+    collect_non_loss_data: bool
+
+    def shape(self, microbatch: int) -> tuple[int, int, int]:
+        """``[s, b, h]`` of a microbatch's activations on this rank."""
+        return self.length, self.sequences(microbatch), self.hidden_size
+
+    @contextlib.contextmanager
+    def sized(self, microbatch: int) -> Iterator[None]:
+        """Megatron's arguments say how many sequences this microbatch has.
+
+        Scripts allocate what they receive from other TP ranks by it.
+        """
+        shown, self.args.micro_batch_size = self.args.micro_batch_size, self.sequences(microbatch)
+        try:
+            yield
+        finally:
+            self.args.micro_batch_size = shown
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer, known here only by the method that Megatron puts into the configuration."""
+        return optimizer_of(self.config)
+
+
+def optimizer_of(model_config: Any) -> Any:
+    """Megatron's optimizer as a model's configuration knows it; None before training."""
+    return getattr(getattr(model_config, "grad_scale_func", None), "__self__", None)
+
+
+@dataclass(slots=True)
+class Iteration:
+    """Everything that lives for one iteration."""
+
+    inputs: dict[Key, torch.Tensor | None] = field(default_factory=dict)
+    outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    to_send: dict[tuple[Kind, Key], torch.Tensor] = field(default_factory=dict)
+    receives: dict[tuple[Kind, Key], tuple[torch.Tensor, list[PendingReceive]]] = field(default_factory=dict)
+    reports: list[Any] = field(default_factory=list)
+    num_tokens: torch.Tensor | None = None
+    forwarded: set[int] = field(default_factory=set)
+    no_sync: dict[int, contextlib.ExitStack] = field(default_factory=dict)
+
+
+Handler = Callable[[RankOp, Call, Iteration], None]
+"""Executes one operation."""
+
+
+@dataclass(slots=True)
+class ForwardPass:
+    """One FORWARD operation; features change it when they are entered around it.
+
+    Attributes:
+        op: The operation.
+        source: Its input ``[s, b, h]``; None on the first stage.
+        forward_step_func: The training script's forward step.
+        data_iterator: What the script reads from.
+        ends_in_loss: Whether the model's output is what the loss is computed from.
+        output: What the model gave; None before it has run.
+    """
+
+    op: RankOp
+    source: torch.Tensor | None
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    ends_in_loss: bool
+    output: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class BackwardPass:
+    """One backward operation of a chunk.
+
+    Attributes:
+        op: The operation.
+        gradient: Gradient of the chunk's output, from a feature; None to take what was received.
+    """
+
+    op: RankOp
+    gradient: torch.Tensor | None = None
+
+
+class RuntimeFeature:
+    """What every feature may do on a rank.  Nothing, by default."""
+
+    name = ""
+    """As in the list of features."""
+    roles: tuple[str, ...] = ()
+    """Groups over which its operations run collectives, for messages."""
+
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """The operations that this feature executes."""
+        return {}
+
+    def prepare_config(self, model_config: Any) -> None:
+        """Hang hooks into Megatron's model configuration, before ``pretrain``."""
+
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        """Change the model chunks (GPTModel), before DDP wraps them: all at once or one after the other."""
+
+    def begin(self, call: Call, state: Iteration) -> None:
+        """An iteration of training or evaluation begins."""
+
+    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Around a FORWARD: entering may change ``forward``; at the end its output is there."""
+        return contextlib.nullcontext()
+
+    def around_backward(
+        self, backward: BackwardPass, call: Call, state: Iteration
+    ) -> contextlib.AbstractContextManager[None]:
+        """Around a BACKWARD or BACKWARD_INPUT, the waiting for its gradient included."""
+        return contextlib.nullcontext()
+
+    def finish(self, call: Call, state: Iteration) -> None:
+        """All operations of the iteration have been issued."""
+
+    def materialise(self) -> None:
+        """Make whatever is due and show whole parameters, until the next iteration starts."""
+
+    def figures(self) -> Mapping[str, Mapping[str, int]]:
+        """For the report after an iteration of training: figures by title."""
+        return {}
+
+    def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """Tensors of its own that outlive operations, by what they are for.
+
+        Keys are ``parameters``, ``gradients``, ``optimizer`` and ``cache``.
+        """
+        return {}
+
+    def close(self) -> None:
+        """Undo everything; nothing of the feature may be left in the process."""
+
+
+@dataclass
+class OpenContext:
+    """What a feature is opened with.
+
+    Attributes:
+        config: The ``--het-*`` configuration.
+        placement: The plan's lookup tables.
+        rank: This rank.
+        args: Megatron's arguments.
+        groups: This rank's process groups.
+        transport: Of the transfers between stages.
+        timeout_s: Bound on every wait, in seconds.
+        channels: The pipeline's transfers.
+        programs: The plan's programs, by whether they only run forwards.
+        lowered: This rank's part of them.
+        parts: The boundaries of every context-parallel rank.
+        tokens: Tokens of a slice on this rank, before TP divides them.
+        platform: What this process computes on.
+        timeline: Is told about waiting.
+        batches: What forwards read; a feature may put another reader here.
+        options: Of the feature that is being opened.
+    """
+
+    config: HetConfig
+    placement: Placement
+    rank: int
+    args: Any
+    groups: PlanGroups
+    transport: str
+    timeout_s: float
+    channels: Channels
+    programs: Mapping[bool, Program]
+    lowered: Mapping[bool, RankProgram]
+    parts: Sequence[BoundaryMap]
+    tokens: int
+    platform: Platform
+    timeline: Timeline
+    batches: Batches = field(default_factory=Batches)
+    options: Any = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.placement.plan
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank's stage is the last of the pipeline."""
+        return self.placement.locate(self.rank).stage == self.placement.num_stages - 1
+
+    def new_channels(self, purpose: str, edges: Iterable[Edge], pending_per_edge: int | None) -> Channels:
+        """Transfers of a purpose of their own.  Collective: all ranks open the same purposes in the same order.
+
+        Args:
+            purpose: What travels, for messages.
+            edges: Directed pairs of world ranks; the same for all ranks that they connect.
+            pending_per_edge: See :class:`Channels`.
+        """
+        return Channels.open(
+            self.groups.pairs,
+            purpose,
+            edges,
+            self.transport,
+            self.timeout_s,
+            self.rank,
+            pending_per_edge=pending_per_edge,
+        )
+
+
+OpenChannels = Callable[[str, Iterable[Edge], int | None], Channels]
+"""As :meth:`OpenContext.new_channels`."""
+
+
+def open_features(context: OpenContext) -> tuple[RuntimeFeature, ...]:
+    """Open the runtime halves of the plan's features, in the order of ``FEATURES``.  Collective."""
+    found: list[RuntimeFeature] = []
+    for spec, options in features_of(context.plan):
+        if spec.runtime:
+            context.options = options
+            feature: RuntimeFeature = importlib.import_module(spec.runtime).open_feature(context)
+            feature.name = spec.name
+            found.append(feature)
+    return tuple(found)

@@ -1,0 +1,68 @@
+"""From where on Megatron may reduce a chunk's gradients while backward passes still run (``--overlap-grad-reduce``).
+
+Megatron's buckets of gradients count how often each parameter gets one from that point to the end of the first
+iteration, and are reduced in later ones as soon as the same counts are reached.  So the point may be early, as
+long as every parameter gets a gradient after it.  With a split vocabulary a chunk's gradients come from several
+kinds of operations, whose last ones are at different places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_het.schedule.columns import Direction
+from megatron_het.schedule.ir import Program
+from megatron_het.schedule.kinds import INPUT_GRADIENTS, OUTPUT_PARTS, WEIGHT_GRADIENTS, WORD_PARTS, Kind, where
+
+_BACKWARD = where(lambda kind: kind.direction is Direction.BACKWARD)
+_OUTPUT_GRADIENTS, _WORD_GRADIENTS = OUTPUT_PARTS & _BACKWARD, WORD_PARTS & _BACKWARD
+# Half a backward that leaves gradients of linear layers for later makes those of norms and embeddings.
+_MAKERS = INPUT_GRADIENTS | WEIGHT_GRADIENTS | _OUTPUT_GRADIENTS | _WORD_GRADIENTS
+
+Maker = tuple[Kind, int]
+"""(kind, chunk) of the operations that make gradients; parts of layers that devices share have chunk 0."""
+
+
+def last_makers(ops: Iterable[Any]) -> dict[Maker, int]:
+    """Index of the last operation of each kind and chunk that makes gradients, in the order of these.
+
+    Args:
+        ops: Operations of a program, or of a rank's.
+    """
+    found: dict[Maker, int] = {}
+    for index, op in enumerate(ops):
+        if op.kind in _MAKERS:
+            found[op.kind, op.chunk] = index
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def sync_points(ops: Iterable[Any], chunks: int) -> Mapping[int, tuple[int, ...]]:
+    """Chunks whose gradients may be reduced from an operation on, by its index.
+
+    The word embeddings are in the first chunk, the output layer is in the last one, and with tied
+    embeddings in the first one too.
+    """
+    last = last_makers(ops)
+    found: dict[int, tuple[int, ...]] = {}
+    for chunk in range(chunks):
+        makers: list[Maker] = [(kind, chunk) for kind in INPUT_GRADIENTS]
+        if chunk in (0, chunks - 1):
+            makers += [(kind, 0) for kind in _OUTPUT_GRADIENTS]
+        if chunk == 0:
+            makers += [(kind, 0) for kind in _WORD_GRADIENTS]
+        places = [last[maker] for maker in makers if maker in last]
+        if places:
+            found[min(places)] = (*found.get(min(places), ()), chunk)
+    return found
+
+
+def unequal_orders(program: Program) -> int | None:
+    """The first stage whose replicas end their gradients in different orders, None if there is none.
+
+    Their reductions would meet in different orders.
+    """
+    orders: dict[int, set[tuple[Maker, ...]]] = {}
+    for device, ops in zip(program.devices, program.ops, strict=True):
+        orders.setdefault(device.stage, set()).add(tuple(last_makers(ops)))
+    return next((stage for stage, found in sorted(orders.items()) if len(found) > 1), None)

@@ -1,0 +1,49 @@
+"""Forward and backward passes over slices of sequences, and over a context-parallel rank's part of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
+from megatron_het.slices.sequences import SlicedSequences
+
+
+class SlicesFeature(RuntimeFeature):
+    """Runs every FORWARD over one slice.
+
+    Args:
+        sequences: Cuts batches and knows the attention of the slices.
+    """
+
+    def __init__(self, sequences: SlicedSequences) -> None:
+        self._sequences = sequences
+
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        """See :class:`RuntimeFeature`."""
+        self._sequences.attach(models)
+
+    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+        """See :class:`RuntimeFeature`."""
+        return self._sequences.forward(forward.op, call.forward_only)
+
+    def finish(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`."""
+        self._sequences.check_empty()
+
+    def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """The pools of keys and values."""
+        return {"cache": self._sequences.pools()}
+
+
+def open_feature(context: OpenContext) -> RuntimeFeature:
+    """This rank's part of the feature; from here on batches are cut into slices."""
+    part = context.placement.locate(context.rank).cp_rank, context.placement.num_cp_ranks
+    largest = context.plan.training.micro_batch_size
+    sequences = SlicedSequences(
+        context.args, context.options.slices, context.lowered, context.platform.device, part, largest
+    )
+    context.batches = sequences
+    return SlicesFeature(sequences)

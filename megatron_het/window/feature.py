@@ -1,0 +1,79 @@
+"""The parameter window as a feature of a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron_het.plan.shares import rank_shares
+from megatron_het.runtime.feature import BackwardPass, Call, Handler, Iteration, OpenContext, RuntimeFeature
+from megatron_het.schedule.kinds import Kind, executed_by
+from megatron_het.window.building import WINDOW_BUILDER
+from megatron_het.window.shards import set_shares
+from megatron_het.window.window import ParameterWindow
+
+
+class WindowFeature(RuntimeFeature):
+    """Opens, closes and updates ministages.
+
+    Args:
+        window: Does the work.
+        shares: This rank's stage's shares of its state, None for equal ones.
+    """
+
+    roles = ("stage",)
+
+    def __init__(self, window: ParameterWindow, shares: tuple[float, ...] | None) -> None:
+        self.window, self._shares = window, shares
+
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """See :class:`RuntimeFeature`."""
+        return dict.fromkeys(executed_by("window"), lambda op, call, state: self.window.handle(op))
+
+    def prepare_config(self, model_config: Any) -> None:
+        """See :class:`RuntimeFeature`; the window finalises gradients itself."""
+        model_config.transformer.finalize_model_grads_func = self.window.finalize
+        model_config.post_wrap_hooks.append(functools.partial(set_shares, shares=self._shares))
+        model_config.post_wrap_hooks.append(self.window.adopt)
+        model_config.builder = WINDOW_BUILDER
+
+    def begin(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`; before training all parameters are whole."""
+        if not call.forward_only:
+            self.window.attach(call.models, call.optimizer)
+        elif not self.window.is_attached:
+            self.window.open_all()
+        self.window.begin()
+
+    @contextlib.contextmanager
+    def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Iterator[None]:
+        """See :class:`RuntimeFeature`."""
+        self.window.before_backward(backward.op.chunk, state.num_tokens)
+        yield
+
+    def materialise(self) -> None:
+        """See :class:`RuntimeFeature`."""
+        self.window.open_all()
+
+    def figures(self) -> Mapping[str, Mapping[str, int]]:
+        """Bytes and collectives in the latest iteration."""
+        return {"window": self.window.use.as_json()}
+
+    def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """Shards, besides what Megatron's buffers hold."""
+        return self.window.shards()
+
+    def close(self) -> None:
+        """See :class:`RuntimeFeature`."""
+        self.window.close()
+
+
+def open_feature(context: OpenContext) -> RuntimeFeature:
+    """This rank's part of the feature."""
+    counts_tokens = context.is_last_stage and context.placement.locate(context.rank).tp_rank == 0
+    window = ParameterWindow(context.options, context.groups["tp"], context.groups["stage"], counts_tokens)
+    return WindowFeature(window, rank_shares(context.placement, context.rank))

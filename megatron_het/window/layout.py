@@ -1,0 +1,95 @@
+"""The layout of a windowed chunk's buffers: one bucket per transformer layer.
+
+Megatron shards every bucket over the data-parallel group, so a layer can be gathered, and its
+gradients reduced, by itself only if it is a bucket of its own.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def layer_of(name: str, num_layers: int) -> int:
+    """The layer of a chunk whose bucket a parameter belongs to.
+
+    Embeddings go with the first layer, the final norm and the output layer with the last one, so
+    that a chunk of L layers has L buckets.
+    """
+    found = _LAYER.search(name)
+    if found:
+        return int(found.group(1))
+    return 0 if "embedding" in name or num_layers == 0 else num_layers - 1
+
+
+def num_layers_of(chunk: torch.nn.Module) -> int:
+    """Transformer layers of a chunk, from the names of its parameters."""
+    found = (_LAYER.search(name) for name, _ in chunk.named_parameters())
+    return max((int(match.group(1)) + 1 for match in found if match), default=0)
+
+
+def layered_layout(chunk: torch.nn.Module, shards: int, ddp_config: DistributedDataParallelConfig) -> FullParamLayout:
+    """Buffers of a chunk with one bucket per layer, the last layer first (the order of the backward).
+
+    Args:
+        chunk: The model chunk, not wrapped yet.
+        shards: Size of the data-parallel group.
+        ddp_config: Of the wrapper to come.
+    """
+    count = num_layers_of(chunk)
+    layer = {p: layer_of(name, count) for name, p in chunk.named_parameters() if p.requires_grad}
+    layouts = {}
+    groups = group_params_for_buffers(list(layer), ddp_config.grad_reduce_in_fp32)
+    for key, (params, indices) in groups.items():
+        index_map: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
+        buckets: list[tuple[int, int]] = []
+        unpadded: list[int] = []
+        base = 0
+        for wanted in sorted({layer[p] for p in params}, reverse=True):
+            part = DistributedOptimizer._compute_per_buffer_param_layout(
+                [p for p in params if layer[p] == wanted], None, shards, ddp_config
+            )
+            for parameter, (start, end, bucket) in part.param_index_map.items():
+                index_map[parameter] = (base + start, base + end, len(buckets) + bucket)
+            first = len(buckets)
+            buckets += [(base + start, base + end) for start, end in part.bucket_indices]
+            # Fully reshardable checkpoints put the buckets together without their padding, but look
+            # parameters up at their offsets in the buffer: only the last bucket may count as padded.
+            unpadded = [end - start for start, end in buckets[:first]]
+            unpadded += part.per_bucket_numel_unpadded
+            assert len(buckets) == first + 1, "a layer became several buckets"
+            base = buckets[-1][1]
+        layouts[key] = PerBufferParamLayout(
+            param_index_map=index_map,
+            bucket_indices=buckets,
+            per_bucket_numel_unpadded=unpadded,
+            param_indices=indices,
+            num_optimizer_shards=shards,
+        )
+    return FullParamLayout(layouts=layouts)
+
+
+def wrap_layered(
+    chunks: list[torch.nn.Module], ddp_config: DistributedDataParallelConfig, pg_collection: ProcessGroupCollection
+) -> list[torch.nn.Module]:
+    """Wrap chunks with Megatron's DDP on layered buffers."""
+    return [
+        DistributedDataParallel(
+            config=get_model_config(chunk),
+            ddp_config=ddp_config,
+            module=chunk,
+            disable_bucketing=True,
+            pg_collection=pg_collection,
+            full_param_layout=layered_layout(chunk, pg_collection.intra_dp_cp.size(), ddp_config),
+        )
+        for chunk in chunks
+    ]

@@ -1,0 +1,1 @@
+"""Backward passes in two halves on a rank: zero-bubble schedules."""

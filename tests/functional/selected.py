@@ -1,0 +1,24 @@
+"""Runs the cases of one file that a session has selected, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from benchmarks.cases import Case
+from benchmarks.lab import Lab
+from benchmarks.runner import Finished
+
+
+def run_selected(by_name: Mapping[str, Case], lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
+    """The runs of the cases for which ``test_equals_one_process`` of the asking file runs, two at a time."""
+    selected = [
+        by_name[item.callspec.params["name"]]
+        for item in request.session.items
+        if item.path == request.path and getattr(item, "originalname", "") == "test_equals_one_process"
+    ]
+    for case in selected:
+        lab.reference(case)
+    jobs = [lab.job(case) for case in selected]
+    return {done.job.name: done for done in lab.runner.run_all(jobs, at_once=2)}

@@ -1,0 +1,83 @@
+"""Training from scratch starts from the same weights under every plan, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cases import Case, build_plan, common_flags, with_schedule, words
+from benchmarks.lab import Lab
+from benchmarks.runner import Job
+from megatron_het.plan import save_plan
+
+# One step without a change of any parameter, then a checkpoint.
+STEP = words("--lr 0 --min-lr 0 --weight-decay 0 --save-interval 1 --exit-interval 1 --het-transport gloo")
+
+
+def case(name: str, sizes: list[list[int]], layers: list[int], **plan: Any) -> Case:
+    return Case(name, build_plan(sizes, layers, random.Random(name), distributed_optimizer=True, **plan))
+
+
+CASES = {
+    found.name: found
+    for found in (
+        case("mixed-tp", [[1], [2, 1]], [2, 3], even_routing=False, sequence_parallel=True),
+        case("three-stages", [[2], [1, 1], [1]], [1, 1, 3]),
+        replace(
+            with_schedule(case("window", [[1, 1], [1, 1]], [2, 3]), "ministage", 2, {"window": True}), name="window"
+        ),
+        replace(
+            with_schedule(case("vocabulary", [[1], [1]], [2, 3]), "slimpipe", 1, {"slices": 4, "vocabulary": True}),
+            name="vocabulary",
+        ),
+        case("tied", [[2, 1], [1]], [1, 4], tied=True),
+    )
+}
+
+
+def checkpoint(lab: Lab, case: Case, *more: str) -> Path:
+    """The folder with the weights that a plan starts with."""
+    folder = lab.folder / "from-scratch" / f"{case.name}{'-'.join(more)}"
+    folder.mkdir(parents=True)
+    save_plan(case.plan, folder / "plan.json")
+    flags = (*common_flags(case.weights, steps=2), *lab.data_flags(), "--het-plan", str(folder / "plan.json"))
+    argv = (*flags, *STEP, "--dist-ckpt-optim-fully-reshardable", "--save", str(folder / "checkpoint"), *more)
+    lab.runner.run(Job(folder.name, case.plan.world_size, argv, folder))
+    return folder / "checkpoint" / "iter_0000001"
+
+
+@pytest.fixture(scope="module")
+def alone(lab: Lab) -> Callable[[Case], Path]:
+    """What a plan of one rank starts with, for the model of a case."""
+
+    @functools.cache
+    def of_model(tied: bool, layers: int) -> Path:
+        return checkpoint(lab, case(f"alone-{layers}-{tied}", [[1]], [layers], tied=tied))
+
+    return lambda case: of_model(case.plan.model.tied_embeddings, case.plan.model.num_layers)
+
+
+def difference(lab: Lab, first: Path, second: Path, out: Path) -> float:
+    options = {"first": str(first), "second": str(second), "out": str(out)}
+    compare = ("benchmarks.zorse_cases:compare_parameters", options)
+    lab.runner.run(Job("compare", 1, (), out.parent, "benchmarks.probe:nothing", compare), check=False)
+    return json.loads(out.read_text())["difference"]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_weights_are_those_of_one_rank(name: str, lab: Lab, alone: Callable[[Case], Path], tmp_path: Path):
+    found = checkpoint(lab, CASES[name])
+    assert difference(lab, found, alone(CASES[name]), tmp_path / "found.json") == 0
+
+
+def test_megatrons_own_way_differs(lab: Lab, alone: Callable[[Case], Path], tmp_path: Path):
+    """Else the test above could not fail."""
+    found = checkpoint(lab, CASES["three-stages"], "--het-init", "stock")
+    assert difference(lab, found, alone(CASES["three-stages"]), tmp_path / "found.json") > 0.1

@@ -1,0 +1,51 @@
+"""Training in NCCL's order, on the CPU; and orders that NCCL would not survive, which must be noticed.
+
+``benchmarks/nccl_order.py`` runs more plans.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import Case
+from benchmarks.compare import compare
+from benchmarks.nccl_mistakes import MISTAKES, mistake_job
+from benchmarks.nccl_order import caught_by_some_rank, in_nccl_order, transports
+from benchmarks.parity import all_cases, labs
+from benchmarks.runner import Runner
+
+FP32_BAR = 1e-5
+# Mixed TP with routing, overlapped reduction, ties; a window with unequal shares; exchange, split vocabulary, CP.
+CHOSEN = {
+    "1f1b": ("pair-01", "pair-07"),
+    "ministage": ("fp32-03", "fp32-42"),
+    "slimpipe": ("exchange-p4-n8-vocabulary", "cp2-exchange"),
+}
+
+
+def cases_of(schedule: str) -> list[Case]:
+    found = [case for case in all_cases(0, schedule, schedule != "slimpipe")[0] if case.name in CHOSEN[schedule]]
+    assert len(found) == len(CHOSEN[schedule])
+    return found
+
+
+@pytest.mark.parametrize("schedule", list(CHOSEN))
+def test_training_in_nccls_order_equals_one_process(schedule: str, runner: Runner, tmp_path: Path):
+    for number, (kind, cases) in enumerate(labs(cases_of(schedule)).items()):
+        lab = kind(runner, tmp_path / str(number))
+        by_name = {case.name: case for case in cases}
+        for case in cases:
+            lab.reference(case)
+        for done in runner.run_all([in_nccl_order(lab.job(case)) for case in cases], at_once=2):
+            case = by_name[done.check().job.name]
+            assert transports(done.job.log_dir) == {"nccl"}, case.name
+            found = compare(done.job.log_dir, case.plan, lab.reference(case), gradients=False)
+            assert max(found.loss, found.validation) <= FP32_BAR, (case.name, found)
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_wrong_orders_are_noticed(name: str, runner: Runner, tmp_path: Path):
+    done = runner.run(mistake_job(name, tmp_path), check=False)
+    assert caught_by_some_rank(done), [done.log(rank)[-500:] for rank in range(len(done.returncodes))]

@@ -1,0 +1,53 @@
+"""Microbatches of different size train as stock Megatron does in one process.
+
+``benchmarks/parity.py --schedule unequal-microbatches`` has more plans.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.cases import Case, build_plan, with_schedule
+from benchmarks.compare import compare
+from benchmarks.lab import Lab
+from benchmarks.poplar_cases import with_sizes
+from benchmarks.runner import Finished
+from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from tests.functional.selected import run_selected
+
+BAR = 1e-5
+_ROW = {**PLAIN, "microbatches": 3}
+
+
+def made() -> list[Case]:
+    """Data parallelism alone, mixed TP, slices with what goes over the stages, context parallelism, a window."""
+    rng = random.Random(5)
+    alone = Case("alone", build_plan([[1, 1, 1]], [2], rng, distributed_optimizer=True))
+    mixed = Case("mixed", build_plan([[2, 1], [1]], [2, 3], rng, sequence_parallel=True, tied=True))
+    exchange = {"exchange": {"context_exchange": True, "exchange_idle": True}, "vocabulary": True, "offload": 0.5}
+    window = Case("window", build_plan([[1, 1], [1]], [2, 2], rng, distributed_optimizer=True))
+    return [
+        with_sizes(alone, (3, 1, 2), rng),
+        with_sizes(mixed, (1, 4, 1), rng),
+        with_sizes(sliced_case({**_ROW, **exchange}, "exchange", rng), (1, 3, 2), rng),
+        with_sizes(sliced_case({**_ROW, "cp": 2, "tied": True}, "context-parallel", rng), (2, 3, 1), rng),
+        with_sizes(with_schedule(window, "ministage", 2, {"window": True}), (2, 1, 3), rng),
+    ]
+
+
+CASES = {case.name: case for case in made()}
+
+
+@pytest.fixture(scope="module")
+def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
+    """The runs of all selected cases, two at a time."""
+    return run_selected(CASES, lab, request)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
+    case, done = CASES[name], finished[name].check()
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert max(found.loss, found.validation, found.gradient) <= BAR, found

@@ -1,0 +1,58 @@
+"""Split backward passes train as stock Megatron does in one process; ``benchmarks/parity.py`` has more plans."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.cases import LAYERS, Case, build_plan, with_schedule
+from benchmarks.compare import Differences, compare
+from benchmarks.lab import Lab
+from benchmarks.slimpipe_cases import PLAIN, sliced_case
+
+BAR = 1e-5
+_ROW = {**PLAIN, "slices": 1, "microbatches": 3, "layers": LAYERS, "schedule": "zb-h1"}
+
+
+def made(
+    name: str, sizes: list[list[int]], layers: list[int], options: dict[str, Any] | None = None, **plan: Any
+) -> Case:
+    case = Case(name, build_plan(sizes, layers, random.Random(name), **plan), **(options or {}))
+    return replace(with_schedule(case, "zb-h1", 1, {}), name=name)
+
+
+CASES = [
+    made("plain", [[1], [1]], [2, 3]),
+    made("tp", [[2], [2]], [3, 2], sequence_parallel=True, distributed_optimizer=True, recompute="full"),
+    made("mixed-tp-tied", [[2, 1], [1]], [1, 4], even_routing=False, tied=True, distributed_optimizer=True),
+    made("overlap", [[1, 1], [2]], [3, 2], {"overlap": True}, even_routing=False, distributed_optimizer=True),
+    made("biases", [[1], [2], [1]], [2, 1, 2], {"family": "gpt"}),
+    sliced_case({**_ROW, "vocabulary": True}, "vocabulary", random.Random(0)),
+    sliced_case({**_ROW, "offload": 0.75}, "offload", random.Random(0)),
+    sliced_case({**_ROW, "cp": 2, "uneven": True}, "context-parallel", random.Random(0)),
+]
+
+
+def differences(lab: Lab, case: Case, fault: str | None = None) -> Differences:
+    reference, job = lab.reference(case), lab.job(case)
+    if fault is not None:
+        assert job.setup is not None
+        job = replace(job, setup=(fault, job.setup[1]))
+    lab.runner.run(replace(job, timeout_s=240.0))
+    return compare(job.log_dir, case.plan, reference)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_one_process(case: Case, lab: Lab) -> None:
+    found = differences(lab, case)
+    assert max(found.loss, found.validation, found.gradient) <= BAR, found
+
+
+def test_the_comparison_can_fail(lab: Lab) -> None:
+    """One microbatch without its second half is seen in gradients and losses."""
+    case = replace(CASES[0], name="lost-weight-gradients")
+    found = differences(lab, case, "tests.functional.break_zero_bubble:lose_weight_gradients")
+    assert found.gradient > 100 * BAR and found.loss > 3 * BAR, found

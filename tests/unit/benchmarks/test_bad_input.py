@@ -1,0 +1,55 @@
+"""The benchmark of malformed inputs: a sample of it here, and that it sees what it looks for."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bad_input
+from benchmarks.bad_input_cases import Case, mutated, random_numbers
+from benchmarks.bad_input_listed import listed
+
+pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="forks processes that have imported everything")
+
+
+def test_a_sample_of_malformed_input_gets_clear_errors() -> None:
+    rng = random.Random(11)
+    cases = [*rng.sample(listed(rng), 60), *mutated(rng, 60), *random_numbers(rng, 20)]
+    bad = [a for a in bad_input.run(cases) if a.verdict not in ("clear", "accepted")]
+    assert not bad, "\n".join(f"{a.verdict}: {a.case.kind}: {' '.join(a.case.words)}\n{a.text}" for a in bad)
+
+
+def _crash() -> int:
+    raise KeyError("x")
+
+
+def _refuse(act: Callable[[], object]) -> int:
+    act()
+    sys.stderr.write("error: x\n")
+    return 2
+
+
+@pytest.mark.parametrize(
+    ("verdict", "act"),
+    [
+        ("traceback", _crash),
+        ("accepted_wrong", lambda: 0),
+        ("unclear", lambda: 2),
+        ("clear", lambda: _refuse(list)),
+        ("written", lambda: _refuse(lambda: Path("new").touch())),
+        ("written", lambda: _refuse(lambda: Path("plan.json").write_text("x"))),
+        ("hang", lambda: time.sleep(60)),
+        ("executed", lambda: _refuse(lambda: os.system("touch $MARK_FOLDER/executed.mark"))),
+    ],
+)
+def test_verdicts(verdict: str, act: Callable[[], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bad_input, "_run_tool", lambda case: act())
+    monkeypatch.setattr(bad_input, "CLOCK_S", 1.0 if verdict == "hang" else 20.0)
+    answer = bad_input.run_case(Case("x", "planner", ()), tmp_path)
+    assert answer.verdict == verdict, answer.text

@@ -1,0 +1,69 @@
+"""``make gpu-check`` without a GPU: parts that are stand-ins; what fails, hangs or dies ends no other part."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from benchmarks.gpu import check
+from benchmarks.gpu.check import PARTS, Part, judged_by, read_figures, run_all
+
+WRITE = "import sys, json; json.dump({{'x': {}}}, open(sys.argv[1], 'w'))"
+
+
+def part(name: str, code: str, limit_s: float = 60.0) -> Part:
+    return Part(name, ("-c", code, "{json}"), limit_s, judged_by("x", least=1.0))
+
+
+def test_parts_fail_alone(tmp_path):
+    parts = [
+        part("good", WRITE.format(2)),
+        part("low", WRITE.format(0.5)),
+        part("dies", "import os; print('last words', flush=True); os.kill(os.getpid(), 9)"),
+        part("hangs", "import time; time.sleep(600)", limit_s=2.0),
+        part("silent", "pass"),
+        part("broken", "import sys; open(sys.argv[1], 'w').write('{')"),
+        part("late", WRITE.format(3) + "; raise SystemExit(1)"),  # a benchmark below its bar says so like this
+        part("last", WRITE.format(1)),
+    ]
+    report = run_all(parts, tmp_path / "out.json", {"device": "none"}, limit_s=120.0)
+    passed = {name: result["passed"] for name, result in report["parts"].items()}
+    assert [name for name, good in passed.items() if good] == ["good", "late", "last"]
+    assert not report["passed"] and report["device"] == "none"
+    assert "ended after 2 s" in report["parts"]["hangs"]["what"]
+    assert report["parts"]["dies"]["log"] == ["last words"]
+    assert json.loads((tmp_path / "out.json").read_text()) == report
+
+
+def test_all_good_and_no_time_left(tmp_path):
+    report = run_all([part("good", WRITE.format(2))], tmp_path / "out.json", {})
+    assert report["passed"]
+    report = run_all([part("good", WRITE.format(2))], tmp_path / "out.json", {}, limit_s=1.0)
+    assert report["parts"]["good"]["what"].startswith("not run") and not report["passed"]
+
+
+def test_counts_of_pytest(tmp_path):
+    path = tmp_path / "tests.json"
+    path.write_text('<testsuites><testsuite tests="5" skipped="2" failures="0" errors="0"/></testsuites>')
+    judge = PARTS[0].judge
+    assert judge(read_figures(path)) == (True, "3 tests ran, 0 failed")
+    assert not judge({"tests": 2, "skipped": 2, "failures": 0, "errors": 0})[0]
+    assert not judge({"tests": 2, "skipped": 0, "failures": 1, "errors": 0})[0]
+
+
+def test_parts_can_be_started():
+    assert len({p.name for p in PARTS}) == len(PARTS)
+    for one in PARTS:
+        assert "{json}" in one.command
+        module = one.command[1]
+        if module.startswith("benchmarks"):
+            __import__(module)
+
+
+def test_without_a_gpu_nothing_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "hardware", lambda: None)
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("something was started"))
+    assert check.main(["--json", str(tmp_path / "out.json")]) == check.NO_GPU
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "out.json").exists()

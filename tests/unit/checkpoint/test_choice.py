@@ -1,0 +1,165 @@
+"""Which checkpoint is loaded, when files are damaged or missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megatron_het.checkpoint.checksums import ChecksumWriter, problems, read_checksums, write_checksums
+from megatron_het.checkpoint.choice import TRACKER, CheckpointError, choose, repair_tracker
+
+
+def checkpoint(folder: Path, iteration: int) -> Path:
+    """A small checkpoint of one rank in torch's format."""
+    path = folder / f"iter_{iteration:07d}"
+    path.mkdir(parents=True)
+    save({"weight": torch.arange(64.0) + iteration}, storage_writer=FileSystemWriter(path), no_dist=True)
+    (path / "metadata.json").write_text("{}")
+    return path
+
+
+def run(folder: Path, *iterations: int, tracker: str | None = None) -> Path:
+    for iteration in iterations:
+        write_checksums(checkpoint(folder, iteration), 0)
+    folder.mkdir(exist_ok=True)
+    (folder / TRACKER).write_text(str(iterations[-1]) if tracker is None else tracker)
+    return folder
+
+
+def arguments(load: Path, **changed: Any) -> SimpleNamespace:
+    given = {
+        "load": str(load),
+        "ckpt_step": None,
+        "non_persistent_ckpt_type": None,
+        "non_persistent_global_ckpt_dir": None,
+        "exit_on_missing_checkpoint": True,
+        "pretrained_checkpoint": None,
+    }
+    return SimpleNamespace(**{**given, **changed})
+
+
+def chosen(load: Path, **changed: Any) -> tuple[int | None, int]:
+    """Iteration that is loaded, and how many notes there are."""
+    choice = choose(arguments(load, **changed), lambda candidate: problems(candidate.folder))
+    return None if choice.candidate is None else choice.candidate.iteration, len(choice.notes)
+
+
+def _edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return edit
+
+
+DAMAGE = {
+    "truncated": _edit("__0_0.distcp", lambda data: data[:-1]),
+    "flipped": _edit("__0_0.distcp", lambda data: data[:99] + bytes([data[99] ^ 1]) + data[100:]),
+    "description": _edit(".metadata", lambda data: data[: len(data) // 2]),
+    "described otherwise": _edit("metadata.json", lambda data: b"[]"),
+    "missing": lambda folder: (folder / "__0_0.distcp").unlink(),
+    "without description": lambda folder: (folder / ".metadata").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_damage_is_found(damage: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 3)
+    assert problems(path) == []
+    write_checksums(path, 0)
+    assert problems(path) == []
+    DAMAGE[damage](path)
+    found = problems(path)
+    assert len(found) == 1
+    # Every rank sees what is missing or short; checksums are shared out.
+    parts = [problems(path, part, 3) for part in range(3)]
+    assert {text for texts in parts for text in texts} == set(found)
+
+
+def test_the_newest_whole_one(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", 2, 4, 6)
+    assert chosen(folder) == (6, 0)
+    assert chosen(folder, ckpt_step=4) == (4, 0)
+    DAMAGE["flipped"](folder / "iter_0000006")
+    assert chosen(folder) == (4, 1)
+    DAMAGE["missing"](folder / "iter_0000004")
+    assert chosen(folder) == (2, 2)
+    with pytest.raises(CheckpointError, match=r"iter_0000004 cannot be loaded: __0_0.distcp"):
+        chosen(folder, ckpt_step=4)
+    DAMAGE["description"](folder / "iter_0000002")
+    with pytest.raises(CheckpointError, match=r"iter_0000006.*iter_0000004.*iter_0000002.*--ckpt-step"):
+        chosen(folder)
+
+
+@pytest.mark.parametrize(("tracker", "expected"), [("9", (6, 1)), ("", (6, 1)), ("four", (6, 1)), ("4", (4, 0))])
+def test_trackers(tracker: str, expected: tuple[int, int], tmp_path: Path) -> None:
+    assert chosen(run(tmp_path / "run", 2, 4, 6, tracker=tracker)) == expected
+
+
+def test_without_a_tracker(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", 2, 4)
+    (folder / TRACKER).unlink()
+    assert chosen(folder) == (4, 1)
+    DAMAGE["missing"](folder / "iter_0000004")
+    DAMAGE["missing"](folder / "iter_0000002")  # no save has ever ended
+    assert chosen(folder, exit_on_missing_checkpoint=False) == (None, 3)
+    with pytest.raises(CheckpointError, match="iter_0000002"):
+        chosen(folder)
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    assert chosen(tmp_path, exit_on_missing_checkpoint=False) == (None, 0)
+    assert chosen(tmp_path, pretrained_checkpoint="elsewhere") == (None, 0)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        chosen(tmp_path)
+
+
+def test_a_newer_non_persistent_one_is_preferred_while_it_is_whole(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", 2, 4)
+    temporary = run(folder / "non_persistent", 5)
+    flags = {"non_persistent_ckpt_type": "global"}
+    choice = choose(arguments(folder, **flags), lambda candidate: problems(candidate.folder))
+    assert choice.candidate is not None and (choice.candidate.iteration, choice.candidate.persistent) == (5, False)
+    DAMAGE["truncated"](temporary / "iter_0000005")
+    choice = choose(arguments(folder, **flags), lambda candidate: problems(candidate.folder))
+    assert choice.candidate is not None and (choice.candidate.iteration, choice.candidate.persistent) == (4, True)
+
+
+def test_a_broken_tracker_is_repaired(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", 2, 4, tracker="")
+    choice = choose(arguments(folder), lambda candidate: [])
+    assert choice.tracker_is_broken and choice.candidate is not None
+    repair_tracker(folder, choice.candidate)
+    assert (folder / TRACKER).read_text() == "4"
+
+
+def test_checksums_are_noted_once_a_save_is_complete(tmp_path: Path) -> None:
+    """Also when an iteration is saved again, which forgets the old ones first."""
+    folder = run(tmp_path / "run", 2, 4)
+    writer = ChecksumWriter(0)
+    writer.begin([folder, folder / "non_persistent"], 4)
+    assert read_checksums(folder / "iter_0000004") == {}
+    writer.poll()
+    writer.finish()
+    assert read_checksums(folder / "iter_0000004") == {}  # the tracker is that of the save before
+    (folder / TRACKER).write_text("4")
+    writer.poll()
+    writer.finish()
+    assert set(read_checksums(folder / "iter_0000004")) == {"__0_0.distcp", ".metadata", "metadata.json"}
+
+
+def test_a_note_that_was_cut_short_counts_as_none(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 2)
+    note = write_checksums(path, 0)
+    whole = json.loads(note.read_text())
+    assert len(whole["files"]) == 3
+    note.write_text(note.read_text()[:40])
+    assert problems(path) == []

@@ -1,0 +1,245 @@
+"""The context exchange of whole programs: devices are threads, layers are bare attention."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_het.attention.kernels import Setting, choose_kernel
+from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.context_exchange.exchange import ContextExchange, ExchangeError
+from megatron_het.lowering.programs import build
+from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram, lower
+from megatron_het.plan import Placement
+from megatron_het.plan.from_flags import plan_from_flags
+from megatron_het.plan.schema import ScheduleSpec
+from megatron_het.report.timeline import Timeline
+from megatron_het.schedule.ir import EXCHANGE, Kind
+from megatron_het.slices.sequences import live_slices
+
+_WAIT_S = 20.0
+TOKENS, HEADS, GROUPS, CHANNELS = 8, 4, 2, 8
+KERNEL = choose_kernel(Setting("cpu", torch.float64, CHANNELS))
+SCALE = CHANNELS**-0.5
+
+
+class Wires:
+    """Messages between all devices; the n-th receive posted on an edge gets its n-th message."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.sent: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+        self.posted: dict[tuple[int, int], int] = defaultdict(int)
+
+
+class Ends:
+    """One device's channels."""
+
+    def __init__(self, wires: Wires, rank: int) -> None:
+        self.wires, self.rank = wires, rank
+
+    def send(self, tensor: torch.Tensor, dst: int, label: str) -> None:
+        with self.wires.changed:
+            self.wires.sent[self.rank, dst].append(tensor.clone())
+            self.wires.changed.notify_all()
+
+    def receive(self, target: torch.Tensor, src: int, label: str) -> Any:
+        number = self.wires.posted[src, self.rank]
+        self.wires.posted[src, self.rank] += 1
+        return SimpleNamespace(edge=(src, self.rank), number=number, target=target, label=label)
+
+    def wait_receive(self, pending: Any) -> None:
+        with self.wires.changed:
+            sent = self.wires.sent[pending.edge]
+            if not self.wires.changed.wait_for(lambda: len(sent) > pending.number, _WAIT_S):
+                raise TimeoutError(f"{pending.label} on {pending.edge}")
+            pending.target.copy_(sent[pending.number])
+
+    def wait_sends(self) -> None:
+        """Nothing is under way."""
+
+
+@dataclass
+class Sample:
+    """Inputs of one layer for one microbatch, by slices, and the full attention of it."""
+
+    leaves: list[list[torch.Tensor]]
+    grad: torch.Tensor
+    outs: dict[int, torch.Tensor]
+
+    @classmethod
+    def make(cls, slices: int, seed: int) -> Sample:
+        generator = torch.Generator().manual_seed(seed)
+        draw = lambda h: torch.randn(slices * TOKENS, 1, h, CHANNELS, dtype=torch.float64, generator=generator)  # noqa: E731
+        whole = [draw(h) for h in (HEADS, GROUPS, GROUPS)]
+        return cls([[p.clone().requires_grad_() for p in t.chunk(slices)] for t in whole], draw(HEADS), {})
+
+    def error(self) -> float:
+        whole = [torch.cat(leaf).detach().requires_grad_() for leaf in self.leaves]
+        q, k, v = (t.permute(1, 2, 0, 3) for t in whole)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        out = attend(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True).permute(2, 0, 1, 3)
+        out.backward(self.grad)
+        found = torch.cat([self.outs[i] for i in sorted(self.outs)]).detach()
+        pairs = [(found, out.detach())]
+        pairs += [(torch.cat([p.grad for p in leaf]), w.grad) for leaf, w in zip(self.leaves, whole, strict=True)]
+        return max(float((f - w).norm() / w.norm()) for f, w in pairs)
+
+
+class Device:
+    """Runs the program of one rank."""
+
+    def __init__(
+        self, program: RankProgram, rank: int, layers: int, units: int, slices: int, wires: list[Wires], keep: bool
+    ) -> None:
+        self.program, self.rank, self.slices = program, rank, slices
+        chunks = len(program.backwards)
+        self.modules = [
+            [SimpleNamespace(cache=KVCache(live_slices(program, c, slices)), exchange=None) for _ in range(layers)]
+            for c in range(chunks)
+        ]
+        self.samples: dict[tuple[int, int, int], Sample] = {}
+        attention = SimpleNamespace(
+            hidden_size_per_attention_head=CHANNELS,
+            num_attention_heads_per_partition=HEADS,
+            num_query_groups_per_partition=GROUPS,
+            config=SimpleNamespace(softmax_scale=None, params_dtype=torch.float64),
+        )
+        model = SimpleNamespace(decoder=SimpleNamespace(layers=[SimpleNamespace(self_attention=attention)]))
+        ends = [Ends(w, rank) for w in wires]
+        self.exchange = ContextExchange(
+            {False: program}, TOKENS // units, layers, *ends, Timeline(), torch.device("cpu"), keep
+        )
+        self.exchange.attach(self.modules, [model], TOKENS, lambda microbatch: 1)
+
+    def run(self) -> float:
+        for op in self.program.ops:
+            if op.kind in EXCHANGE:
+                self.exchange.handle(op)
+            elif op.kind == Kind.FORWARD:
+                with self.exchange.joint(op):
+                    self.forward(op)
+            elif op.kind == Kind.BACKWARD:
+                with self.exchange.joint(op):
+                    for layer in reversed(range(len(self.modules[op.chunk]))):
+                        sample = self.samples[op.microbatch, op.chunk, layer]
+                        sample.outs[op.slice].backward(sample.grad.chunk(self.slices)[op.slice])
+        self.exchange.finish()
+        for module in (m for modules in self.modules for m in modules):
+            module.cache.check_empty()
+        return max(sample.error() for sample in self.samples.values())
+
+    def forward(self, op: RankOp) -> None:
+        for layer, module in enumerate(self.modules[op.chunk]):
+            key = op.microbatch, op.chunk, layer
+            if key not in self.samples:
+                seed = (self.rank + 1) * 1000 + op.microbatch * 100 + op.chunk * 10 + layer
+                self.samples[key] = Sample.make(self.slices, seed)
+            sample = self.samples[key]
+            q, k, v = (leaf[op.slice] for leaf in sample.leaves)
+            place = {"microbatch": op.microbatch, "index": op.slice, "scale": SCALE, "kernel": KERNEL}
+            sample.outs[op.slice] = slice_attention(q, k, v, cache=module.cache, exchange=module.exchange, **place)
+
+
+def devices(
+    stages: int, slices: int, chunks: int, microbatches: int, replicas: int = 1, **options: Any
+) -> list[Device]:
+    words = (
+        f"--num-layers {2 * stages * chunks} --hidden-size 64 --num-attention-heads 4 --seq-length {slices * TOKENS} "
+        f"--micro-batch-size 1 --global-batch-size {microbatches} --pipeline-model-parallel-size {stages} "
+        f"--num-virtual-stages-per-pipeline-rank {chunks}"
+    )
+    parameters = {"slices": slices, "context_exchange": True, **options}
+    plan, _ = plan_from_flags(words.split(), stages * replicas, ScheduleSpec("slimpipe", parameters))
+    placement = Placement(plan)
+    program = build(placement.plan)[False]
+    boundaries = BoundaryMap(placement, TOKENS, False)
+    wires = [Wires(), Wires()]
+    found = []
+    for rank in range(plan.world_size):
+        where = placement.locate(rank)
+        device = program.shape.device(where.stage, where.replica)
+        lowered = lower(program, boundaries, device, 0, rank)
+        units, keep = parameters.get("exchange_units", 2), parameters.get("exchange_keep", False)
+        found.append(Device(lowered, rank, 2, units, slices, wires, keep))
+    return found
+
+
+def run_all(made: list[Device]) -> list[float]:
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(len(made)) as pool:
+        return [future.result(timeout=3 * _WAIT_S) for future in [pool.submit(d.run) for d in made]]
+
+
+ALL = {"exchange_idle": True, "exchange_keep": True}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"exchange_units": 1}, {"exchange_idle": True}, {"exchange_keep": True}, ALL], ids=str
+)
+@pytest.mark.parametrize("shape", [(2, 4, 1, 2), (4, 4, 1, 1), (3, 6, 2, 2), (4, 8, 1, 3)], ids=str)
+def test_exact(shape: tuple[int, int, int, int], options: dict[str, Any]) -> None:
+    """Every layer of every microbatch, outputs and all gradients."""
+    made = devices(*shape, **options)
+    assert any(op.kind == Kind.ATTEND_HELP for d in made for op in d.program.ops)
+    assert max(run_all(made)) < 1e-12
+
+
+def test_separate_pipelines() -> None:
+    assert max(run_all(devices(2, 4, 1, 4, replicas=2, exchange_idle=True))) < 1e-12
+
+
+def test_keys_and_values_are_sent_ahead_and_once() -> None:
+    """With ``keep`` no unit reaches a helper twice; without, later passes send it again."""
+    sent = []
+    for options in ({}, {"exchange_keep": True}):
+        units: list[tuple[int, ...]] = []
+        for device in devices(4, 8, 1, 1, **options):
+            for op in device.program.ops:
+                if op.kind in (Kind.KV_RECV, Kind.KV_RECV_BACKWARD):
+                    units += [(device.rank, op.peer, op.microbatch, op.chunk, u) for u in range(op.start, op.stop)]
+        sent.append(units)
+    assert len(set(sent[1])) == len(sent[1]) < len(sent[0])
+    assert set(sent[0]) == set(sent[1])
+
+
+def test_gradients_return_once() -> None:
+    """With ``keep`` the gradient of a unit comes back from a helper once, with the last pass that uses it."""
+    count = {}
+    for keep in (False, True):
+        returned: list[tuple[int, ...]] = []
+        for device in devices(4, 16, 1, 2, exchange_keep=keep):
+            open_: set[tuple[int, ...]] = set()
+            for op in device.program.ops:
+                if op.kind == Kind.ATTEND_GIVE_BACKWARD:
+                    place = device.rank, op.peer, op.microbatch, op.chunk
+                    now = [(*place, u) for a, b in device.exchange.returned[op] for u in range(a, b)]
+                    open_ = open_.union((*place, u) for u in range(op.start, op.stop)).difference(now)
+                    returned += now
+                elif op.kind == Kind.BACKWARD:
+                    # The owner's own backward of a slice needs its units' gradients.
+                    assert not any(u // 2 >= op.slice for _, _, m, c, u in open_ if (m, c) == (op.microbatch, op.chunk))
+            assert not open_
+        count[keep] = len(returned), len(set(returned))
+    assert count[True][0] == count[True][1] == count[False][1]
+    assert 2 * count[True][0] < count[False][0]
+
+
+def test_attention_for_no_pass_is_an_error() -> None:
+    device = devices(2, 4, 1, 1)[0]
+    give = next(op for op in device.program.ops if op.kind == Kind.ATTEND_GIVE)
+    device.exchange.handle(give)
+    with pytest.raises(ExchangeError, match="before its pass"):
+        device.exchange.handle(replace(give, kind=Kind.ATTEND_MERGE))
+    with pytest.raises(ExchangeError, match="is not for"), device.exchange.joint(replace(give, kind=Kind.BACKWARD)):
+        pass
+    with pytest.raises(ExchangeError, match="no pass"):
+        device.exchange.finish()

@@ -1,0 +1,81 @@
+"""The tiny model under a plan's topology, its flags, and what its losses are taken for."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_het.doctor.check import Names, Status
+from megatron_het.doctor.numerics import Numerics, difference
+from megatron_het.doctor.tiny import flags_of, one_process, tiny_plan
+from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.lowering.programs import build
+from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+from megatron_het.plan.validate import check_plan
+
+
+def plan(schedule="1f1b", parameters=None, chunks=1, microbatches=64, tp=1):
+    layers = (8,) * chunks
+    first = tuple(m for m in range(microbatches) if m % 3)
+    second = tuple(m for m in range(microbatches) if m % 3 == 0)
+    return Plan(
+        ModelShape(16 * chunks, 4096, 32, 8, 4096, ffn_hidden_size=11008),
+        TrainingShape(2, 2 * microbatches, precision="bf16", sequence_parallel=tp > 1, distributed_optimizer=True),
+        (
+            Stage(layers, (Replica(tuple(range(tp)), tuple(range(microbatches)), "new"),)),
+            Stage(layers, (Replica((tp,), first, "new"), Replica((tp + 1,), second, "old"))),
+        ),
+        ScheduleSpec(schedule, parameters or {}),
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        plan(),
+        plan(tp=2),
+        plan("ministage", {"window": True}, chunks=2),
+        plan("slimpipe", {"slices": 4}, microbatches=4),
+        plan("zb-h1"),
+    ],
+    ids=lambda p: p.schedule.name,
+)
+def test_tiny_plans_are_sound_and_small(given):
+    tiny = tiny_plan(given)
+    check_plan(tiny)
+    check_plan_alone(tiny)
+    build(tiny)
+    assert tiny.schedule == given.schedule and tiny.world_size == given.world_size
+    assert tiny.num_microbatches <= 16 and tiny.model.num_layers <= 8 and tiny.model.hidden_size <= 128
+    assert all(r.microbatches for s in tiny.stages for r in s.replicas)
+    alone = one_process(tiny)
+    check_plan(alone)
+    assert alone.model == tiny.model and alone.training.global_batch_size == tiny.training.global_batch_size
+    words = flags_of(tiny, ["--transformer-impl", "local"])
+    assert words[words.index("--num-layers") + 1] == str(tiny.model.num_layers) and "--bf16" in words
+
+
+def judged(*losses, alone=((5.5, 5.4, 5.3),), precision="fp32"):
+    answers = {r: {"losses": list(v), "precision": precision} for r, v in enumerate(losses)}
+    for r, values in enumerate(alone):
+        answers[r] |= {"alone": list(values), "problem": ""}
+    return Numerics().judge(answers, Names(tuple("ab"[: len(losses)])))
+
+
+def test_losses_that_agree():
+    assert [f.status for f in judged((), (5.5, 5.4, 5.30001))] == [Status.OK]
+    assert [f.status for f in judged((), (5.5, 5.4, 5.31))] == [Status.FAULT]
+    assert [f.status for f in judged((), (5.5, 5.4, 5.31), precision="bf16")] == [Status.OK]
+    assert [f.status for f in judged((), (5.5, float("nan"), 5.3))] == [Status.FAULT]
+    assert [f.status for f in judged((), (5.5, 5.4))] == [Status.FAULT]
+
+
+def test_a_kind_that_computes_differently():
+    found = judged((), (5.5, 5.4, 5.3), alone=((5.5, 5.4, 5.3), (5.5, 5.4, 5.2)))
+    assert [(f.status, f.where) for f in found] == [(Status.FAULT, "rank 1 (b)")]
+    assert "losses alone" in found[0].what
+
+
+def test_difference():
+    assert difference([1.0, 2.0], [1.0, 2.0]) == 0.0
+    assert difference([1.1], [1.0]) == pytest.approx(0.1)
+    assert difference([], []) == float("inf")

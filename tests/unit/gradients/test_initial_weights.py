@@ -1,0 +1,75 @@
+"""When the replicas of a plan get equal weights: Megatron moves a model to its device between two hooks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_het.platform import activate
+
+PLATFORM = activate()  # before Megatron is imported, which binds what the platform replaces
+
+from megatron_het.config import HetConfig  # noqa: E402
+from megatron_het.gradients.finalize import GradientFinalizer  # noqa: E402
+from megatron_het.gradients.resharding import ShardedParameter, ShardExchange  # noqa: E402
+from megatron_het.plan import Plan  # noqa: E402
+from megatron_het.runtime.session import HetSession  # noqa: E402
+from megatron_het.topology import PairGroups, PlanGroups  # noqa: E402
+from tests.unit.plan.test_plan import document, read  # noqa: E402
+
+
+class Group:
+    """A group of which this rank is the first member."""
+
+    def rank(self) -> int:
+        return 0
+
+
+class Model(torch.nn.Module):
+    """One chunk with a norm and an embedding, on ``meta`` until it is moved to its device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(sequence_parallel=False)
+        self.norm = torch.nn.LayerNorm(4, device="meta")
+        self.embedding = torch.nn.Embedding(8, 4, device="meta")
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList()
+
+    def shared_embedding_or_output_weight(self) -> torch.nn.Parameter:
+        return self.embedding.weight
+
+
+def plan(tied: bool) -> Plan:
+    body = document()
+    body["model"]["tied_embeddings"] = tied
+    return read(body)
+
+
+@pytest.mark.parametrize(("rank", "tied", "count"), [(0, False, 0), (0, True, 1), (4, False, 3), (4, True, 3)])
+def test_weights_are_copied_on_the_device(rank: int, tied: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is of the first stage, rank 4 of a stage of mixed TP."""
+    copied: list[str] = []
+
+    def copy_weights(_exchange: ShardExchange, parameters: list[ShardedParameter]) -> None:
+        copied.extend(p.tensor.device.type for p in parameters)
+
+    monkeypatch.setattr(ShardExchange, "copy_weights", copy_weights)
+    session = HetSession(HetConfig(plan(tied)), PLATFORM)
+    roles = {role: Group() for role in ("tp", "class", "stage", "leaders", "ends")}
+    session._groups = PlanGroups(session.placement, rank, "gloo", Group(), PairGroups(rank, 1.0), roles)  # type: ignore[arg-type]
+    session._num_chunks = 1
+    session._finalizer = GradientFinalizer(session.groups, session.tied_copies)
+    config: Any = SimpleNamespace(transformer=SimpleNamespace(), pre_wrap_hooks=[], post_wrap_hooks=[])
+    session.prepare_model_config(config)
+    models = [Model()]
+    for hook in config.pre_wrap_hooks:
+        models = hook(models)
+    models = [model.to_empty(device="cpu") for model in models]
+    for hook in config.post_wrap_hooks:
+        models = hook(models)
+    assert len(models) == 1
+    assert copied == ["cpu"] * count

@@ -1,0 +1,51 @@
+"""Plans that the tests of the launch files share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+from tools.planner.emit_nodes import NodeKind
+from tools.planner.emit_scripts import LaunchOptions
+
+MODEL = ModelShape(8, 64, 4, 2, 32, ffn_hidden_size=128)
+KINDS = {
+    "big": NodeKind(devices=4, count=2, constraint="a100", gres="gpu:a100", hosts=("n1", "n2")),
+    "small": NodeKind(devices=2, count=2, constraint="l4", gres="gpu:l4", hosts=("n3", "n4")),
+}
+LAUNCH = LaunchOptions(run_dir="/shared/run", python="python3")
+
+
+def make_plan(
+    *stages: tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...], str]]],
+    batch: int = 4,
+    schedule: str = "1f1b",
+    **training: object,
+) -> Plan:
+    """(layers per chunk, [(ranks, microbatches, device), ...]) per stage."""
+    return Plan(
+        MODEL,
+        TrainingShape(1, batch, **training),  # type: ignore[arg-type]
+        tuple(Stage(layers, tuple(Replica(r, m, d) for r, m, d in replicas)) for layers, replicas in stages),
+        ScheduleSpec(schedule),
+    )
+
+
+def even_plan() -> Plan:
+    return make_plan(
+        ((5,), [((0, 1), (0, 2), "big"), ((2, 3), (1, 3), "big")]),
+        ((3,), [((4, 5), (0, 1), "small"), ((6, 7), (2, 3), "small")]),
+    )
+
+
+def uneven_plan() -> Plan:
+    return make_plan(
+        ((5,), [((0, 1), (0, 2, 3), "big"), ((2,), (1,), "big")]), ((3,), [((3, 4), (0, 1, 2, 3), "small")])
+    )
+
+
+def context_parallel_plan() -> Plan:
+    """Two stages of one replica each, TP 2 x CP 2."""
+    plan = make_plan(((5,), [((0, 1, 2, 3), (0, 1, 2, 3), "big")]), ((3,), [((4, 5, 6, 7), (0, 1, 2, 3), "small")]))
+    stages = (replace(s, replicas=tuple(replace(r, cp=2) for r in s.replicas)) for s in plan.stages)
+    return replace(plan, stages=tuple(stages))

@@ -1,0 +1,232 @@
+"""Models from a Hugging Face config.json and from a Megatron checkpoint's arguments."""
+
+import argparse
+import enum
+import json
+import os
+import pickle
+import zipfile
+
+import pytest
+import yaml
+
+from tools.planner.__main__ import main
+from tools.planner.errors import PlannerError
+from tools.planner.model import load_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(folder, config, name="config.json"):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(config))
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "parts"),
+    [
+        (LLAMA, 8.03, []),
+        (QWEN, 8.19, []),
+        (MIXTRAL, 46.7, ["experts"]),
+        (DEEPSEEK, 671.0, ["experts", "latent"]),
+        ({**QWEN, "hidden_size": 5120, "num_attention_heads": 64, "intermediate_size": 25600,
+          "num_hidden_layers": 64}, 32.8, ["head_size"]),
+        ({**QWEN, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_key_value_heads": 4,
+          "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+         30.5, ["head_size", "experts"]),
+    ],
+)  # fmt: skip
+def test_published_sizes(tmp_path, config, billions, parts):
+    file = write(tmp_path / "model", config)
+    model = load_model(file, seq_length=4096, global_batch_size=256)
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.005)
+    assert model.not_run == parts and model.precision == "bf16" and model.name == "model"
+    assert load_model(tmp_path / "model", seq_length=4096, global_batch_size=256) == model
+
+
+def test_what_a_config_lacks_or_cannot_be(tmp_path):
+    file = write(tmp_path, LLAMA)
+    with pytest.raises(PlannerError, match="--seq-length"):
+        load_model(file)
+    for change, word in (
+        ({"model_type": "rwkv"}, "unknown architecture"),
+        ({"model_type": ["llama"]}, "unknown architecture"),
+        ({"num_hidden_layers": "many"}, "whole number"),
+        ({"num_hidden_layers": True}, "whole number"),
+        ({"num_key_value_heads": 7}, "does not divide"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"head_dim": "wide"}, "head_size"),
+    ):
+        with pytest.raises(PlannerError, match=word):
+            load_model(write(tmp_path, {**LLAMA, **change}), seq_length=8, global_batch_size=8)
+    with pytest.raises(PlannerError, match="q_lora_rank"):
+        load_model(write(tmp_path, {**DEEPSEEK, "q_lora_rank": None}), seq_length=8, global_batch_size=8)
+
+
+def test_windows():
+    from tools.planner.model_sources import from_config
+
+    windowed = {**QWEN, "use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 9}
+    windowed["layer_types"] += ["full_attention"] * 27
+    found = from_config(windowed, "config.json")
+    assert (found["attention_window"], found["windowed_layers"]) == (64, 0.25)
+
+
+CLUSTER = {"nodes": [{"gpu": "H200", "count": 16, "gpus_per_node": 8, "network_bytes_per_s": 4e11}]}
+
+
+@pytest.mark.parametrize(("config", "word"), [(LLAMA, None), (MIXTRAL, "experts"), (DEEPSEEK, "experts, latent")])
+def test_commands_take_a_config(tmp_path, capsys, config, word):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
+    common = ["--cluster", str(tmp_path / "c.yaml"), "--model", str(write(tmp_path, config))]
+    common += ["--seq-length", "4096", "--global-batch-size", "128"]
+    plan = ["--out", str(tmp_path / "p.json"), "--schedules", "1f1b", "--limit-s", "1"]
+    assert main(["plan", *common, *plan]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (f"cannot train it yet ({word})" in said) if word else ("cannot train it yet" not in said)
+    code = main(["emit", str(tmp_path / "p.json"), *common, "--out", str(tmp_path / "run"), "--train-iters", "5"])
+    assert code == (2 if word else 0), capsys.readouterr().err
+    assert not word or not (tmp_path / "run").exists()
+
+
+class Colour(enum.Enum):
+    """Megatron's arguments hold enumerations of its own."""
+
+    RED = 1
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["HET_TEST_EVIL"],)
+
+
+def checkpoint(folder, **changes):
+    """As Megatron writes them, with objects that reading must not make."""
+    arguments = {
+        "num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 1408, "num_attention_heads": 8,
+        "group_query_attention": True, "num_query_groups": 4, "kv_channels": 64, "padded_vocab_size": 32128,
+        "seq_length": 1024, "max_position_embeddings": 1024, "global_batch_size": 64, "bf16": True, "fp16": False,
+        "swiglu": True, "add_bias_linear": False, "untie_embeddings_and_output_weights": True,
+        "use_distributed_optimizer": True, "position_embedding_type": "rope", "attention_backend": Colour.RED,
+        "num_experts": None, "multi_latent_attention": False,
+    } | changes  # fmt: skip
+    iteration = folder / "iter_0000020"
+    iteration.mkdir(parents=True, exist_ok=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("20")
+    body = {"args": argparse.Namespace(**arguments), "iteration": 20, "colours": {Colour.RED}, "evil": Evil()}
+    with zipfile.ZipFile(iteration / "common.pt", "w") as archive:
+        archive.writestr("common/data.pkl", pickle.dumps(body, protocol=2))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def evil(tmp_path, monkeypatch):
+    monkeypatch.setenv("HET_TEST_EVIL", str(tmp_path / "evil"))
+    yield
+    assert not (tmp_path / "evil").exists(), "a pickle has run code"
+
+
+def test_arguments_of_a_checkpoint(tmp_path):
+    folder = checkpoint(tmp_path / "run")
+    model = load_model(folder)
+    assert (model.num_layers, model.groups, model.vocab_size, model.seq_length) == (6, 4, 32128, 1024)
+    assert (model.precision, model.gated, model.tied_embeddings, model.distributed_optimizer) == (
+        "bf16", True, False, True,
+    )  # fmt: skip
+    assert model.global_batch_size == 64 and model.not_run == [] and model.head_size is None
+    assert load_model(folder / "iter_0000020") == load_model(folder / "iter_0000020" / "common.pt") == model
+    assert load_model(folder, global_batch_size=32).global_batch_size == 32
+    other = load_model(checkpoint(tmp_path / "o", num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=99,
+                                  moe_layer_freq=[0, 1, 1, 1, 1, 1], position_embedding_type="learned_absolute",
+                                  bf16=False, kv_channels=32))  # fmt: skip
+    assert other.experts is not None and (other.experts.dense_layers, other.experts.ffn_hidden_size) == (1, 99)
+    assert (other.learned_positions, other.precision, other.head_size) == (1024, "fp32", 32)
+
+
+def test_real_torch_files_are_read(tmp_path):
+    torch = pytest.importorskip("torch")
+    body = {"args": argparse.Namespace(num_layers=2, dtype=torch.bfloat16), "x": torch.ones(3)}
+    torch.save(body, tmp_path / "common.pt")
+    from tools.planner.model_sources import checkpoint_arguments
+
+    assert checkpoint_arguments(tmp_path / "common.pt")[0]["num_layers"] == 2
+
+
+def test_damaged_checkpoints(tmp_path):
+    folder = checkpoint(tmp_path / "run")
+    file = folder / "iter_0000020" / "common.pt"
+    whole = file.read_bytes()
+    for damage in (b"", whole[:200], b"PK" + whole[2:][::-1]):
+        file.write_bytes(damage)
+        with pytest.raises(PlannerError):
+            load_model(folder)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("common/data.pkl", pickle.dumps({"no": "arguments"}))
+    with pytest.raises(PlannerError, match="does not hold the arguments"):
+        load_model(folder)
+    (folder / "latest_checkpointed_iteration.txt").write_text("../../etc")
+    with pytest.raises(PlannerError, match="number of an iteration"):
+        load_model(folder)
+    with pytest.raises(PlannerError, match="neither a Megatron checkpoint"):
+        load_model(tmp_path)

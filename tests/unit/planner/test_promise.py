@@ -1,0 +1,110 @@
+"""The time that a search promises is the simulated time of the plan that is written."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner_quality import estimator_of, random_case
+from tools.planner.build import build_plan, candidate_of
+from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.cluster import Cluster, NodeGroup, load_cluster
+from tools.planner.errors import PlannerError
+from tools.planner.estimate import Estimator
+from tools.planner.model import Model, load_model
+from tools.planner.search.auto import search_auto
+from tools.planner.search.goal import Goal
+from tools.planner.search.outcome import Found
+from tools.planner.simulation import simulate_candidate, simulate_parts
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "llama"
+
+
+def emitted_s(estimator: Estimator, found: Found) -> float:
+    """The plan as written and read again, simulated as a whole."""
+    plan = build_plan(estimator, found.candidate, found.estimate)
+    candidate, seated = candidate_of(plan, estimator.cluster)
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+
+
+def test_the_example_is_as_fast_as_promised():
+    """Four equal pipelines keep the order of one: the merged order of all of them took 8.7 s."""
+    cluster = load_cluster(str(EXAMPLES / "cluster-mixed.yaml"))
+    estimator = estimator_of(cluster, load_model(str(EXAMPLES / "model-7b.yaml")))
+    best = search_auto(estimator, Goal()).best
+    assert best is not None
+    assert best.iteration_s < 1.05 * best.estimate.iteration_s
+    assert emitted_s(estimator, best) == pytest.approx(best.iteration_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans_are_as_fast_as_promised(seed):
+    cluster, model = random_case(seed)
+    best = search_auto(estimator_of(cluster, model), Goal()).best
+    if best is not None:
+        assert emitted_s(estimator_of(cluster, model), best) == pytest.approx(best.iteration_s, rel=1e-6)
+
+
+def irregular() -> tuple[Estimator, Candidate]:
+    """Two pipelines (of three and one replicas per stage) that sit differently in nodes."""
+    nodes = (
+        NodeGroup(gpu="A100-40", count=2, gpus_per_node=3, network_bytes_per_s=1e9),
+        NodeGroup(gpu="A10G", count=2, gpus_per_node=1, network_bytes_per_s=1e9),
+    )
+    model = Model(
+        num_layers=8,
+        hidden_size=1024,
+        ffn_hidden_size=4096,
+        num_attention_heads=16,
+        vocab_size=8192,
+        seq_length=1024,
+        global_batch_size=34,
+        precision="fp16",
+        micro_batch_sizes=(1,),
+    )
+    stages = (Stage(6, (Group(0, 1, 6),)), Stage(2, (Group(1, 1, 2),)))
+    return estimator_of(Cluster(nodes=nodes), model), Candidate(stages, 1)
+
+
+@pytest.mark.parametrize("order", ["greedy", "alternating", "backward-first"])
+def test_parts_take_as_long_as_the_whole(order):
+    """The order that was chosen stands in the plan."""
+    estimator, candidate = irregular()
+    candidate = candidate.with_(order=order)
+    estimate = estimator.estimate(candidate)
+    plan = build_plan(estimator, candidate, estimate)
+    assert plan.schedule.parameters["order"] == order
+    again, seated = candidate_of(plan, estimator.cluster)
+    assert again.order == order
+    whole = simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+    assert simulate_parts(estimator, candidate, estimate, plan, seated) == pytest.approx(whole, rel=1e-9)
+
+
+def test_an_unknown_order_in_a_plan_is_one_error():
+    estimator, candidate = irregular()
+    with pytest.raises(PlannerError, match=r"schedule.parameters.order = 'fast'.*greedy, alternating"):
+        build_plan(estimator, candidate.with_(order="fast"), estimator.estimate(candidate))
+
+
+def test_a_plan_is_read_back_in_the_zones_that_it_was_made_for():
+    """Node groups of one GPU would be filled in the order of the file: over the slow link between the zones."""
+    zones = [NodeGroup(gpu="A100-40", count=2, gpus_per_node=2, network_bytes_per_s=1e9, zone=f"us-{z}") for z in "ab"]
+    estimator, _ = irregular()
+    estimator = estimator_of(Cluster(nodes=tuple(zones)), estimator.model)
+    # The second zone first, and both stages in one zone each.
+    candidate = Candidate((Stage(5, (Group(1, 1, 2),)), Stage(3, (Group(1, 1, 1),))), 1)
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    plan = build_plan(estimator, candidate, estimate)
+    assert {replica.zone for stage in plan.stages for replica in stage.replicas} == {"us-b"}
+    again, _ = candidate_of(plan, estimator.cluster)
+    assert again.stages == candidate.stages
+    with pytest.raises(PlannerError, match=r"zone.*no A100-40 there.*us-c"):
+        moved = [zone.model_copy(update={"zone": f"us-{z}"}) for zone, z in zip(zones, "cd")]
+        candidate_of(plan, Cluster(nodes=tuple(moved)))
+    alone = estimator_of(Cluster(nodes=(zones[1],)), estimator.model)
+    candidate = Candidate((Stage(5, (Group(0, 1, 2),)), Stage(3, (Group(0, 1, 1),))), 1)
+    estimate = alone.estimate(candidate)
+    assert estimate is not None
+    assert "zone" not in str(build_plan(alone, candidate, estimate).to_json())

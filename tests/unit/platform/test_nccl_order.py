@@ -1,0 +1,104 @@
+"""The simulated device: order of launches, slots, contents, what a stall says."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron_het.platform.nccl_order.launch import Device, Item, Options, OrderError
+
+
+def started(device: Device, item: Item) -> threading.Thread:
+    thread = threading.Thread(target=device.begin, args=(item,), daemon=True)
+    thread.start()
+    return thread
+
+
+def launched(device: Device, count: int) -> list[Item]:
+    items = [Item(f"communicator {i}", f"operation {i}", ()) for i in range(count)]
+    for item in items:
+        device.launch(item)
+    return items
+
+
+def test_operations_start_in_the_order_of_their_launch():
+    device = Device(Options())
+    first, second = launched(device, 2)
+    later = started(device, second)
+    later.join(0.2)
+    assert not second.started, "the second was launched later"
+    device.begin(first)
+    later.join(5.0)
+    assert second.started
+
+
+def test_without_one_queue_any_order_starts():
+    device = Device(Options(one_queue=False))
+    _, second = launched(device, 2)
+    device.begin(second)
+    assert second.started
+
+
+def test_only_so_many_are_on_the_device_at_once():
+    device = Device(Options(resident=1))
+    first, second = launched(device, 2)
+    device.begin(first)
+    later = started(device, second)
+    later.join(0.2)
+    assert not second.started
+    device.end(first, None)
+    later.join(5.0)
+    assert second.started
+
+
+def test_a_tensor_that_changes_between_post_and_run_is_an_error():
+    device, tensor = Device(Options()), torch.arange(5.0)
+    item = Item("communicator", "send to rank 1", (tensor[1:],))
+    device.launch(item)
+    item.check_unchanged()
+    tensor[0] = 7.0  # not a part of what is sent
+    item.check_unchanged()
+    tensor[4] = 7.0
+    with pytest.raises(OrderError, match="send to rank 1 was written to between"):
+        item.check_unchanged()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool])
+def test_contents_are_compared_without_making_the_storage_rigid(dtype: torch.dtype):
+    tensor = torch.zeros(6, dtype=dtype)
+    item = Item("communicator", "broadcast", (tensor,))
+    Device(Options()).launch(item)
+    tensor.untyped_storage().resize_(0)
+
+
+def test_after_a_failure_nothing_starts():
+    device = Device(Options())
+    first, second = launched(device, 2)
+    device.begin(first)
+    device.end(first, RuntimeError("the peer is gone"))
+    with pytest.raises(OrderError, match="after an earlier failure"):
+        device.begin(second)
+    with pytest.raises(OrderError, match="the peer is gone"):
+        device.await_end(first)
+
+
+def test_a_stall_ends_in_bounded_time_and_says_what_is_open(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    device = Device(Options(stall_s=0.3))
+    first, second = launched(device, 2)
+    device.begin(first)
+    begin = time.monotonic()
+    with pytest.raises(OrderError) as caught:
+        device.await_end(second)
+    assert time.monotonic() - begin < 5.0
+    assert "rank 0 waits for communicator 1: operation 1" in str(caught.value)
+    assert "operation 0 (on the device" in str(caught.value) and "operation 1 (queued)" in str(caught.value)
+
+
+@pytest.mark.parametrize(("field", "value"), [("stall_s", 0.0), ("resident", 0)])
+def test_options_that_make_no_sense_are_refused(field: str, value: float):
+    with pytest.raises(ValueError, match=f"{field} = {value}"):
+        Options(**{field: value})

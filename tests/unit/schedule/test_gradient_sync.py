@@ -1,0 +1,59 @@
+"""From where on gradients may be reduced early."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_het.features import feature, options_of
+from megatron_het.lowering.programs import build
+from megatron_het.plan import Plan, PlanError
+from megatron_het.plan.from_flags import plan_from_flags
+from megatron_het.plan.schema import ScheduleSpec
+from megatron_het.schedule.gradient_sync import last_makers, sync_points
+from megatron_het.schedule.ir import Kind, Program
+from tests.unit.plan.megatron_flags import TWO_BY_TWO, flags
+
+FLAGS = flags(TWO_BY_TWO)
+
+
+def made(**parameters: object) -> tuple[Plan, Program]:
+    plan, _ = plan_from_flags(FLAGS, 4, ScheduleSpec("slimpipe", {"slices": 4, **parameters}))
+    return plan, build(plan)[False]
+
+
+def check_overlap(plan: Plan, program: Program, early: bool) -> None:
+    args = SimpleNamespace(overlap_grad_reduce=early)
+    feature("vocabulary").check_program(lambda: program, options_of(plan, "vocabulary"), args)
+
+
+def test_last_backward_of_each_chunk() -> None:
+    for ops in made()[1].ops:
+        points = sync_points(ops, 2)
+        assert sorted(chunk for chunks in points.values() for chunk in chunks) == [0, 1]
+        for index, (chunk,) in points.items():
+            assert (ops[index].kind, ops[index].chunk) == (Kind.BACKWARD, chunk)
+            assert not any(op.kind == Kind.BACKWARD and op.chunk == chunk for op in ops[index + 1 :])
+
+
+def test_all_gradients_of_a_split_vocabulary_come_after_the_point() -> None:
+    for ops in made(vocabulary=True)[1].ops:
+        points = {chunk: index for index, chunks in sync_points(ops, 2).items() for chunk in chunks}
+        last = last_makers(ops)
+        assert points[1] <= min(last[Kind.VOCAB_BACKWARD, 0], last[Kind.BACKWARD, 1])
+        assert points[0] <= min(last[Kind.EMBED_BACKWARD, 0], last[Kind.BACKWARD, 0], last[Kind.VOCAB_BACKWARD, 0])
+
+
+def test_replicas_must_complete_their_gradients_in_one_order() -> None:
+    plan, program = made(vocabulary=True)
+    check_overlap(plan, program, early=True)
+    ops = list(program.ops[1])
+    place = last_makers(ops)[Kind.BACKWARD, 1]
+    moved = Program(
+        **{n: getattr(program, n) for n in program.__dataclass_fields__}
+        | {"ops": (program.ops[0], (*ops[:place], *ops[place + 1 :], ops[place]), *program.ops[2:])}
+    )
+    with pytest.raises(PlanError, match="--overlap-grad-reduce.*replicas of stage 0.*different orders"):
+        check_overlap(plan, moved, early=True)
+    check_overlap(plan, moved, early=False)

@@ -1,0 +1,114 @@
+"""The table of kinds: nothing can be left out, nothing falls through, kinds are not numbers."""
+
+import operator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from schedule_helpers import full, run
+
+from megatron_het.schedule import Costs, Kind, Program, Shape, add_transfers, generate, kinds, simulate
+from megatron_het.schedule.columns import Price, complete
+from megatron_het.schedule.kinds import COMPUTE, EXCHANGE, PARAMETER_KINDS, TRANSFERS, executed_by
+from megatron_het.schedule.passes.embedding import add_embedding
+from megatron_het.schedule.passes.vocabulary import add_vocabulary
+from megatron_het.schedule.validate import validate
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "Effect.STEP, Price.STEP, 0.0, _GREY)",
+            "Effect.STEP, Price.STEP, 0.0)",
+            "row 'OS' has 16 entries for the 17 columns",
+        ),
+        ('None, None, "RECV_FORWARD"', "None, None, None", "SEND_FORWARD"),
+        ('"OS", "window"', '"GR", "window"', "two kinds have one mnemonic"),
+    ],
+)
+def test_a_row_that_lacks_something_fails_at_import(old: str, new: str, message: str) -> None:
+    """There are no defaults, both ends of a transfer name each other, and text can be read back."""
+    source = Path(kinds.__file__).read_text(encoding="utf-8")
+    assert source.count(old) == 1
+    with pytest.raises((TypeError, RuntimeError), match=message):
+        exec(compile(source.replace(old, new), "kinds.py", "exec"), {"__name__": "kinds"})  # noqa: S102
+
+
+def test_a_reader_without_an_entry_fails() -> None:
+    """So that a new entry cannot fall through."""
+    table = dict.fromkeys(Price, 0.0)
+    assert complete(Price, table) == table
+    del table[Price.STEP]
+    with pytest.raises(TypeError, match="Price: no meaning here for STEP"):
+        complete(Price, table)
+
+
+def test_kinds_have_no_order() -> None:
+    """Comparing kinds as numbers fails at once."""
+    for compare in (
+        lambda: operator.lt(Kind.FORWARD, 3),
+        lambda: operator.ge(Kind.KV_SEND, Kind.KV_RECV),
+        lambda: max(Kind),
+    ):
+        with pytest.raises(TypeError, match="have no order"):
+            compare()
+
+
+def test_sets_come_from_the_table() -> None:
+    """Who executes what, and which kinds are transfers."""
+    assert executed_by("compute") == {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT}
+    assert executed_by("compute") | executed_by("zero_bubble") == COMPUTE
+    assert executed_by("transfer") == TRANSFERS - EXCHANGE
+    assert executed_by("window") == PARAMETER_KINDS
+    assert executed_by("nobody") == frozenset()
+    executors = {kind.executor for kind in Kind}
+    assert set().union(*(executed_by(name) for name in executors if name)) == {k for k in Kind if k.executor}
+
+
+def split(name: str, forward_only: bool = False, **shape: int) -> Program:
+    """A complete program whose output layer and embeddings are split."""
+    program = generate(name, Shape.uniform(2, 4, **shape), forward_only=forward_only)
+    return add_transfers(add_embedding(add_vocabulary(program)))
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize(("name", "shape"), [("1f1b", {}), ("gpipe", {}), ("slimpipe", {"slices": 4})])
+def test_split_vocabulary_is_simulated(name: str, shape: dict[str, int], forward_only: bool) -> None:
+    """Parts of embeddings are operations of the compute stream like any other."""
+    program = split(name, forward_only, **shape)
+    assert validate(program) == []
+    result = run(program)
+    parts = [event for event in result.events() if event.op.kind in (Kind.EMBED_FORWARD, Kind.EMBED_BACKWARD)]
+    assert len(parts) == 2 * 4 * shape.get("slices", 1) * (1 if forward_only else 2)
+    assert {event.stream for event in parts} == {"compute"}
+    assert all(0 <= event.start_s <= event.end_s <= result.makespan_s for event in parts)
+
+
+def test_split_embeddings_cost_time() -> None:
+    """Each device's own, a slice's share of it."""
+    program = split("slimpipe", slices=4)
+    free = run(program)
+    result = run(program, embed_forward_s=(0.4, 0.8), embed_backward_s=(1.2, 1.6))
+    seconds = {
+        (event.device, event.op.kind): event.end_s - event.start_s
+        for event in result.events()
+        if event.op.kind in (Kind.EMBED_FORWARD, Kind.EMBED_BACKWARD)
+    }
+    assert seconds == pytest.approx(
+        {
+            (0, Kind.EMBED_FORWARD): 0.1,
+            (1, Kind.EMBED_FORWARD): 0.2,
+            (0, Kind.EMBED_BACKWARD): 0.3,
+            (1, Kind.EMBED_BACKWARD): 0.4,
+        }
+    )
+    added = [busy - before for busy, before in zip(result.compute_s, free.compute_s)]
+    assert added == pytest.approx([4 * (0.4 + 1.2), 4 * (0.8 + 1.6)])
+
+
+def test_embedding_costs_must_fit_the_devices() -> None:
+    """One value per device."""
+    shape = Shape.uniform(2, 2)
+    with pytest.raises(ValueError, match="embed_forward_s: 1 values for 2 devices"):
+        simulate(full("1f1b", shape), replace(Costs.uniform(shape), embed_forward_s=(1.0,)))

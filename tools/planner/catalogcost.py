@@ -1,0 +1,179 @@
+"""Time and memory of one layer without a profile: kernels of the catalog's GPUs (see ``docs/costs.md``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import cache
+
+from .catalog import Gpu
+from .errors import PlannerError
+from .kernels import Product, attention_s, exchange_s, memory_s, product_s
+from .layer import ALONE, LayerCost, Spread, activation_bytes, attention_matrix_bytes, backward_bytes
+from .model import Model
+from .profile_schema import LayerKind
+from .runtime import MEGATRON_HET, Runtime
+from .uncertainty import catalog_uncertainty
+from .work import LayerWork, layer_work
+
+ADAM_BYTES = 28.0
+"""Adam reads parameters, gradients and two moments, and writes three of them, in fp32."""
+
+
+class CatalogCosts:
+    """Times from datasheets and the constants of a runtime's kernels."""
+
+    def __init__(self, model: Model, gpu: Callable[[str], Gpu], runtime: Runtime = MEGATRON_HET) -> None:
+        self.model, self.gpu, self.runtime = model, gpu, runtime
+        self.cost = cache(self._cost)  # type: ignore[method-assign]
+        self._layer = cache(self._layer_times)
+
+    def uncertainty_of(self, gpus: Collection[str], divided: bool) -> float:
+        """As published runs of such plans show."""
+        return catalog_uncertainty(self.model, gpus, divided)
+
+    def tp_sizes(self, gpu: str) -> tuple[int, ...]:
+        """Powers of two that divide heads, groups and widths."""
+        m = self.model
+        sizes = (m.num_attention_heads, m.groups, m.hidden_size, m.ffn_hidden_size)
+        return tuple(t for t in (1, 2, 4, 8) if all(n % t == 0 for n in sizes))
+
+    def max_batch(self, gpu: str, tp: int) -> int:
+        """Unlimited."""
+        return 1 << 20
+
+    def fused(self, gpu: str) -> bool:
+        """Whether attention runs in a fused kernel on this GPU; FlashAttention-2 is for fp16 and bf16 only."""
+        if self.model.attention == "fused":
+            return True
+        half = self.model.precision in ("fp16", "bf16")
+        return self.model.attention == "flash" and half and self.gpu(gpu).flash_attention_2
+
+    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
+        """By the formula of ``activation_bytes`` for slices and for whole sequences."""
+        sliced = activation_bytes(self.model, "layer", batch, tp, recompute, True, sliced=True)
+        return sliced / activation_bytes(self.model, "layer", batch, tp, recompute, self.fused(gpu))
+
+    def update_s(self, gpu: str, parameters: float) -> float:
+        """A fused Adam step is bound by memory."""
+        return memory_s(self.gpu(gpu), ADAM_BYTES * parameters)
+
+    def cost(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE) -> LayerCost:
+        """Figures of one layer (replaced by a cached bound method)."""
+        return self._cost(gpu, kind, batch, tp, recompute, spread)
+
+    def _cost(
+        self, name: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE
+    ) -> LayerCost:
+        model, gpu, fused = self.model, self.gpu(name), self.fused(name)
+        precision = "fp8" if model.fp8 else model.precision
+        if not gpu.peak(model.precision) or not gpu.peak(precision):
+            known = ", ".join(gpu.flops)
+            raise PlannerError("model", "precision", precision, f"{name} does not support it", f"It supports {known}")
+        tokens = batch * model.seq_length / spread.cp
+        if kind == "layer":
+            times = self._mean_layer(name, batch, tp, recompute, spread)
+        elif kind == "embedding":
+            moved = tokens * model.hidden_size * model.element_bytes
+            reduce = self._reduces_s(gpu, tokens, tp, spread)
+            times = (memory_s(gpu, 3.0 * moved) + reduce, memory_s(gpu, 3.0 * moved), 0.0, 0.0)
+        else:
+            product = Product(tokens, model.vocab_size / tp, model.hidden_size)
+            each = product_s(gpu, self.runtime.kernels, product, model.precision, model.element_bytes)
+            loss = memory_s(gpu, self.runtime.kernels.logits_bytes * tokens * model.vocab_size / tp)
+            reduce = self._reduces_s(gpu, tokens, tp, spread)
+            times = (each + loss / 2 + reduce, 2 * each + loss / 2 + reduce, 0.0, 0.0)
+        kept = activation_bytes(model, kind, batch, tp, recompute, fused, spread.cp)
+        extra = 0.0
+        if kind == "layer" and not fused:
+            extra = self.runtime.attention_copies * attention_matrix_bytes(model, batch, tp, spread.cp)
+        if kind == "layer" and recompute == "full":
+            extra += activation_bytes(model, kind, batch, tp, "none", fused, spread.cp)
+        elif kind == "head":  # logits, and later their gradients, beside the softmax in fp32
+            extra += tokens * model.vocab_size / tp * model.element_bytes
+        if kind == "layer":
+            extra += backward_bytes(model, batch, tp, spread.cp)
+        forward, backward, attention_f, attention_b = times
+        return LayerCost(
+            forward, backward, _parameters(model, kind, tp, spread.ep), kept, extra, attention_f, attention_b
+        )
+
+    def _mean_layer(self, name: str, batch: int, tp: int, recompute: str, spread: Spread) -> tuple[float, ...]:
+        """(forward, backward, attention in both) of the mean of layers with and without experts."""
+        x = self.model.experts
+        if x is None:
+            return self._layer(name, batch, tp, recompute, spread, False)
+        share = 1 - min(1.0, x.dense_layers / self.model.num_layers)
+        pair = (self._layer(name, batch, tp, recompute, spread, e) for e in (True, False))
+        return tuple(share * a + (1 - share) * b for a, b in zip(*pair))
+
+    def _layer_times(
+        self, name: str, batch: int, tp: int, recompute: str, spread: Spread, experts: bool
+    ) -> tuple[float, float, float, float]:
+        model, gpu, runtime = self.model, self.gpu(name), self.runtime
+        kernels, precision = runtime.kernels, "fp8" if self.model.fp8 else self.model.precision
+        tokens = batch * model.seq_length / spread.cp
+        work = layer_work(model, tokens, tp, spread.ep, experts)
+        product = sum(product_s(gpu, kernels, p, precision, model.element_bytes) for p in work.products)
+        grouped = replace(kernels, gemm=kernels.gemm * kernels.expert_gemm)
+        product += sum(product_s(gpu, grouped, p, precision, model.element_bytes) for p in work.experts)
+        element = memory_s(gpu, kernels.elementwise * work.elements * model.element_bytes)
+        attention_f, attention_b, repeated = self._attention(name, work, batch, tp, spread)
+        around = self._reduces_s(gpu, 2 * tokens, tp, spread) + self._exchange_s(gpu, work, tp, spread)
+        dropless = experts and model.experts is not None and model.experts.dropless
+        waits = kernels.dropless_launches * kernels.launch_scale * gpu.launch_s if dropless else 0.0
+        launches = kernels.launches + (kernels.expert_launches if experts else 0.0)
+        host = launches * gpu.launch_s * kernels.launch_scale
+        forward = max(product + element + attention_f, host) + around + waits
+        backward = max(2 * (product + element) + attention_b, 2 * host) + around + waits
+        if recompute == "full":
+            backward, attention_b = backward + forward, attention_b + attention_f
+        elif recompute == "selective":
+            backward, attention_b = backward + repeated, attention_b + repeated
+        return forward, backward, attention_f, attention_b
+
+    def _attention(self, name: str, work: LayerWork, batch: int, tp: int, spread: Spread) -> tuple[float, float, float]:
+        """(forward, backward, again under selective recomputation), with the exchange of keys and values under CP."""
+        model, gpu, kernels = self.model, self.gpu(name), self.runtime.kernels
+        if self.fused(name):
+            forward, backward = attention_s(gpu, kernels, work.attention_flops, work.score_width, model.precision)
+            repeated = 0.0
+        else:  # matrices of all keys, masked or not
+            tokens = batch * model.seq_length / spread.cp
+            flops = 2.0 * tokens * model.seq_length * model.score_size / tp
+            matrix = memory_s(gpu, attention_matrix_bytes(model, batch, tp, spread.cp))
+            compute = flops / (gpu.peak(model.precision) * gpu.efficiency * kernels.gemm)
+            forward, backward, repeated = compute + 6 * matrix, 2 * compute + 18 * matrix, compute + 3 * matrix
+        if spread.cp > 1:  # a ring: while one block is used the next arrives; the backward returns gradients too
+            moved = 2.0 * batch * model.seq_length / spread.cp * model.kv_size / tp * model.element_bytes
+            rate = gpu.collective_rate if tp * spread.cp <= spread.domain else spread.network_bytes_per_s
+            ring = (spread.cp - 1) * moved / rate
+            forward, backward = max(forward, ring), max(backward, 2 * ring)
+        return forward, backward, repeated
+
+    def _reduces_s(self, gpu: Gpu, tokens: float, tp: int, spread: Spread) -> float:
+        """Exposed time of an all-reduce (or all-gather and reduce-scatter) of activations over a TP group."""
+        if tp == 1:
+            return 0.0
+        moved = 2.0 * (tp - 1) / tp * tokens * self.model.hidden_size * self.model.element_bytes
+        rate = gpu.collective_rate
+        if spread.intra_node_bytes_per_s is not None:
+            rate *= spread.intra_node_bytes_per_s / gpu.intra_node_bytes_per_s
+        return (moved / rate + 40e-6) * (1 - self.runtime.tp_overlap)
+
+    def _exchange_s(self, gpu: Gpu, work: LayerWork, tp: int, spread: Spread) -> float:
+        """Tokens to experts and back: sorting and two all-to-alls."""
+        x = self.model.experts
+        if x is None or not work.routed_elements:
+            return 0.0
+        once = work.routed_elements * self.model.element_bytes
+        sort = memory_s(gpu, self.runtime.kernels.dispatch * once * x.top_k)
+        domain = max(1, spread.domain)
+        across = exchange_s(gpu, once, x.top_k, spread.ep, domain, spread.network_bytes_per_s)
+        return sort + 2 * across * (1 - self.runtime.exchange_overlap)
+
+
+def _parameters(model: Model, kind: LayerKind, tp: int, ep: int) -> int:
+    if kind == "embedding":
+        return model.embedding_parameters(tp)
+    return model.layer_parameters(tp, ep) if kind == "layer" else model.head_parameters(tp)

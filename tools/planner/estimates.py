@@ -1,0 +1,270 @@
+"""What the closed form says of a candidate, and of its stages and groups: plain figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import floor
+from typing import Any, NamedTuple
+
+from .candidate import Candidate, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Per-rank figures of one replica kind at one operating point (seconds per microbatch, bytes)."""
+
+    layer_f: float
+    layer_b: float
+    embedding_f: float
+    embedding_b: float
+    head_f: float
+    head_b: float
+    layer_parameters: int
+    embedding_parameters: int
+    head_parameters: int
+    layer_bytes: float
+    embedding_bytes: float
+    head_bytes: float
+    workspace_bytes: float
+    head_workspace_bytes: float
+    capacity_bytes: float
+    reserved_bytes: float
+    sliced_share: float = 1.0
+    attention_f: float = 0.0
+    attention_b: float = 0.0
+
+    def forward_s(self, layers: float, first: bool, last: bool) -> float:
+        """Forward of one microbatch through a stage (or its layers, on average).
+
+        Args:
+            layers: Of the stage.
+            first, last: Whether the stage has the embedding, the head.
+        """
+        seconds = layers * self.layer_f
+        if first:
+            seconds += self.embedding_f
+        return seconds + self.head_f if last else seconds
+
+    def backward_s(self, layers: float, first: bool, last: bool) -> float:
+        """The same of the backward."""
+        seconds = layers * self.layer_b
+        if first:
+            seconds += self.embedding_b
+        return seconds + self.head_b if last else seconds
+
+    def ends_s(self, first: bool, last: bool) -> float:
+        """Embedding and head, forward and backward, where the stage has them."""
+        return (self.embedding_f + self.embedding_b if first else 0.0) + (self.head_f + self.head_b if last else 0.0)
+
+    def both_s(self, layers: float, first: bool, last: bool) -> float:
+        """Forward and backward of one microbatch through a stage."""
+        return layers * (self.layer_f + self.layer_b) + self.ends_s(first, last)
+
+    def chunks_s(self, layers: Sequence[int], first: bool, last: bool, back: bool, fixed_s: float = 0.0) -> list[float]:
+        """One pass of one microbatch through each chunk of a stage.
+
+        Args:
+            layers: Of each chunk.
+            first, last: Whether the stage has the embedding, the head.
+            back: The backward.
+            fixed_s: Host time of every operation.
+        """
+        layer = self.layer_b if back else self.layer_f
+        out = [n * layer + fixed_s for n in layers]
+        if first:
+            out[0] += self.embedding_b if back else self.embedding_f
+        if last:
+            out[-1] += self.head_b if back else self.head_f
+        return out
+
+
+class GroupMemory(NamedTuple):
+    """Predicted bytes of one rank of a group, by category.
+
+    ``state_share`` is the part of its stage's state that a replica keeps, None for equal parts; ``host_bytes``
+    is what the rank offloads to the node's main memory (not part of the total).
+    """
+
+    stage: int
+    group: Group
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    activation_bytes: float
+    workspace_bytes: float
+    reserved_bytes: float
+    capacity_bytes: float
+    state_share: float | None = None
+    host_bytes: float = 0.0
+
+    @property
+    def total_bytes(self) -> float:
+        """All of it."""
+        return (
+            self.parameter_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+            + self.activation_bytes
+            + self.workspace_bytes
+            + self.reserved_bytes
+        )
+
+
+class Estimate(NamedTuple):
+    """What the closed form says about a candidate.
+
+    Attributes:
+        iteration_s: Predicted iteration time.
+        busy_s: Compute of the stage that decides it.
+        fill_s: Warm-up and drain around it (pipeline bubble).
+        sync_s, update_s: Exposed gradient reduction and optimizer step.
+        gather_s: Exposed parameter gathers (ministage).
+        microbatches: Per stage and group, microbatches of each replica (some have one fewer).
+        memory: Per stage and group.
+        usd_per_iteration: GPU hours and egress.
+        egress_bytes: Bytes per iteration over links with a price.
+        stage_busy_s: Compute of every stage.
+        fullest: Largest share of a rank's memory that is used.
+    """
+
+    iteration_s: float
+    busy_s: float
+    fill_s: float
+    sync_s: float
+    update_s: float
+    gather_s: float
+    bottleneck: int
+    microbatches: tuple[tuple[int, ...], ...]
+    memory: tuple[GroupMemory, ...]
+    usd_per_iteration: float
+    gpu_usd_per_iteration: float
+    egress_bytes: float
+    stage_busy_s: tuple[float, ...]
+    fullest: float
+
+    @property
+    def worst_memory(self) -> GroupMemory:
+        """The rank nearest to (or furthest beyond) its capacity."""
+        return max(self.memory, key=lambda m: m.total_bytes / m.capacity_bytes)
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """One stage of a candidate at its operating point.  Candidates with the same stage share it.
+
+    Attributes:
+        units, replica_f, replica_b, microbatches: Of each kind of replica.
+        busy_s: Compute of the slowest replica over the iteration.
+        forward_s, backward_s: Means over the microbatches.
+        sync_s, update_s: Gradient reduction and update after the last backward.
+        parameters: Of one rank of each kind of replica.
+        in_flight: Microbatches that each kind of replica may hold.
+        memory: Of one rank of each kind of replica.
+        fullest: Largest share of a rank's memory that is used.
+        memo: What schedules remember about the stage, whatever is in flight.
+    """
+
+    units: list[Unit]
+    replica_f: list[float]
+    replica_b: list[float]
+    microbatches: list[int]
+    busy_s: float
+    forward_s: float
+    backward_s: float
+    sync_s: float = 0.0
+    update_s: float = 0.0
+    parameters: tuple[float, ...] = ()
+    in_flight: tuple[int, ...] = ()
+    memory: tuple[GroupMemory, ...] = ()
+    fullest: float = 0.0
+    memo: dict[object, Any] = field(default_factory=dict)
+
+    @property
+    def slowest(self) -> int:
+        """The kind of replica that computes longest."""
+        times = [(f + b) * k for f, b, k in zip(self.replica_f, self.replica_b, self.microbatches)]
+        return times.index(max(times))
+
+
+class Pipeline(NamedTuple):
+    """The time of a pipeline by the closed form of its schedule.
+
+    Attributes:
+        end_s: Of the last operation.
+        busy_s: Compute of the stage that decides it.
+        bottleneck: That stage.
+        gather_s: Exposed gathers of parameters.
+        earliest: Per stage, the earliest end of its last backward, where the schedule knows more than ``end_s``.
+    """
+
+    end_s: float
+    busy_s: float
+    bottleneck: int
+    gather_s: float
+    earliest: Sequence[float]
+
+
+def rank_parameters(candidate: Candidate, unit: Unit, s: int) -> float:
+    """Parameters of one rank of stage ``s``, embedding and head included."""
+    count = float(candidate.stages[s].layers * unit.layer_parameters)
+    if s == 0:
+        count += unit.embedding_parameters
+    if s == len(candidate.stages) - 1:
+        count += unit.head_parameters
+    return count
+
+
+def rank_bytes(candidate: Candidate, units: Sequence[Unit], s: int, per_parameter: float) -> dict[Group, float]:
+    """What the parameters of one rank of each group of a stage take."""
+    groups = candidate.stages[s].groups
+    return {g: rank_parameters(candidate, units[i], s) * per_parameter for i, g in enumerate(groups)}
+
+
+def divided_alike(candidate: Candidate, microbatches: Sequence[Sequence[int]]) -> bool:
+    """Whether all stages divide the microbatches in the same way over their replicas (1F1B needs no slack)."""
+    first: list[tuple[int, int]] | None = None
+    for stage, counts in zip(candidate.stages, microbatches):
+        mine = [(g.count, k) for g, k in zip(stage.groups, counts)]
+        if first is not None and mine != first:
+            return False
+        first = mine
+    return True
+
+
+def allocate(times: list[float], counts: list[int], total: int) -> tuple[float, list[int]] | None:
+    """Microbatches per replica so that the slowest replica is as early as possible (exact).
+
+    Args:
+        times: Seconds per microbatch of each kind of replica.
+        counts: Replicas of each kind.
+        total: Microbatches to give away.
+
+    Returns:
+        (time of the slowest, largest number per replica of each kind), or None when some replica
+        would get nothing.
+    """
+    if len(times) == 1:
+        share = -(-total // counts[0])
+        return (share * times[0], [share]) if total >= counts[0] else None
+    limit = max(total / sum(n / t for n, t in zip(counts, times)), *times)
+    while True:
+        shares = [floor(limit / t + 1e-9) for t in times]
+        given = sum(n * k for n, k in zip(counts, shares))
+        if given >= total:
+            break
+        limit = min((k + 1) * t for k, t in zip(shares, times))
+    spare = given - total
+    order = sorted(range(len(times)), key=lambda i: -shares[i] * times[i])
+    largest = list(shares)
+    for i in order:
+        if spare <= 0:
+            break
+        whole = spare // counts[i]
+        if whole and shares[i] > 1:
+            take = min(whole, shares[i] - 1)
+            largest[i] -= take
+            spare -= take * counts[i]
+    if spare > sum(n for n, k in zip(counts, largest) if k > 1):
+        return None
+    return max(k * t for k, t in zip(largest, times)), largest

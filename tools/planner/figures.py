@@ -1,0 +1,56 @@
+"""What the operations of a plan's features take on every device, for the simulation of its real program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_het.features.base import Figures
+
+from .candidate import Candidate, Group
+from .estimate import Estimator, Unit
+from .estimates import rank_parameters
+
+Device = tuple[int, Group, Unit]
+"""(stage, kind of replica, its figures)"""
+
+
+def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]) -> Figures:
+    """Figures per device.
+
+    Args:
+        estimator: Prices links and layers.
+        whole: Decides over whom parameters are gathered and gradients reduced.
+        devices: Of the program.
+    """
+    model, batch = estimator.model, whole.micro_batch_size
+    element = float(model.element_bytes)
+    gathers, reduces = [], []
+    for s, stage in enumerate(whole.stages):
+        units = {g: estimator.unit_of(whole, g) for g in stage.groups}
+        counts = {g: rank_parameters(whole, u, s) for g, u in units.items() if u is not None}
+        gathers.append(estimator.network.sync_s(stage.groups, {g: n * element for g, n in counts.items()}, 0.5))
+        reduces.append(estimator.network.sync_s(stage.groups, {g: n * 4.0 for g, n in counts.items()}, 0.5))
+    shards = [sum(g.count for g in stage.groups) for stage in whole.stages]
+    host = [estimator.cluster.gpu(estimator.cluster.nodes[g.pool].gpu).host_bytes_per_s for _, g, _ in devices]
+    # Figures of a layer are not measured apart from its attention: by operations, causal attention once.
+    length = model.seq_length
+    share = 1 - model.layer_flops(length, 0) / model.layer_flops(length)
+    tokens = float(batch * length)
+    return Figures(
+        gather_s=tuple(gathers[s] for s, _, _ in devices),
+        reduce_s=tuple(reduces[s] for s, _, _ in devices),
+        host_copy_s=tuple(
+            rank_parameters(whole, u, s) * element / shards[s] / speed
+            for (s, _, u), speed in zip(devices, host, strict=True)
+        ),
+        host_bytes_per_s=tuple(host),
+        embedding_forward_s=tuple(u.embedding_f for _, _, u in devices),
+        embedding_backward_s=tuple(u.embedding_b for _, _, u in devices),
+        head_forward_s=tuple(u.head_f for _, _, u in devices),
+        head_backward_s=tuple(u.head_b for _, _, u in devices),
+        head_bytes=tuple(u.head_bytes for _, _, u in devices),
+        attention_forward_s=tuple(share * u.layer_f for _, _, u in devices),
+        attention_backward_s=tuple(share * u.layer_b for _, _, u in devices),
+        kv_bytes=tuple(2 * tokens * model.kv_size / g.tp * element for _, g, _ in devices),
+        query_bytes=tuple(2 * tokens * model.hidden_size / g.tp * element for _, g, _ in devices),
+    )

@@ -1,0 +1,138 @@
+"""Time and memory of one layer at one operating point: the interface between cost models and the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from .model import Model
+from .profile_schema import LayerKind
+
+KINDS: tuple[LayerKind, ...] = ("embedding", "layer", "head")
+
+
+class Spread(NamedTuple):
+    """How a layer is divided over ranks besides TP, and what those ranks are joined by.
+
+    Attributes:
+        cp, ep: Context-parallel and expert-parallel sizes.
+        domain: GPUs of a node (or NVLink domain).
+        network_bytes_per_s: Of one GPU to the network.
+        intra_node_bytes_per_s: Of one GPU to its node, None for the catalog's figure.
+    """
+
+    cp: int = 1
+    ep: int = 1
+    domain: int = 8
+    network_bytes_per_s: float = 12.5e9
+    intra_node_bytes_per_s: float | None = None
+
+
+ALONE = Spread()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """One layer at one operating point, on one rank.
+
+    Attributes:
+        forward_s, backward_s: Seconds per microbatch; backward includes recomputation.
+        parameters: Parameters of the rank.
+        activation_bytes: Kept from forward to backward, per microbatch in flight.
+        workspace_bytes: Temporary memory beyond that.
+        attention_forward_s, attention_backward_s: The part of the times that grows with the keys before a token.
+    """
+
+    forward_s: float
+    backward_s: float
+    parameters: int
+    activation_bytes: float
+    workspace_bytes: float
+    attention_forward_s: float = 0.0
+    attention_backward_s: float = 0.0
+
+
+class LayerCosts(Protocol):
+    """Where the cost model gets the figures of single layers."""
+
+    def uncertainty_of(self, gpus: Collection[str], divided: bool) -> float:
+        """Expected relative error of times, for reports.
+
+        Args:
+            gpus: Kinds in use.
+            divided: Whether layers are divided over stages, TP, context or expert parallelism.
+        """
+
+    def tp_sizes(self, gpu: str) -> tuple[int, ...]:
+        """TP sizes for which there are figures."""
+
+    def max_batch(self, gpu: str, tp: int) -> int:
+        """Largest micro batch with figures."""
+
+    def cost(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE) -> LayerCost:
+        """Figures of one layer."""
+
+    def update_s(self, gpu: str, parameters: float) -> float:
+        """Optimizer step over so many parameters on one rank."""
+
+    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
+        """Kept activations of a layer under SlimPipe, as a share of the others': its attention keeps no matrices."""
+
+
+def activation_bytes(
+    model: Model, kind: LayerKind, batch: int, tp: int, recompute: str, fused: bool, cp: int = 1, sliced: bool = False
+) -> float:
+    """Bytes kept from forward to backward by one layer and microbatch on one rank.
+
+    After Korthikanti et al. (2022), section 4, written out for gated MLPs and grouped-query attention:
+    inputs of both norms and of the matrix products, queries, keys, values, the attention matrix where
+    it is materialised (softmax output; no attention dropout), and the MLP's intermediate results.
+    """
+    e, s, h = model.element_bytes, model.seq_length, model.hidden_size
+    tokens = batch * s / cp
+    split = tp if model.sequence_parallel else 1
+    if kind == "embedding":
+        return tokens * (e * h / split + 8)
+    if kind == "head":
+        rows = model.vocab_size / tp
+        return tokens * (2 * e * h / split + rows * 4)  # the softmax in fp32
+    if recompute == "full":
+        # Keys and values stay in their pool, and the last slice's backward gives all of them gradients in fp32.
+        pool = 2 * model.kv_size * (e + 4) / tp if sliced else 0.0
+        return tokens * (e * h / split + pool)
+    whole: float = 4 * e * h + (0 if model.gated else 2 * h)
+    width, x = float(model.ffn_hidden_size), model.experts
+    if x is not None:  # inputs of the experts are kept sorted by expert
+        share = 1 - min(1.0, x.dense_layers / model.num_layers)
+        width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - width)
+        whole += share * 2 * x.top_k * h * e
+    mlp = (3 if model.gated else 2) * width * e
+    # The attention's output and its inputs.  Values are views of the fused projection, which therefore stays whole
+    # beside the rotated queries and keys.  Slices copy keys and values into their pool instead.
+    attention = (2 * model.attention_size + 2 * model.kv_size) * e
+    if not sliced and model.latent is None and not model.learned_positions:
+        attention += (model.attention_size + model.kv_size) * e
+    if model.fp8:  # inputs of linear layers are kept in one byte
+        whole, mlp, attention = whole - 2 * h, mlp - width, attention - model.attention_size
+    matrix = 0.0
+    if not fused and recompute == "none":
+        matrix = model.num_attention_heads * s * e
+    return tokens * (whole / split + (attention + mlp + matrix) / tp)
+
+
+def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1) -> float:
+    """The largest gradients that the backward of a layer holds at once: those of the MLP's projections."""
+    width = float(model.ffn_hidden_size)
+    if model.experts is not None:
+        x = model.experts
+        share = 1 - min(1.0, x.dense_layers / model.num_layers)
+        width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - width)
+    split = tp if model.sequence_parallel else 1
+    inner = (2 if model.gated else 1) * width / tp
+    return batch * model.seq_length / cp * model.element_bytes * (inner + model.hidden_size / split)
+
+
+def attention_matrix_bytes(model: Model, batch: int, tp: int, cp: int = 1) -> float:
+    """One attention matrix of all heads of a rank."""
+    return model.num_attention_heads / tp * float(model.seq_length) ** 2 / cp * batch * model.element_bytes

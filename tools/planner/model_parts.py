@@ -1,0 +1,53 @@
+"""Parts of the model file beyond a plain decoder layer: experts and latent attention."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+class Experts(BaseModel):
+    """Mixture-of-experts layers.
+
+    Attributes:
+        count: Experts of a layer.
+        top_k: Experts per token.
+        ffn_hidden_size: Width of one expert.
+        shared_ffn_hidden_size: Width of the expert that every token passes, 0 without one.
+        dense_layers: Layers with an ordinary MLP (of the model's ``ffn_hidden_size``) instead.
+        dropless: All tokens reach their experts; else each expert has a fixed capacity.
+    """
+
+    model_config = _STRICT
+
+    count: int = Field(ge=2)
+    top_k: int = Field(ge=1)
+    ffn_hidden_size: int = Field(ge=1)
+    shared_ffn_hidden_size: int = Field(default=0, ge=0)
+    dense_layers: int = Field(default=0, ge=0)
+    dropless: bool = True
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Experts:
+        if self.top_k > self.count:
+            raise ValueError(f"top_k = {self.top_k} is more than count = {self.count}")
+        return self
+
+
+class Latent(BaseModel):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1).
+
+    Attributes:
+        query_rank, key_value_rank: Widths of the compressed queries, and of the compressed keys and values.
+        nope_size, rope_size, value_size: Per head, width of queries and keys without and with rotary positions,
+            and of values.
+    """
+
+    model_config = _STRICT
+
+    query_rank: int = Field(ge=1)
+    key_value_rank: int = Field(ge=1)
+    nope_size: int = Field(ge=1)
+    rope_size: int = Field(ge=1)
+    value_size: int = Field(ge=1)

@@ -1,0 +1,142 @@
+"""Figures of replicas at their operating points, and what moves between stages: the inputs of the closed forms."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import ceil
+from typing import Any
+
+from .candidate import Candidate, Group
+from .cluster import Cluster
+from .errors import PlannerError
+from .estimates import StageTimes, Unit
+from .layer import LayerCosts, Spread
+from .model import Model
+from .network import Network
+from .runtime import MEGATRON_HET, Runtime
+
+
+class OperatingPoints:
+    """Costs of one cluster and model.
+
+    Args:
+        memory_margin: Share of a GPU's memory that a plan may use.
+
+    Attributes:
+        known_stages, known_ways, known_loads, known_caps: What the closed form and the balancing of layers remember,
+            by all that it depends on (``stages.py``, ``search/balance.py``).
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: Model,
+        costs: LayerCosts,
+        runtime: Runtime = MEGATRON_HET,
+        memory_margin: float = 0.95,
+    ) -> None:
+        self.cluster, self.model, self.costs, self.runtime = cluster, model, costs, runtime
+        profile = getattr(costs, "profile", None)
+        self.network = Network(cluster, runtime, profile.links if profile else ())
+        self.memory_margin = memory_margin
+        self.unit = cache(self._unit)
+        self.known_stages: dict[object, dict[object, StageTimes | None]] = {}
+        self.known_ways: dict[object, float] = {}
+        self.known_loads: dict[object, Any] = {}
+        self.known_caps: dict[object, dict[object, int]] = {}
+        self.limits_host_memory = any(n.host_memory_bytes is not None for n in cluster.nodes)
+        self.price = [self._price(i) for i in range(len(cluster.nodes))]
+        mixed = model.element_bytes == 2
+        self.optimizer_per_parameter = 12.0 if mixed else 8.0
+
+    def _price(self, pool: int) -> float:
+        node = self.cluster.nodes[pool]
+        per_hour = (
+            node.usd_per_gpu_hour if node.usd_per_gpu_hour is not None else self.cluster.gpu(node.gpu).usd_per_hour
+        )
+        return (per_hour or 0.0) / 3600.0
+
+    def _unit(self, pool: int, tp: int, batch: int, recompute: str, cp: int = 1, ep: int = 1) -> Unit | None:
+        """Figures of a replica kind, None where there are none."""
+        node = self.cluster.nodes[pool]
+        spread = Spread(
+            cp, ep, node.gpus_per_node, node.network_bytes_per_s / node.gpus_per_node, node.intra_node_bytes_per_s
+        )
+        if (
+            tp > node.gpus_per_node
+            or tp not in self.costs.tp_sizes(node.gpu)
+            or batch > self.costs.max_batch(node.gpu, tp)
+        ):
+            return None
+        gpu = self.cluster.gpu(node.gpu)
+        try:
+            layer, first, last = (
+                self.costs.cost(node.gpu, k, batch, tp, recompute, spread) for k in ("layer", "embedding", "head")
+            )
+        except PlannerError:
+            return None
+        reserved = self.runtime.reserved_bytes if self.runtime.reserved_bytes is not None else gpu.reserved_bytes
+        reserved += self.runtime.framework_bytes
+        return Unit(
+            layer.forward_s,
+            layer.backward_s,
+            first.forward_s,
+            first.backward_s,
+            last.forward_s,
+            last.backward_s,
+            layer.parameters,
+            first.parameters,
+            last.parameters,
+            layer.activation_bytes,
+            first.activation_bytes,
+            last.activation_bytes,
+            layer.workspace_bytes,
+            last.workspace_bytes,
+            gpu.memory_bytes,
+            reserved,
+            self.costs.sliced_share(node.gpu, batch, tp, recompute),
+            layer.attention_forward_s,
+            layer.attention_backward_s,
+        )
+
+    def unit_of(self, candidate: Candidate, group: Group) -> Unit | None:
+        """Figures of a group's replicas at the candidate's operating point."""
+        c = candidate
+        if c.cp == c.ep == 1:
+            return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
+        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, c.ep)
+
+    @property
+    def boundary_bytes_per_sequence(self) -> float:
+        """Bytes of one sequence's activations between two layers."""
+        return float(self.model.seq_length * self.model.hidden_size * self.model.element_bytes)
+
+    def transfer_times(self, candidate: Candidate) -> list[float]:
+        """Seconds of one transfer over each boundary: the slowest pair of replicas."""
+        size = self.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.cp
+        stages = candidate.stages
+        out: list[float] = []
+        taken: dict[int, int] = {}
+        transfer_s = self.network.transfer_s
+        for i in range(len(stages) - 1):
+            a, b = stages[i].groups, stages[i + 1].groups
+            if len(a) == len(b) == 1:
+                (pool, tp, count), (other, other_tp, more) = a[0], b[0]
+                before = taken.get(pool, 0)
+                # Nodes are filled in order: both stages inside one node?
+                per_node = self.cluster.nodes[pool].gpus_per_node
+                local = pool == other and before // per_node == (before + tp * count + other_tp * more - 1) // per_node
+                out.append(transfer_s(pool, tp, other, other_tp, size, local))
+            else:
+                way = size, a, b
+                if way not in self.known_ways:
+                    pairs = (transfer_s(g.pool, g.tp, h.pool, h.tp, size, False) for g in a for h in b)
+                    self.known_ways[way] = max(pairs)
+                out.append(self.known_ways[way])
+            for g in a:
+                taken[g.pool] = taken.get(g.pool, 0) + g.tp * g.count
+        return out
+
+    def max_in_flight(self, later_replicas: int, mine: int, total: int, slack: float = 0.0) -> int:
+        """Microbatches a 1F1B replica holds: its share of what the later stages keep busy, slack, and its own."""
+        return min(mine, 1 + ceil((1 + slack) * mine / total * later_replicas - 1e-9))

@@ -1,0 +1,1 @@
+"""A plan as one HTML page that needs no network: ``data`` says what is on the page, ``html`` makes the page."""

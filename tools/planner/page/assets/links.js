@@ -1,0 +1,55 @@
+"use strict";
+// Lines between the boxes of the map: as wide as what flows, red where a link is busy most of the time.
+(() => {
+  const map = document.getElementById("map");
+  if (!map) return;
+  const drawing = map.querySelector("svg.links");
+  const svg = (name) => document.createElementNS("http://www.w3.org/2000/svg", name);
+  const links = page.cluster.links.filter((link) => link.first !== link.second).slice(0, 40);
+  const most = Math.max(1, ...links.map((link) => link.transfer_bytes + link.collective_bytes));
+
+  function text(bytes) {
+    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    const power = Math.min(4, bytes > 0 ? Math.floor(Math.log2(bytes) / 10) : 0);
+    return Number((bytes / 1024 ** power).toPrecision(3)) + " " + units[power];
+  }
+
+  // The middle of the side of a box that looks at the other box.
+  function side(box, other) {
+    const dx = other.x + other.width / 2 - box.x - box.width / 2;
+    const dy = other.y + other.height / 2 - box.y - box.height / 2;
+    if (other.y > box.y + box.height || other.y + other.height < box.y) {
+      return [box.x + box.width / 2, dy > 0 ? box.y + box.height : box.y, 0, Math.sign(dy)];
+    }
+    return [dx > 0 ? box.x + box.width : box.x, box.y + Math.min(box.height, other.height) / 2, Math.sign(dx), 0];
+  }
+
+  function draw() {
+    const origin = map.getBoundingClientRect();
+    const boxes = new Map();
+    for (const pool of map.querySelectorAll(".pool")) {
+      const { x, y, width, height } = pool.getBoundingClientRect();
+      boxes.set(Number(pool.dataset.pool), { x: x - origin.x, y: y - origin.y, width, height });
+    }
+    drawing.replaceChildren();
+    for (const link of links) {
+      const [a, b] = [boxes.get(link.first), boxes.get(link.second)];
+      const [x1, y1, ax, ay] = side(a, b);
+      const [x2, y2, bx, by] = side(b, a);
+      const reach = Math.max(18, Math.hypot(x2 - x1, y2 - y1) / 2.5);
+      const path = svg("path");
+      path.setAttribute("d", `M${x1} ${y1}C${x1 + ax * reach} ${y1 + ay * reach} ${x2 + bx * reach} ${y2 + by * reach} ${x2} ${y2}`);
+      const bytes = link.transfer_bytes + link.collective_bytes;
+      path.setAttribute("stroke-width", 1.5 + (5 * bytes) / most);
+      if (link.load > 0.5) path.classList.add("full");
+      const label = svg("text");
+      label.setAttribute("x", (x1 + x2) / 2 + (3 / 8) * (ax + bx) * reach);
+      label.setAttribute("y", (y1 + y2) / 2 + (3 / 8) * (ay + by) * reach - 8);
+      label.textContent = text(bytes);
+      drawing.append(path, label);
+    }
+  }
+
+  new ResizeObserver(draw).observe(map);
+  draw();
+})();

@@ -1,0 +1,154 @@
+"""What is on a page: plain values, as they are embedded in the page as JSON."""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, TypedDict
+
+
+class Figure(TypedDict):
+    """One figure in large type.
+
+    ``unit`` is s, bytes, usd, share, tokens/s, FLOP/s, count or empty (then ``value`` is a text).
+    """
+
+    name: str
+    value: float | str | None
+    unit: str
+    note: str
+
+
+class NodeOnMap(TypedDict):
+    """One node.  ``gpus`` holds ``[stage, replica, rank]`` of every GPU, empty for one that no rank uses."""
+
+    name: str
+    gpus: list[list[int]]
+    sent_bytes: float
+    received_bytes: float
+    load: float
+    """Share of the iteration in which its network is busy, the busier direction."""
+
+
+class PoolOnMap(TypedDict):
+    """Equal nodes: an entry of ``nodes`` in the cluster file."""
+
+    gpu: str
+    gpus_per_node: int
+    count: int
+    used_gpus: int
+    quota: int
+    usd_per_gpu_hour: float | None
+    network_bytes_per_s: float | None
+    nodes: list[NodeOnMap]
+    left_out: str
+    """What is not drawn, in words; empty when all nodes are."""
+
+
+class ZoneOnMap(TypedDict):
+    """Nodes near each other."""
+
+    name: str
+    region: str
+    pools: list[int]
+
+
+class LinkOnMap(TypedDict):
+    """What flows between nodes of two pools in one iteration, both directions together."""
+
+    first: int
+    second: int
+    transfer_bytes: float
+    collective_bytes: float
+    load: float
+    """Share of the iteration in which the busiest pair of nodes keeps its link busy."""
+    bytes_per_s: float
+
+
+class ClusterMap(TypedDict):
+    """The cluster, and what a plan does with it."""
+
+    name: str
+    pools: list[PoolOnMap]
+    zones: list[ZoneOnMap]
+    links: list[LinkOnMap]
+
+
+class StageRow(TypedDict):
+    """Equal replicas of one stage; bytes are those of one rank."""
+
+    stage: int
+    gpu: str
+    where: str
+    replicas: int
+    tp: int
+    layers: int
+    microbatches: int
+    busy_s: float
+    memory_bytes: dict[str, float]
+    total_bytes: float
+    capacity_bytes: float | None
+    limit_bytes: float | None
+    note: str
+
+
+class Lane(TypedDict):
+    """One device (replica of a stage) of a timeline, with its idle time by cause."""
+
+    name: str
+    stage: int
+    compute_s: float
+    idle_s: dict[str, float]
+
+
+class TimelineData(TypedDict):
+    """One iteration.
+
+    ``events`` are columns of equal length: lane, start and duration in nanoseconds, index into ``labels``,
+    microbatch, slice, chunk, peer (a lane, or -1) and bytes (-1 where there is nothing to say).
+    """
+
+    title: str
+    makespan_s: float
+    lanes: list[Lane]
+    labels: list[list[str]]
+    """[mnemonic, name, group] of every kind of operation that occurs."""
+    events: dict[str, list[int]]
+    left_out: list[str]
+
+
+class Row(TypedDict):
+    """A plan in a comparison; None where there is no such plan or no price."""
+
+    what: str
+    plan: str | None
+    iteration_s: float | None
+    tokens_per_s: float | None
+    usd_per_iteration: float | None
+    gpus: int | None
+
+
+class NodeGain(TypedDict):
+    """What one more node of a kind would bring."""
+
+    gpu: str
+    zone: str
+    iteration_s: float
+    usd_per_iteration: float
+    change: float
+
+
+class PageData(TypedDict):
+    """Everything on a page.  Sections that are missing or empty are left out."""
+
+    title: str
+    subtitle: str
+    figures: list[Figure]
+    cluster: NotRequired[ClusterMap]
+    stages: NotRequired[list[StageRow]]
+    timelines: NotRequired[list[TimelineData]]
+    causes: NotRequired[dict[str, float]]
+    comparison: NotRequired[list[Row]]
+    runners_up: NotRequired[list[Row]]
+    one_more_node: NotRequired[list[NodeGain]]
+    binding: NotRequired[list[str]]
+    notes: NotRequired[list[str]]
+    plan: NotRequired[dict[str, Any]]

@@ -1,0 +1,39 @@
+"""The command ``report``: the page of a plan file."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..analysis import comparison, one_more_node
+from ..commands import load, priced, refuse_unrunnable
+from ..files import check_target
+from ..report import say, summary_tables
+from ..search.outcome import Found
+from ..setup import check_prices, goal_from
+from .collect import collect, gains_of, rows_of
+from .html import write_page
+from .searched import ENDINGS, notes_of
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write the page."""
+    check_target(options.html, "--html", ENDINGS)
+    goal = goal_from(options)
+    estimator, made = load(options)
+    check_prices(estimator, goal, options.cluster)
+    refuse_unrunnable(made, options.plan)
+    candidate, estimate, seated = priced(estimator, made, options)
+    title = f"Plan for {estimator.model.name} on {estimator.cluster.name}"
+    notes = notes_of(options, options.plan)
+    page, body = collect(estimator, candidate, estimate, made, seated, title=title, notes=notes)
+    if not options.no_search:
+        mine = Found(candidate, estimate, body["iteration_s"])
+        kinds = len(estimator.cluster.nodes)
+        each_s = options.limit_s / (2 * kinds + len(goal.schedules))
+        body["comparison"] = comparison(estimator, goal, mine, each_s)
+        body["one_more_node"] = one_more_node(estimator, goal, mine, each_s)
+        page["comparison"] = rows_of(estimator, body["comparison"])
+        page["one_more_node"] = gains_of(body["one_more_node"])
+    write_page(page, options.html)
+    say(body | {"html": options.html}, options, *summary_tables(body), f"wrote {options.html}")
+    return 0

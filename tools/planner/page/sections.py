@@ -1,0 +1,259 @@
+"""The sections of the page, each from its part of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from .data import Figure, NodeGain, PageData, Row, StageRow, TimelineData
+from .map_section import cluster_section
+from .markup import Html, join, seconds, share, shown, significant, size, tag, usd
+
+_HUES = (215, 28, 150, 280, 0, 190, 52, 325)
+"""Of up to eight stages; of more, the colour circle is divided."""
+
+MEMORY = ("parameters", "gradients", "optimizer", "activations", "workspace", "reserved")
+IDLE = {
+    "compute": "compute",
+    "warmup": "filling and draining",
+    "imbalance": "waiting for a slower device",
+    "communication": "waiting for transfers",
+    "gather": "waiting for gathers and copies",
+    "tail": "reduction and update",
+}
+GROUPS = ("forward", "backward", "weight gradient", "other compute", "transfer", "collective", "host copy")
+
+
+def stage_hues(page: PageData) -> list[int]:
+    """A hue in degrees for every stage."""
+    stages = [r["stage"] for r in page.get("stages", ())]
+    stages += [lane["stage"] for t in page.get("timelines", ()) for lane in t["lanes"]]
+    count = max(stages, default=-1) + 1
+    return list(_HUES[:count]) if count <= len(_HUES) else [round(215 + 300 * s / count) % 360 for s in range(count)]
+
+
+def all_of(page: PageData, hues: Sequence[int]) -> Iterator[Html]:
+    """Everything that the page has, top to bottom."""
+    yield tag("header", tag("h1", page["title"]), tag("p", page["subtitle"], class_="lead"), _figures(page["figures"]))
+    if page.get("binding"):
+        yield _section("What binds", tag("ul", *(tag("li", text) for text in page["binding"])))
+    if "cluster" in page:
+        yield _section("Cluster", *cluster_section(page["cluster"], hues))
+    if page.get("stages"):
+        yield _section("Stages and memory", *_stages(page["stages"], hues))
+    if page.get("timelines"):
+        yield _section("Timeline of one iteration", *_timelines(page["timelines"]))
+        yield _section("Where the time goes", *_times(page["timelines"], page.get("causes", {}), hues))
+    if page.get("comparison"):
+        yield _section("Against other plans", _comparison(page["comparison"]))
+    if page.get("runners_up"):
+        yield _section("Plans of other kinds", _comparison(page["runners_up"]))
+    if page.get("one_more_node"):
+        yield _section("One more node", _gains(page["one_more_node"]))
+    if page.get("notes"):
+        yield _section("Notes", tag("ul", *(tag("li", text) for text in page["notes"])))
+
+
+def _section(title: str, *parts: str) -> Html:
+    return tag("section", tag("h2", title), *parts)
+
+
+def _figures(figures: Sequence[Figure]) -> Html:
+    tiles = [
+        tag(
+            "div",
+            tag("dt", f["name"]),
+            tag("dd", _large(shown(f["value"], f["unit"])), tag("span", f["note"])),
+            class_="tile",
+        )
+        for f in figures
+    ]
+    return tag("dl", *tiles, class_="tiles")
+
+
+def _large(text: str) -> Html:
+    """A figure in large type, its unit in small."""
+    number, gap, unit = text.partition(" ")
+    if number == "$":
+        return tag("b", text)
+    return tag("b", number, tag("small", gap + unit))
+
+
+def _legend(names: Mapping[str, str]) -> Html:
+    """Colours and what they mean; the colours are classes of the style sheet."""
+    keys = (tag("li", tag("i", class_=f"swatch c-{_class(key)}"), text) for key, text in names.items())
+    return tag("ul", *keys, class_="legend")
+
+
+def _class(name: str) -> str:
+    """A name of ours as a class; others (a category that a caller made up) get the neutral one."""
+    known = (*MEMORY, *IDLE, *GROUPS)
+    return name.replace(" ", "-") if name in known else "unknown"
+
+
+def _bar(parts: Mapping[str, float], whole: float, tip: Callable[[str, float], str], mark: float | None = None) -> Html:
+    """A bar divided into parts, with a mark (a limit) where one is given."""
+    pieces = [
+        tag("i", class_=f"c-{_class(name)}", style=f"width:{100 * value / whole:.3f}%", data_tip=tip(name, value))
+        for name, value in parts.items()
+        if value > 0 and whole > 0
+    ]
+    if mark is not None and whole > 0:
+        pieces.append(tag("em", style=f"left:{100 * mark / whole:.3f}%"))
+    return tag("div", *pieces, class_="bar")
+
+
+def _stages(rows: Sequence[StageRow], hues: Sequence[int]) -> Iterator[Html]:
+    longest = max(max(r["total_bytes"], r["capacity_bytes"] or 0.0) for r in rows)
+    found = {name for r in rows for name, value in r["memory_bytes"].items() if value > 0}
+    names = sorted(found, key=lambda name: (MEMORY.index(name) if name in MEMORY else len(MEMORY), name))
+    yield tag(
+        "p",
+        "Memory of one GPU by category. The frame is the GPU's memory; the line is the most that a plan may use.",
+        class_="hint",
+    )
+    yield _legend({name: name for name in names})
+    yield tag("div", *(_stage(r, longest, hues) for r in rows), class_="stages")
+
+
+def _stage(r: StageRow, longest: float, hues: Sequence[int]) -> Html:
+    capacity, limit, total = r["capacity_bytes"], r["limit_bytes"], r["total_bytes"]
+    fits = limit is None or total <= limit
+    said = f"{size(total)}" + ("" if capacity is None else f" of {size(capacity)}")
+    frame = tag(
+        "div",
+        _bar(
+            r["memory_bytes"],
+            max(total, capacity or 0.0),
+            lambda name, value: f"{name}: {size(value)} ({share(value / total)} of what is used)",
+            limit,
+        ),
+        class_="frame",
+        style=f"width:{100 * max(total, capacity or 0.0) / longest:.3f}%",
+    )
+    facts = [
+        f"{r['replicas']} × {r['gpu']}" + (f" · TP {r['tp']}" if r["tp"] > 1 else ""),
+        f"{r['layers']} layers · {r['microbatches']} microbatches · busy {seconds(r['busy_s'])}",
+    ]
+    if r["where"]:
+        facts[0] += f" · {r['where']}"
+    return tag(
+        "div",
+        tag("span", str(r["stage"]), class_="stage-number", style=f"--hue:{hues[r['stage']]}"),
+        tag("div", tag("b", facts[0]), tag("small", facts[1]), *([tag("small", r["note"])] if r["note"] else [])),
+        tag("div", frame, tag("small", said, "" if fits else tag("strong", " TOO MUCH"))),
+        class_="stage",
+        data_stage=r["stage"],
+    )
+
+
+def _timelines(timelines: Sequence[TimelineData]) -> Iterator[Html]:
+    yield tag(
+        "p",
+        "Each row is a replica of a stage; numbers are microbatches. Thin lines below a row are transfers, collectives "
+        "and copies. ",
+        tag("span", "Drag to move. Zoom with the buttons, a double click, or Ctrl and the wheel. ", class_="on-screen"),
+        tag("span", "Point at an operation to read it.", class_="on-screen"),
+        class_="hint",
+    )
+    found = dict.fromkeys(group for t in timelines for _, _, group in t["labels"])
+    yield _legend({name: name for name in GROUPS if name in found})
+    buttons = (("in", "+", "zoom in"), ("out", "−", "zoom out"), ("left", "←", "earlier"), ("right", "→", "later"))
+    controls = [tag("button", text, type="button", data_do=name, aria_label=label) for name, text, label in buttons]
+    controls.append(tag("button", "whole iteration", type="button", data_do="all"))
+    controls.append(tag("button", "colour by microbatch", type="button", data_do="colour", aria_pressed="false"))
+    controls.append(tag("output", id="window"))
+    yield tag("div", *controls, class_="controls")
+    for i, t in enumerate(timelines):
+        title = f"{t['title']}: {seconds(t['makespan_s'])}"
+        text = f"Timeline of {len(t['lanes'])} devices"
+        canvas = tag("canvas", class_="timeline", data_timeline=i, tabindex=0, role="img", aria_label=text)
+        yield tag("figure", tag("figcaption", title), tag("div", canvas, class_="tall"))
+        for text in t["left_out"]:
+            yield tag("p", text, ".", class_="left-out")
+    yield tag("noscript", tag("p", "The timeline is drawn by a script of this page; scripts are switched off."))
+
+
+def _times(timelines: Sequence[TimelineData], causes: Mapping[str, float], hues: Sequence[int]) -> Iterator[Html]:
+    """Idle time by cause: mean of the drawn replicas of every stage."""
+    first = timelines[0]
+    stages: dict[int, list[dict[str, float]]] = {}
+    for lane in first["lanes"]:
+        stages.setdefault(lane["stage"], []).append({"compute": lane["compute_s"], **lane["idle_s"]})
+    rows = []
+    seen: dict[str, str] = {}
+    for stage, lanes in stages.items():
+        mean = {name: sum(lane.get(name, 0.0) for lane in lanes) / len(lanes) for name in lanes[0]}
+        seen |= {name: IDLE.get(name, name) for name, value in mean.items() if value > 1e-9 * first["makespan_s"]}
+        idle = 1 - mean["compute"] / first["makespan_s"]
+        bar = _bar(
+            mean,
+            first["makespan_s"],
+            lambda name, value: f"{IDLE.get(name, name)}: {seconds(value)} ({share(value / first['makespan_s'])})",
+        )
+        rows.append(
+            tag(
+                "div",
+                tag("span", str(stage), class_="stage-number", style=f"--hue:{hues[stage]}"),
+                bar,
+                tag("small", f"{share(idle)} idle"),
+                class_="time",
+            )
+        )
+    yield _legend(seen)
+    yield tag("div", *rows, class_="times")
+    yield tag(
+        "p",
+        f"Simulated, mean of the drawn replicas of each stage; a whole bar is {seconds(first['makespan_s'])}.",
+        class_="hint",
+    )
+    if causes:
+        text = "; ".join(f"{name} {seconds(value)}" for name, value in causes.items())
+        yield tag("p", f"By the closed form: {text}.", class_="hint")
+
+
+def _comparison(rows: Sequence[Row]) -> Html:
+    longest = max((r["iteration_s"] or 0.0 for r in rows), default=0.0)
+    best = rows[0]["iteration_s"]
+    with_names = any(r["what"] for r in rows)
+    with_usd = any(r["usd_per_iteration"] for r in rows)
+    head = [*(["what"] if with_names else []), "iteration", "", "tokens/s"]
+    head += [*(["USD per iteration"] if with_usd else []), "GPUs", "plan"]
+    body = []
+    for r in rows:
+        cells = [tag("th", r["what"], scope="row")] if with_names else []
+        taken = r["iteration_s"]
+        if taken is None or r["tokens_per_s"] is None:
+            cells.append(tag("td", "no plan found", colspan=len(head) - len(cells)))
+        else:
+            ratio = f"× {taken / best:.2f}" if best else ""
+            width = f"width:{100 * taken / longest:.2f}%"
+            cells += [
+                tag("td", seconds(taken), tag("small", f" {ratio}"), class_="number"),
+                tag("td", tag("div", tag("i", class_="c-compute", style=width), class_="bar"), class_="wide"),
+                tag("td", significant(r["tokens_per_s"]), class_="number"),
+            ]
+            if with_usd:
+                cells.append(tag("td", usd(r["usd_per_iteration"] or 0.0), class_="number"))
+            cells.append(tag("td", str(r["gpus"] or ""), class_="number"))
+            cells.append(tag("td", r["plan"] or "", class_="plan"))
+        body.append(tag("tr", *cells))
+    return _table(head, body)
+
+
+def _gains(rows: Sequence[NodeGain]) -> Html:
+    body = [
+        tag(
+            "tr",
+            tag("th", f"{r['gpu']} ({r['zone']})", scope="row"),
+            tag("td", seconds(r["iteration_s"]), class_="number"),
+            tag("td", f"{100 * r['change']:+.1f} %", class_="number"),
+            tag("td", usd(r["usd_per_iteration"]), class_="number"),
+        )
+        for r in rows
+    ]
+    return _table(["one node more of", "iteration", "change", "USD per iteration"], body)
+
+
+def _table(head: Sequence[str], body: Sequence[Html]) -> Html:
+    columns = join(tag("th", name, scope="col") for name in head)
+    return tag("div", tag("table", tag("thead", tag("tr", columns)), tag("tbody", *body)), class_="scroll")

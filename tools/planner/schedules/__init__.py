@@ -1,0 +1,36 @@
+"""The schedules that the planner searches, prices and writes: a module each, and its instance in ``SCHEDULES``."""
+
+from __future__ import annotations
+
+from ..candidate import Candidate
+from .base import Schedule
+from .interleaved import Interleaved
+from .ministage import Ministage
+from .one_f_one_b import OneFOneB
+from .slimpipe import SlimPipe
+
+
+class _Other(Schedule):
+    """A schedule that is priced as if it were 1F1B, and never searched."""
+
+    has_order = False
+
+
+PLAIN, MINISTAGES = OneFOneB(), Ministage()
+"""What the search begins with; and what shards parameters."""
+SCHEDULES: dict[str, Schedule] = {s.name: s for s in (PLAIN, Interleaved(), MINISTAGES, SlimPipe())}
+"""All of them, in the order in which they are tried."""
+STOCK = tuple(s.name for s in SCHEDULES.values() if s.is_stock)
+"""Those that Megatron-LM has."""
+_OTHER = _Other()
+
+
+def schedule_of(candidate: Candidate) -> Schedule:
+    """What the planner knows of a candidate's schedule."""
+    return SCHEDULES.get(candidate.schedule, _OTHER)
+
+
+def is_ordered(candidate: Candidate) -> bool:
+    """Whether ``order`` decides anything: not in plain pipelines, nor where the schedule's order is fixed."""
+    plain = all(sum(g.count for g in s.groups) == 1 for s in candidate.block().stages)
+    return not plain and len(candidate.stages) > 1 and schedule_of(candidate).has_order

@@ -1,0 +1,253 @@
+"""Zorse's ministages: parameters sharded over a stage's replicas, few ministages whole at a time (section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_het.features import host_parameters, switches
+from megatron_het.plan.routing import route
+
+from ..candidate import Candidate, chunk_layers
+from ..estimates import Estimate, GroupMemory, Pipeline, StageTimes, Unit, rank_bytes, rank_parameters
+from ..operating import OperatingPoints
+from .base import Schedule, State
+from .interleaved import CHUNKS
+from .laps import laps_s, mean_s
+
+
+class Ministage(Schedule):
+    """All microbatches of a ministage, then the next; backward reversed."""
+
+    name = "ministage"
+    has_order = False
+    shards_parameters = True
+
+    # -- what the search may ask -------------------------------------------------------------------
+
+    def runs(self, estimator: OperatingPoints, candidate: Candidate) -> bool:
+        """A parameter window shards over the distributed optimizer, replicas of one TP size, and ties no weights."""
+        alike = all(len({g.tp for g in s.groups}) == 1 for s in candidate.stages)
+        tied = estimator.model.tied_embeddings and len(candidate.stages) > 1
+        return candidate.zero_stage >= 1 and alike and not tied
+
+    def of(self, plain: Candidate, chunks: int, offload: bool = False) -> Candidate:
+        """A 1F1B candidate with ``chunks`` ministages per stage."""
+        return plain.with_(schedule=self.name, chunks=chunks, zero_stage=1, offload=offload)
+
+    def variants(self, estimator: OperatingPoints, plain: Candidate) -> Iterator[Candidate]:
+        """With several numbers of ministages, on the GPUs and in main memory."""
+        if not estimator.model.distributed_optimizer:
+            return
+        least = min(s.layers for s in plain.stages)
+        for chunks in (n for n in CHUNKS if n <= least):
+            yield self.of(plain, chunks)
+            if "full" in estimator.model.recompute:
+                yield self.of(plain, chunks, offload=True).with_(recompute="full")
+
+    def refined(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Every number of ministages."""
+        for chunks in range(2, min(s.layers for s in candidate.stages) + 1):
+            yield candidate.with_(chunks=chunks)
+
+    def most_pieces(self, estimator: OperatingPoints) -> int:
+        """A chunk per layer."""
+        return estimator.model.num_layers
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def pipeline(
+        self,
+        estimator: OperatingPoints,
+        candidate: Candidate,
+        stages: Sequence[StageTimes],
+        transfers: Sequence[float],
+        total: int,
+    ) -> Pipeline:
+        """One lap per ministage and direction (``laps.py``).
+
+        Gathers of the next ministage overlap with the current one; what does not fit is exposed, and so is
+        the first gather of the iteration.
+        """
+        which = max(range(len(stages)), key=lambda s: stages[s].busy_s)
+        widths = [sum(g.count for g in s.groups) // candidate.blocks for s in candidate.stages]
+        busiest = max((t * total / max(a, b, 1) for t, a, b in zip(transfers, widths, widths[1:])), default=0.0)
+        pipe_s = 0.0
+        figures = [_figures(estimator, candidate, stage, s) for s, stage in enumerate(stages)]
+        for back in (False, True):
+            rows = [backward if back else forward for forward, backward, _ in (figures[::-1] if back else figures)]
+            pipe_s += laps_s([one for one, _ in rows], [every for _, every in rows], transfers, busiest)
+        exposed = max(0.0, *[gathers for _, _, gathers in figures])
+        return Pipeline(pipe_s + exposed, stages[which].busy_s, which, exposed, ())
+
+    def exposed(self, candidate: Candidate, sync_s: float, update_s: float) -> tuple[float, float]:
+        """Those of the last ministage; the others are beside compute."""
+        return sync_s / candidate.chunks, update_s / candidate.chunks
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
+        """All of them."""
+        return float(stage.microbatches[i])
+
+    def expected_in_flight(self, like: Candidate, share: float, total: int, later: int) -> float:
+        """All of them, or two on the device."""
+        return 2.0 if like.offload else max(1.0, share * total)
+
+    def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: int) -> State:
+        """Equal parts, and whole ministages."""
+        host = host_state(estimator, count, 1 / shards) if candidate.offload else 0.0
+        return (*window_state(estimator, candidate, count, 1 / shards), host)
+
+    def whole_per_parameter(self, estimator: OperatingPoints, like: Candidate) -> float:
+        """Bytes per parameter of a stage that every replica holds, whatever its share of the state."""
+        return float(estimator.model.element_bytes) * min(1.0, 2 / like.chunks) + 4.0 / like.chunks
+
+    def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: int) -> float:
+        """What is whole, and an equal part of the rest."""
+        mixed = float(estimator.model.element_bytes)
+        return (
+            self.whole_per_parameter(estimator, like)
+            + (4.0 + mixed) / max(1, count)
+            + estimator.optimizer_per_parameter / max(1, shards)
+        )
+
+    def activations(self, candidate: Candidate, held: float, kept: float) -> tuple[float, float]:
+        """Under offload all but two wait in main memory."""
+        return (2 * kept, max(0.0, held - 2) * kept) if candidate.offload else (held * kept, 0.0)
+
+    def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
+        """Of every microbatch, unless they are computed again."""
+        return head_bytes if candidate.recompute == "full" else held * head_bytes
+
+    def divide(
+        self, estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
+    ) -> list[GroupMemory]:
+        """The shares of the candidate, or by free memory if equal ones do not fit."""
+        if len(found) == 1 and candidate.shares is None:
+            return found
+        shares: list[float] | None = None
+        if candidate.shares is not None:
+            shares = list(candidate.shares[found[0].stage])
+            if len(set(shares)) == 1 and shares[0] * sum(m.group.count for m in found) < 1 + 1e-9:
+                return found  # else kinds of replicas whose largest shares are equal
+        elif any(m.total_bytes > estimator.memory_margin * m.capacity_bytes for m in found):
+            shares = shares_by_memory(estimator, candidate, found, counts)
+        if shares is None:
+            return found
+        return [
+            _with_share(estimator, candidate, found, m, count, share) for m, count, share in zip(found, counts, shares)
+        ]
+
+    # -- plan --------------------------------------------------------------------------------------
+
+    def routes(self, seconds: list[list[float]], counts: list[list[int]], total: int) -> list[list[list[int]]]:
+        """The i-th microbatch that a stage completes goes where the i-th most work is left (Zorse, section 4.2)."""
+        return [[list(ids) for ids in stage] for stage in route(seconds, total, counts)]
+
+    def parameters(self, candidate: Candidate, estimate: Estimate, alike: bool) -> dict[str, object]:
+        """A parameter window; with everything in main memory that can be there, as it is priced."""
+        found = switches(self.name) | {"offload": candidate.offload}
+        return found | host_parameters(self.name) if candidate.offload else found
+
+
+_Lap = tuple[list[float], list[float]]
+"""Per ministage: one microbatch, and all microbatches of the slowest replica."""
+
+
+def _figures(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes, s: int) -> tuple[_Lap, _Lap, float]:
+    """Forward and backward of a stage, and the gathers that its compute does not cover."""
+    if "laps" in stage.memo:
+        return stage.memo["laps"]
+    chunk = chunk_layers(candidate.stages[s].layers, candidate.chunks)
+    first, last = s == 0, s == len(candidate.stages) - 1
+    slowest, laps = stage.slowest, []
+    for back in (False, True):
+        times = [u.chunks_s(chunk, first, last, back, estimator.runtime.operation_s) for u in stage.units]
+        times = [t[::-1] for t in times] if back else times
+        laps.append((mean_s(times, stage.microbatches), [t * stage.microbatches[slowest] for t in times[slowest]]))
+    found = laps[0], laps[1], _exposed_s(estimator, candidate, stage, s)
+    stage.memo["laps"] = found
+    return found
+
+
+def _exposed_s(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes, s: int) -> float:
+    """Gathers of one stage that its compute does not cover."""
+    groups, chunks = candidate.stages[s].groups, candidate.chunks
+    element = float(estimator.model.element_bytes)
+    gather = estimator.network.sync_s(groups, rank_bytes(candidate, stage.units, s, element), 0.5)
+    host = 0.0
+    if candidate.offload:
+        host = max(
+            rank_parameters(candidate, unit, s) * element / estimator.network.host[g.pool] / max(1, g.count)
+            for unit, g in zip(stage.units, groups, strict=True)
+        )
+    each = max(gather, host) / chunks
+    forward = stage.forward_s * (stage.busy_s / (stage.forward_s + stage.backward_s)) / chunks
+    backward = stage.busy_s / chunks - forward
+    hidden = (chunks - 1) * (max(0.0, each - forward) + max(0.0, each - backward))
+    return hidden + 2 * each / max(1, candidate.stages[s].layers // chunks)
+
+
+def _with_share(
+    estimator: OperatingPoints,
+    candidate: Candidate,
+    found: list[GroupMemory],
+    mine: GroupMemory,
+    count: float,
+    share: float,
+) -> GroupMemory:
+    """A rank with its share of the state."""
+    parameters, gradients, optimizer = window_state(estimator, candidate, count, share)
+    shards = sum(x.group.count for x in found if x.group.tp == mine.group.tp)
+    host = mine.host_bytes
+    if candidate.offload:
+        host += host_state(estimator, count, share) - host_state(estimator, count, 1 / shards)
+    return mine._replace(
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
+        state_share=share,
+        host_bytes=host,
+    )
+
+
+def window_state(
+    estimator: OperatingPoints, candidate: Candidate, count: float, share: float
+) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer state of a rank under a parameter window.
+
+    Args:
+        count: Parameters of the stage at this TP.
+        share: The part of the stage's state that the rank keeps.
+    """
+    element, whole = estimator.model.element_bytes, min(1.0, 2.0 / candidate.chunks)
+    parameters = count * element * (whole + (0.0 if candidate.offload else share))
+    gradients = count * 4.0 * (1 / candidate.chunks + share)
+    optimizer = count * estimator.optimizer_per_parameter * share * (whole if candidate.offload else 1.0)
+    return parameters, gradients, optimizer
+
+
+def host_state(estimator: OperatingPoints, count: float, share: float) -> float:
+    """Bytes of parameters and optimizer state that a rank keeps in main memory under offload."""
+    return count * share * (estimator.model.element_bytes + estimator.optimizer_per_parameter)
+
+
+def shares_by_memory(
+    estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
+) -> list[float] | None:
+    """The part of a stage's state for a replica of each group, in proportion to what else is free there.
+
+    If any division fits, this one does.
+
+    Returns:
+        None where replicas differ in TP, so that they cannot share, or nothing is free.
+    """
+    if len({m.group.tp for m in found}) > 1:
+        return None
+    free = []
+    for m, count in zip(found, counts):
+        alone = sum(window_state(estimator, candidate, count, 0.0))
+        rest = m.activation_bytes + m.workspace_bytes + m.reserved_bytes
+        free.append(max(0.0, estimator.memory_margin * m.capacity_bytes - rest - alone))
+    total = sum(f * m.group.count for f, m in zip(free, found))
+    return [f / total for f in free] if total else None

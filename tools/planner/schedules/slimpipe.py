@@ -1,0 +1,54 @@
+"""SlimPipe: pipelines of slices of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..candidate import Candidate
+from ..estimates import Estimate, StageTimes, Unit
+from ..operating import OperatingPoints
+from .base import Schedule
+
+LEAST_TOKENS = 256
+"""Shorter slices are not worth their launches."""
+
+
+class SlimPipe(Schedule):
+    """Slices of a sequence take turns, so that a stage holds little more than one microbatch."""
+
+    name = "slimpipe"
+    cuts_sequences = True
+
+    def runs(self, estimator: OperatingPoints, candidate: Candidate) -> bool:
+        """Slices are equal, keep all stages busy, divide over TP ranks, and suit the attention kernels."""
+        model, cluster, slices = estimator.model, estimator.cluster, candidate.slices
+        if model.seq_length % slices or slices < len(candidate.stages):
+            return False
+        tokens = model.seq_length // slices
+        if model.sequence_parallel and any(tokens % g.tp for s in candidate.stages for g in s.groups):
+            return False
+        return model.head_dim % 8 == 0 or all(cluster.gpu(cluster.nodes[p].gpu).is_processor for p in candidate.gpus())
+
+    def variants(self, estimator: OperatingPoints, plain: Candidate) -> Iterator[Candidate]:
+        """With several numbers of slices."""
+        count, length = len(plain.stages), estimator.model.seq_length
+        for slices in (count, 2 * count, 4 * count) if count > 1 else ():
+            if length % slices == 0 and length // slices >= LEAST_TOKENS:
+                yield plain.with_(schedule=self.name, slices=slices)
+
+    def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
+        """SlimPipe, equation (1)."""
+        cut = candidate.slices * candidate.chunks
+        return min(float(stage.microbatches[i]), (cut + 2 * (len(candidate.stages) - 1 - s)) / cut)
+
+    def expected_in_flight(self, like: Candidate, share: float, total: int, later: int) -> float:
+        """SlimPipe, equation (1)."""
+        return 1.0 + 2 * later / (like.slices * like.chunks)
+
+    def layer_share(self, unit: Unit) -> float:
+        """Attention by slices keeps no attention matrices."""
+        return unit.sliced_share
+
+    def parameters(self, candidate: Candidate, estimate: Estimate, alike: bool) -> dict[str, object]:
+        """The number of slices."""
+        return {"slices": candidate.slices} | super().parameters(candidate, estimate, alike)

@@ -1,0 +1,48 @@
+"""How hard to search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How hard to search.
+
+    Attributes:
+        seeds: Starting points to evaluate.
+        beam: Starting points to improve by local search.
+        steps: Evaluations of the local search per starting point.
+        parts: Parts of the cluster to search in the same way, of those that can hold a better plan.
+        part_seeds, part_steps: Starting points on a part, and evaluations of the local search from its best.
+        near_gpus: Clusters up to this size are searched thoroughly without one node too.
+        cut_nodes: Clusters up to this many nodes are also cut by bandwidth, as Zorse does.
+        exact_gpus: Clusters up to this size are searched to the proven optimum.
+        exact_nodes: Nodes of the search tree before the proof is given up.
+        simulated_operations: Compute operations to simulate at the end, over all finalists.
+        promising: Finalists that can be expected within this share of the best are simulated.
+        first: Finalists of each schedule that are simulated, whatever the closed form says about others.
+        exact_promising, exact_operations: The same two for clusters searched to the optimum, where plans are
+            small, cheap to simulate, and the closed form is off by more.
+    """
+
+    seeds: int = 700
+    beam: int = 4
+    steps: int = 350
+    parts: int = 12
+    part_seeds: int = 120
+    part_steps: int = 150
+    near_gpus: int = 32
+    cut_nodes: int = 16
+    exact_gpus: int = 8
+    exact_nodes: int = 60_000
+    simulated_operations: int = 15_000
+    promising: float = 0.03
+    first: int = 2
+    exact_promising: float = 0.15
+    exact_operations: int = 80_000
+
+
+NORMAL = Effort()
+LARGE = Effort(seeds=1500, beam=10, steps=600, simulated_operations=30_000)
+"""For clusters of more than 160 GPUs, where a better plan is worth a few seconds."""

@@ -1,0 +1,236 @@
+"""The end of every search: finalists are put into real zones, simulated event by event, and ordered by that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from math import inf
+
+from megatron_het.schedule.generators.listing import ORDERS
+
+from ..build import build_plan, seats
+from ..candidate import Candidate
+from ..errors import PlannerError
+from ..estimate import Estimate, Estimator
+from ..schedules import is_ordered, schedule_of
+from ..search.book import Book
+from ..search.effort import Effort
+from ..search.goal import Goal
+from ..search.outcome import Found, Outcome
+from ..simulation import MOST_COUPLED, operations_of, simulate_block, simulate_parts
+
+Class = tuple[str, tuple[tuple[int, ...], ...]]
+"""Schedule, and the pools of every stage."""
+MOST_OPERATIONS = 200_000
+"""Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
+HOPEFUL = 0.6
+"""The first finalists of a schedule are simulated if this share of their closed form is below the best."""
+UNKNOWN = 0.97
+"""Simulation over closed form that may be hoped for in a class that nothing is known of."""
+ORDER_WINDOW = 0.03
+"""Other orders are tried for plans within this share of the best (they gain less)."""
+
+
+def finish(
+    book: Book,
+    outcome: Outcome,
+    estimator: Estimator,
+    goal: Goal,
+    effort: Effort,
+    place: Callable[[Candidate], Candidate],
+    bound_s: float = inf,
+) -> None:
+    """Simulate the finalists of every schedule, and order them.
+
+    The closed form is more hopeful for one schedule than for another, and for stages that mix GPUs or differ in
+    width.  So finalists fall into classes of one schedule with the same kinds of GPUs in every stage.  The first
+    finalists of each schedule are simulated whatever the others promise.  After that a finalist is judged by its
+    closed form times the lowest ratio of simulation to closed form that its class has shown.
+
+    Args:
+        place: Puts a candidate into the real zones.
+        bound_s: Finalists with a replica that computes for longer are left out.
+    """
+    margin = effort.exact_promising if outcome.exact else effort.promising
+    left = effort.exact_operations if outcome.exact else effort.simulated_operations
+    most = 2 * left
+    """Operations of the first finalist of a schedule, which is simulated whatever has been spent."""
+    queues = _queues(book, 1000 if outcome.exact else 120)
+    ratios = _Ratios(effort.first)
+    found: list[Found] = []
+    best = inf
+    book.progress.finishing = True
+    while queues and not (found and book.progress.spent):
+        name = min(queues, key=lambda n: goal.value(queues[n][0][1]) * ratios.of(n))
+        candidate, estimate, operations = queues[name].pop(0)
+        if not queues[name]:
+            del queues[name]
+        if goal.value(estimate) * ratios.of(name) * (1 - margin) > best:
+            queues.pop(name, None)
+            continue
+        allowed = most if ratios.is_new(name[0]) else left
+        if max(estimate.stage_busy_s) > bound_s or (operations > allowed and found):
+            continue
+        placed = _placed(estimator, goal, place(candidate), candidate, estimate)
+        if placed is None:
+            continue
+        outcome.simulations += len(placed[0].stages) > 1
+        tries = 0 if operations > MOST_OPERATIONS else max(1, left // max(1, operations))
+        entry = _simulated(estimator, goal, *placed, best, tries) if tries else Found(*placed, confirmed=True)
+        left -= operations * min(tries, len(ORDERS) if is_ordered(placed[0]) else 1)
+        if entry is None:
+            continue
+        ratios.add(name, entry.iteration_s / entry.estimate.iteration_s)
+        if _within(goal, entry):
+            found.append(entry)
+            best = min(best, entry.value(goal))
+    outcome.found = confirm(estimator, goal, found)
+    book.progress.finishing = False
+    outcome.evaluations = book.estimator.evaluations
+    if not outcome.found and book.nearest is not None:
+        outcome.nearest = (place(book.nearest[1]), book.nearest[2])
+
+
+class _Ratios:
+    """What simulations have shown of the closed form, by class.
+
+    Args:
+        first: So many finalists of a schedule are judged as if their closed form said much too much.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.met: dict[str, int] = {}
+        self.lowest: dict[Class, float] = {}
+
+    def is_new(self, schedule: str) -> bool:
+        """Whether nothing of this schedule has been simulated."""
+        return schedule not in self.met
+
+    def of(self, name: Class) -> float:
+        """Simulation over closed form that may be hoped for."""
+        if self.met.get(name[0], 0) < self.first:
+            return HOPEFUL
+        return self.lowest.get(name, UNKNOWN)
+
+    def add(self, name: Class, ratio: float) -> None:
+        """One more simulation."""
+        self.met[name[0]] = self.met.get(name[0], 0) + 1
+        self.lowest[name] = min(self.lowest.get(name, inf), ratio)
+
+
+def _queues(book: Book, count: int) -> dict[Class, list[tuple[Candidate, Estimate, int]]]:
+    """The best candidates of each class, with the number of operations it takes to simulate each."""
+    out: dict[Class, list[tuple[Candidate, Estimate, int]]] = {}
+    for candidate, estimate in book.finalists(count):
+        kinds = tuple(tuple(dict.fromkeys(g.pool for g in s.groups)) for s in candidate.stages)
+        entry = candidate, estimate, operations_of(book.estimator, candidate)
+        out.setdefault((candidate.schedule, kinds), []).append(entry)
+    return out
+
+
+def waits_for_nobody(candidate: Candidate) -> bool:
+    """Whether the closed form is exact: one stage, whose replicas gather no parameters from each other."""
+    return len(candidate.stages) == 1 and not schedule_of(candidate).shards_parameters
+
+
+def _is_large(estimator: Estimator, candidate: Candidate) -> bool:
+    """Whether simulating all replicas of a single stage, not one of them, would take long."""
+    return 2 * candidate.chunks * estimator.model.global_batch_size // candidate.micro_batch_size > MOST_COUPLED
+
+
+def _placed(
+    estimator: Estimator, goal: Goal, real: Candidate, candidate: Candidate, estimate: Estimate
+) -> tuple[Candidate, Estimate] | None:
+    """The candidate in real zones with its estimate; None where it does not fit there."""
+    if not real.stages or seats(estimator.cluster, real.stages) is None:
+        return None
+    if real == candidate:
+        return real, estimate
+    again = estimator.estimate(real)
+    if again is None or not estimator.fits(again) or goal.violation(real, again) > 0:
+        return None
+    return real, again
+
+
+def _simulated(
+    estimator: Estimator, goal: Goal, candidate: Candidate, estimate: Estimate, best: float, tries: int
+) -> Found | None:
+    """Simulated in its own order, and in the other ones where that may matter; None when it cannot run.
+
+    Replicas of a single stage wait for nobody: the closed form is exact, and only the plan is checked.
+
+    Args:
+        best: The best value so far.
+        tries: Orders to simulate at most.
+    """
+    if waits_for_nobody(candidate):
+        try:
+            build_plan(estimator, candidate, estimate, one_block=True)
+        except PlannerError:
+            return None
+        return Found(candidate, estimate, estimate.iteration_s)
+    found: Found | None = None
+    for order in islice(_orders(candidate), tries):
+        tried = candidate.with_(order=order)
+        try:
+            entry = Found(tried, estimate, simulate_block(estimator, tried, estimate).iteration_s)
+        except PlannerError:
+            continue
+        if found is None or entry.iteration_s < found.iteration_s * (1 - 1e-6):
+            found = entry
+        if found.value(goal) > best * (1 + ORDER_WINDOW):
+            break
+    return found
+
+
+def _orders(candidate: Candidate) -> Iterator[str]:
+    yield candidate.order
+    if is_ordered(candidate):
+        yield from (order for order in ORDERS if order != candidate.order)
+
+
+def _within(goal: Goal, found: Found) -> bool:
+    """Constraints with the simulated time."""
+    if goal.max_usd_per_iteration is not None and found.usd_per_iteration > goal.max_usd_per_iteration:
+        return False
+    return goal.min_iterations_per_s is None or found.iteration_s * goal.min_iterations_per_s <= 1
+
+
+def confirm(estimator: Estimator, goal: Goal, found: list[Found], least: int = 1) -> list[Found]:
+    """The finalists in order, the best of them with the time of the whole plan as it will be written.
+
+    Finalists are simulated as one of their equal pipelines.  The others may be slower: their ranks sit
+    elsewhere, or they have one microbatch more.
+
+    Args:
+        least: So many of the best are confirmed in any case.
+    """
+    waiting = sorted(found, key=lambda f: (f.value(goal), f.candidate.world_size))
+    done: list[Found] = []
+    best = inf
+    while waiting and (len(done) < least or waiting[0].value(goal) < best):
+        entry = whole(estimator, waiting.pop(0))
+        if entry is not None and _within(goal, entry):
+            done.append(entry)
+            best = min(best, entry.value(goal))
+    done.sort(key=lambda f: (f.value(goal), f.candidate.world_size))
+    return done + waiting
+
+
+def whole(estimator: Estimator, found: Found) -> Found | None:
+    """The same with the simulated time of the whole plan."""
+    if found.confirmed:
+        return found
+    if len(found.candidate.stages) == 1 and (
+        waits_for_nobody(found.candidate) or _is_large(estimator, found.candidate)
+    ):
+        return replace(found, confirmed=True)
+    seated = seats(estimator.cluster, found.candidate.stages)
+    try:
+        plan = build_plan(estimator, found.candidate, found.estimate)
+        seconds = simulate_parts(estimator, found.candidate, found.estimate, plan, seated or [])
+    except PlannerError:
+        return None
+    return replace(found, simulated_s=seconds, confirmed=True)

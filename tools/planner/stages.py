@@ -1,0 +1,180 @@
+"""A stage's time and memory: the one place where they are computed, and remembered for other candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .candidate import Candidate, Group
+from .estimates import Estimate, StageTimes, Unit, allocate, divided_alike, rank_parameters
+from .memory import stage_memory
+from .operating import OperatingPoints
+from .schedules import schedule_of
+
+
+def stages_of(
+    estimator: OperatingPoints, candidate: Candidate, blocks: int, total: int, transfers: Sequence[float]
+) -> list[StageTimes] | None:
+    """All stages at their operating points, None where one cannot be.
+
+    Most candidates of a search differ from others in a stage or two, so every stage is priced once.
+
+    Args:
+        blocks: Equal pipelines of the candidate.
+        total: Microbatches of one of them.
+        transfers: Seconds of one transfer over each boundary.
+    """
+    c, last = candidate, len(candidate.stages) - 1
+    in_turn = estimator.runtime.transfers_in_turn
+    key = (
+        c.micro_batch_size,
+        c.recompute,
+        c.schedule,
+        c.chunks,
+        c.slices,
+        c.zero_stage,
+        c.offload,
+        c.even,
+        c.cp,
+        c.ep,
+        blocks,
+        total,
+    )
+    known = estimator.known_stages.setdefault(key, {})
+    out: list[StageTimes] = []
+    for s, stage in enumerate(c.stages):
+        waits = 2 * transfers[s - 1] if in_turn and s else 0.0
+        mine = stage, s == 0, s == last, waits
+        if mine not in known:
+            known[mine] = _stage(estimator, c, s, blocks, total, waits)
+        found = known[mine]
+        if found is None:
+            return None
+        out.append(found)
+    return _in_flight(estimator, c, out, blocks, total)
+
+
+def _in_flight(
+    estimator: OperatingPoints, candidate: Candidate, stages: list[StageTimes], blocks: int, total: int
+) -> list[StageTimes]:
+    """The stages with what they hold."""
+    last, later, out = len(stages) - 1, 0, []
+    alike = divided_alike(candidate, [s.microbatches for s in stages])
+    for s in range(last, -1, -1):
+        stage = stages[s]
+        if alike:  # separate pipelines, each in Megatron's order
+            held = tuple([min(k, last - s + 1) for k in stage.microbatches])
+        else:
+            held = tuple([estimator.max_in_flight(later, k, total, candidate.slack) for k in stage.microbatches])
+        later += sum([g.count for g in candidate.stages[s].groups]) // blocks
+        key = s, last, held
+        known = stage.memo.get(key) if candidate.shares is None else None
+        if known is None:
+            known = replace(stage, in_flight=held)
+            known.memory = tuple(stage_memory(estimator, candidate, known, s))
+            known.fullest = max(m.total_bytes / m.capacity_bytes for m in known.memory)
+            if candidate.shares is None:
+                stage.memo[key] = known
+        out.append(known)
+    return out[::-1]
+
+
+def _stage(
+    estimator: OperatingPoints, candidate: Candidate, s: int, blocks: int, total: int, waits_s: float
+) -> StageTimes | None:
+    """Stage ``s``: passes of its replicas and their shares of ``total`` microbatches; ``in_flight`` is left open.
+
+    ``waits_s`` is what transfers that come in turn add to each microbatch.
+    """
+    layers, groups = candidate.stages[s]
+    first, last = s == 0, s == len(candidate.stages) - 1
+    if layers < 1 or not groups:
+        return None
+    fixed = estimator.runtime.operation_s * candidate.chunks * candidate.slices
+    units: list[Unit] = []
+    forward: list[float] = []
+    backward: list[float] = []
+    for g in groups:
+        u = estimator.unit_of(candidate, g)
+        if u is None:
+            return None
+        units.append(u)
+        forward.append(u.forward_s(layers, first, last) + fixed)
+        backward.append(u.backward_s(layers, first, last) + fixed)
+    if candidate.zero_stage >= 2 and not schedule_of(candidate).shards_parameters:
+        least_f, least_b = sharding_s(estimator, candidate, units, s)
+        overlap = estimator.runtime.gather_overlap
+        forward = [beside(f, least_f, overlap) for f in forward]
+        backward = [beside(b, least_b, overlap) for b in backward]
+    counts = [g.count // blocks for g in groups]
+    both = [f + b + waits_s for f, b in zip(forward, backward)]
+    if candidate.even:
+        shares = [total // sum(counts)] * len(groups)
+        busy = max(k * t for k, t in zip(shares, both))
+    else:
+        found = allocate(both, counts, total)
+        if found is None:
+            return None
+        busy, shares = found
+    weight = [n * k for n, k in zip(counts, shares)]
+    forward_s = sum(w * f for w, f in zip(weight, forward)) / sum(weight)
+    backward_s = sum(w * b for w, b in zip(weight, backward)) / sum(weight)
+    sync, update = _tail(estimator, candidate, units, s)
+    parameters = tuple(rank_parameters(candidate, u, s) for u in units)
+    return StageTimes(units, forward, backward, shares, busy, forward_s, backward_s, sync, update, parameters)
+
+
+def stage_tails(estimator: OperatingPoints, candidate: Candidate, estimate: Estimate) -> list[float]:
+    """Per stage, what follows the last operation of its program: gradient reduction and update.
+
+    Under a parameter window the reduction is operations of the program.
+    """
+    out: list[float] = []
+    for s, stage in enumerate(candidate.stages):
+        units = [estimator.unit_of(candidate, g) for g in stage.groups]
+        sync, update = _tail(estimator, candidate, units, s)  # type: ignore[arg-type]
+        out.append(update if schedule_of(candidate).shards_parameters else sync + update)
+    return out
+
+
+def beside(compute_s: float, other_s: float, overlap: float) -> float:
+    """Two things of which ``overlap`` of the shorter one can hide."""
+    return max(compute_s, other_s) + (1 - overlap) * min(compute_s, other_s)
+
+
+def reducing(candidate: Candidate, s: int) -> tuple[Group, ...]:
+    """The ranks that sum gradients, per TP rank: replicas, and with context parallelism all ranks of each."""
+    return tuple(g._replace(count=g.count * candidate.cp) for g in candidate.stages[s].groups)
+
+
+def sharding_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
+    """Least time of a forward and of a backward of one microbatch with plain ZeRO-2 or 3, without ministages.
+
+    Gradients are reduce-scattered after every microbatch (only shards of them are kept), and ZeRO-3
+    gathers parameters before every forward and every backward.  All of it overlaps with the compute of the
+    same pass, layer by layer; what takes longer than the compute shows.
+    """
+    groups = reducing(candidate, s)
+    element = float(estimator.model.element_bytes)
+    size = {g: rank_parameters(candidate, u, s) * element for g, u in zip(groups, units)}
+    half = estimator.network.sync_s(groups, size, 0.5)
+    return (half, 2 * half) if candidate.zero_stage == 3 else (0.0, half)
+
+
+def _tail(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
+    """(gradient reduction or gather of parameters, update) of one stage after its last backward."""
+    groups, network, schedule = reducing(candidate, s), estimator.network, schedule_of(candidate)
+    element = float(estimator.model.element_bytes)
+    counts = [rank_parameters(candidate, u, s) for u in units]
+    sync = network.sync_s(groups, {g: n * 4.0 for g, n in zip(groups, counts)})
+    if candidate.zero_stage >= 1 and sync:
+        gather = network.sync_s(groups, {g: n * element for g, n in zip(groups, counts)}, 0.5)
+        sync = sync / 2 + gather
+        if candidate.zero_stage >= 2 and not schedule.shards_parameters:  # gradients have gone with each microbatch
+            sync = gather if candidate.zero_stage == 2 else 0.0
+    update = 0.0
+    for g, n in zip(groups, counts):
+        mine = n / g.count if candidate.zero_stage >= 1 else n
+        update = max(update, estimator.costs.update_s(estimator.cluster.nodes[g.pool].gpu, mine))
+    sync *= 1 - estimator.runtime.sync_overlap
+    return schedule.exposed(candidate, sync, update)
