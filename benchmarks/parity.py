@@ -30,6 +30,7 @@ from benchmarks.poplar_cases import poplar_cases
 from benchmarks.runner import Runner
 from benchmarks.slimpipe_cases import MultiHeadLab, slimpipe_cases
 from benchmarks.zero_bubble_cases import zero_bubble_cases
+from benchmarks.zero_cases import zero_cases
 from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases
 
 BAR = 1e-5
@@ -48,6 +49,8 @@ def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[s
         return ministage_cases(seed, quick), []
     if schedule == "zero-bubble":
         return zero_bubble_cases(seed, quick), []
+    if schedule == "data-parallel":
+        return zero_cases(seed, quick), []
     if schedule == "unequal-microbatches":
         return poplar_cases(seed, quick), []
     rng = random.Random(seed)
@@ -147,7 +150,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a small part of the cases")
     parser.add_argument(
         "--schedule",
-        choices=sorted([*SCHEDULES, "ministage", "slimpipe", "unequal-microbatches", "zero-bubble"]),
+        choices=sorted([*SCHEDULES, "data-parallel", "ministage", "slimpipe", "unequal-microbatches", "zero-bubble"]),
         default="1f1b",
     )
     parser.add_argument("--only", metavar="NAME", default="*", help="cases by name; * stands for anything")

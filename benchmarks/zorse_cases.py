@@ -206,7 +206,7 @@ def _case(row: Row, name: str, rng: random.Random) -> Case:
         plan = _with_larger_microbatches(plan, row["micro_batch_size"])
     plan = replace(
         plan,
-        stages=tuple(replace(s, layers=_divided(sum(s.layers), row["ministages"], rng)) for s in plan.stages),
+        stages=tuple(replace(s, layers=divided(sum(s.layers), row["ministages"], rng)) for s in plan.stages),
         schedule=ScheduleSpec("ministage", dict(row["window"])),
     )
     if "shares" in row:
@@ -242,7 +242,7 @@ def _with_larger_microbatches(plan: Plan, size: int) -> Plan:
     return replace(plan, training=replace(plan.training, micro_batch_size=size), stages=stages)
 
 
-def _divided(layers: int, chunks: int, rng: random.Random) -> tuple[int, ...]:
+def divided(layers: int, chunks: int, rng: random.Random) -> tuple[int, ...]:
     """Layers over chunks; what is left over goes to random chunks."""
     counts = [layers // chunks] * chunks
     for c in rng.sample(range(chunks), layers % chunks):

@@ -63,7 +63,7 @@ def feature(name: str) -> Feature:
 
 def switches(schedule: str) -> dict[str, Any]:
     """The parameters of a plan that switch on what only this schedule can have."""
-    mine = [f.switch for f in FEATURES if f.switch is not None and f.schedules == (schedule,)]
+    mine = [f.switch for f in FEATURES if f.switch is not None and (f.schedules or ())[:1] == (schedule,)]
     return {switch.parameter: True for switch in mine}
 
 

@@ -39,8 +39,8 @@ def runnable_schedules() -> tuple[str, ...]:
 
 def _executors_of(schedule: str) -> set[str]:
     """Who executes the operations that a generator makes, from the smallest shape that it takes."""
-    for placement, chunks, slices in itertools.product(PLACEMENTS, (1, 2), (1, 2)):
-        shape = Shape.uniform(2, 4, slices=slices, chunks=chunks, placement=placement)
+    for stages, placement, chunks, slices in itertools.product((2, 1), PLACEMENTS, (1, 2), (1, 2)):
+        shape = Shape.uniform(stages, 4, slices=slices, chunks=chunks, placement=placement)
         try:
             program = generate(schedule, shape)
         except ValueError:  # another shape, then

@@ -1,7 +1,8 @@
-"""The parameter window of ministages, and what it cannot be combined with (Zorse, section 4.1).
+"""The parameter window, and what it cannot be combined with (Zorse, section 4.1; ZeRO-2 and 3: Poplar, section 3).
 
-Its options are parameters of the schedule ``ministage`` in the plan, because memory and time depend on them:
-``{"name": "ministage", "parameters": {"window": true, "prefetch": 1, ...}}``.
+Its options are parameters of the schedule in the plan, because memory and time depend on them:
+``{"name": "ministage", "parameters": {"window": true, "prefetch": 1, ...}}``, or, without a pipeline,
+``{"name": "data-parallel", "parameters": {"window": true, "zero": 3}}``.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from megatron_het.plan.shares import state_shares
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.passes.parameters import add_parameters
+from megatron_het.schedule.passes.sharded_passes import STAGES, add_sharded_passes
 
 SCHEDULE = "ministage"
+ALONE = "data-parallel"
+"""The schedule without a pipeline, where the window is ZeRO-2 or 3."""
 UPDATES = ("exact", "at-once", "undo", "per-ministage")
 
 
@@ -38,6 +42,8 @@ class WindowOptions:
             likewise, with the old state kept on the host and the update undone and made again when
             the global norm or an overflow asks for it; ``per-ministage``: as soon as its gradients
             are reduced, clipped by the norm of this ministage alone.
+        zero: Without a pipeline: 2 reduces gradients after every pass, 3 also gathers a chunk's parameters for
+            every pass; 0 for ministages, whose window gathers and reduces once per iteration.
         steps: Where a program that is only looked at has its updates (``add_parameters``); a plan has them
             where ``update`` says.
     """
@@ -70,6 +76,16 @@ class WindowOptions:
         "and per-ministage need --rerun-mode disabled",
     )
 
+    zero: int = option(
+        "zero",
+        0,
+        flag="--het-zero",
+        metavar="STAGE",
+        accepts=lambda value, plan: value in STAGES,
+        problem="must be 2 or 3",
+        help="with --het-schedule data-parallel: 2 reduces gradients to shards after every pass, 3 also gathers "
+        "parameters for every pass (ZeRO-2 and 3); ZeRO-1 is --use-distributed-optimizer without this flag",
+    )
     steps: str = ""
 
     @property
@@ -89,12 +105,12 @@ class Window(Feature):
         "window",
         flag="--het-window",
         help="with --het-schedule ministage: shard a stage's parameters over its replicas and keep only "
-        "two ministages whole (Zorse, section 4.1); the next three flags imply it; shards are equal unless the "
+        "two ministages whole (Zorse, section 4.1); the next four flags imply it; shards are equal unless the "
         "plan's replicas have a state_share",
         problem="must be true or false",
     )
     implied = True
-    schedules = (SCHEDULE,)
+    schedules = (SCHEDULE, ALONE)
     view_flags = (
         ViewFlag("--parameters", "gather parameters per chunk, reduce gradients"),
         ViewFlag("--prefetch", "chunks gathered ahead (default %(default)s)", 1, most=10_000),
@@ -215,6 +231,7 @@ class Window(Feature):
                     "replicas of different TP cannot share the shards of a parameter window",
                     "Give the replicas one TP size, or plan without a window",
                 )
+        _check_zero(plan, options)
         per_stage = [{len(r.microbatches) for r in stage.replicas} for stage in plan.stages]
         if options.per_microbatch and any(len(found) > 1 for found in per_stage):
             raise PlanError(
@@ -238,6 +255,15 @@ class Window(Feature):
 
     def after_transfers(self, program: Program, options: WindowOptions) -> Program:
         """The program in which parameters are gathered before their use and gradients reduced after it."""
+        if options.zero:
+            return add_sharded_passes(
+                program,
+                zero=options.zero,
+                prefetch=options.prefetch,
+                per_layer=options.per_layer,
+                offload=options.offload,
+                keep_at_turn=options.keep_at_turn,
+            )
         return add_parameters(
             program,
             prefetch=options.prefetch,
@@ -257,6 +283,27 @@ class Window(Feature):
             reduce_s=by_layers(program, figures.reduce_s),
             prefetch_s=copies,
             offload_s=copies,
+        )
+
+
+def _check_zero(plan: Plan, options: WindowOptions) -> None:
+    """ZeRO-2 and 3 are the window's form without a pipeline, and only there."""
+    where, alone = "schedule.parameters.zero", plan.schedule.name == ALONE
+    if not alone and options.zero:
+        problem = f"is for schedule {ALONE}; schedule {plan.schedule.name} gathers and reduces once per iteration"
+        raise PlanError(where, options.zero, problem, f"Leave it out, or use schedule {ALONE} with one stage")
+    if alone and not options.zero:
+        raise PlanError(
+            where, options.zero, f"schedule {ALONE} needs it for a window", "Say 2 or 3, or leave the window out"
+        )
+    if alone and options.per_microbatch:
+        raise PlanError("schedule.parameters.per_microbatch", True, f"schedule {ALONE} has zero instead", "Use zero: 3")
+    if alone and options.updates_early:
+        raise PlanError(
+            "schedule.parameters.update",
+            options.update,
+            "the tokens of the batch, by which gradients are divided, are known after the last pass only",
+            'Use "exact"',
         )
 
 

@@ -11,10 +11,11 @@ for it.  A gather with its first user right after it is on demand: it begins whe
 (nothing is overlapped), except at the start of the iteration.
 """
 
-from collections.abc import Callable, Set
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
-from megatron_het.schedule.columns import Effect, Role, complete
+from megatron_het.schedule.columns import Effect, Role, Work, complete
 from megatron_het.schedule.ir import Op, Program
 from megatron_het.schedule.kinds import RECEIVES, Kind, where
 
@@ -70,6 +71,7 @@ class Lifetimes:
         self.gathered: list[set[int]] = [set() for _ in self.layers]
         self.on_device = [Effect.SHARD_FROM_HOST not in effects] * len(self.layers)
         self.reduced: list[set[int]] = [set() for _ in self.layers]
+        self._reduced_by_pass = _reduced_by_pass(program.ops[device]) if self.reduces else frozenset()
         self.kept: dict[Pass, bool] = {}
         self.received: dict[tuple[int, int, int], set[int]] = {}
         self._compute = -1
@@ -167,7 +169,9 @@ class Lifetimes:
             self._unfit(node, "its activations are on the host (no fetch before it)")
         if op.kind.effect is not Effect.USE:
             self.kept.pop(key, None)
-        if self.reduced[op.chunk]:
+        if op.chunk in self._reduced_by_pass:
+            self.reduced[op.chunk] = set()  # the pass has made new gradients
+        elif self.reduced[op.chunk]:
             self._unfit(node, f"the gradients of chunk {op.chunk} are already reduced")
 
     def _computes(self, node: int, op: Op, found: list[int]) -> None:
@@ -263,7 +267,9 @@ class Lifetimes:
         layers, chunk = self._in_chunk(node, op), op.chunk
         found += [self._backward[chunk]] if chunk in self._backward else []
         self._reducing.setdefault(chunk, []).append(node)
-        if layers & self.reduced[chunk]:
+        if layers & self.reduced[chunk] and chunk in self._reduced_by_pass:
+            self.reduced[chunk] = set()  # a pass that this replica does not have
+        elif layers & self.reduced[chunk]:
             self._unfit(node, f"the gradients of chunk {chunk} are reduced twice")
         self.reduced[chunk] |= layers
 
@@ -283,6 +289,13 @@ class Lifetimes:
 
     def _after_step(self, chunk: int) -> list[int]:
         return [self._stepped[chunk]] if chunk in self._stepped else []
+
+
+def _reduced_by_pass(ops: Sequence[Op]) -> frozenset[int]:
+    """Chunks whose gradients are reduced at least once per backward pass, as ZeRO-2 does, instead of once."""
+    reductions = Counter((op.chunk, op.start) for op in ops if op.kind.effect is Effect.REDUCE)
+    passes = Counter(op.chunk for op in ops if Work.WEIGHTS in op.kind.work)
+    return frozenset(chunk for (chunk, _), count in reductions.items() if count >= max(passes[chunk], 2))
 
 
 def _ranges(numbers: set[int]) -> str:

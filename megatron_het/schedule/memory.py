@@ -131,6 +131,7 @@ class _Holdings:
         # after the compute before it, however long the collectives ahead of it take.
         self.issued = 0.0
         self.with_gradients: set[int] = set()
+        self.with_shards: set[tuple[int, int]] = set()
         # Without steps in the program a chunk is updated when it is first opened, by the gradients of the
         # iteration before, which were there from the start.
         self.updated: set[int] = set()
@@ -224,9 +225,11 @@ class _Holdings:
     def _walk(self, node: int, op: Op) -> float:
         """Goes on to the operation; share of the chunk's layers that it gathers, releases or reduces."""
         assert self.state is not None
-        layers = self.state.reduced if op.kind.effect is Effect.REDUCE else self.state.gathered
+        layers = self.state.gathered
         before = len(layers[op.chunk])
         self.state.step(node, op, [])
+        if op.kind.effect is Effect.REDUCE:
+            return len(self.state.covered(op)) / max(self.layers[op.chunk], 1)
         return abs(len(layers[op.chunk]) - before) / max(self.layers[op.chunk], 1)
 
     def _gather(self, node: int, op: Op) -> None:
@@ -252,10 +255,16 @@ class _Holdings:
             self.found.append((self.start[node], self.gradient[op.chunk], _GRADIENTS))
 
     def _reduce(self, node: int, op: Op) -> None:
-        share = self._walk(node, op)
-        self.found.append((self.end[node], -self.gradient[op.chunk] * share, _GRADIENTS))
-        if not self.program.forward_only:
-            self.found.append((self.start[node], self.gradient_shard[op.chunk] * share, _GRADIENTS))
+        chunk, share = op.chunk, self._walk(node, op)
+        self._open_gradients(node, op)  # of a pass that this replica does not have: zeros
+        self.found.append((self.end[node], -self.gradient[chunk] * share, _GRADIENTS))
+        # Reduced after every pass, the shards of all passes are added up in one place.
+        if not self.program.forward_only and (chunk, op.start) not in self.with_shards:
+            self.with_shards.add((chunk, op.start))
+            self.found.append((self.start[node], self.gradient_shard[chunk] * share, _GRADIENTS))
+        assert self.state is not None
+        if len(self.state.reduced[chunk]) == max(self.layers[chunk], 1):
+            self.with_gradients.discard(chunk)  # the next pass allocates them again
 
     def _step(self, node: int, op: Op) -> None:
         self.found.append((self.end[node], -self.gradient_shard[op.chunk], _GRADIENTS))

@@ -32,6 +32,7 @@ class Bucket:
         shard: This rank's part of the parameters; for a resident ministage a view of the whole.
         gradient: This rank's part of the reduced gradients, from the reduction to the update.
         host: The shard's place in host memory, with offload.
+        is_reduced: The whole gradients have been given to a reduction.
     """
 
     source: Any
@@ -41,6 +42,7 @@ class Bucket:
     host: HostCopy | None = None
     gathering: Pending | torch.cuda.Event | None = None
     reducing: Pending | None = None
+    is_reduced: bool = False
 
 
 @dataclass(eq=False)
@@ -191,21 +193,31 @@ class ChunkWindow:
     def reduce(self, start: int, stop: int) -> None:
         """Start the reduce-scatter of the gradients of layers ``[start, stop)``; -1 stands for all."""
         for bucket in self._selected(start, stop):
+            bucket.is_reduced = True
             if self.group.size() > 1:
                 self.use.reductions += 1
                 bucket.reducing = self.parts.reduce(bucket.source.grad_data)
+
+    def has_reduced(self, start: int, stop: int) -> bool:
+        """Whether a reduction of layers ``[start, stop)`` has been started and its shards are not kept yet."""
+        return any(bucket.is_reduced for bucket in self._selected(start, stop))
 
     def is_reducing(self) -> bool:
         """Whether a reduction has been started and is not finished."""
         return any(b.reducing is not None and not b.reducing.is_completed() for b in self.buckets)
 
     def keep_gradient_shards(self) -> None:
-        """Finish the reductions, keep this rank's shards and free the whole gradients."""
+        """Finish the reductions, add to this rank's shards and free the whole gradients."""
         for bucket in self.buckets:
             if bucket.reducing is not None:
                 bucket.reducing.wait()
                 bucket.reducing = None
-            bucket.gradient = self.parts.own(bucket.source.grad_data).clone()
+            bucket.is_reduced = False
+            reduced = self.parts.own(bucket.source.grad_data)
+            if bucket.gradient is not None:  # of the passes before this one
+                bucket.gradient += reduced
+                continue
+            bucket.gradient = reduced.clone()
             self.use.add("gradient_shard", bucket.gradient.nbytes)
         self.drop_gradients()
 

@@ -162,7 +162,7 @@ class ParameterWindow:
         if self._optimizer is None:
             return
         for c in sorted(self._reducing):
-            if not self._chunks[c].is_reducing():
+            if c == chunk or not self._chunks[c].is_reducing():  # a pass adds to no gradients under reduction
                 self._finish_reduction(c)
         if num_tokens is not None and self._total_tokens is None and self.options.updates_early:
             self._total_tokens = self._own_tokens(num_tokens)
@@ -211,6 +211,8 @@ class ParameterWindow:
 
     def _reduce(self, c: int, start: int, stop: int) -> None:
         chunk = self._chunks[c]
+        if chunk.has_reduced(start, stop):  # by the pass before this one, and this replica sits this one out
+            self._finish_reduction(c)
         if c not in self._reducing:
             for other in sorted(self._reducing):
                 self._finish_reduction(other)

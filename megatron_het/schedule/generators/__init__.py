@@ -6,6 +6,7 @@ added by the passes.
 
 from collections.abc import Callable
 
+from megatron_het.schedule.generators.data_parallel import data_parallel
 from megatron_het.schedule.generators.interleaved import interleaved
 from megatron_het.schedule.generators.ministage import ministage
 from megatron_het.schedule.generators.one_f_one_b import gpipe, one_f_one_b
@@ -15,6 +16,7 @@ from megatron_het.schedule.ir import Program, Shape
 
 GENERATORS: dict[str, Callable[..., Program]] = {
     "1f1b": one_f_one_b,
+    "data-parallel": data_parallel,
     "gpipe": gpipe,
     "interleaved": interleaved,
     "ministage": ministage,
@@ -25,7 +27,7 @@ GENERATORS: dict[str, Callable[..., Program]] = {
     "zb-h1": zb_h1,
     "zb-v": zb_v,
 }
-BY_PART = frozenset({"1f1b", "gpipe", "interleaved", "ministage", "seq1f1b", "slimpipe"})
+BY_PART = frozenset({"1f1b", "data-parallel", "gpipe", "interleaved", "ministage", "seq1f1b", "slimpipe"})
 """Schedules that order the parts of a shape (``pipelines.py``) each as if it were alone."""
 V_SHAPED = frozenset({"v-half", "zb-v"})
 """Schedules whose second chunks go back from the last stage to the first: placement ``v``."""

@@ -136,13 +136,17 @@ ON = [
     ("seq1f1b", {"slices": 4, "vocabulary": True, "offload_activations": 0.5}, 1),
     ("terapipe", {"slices": 4, "vocabulary": True}, 1),
     ("ministage", {"window": True, "offload": True, "offload_activations": 1.0, "update": "undo"}, 3),
+    ("data-parallel", {"offload_activations": 0.5}, 2),
+    ("data-parallel", {"window": True, "zero": 2, "offload_activations": 0.5}, 2),
+    ("data-parallel", {"window": True, "zero": 3, "offload": True}, 3),
 ]
 
 
 @pytest.mark.parametrize(("schedule", "parameters", "chunks"), ON)
 def test_all_features_of_a_plan_are_in_its_program(schedule: str, parameters: dict[str, Any], chunks: int) -> None:
     widths = (1, 1) if schedule == "terapipe" or "context_exchange" in parameters else (2, 1)
-    plan = plan_of(schedule, parameters, chunks=chunks, widths=widths)
+    stages = 1 if schedule == "data-parallel" else 2
+    plan = plan_of(schedule, parameters, stages, chunks=chunks, widths=widths[:stages])
     check_plan_alone(plan)
     program = build(plan)[False]
     assert program == program_of(plan)

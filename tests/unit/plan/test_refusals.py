@@ -247,6 +247,7 @@ def test_refused_for_the_plan_alone(plan: Plan, reason: str) -> None:
 
 
 FITTING = {
+    "data-parallel": {"stages": 1},
     "gpipe": {},
     "1f1b": {"slack": 0},
     "interleaved": {"chunks": 2, "group": 4},

@@ -1,0 +1,58 @@
+"""ZeRO-0 to 3 without a pipeline train as stock Megatron does in one process, under unequal replicas.
+
+``benchmarks/parity.py --schedule data-parallel`` has more plans.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from benchmarks.cases import Case
+from benchmarks.compare import compare
+from benchmarks.lab import Lab
+from benchmarks.runner import Finished
+from benchmarks.zero_cases import zero_case
+from tests.functional.selected import run_selected
+
+BAR = 1e-5
+
+
+def made() -> list[Case]:
+    """Replicas with other numbers of passes of other sizes; one replica of ZeRO-3 keeps no state."""
+    rng = random.Random(3)
+    return [
+        zero_case((1, 1), 0, 1, {}, rng),
+        zero_case((1, 1), 1, 2, {}, rng),
+        zero_case((1, 1, 1), 2, 2, {}, rng),
+        zero_case((1, 1, 1), 3, 4, {"window": {"offload": True}, "shares": (2, 1, 0)}, rng),
+    ]
+
+
+CASES = {case.name: case for case in made()}
+
+
+@pytest.fixture(scope="module")
+def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
+    """The runs of all selected cases, two at a time."""
+    return run_selected(CASES, lab, request)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
+    case, done = CASES[name], finished[name].check()
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert max(found.loss, found.validation, found.gradient) <= BAR, found
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.chosen["zero"] > 1])
+def test_collectives_are_per_pass(name: str, finished: dict[str, Finished]) -> None:
+    """As many on every replica, however few passes it has."""
+    case, done = CASES[name], finished[name].check()
+    reports = [json.loads((done.job.log_dir / f"rank-{r}.json").read_text()) for r in range(case.plan.world_size)]
+    layers = sum(max(1, n) for n in case.plan.stages[0].layers)
+    passes = max(len(replica.microbatches) for replica in case.plan.stages[0].replicas)
+    assert {report["window"]["reductions"] for report in reports} == {layers * passes}
+    assert {report["window"]["gathers"] >= layers * passes for report in reports} == {case.chosen["zero"] == 3}
