@@ -59,6 +59,14 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         default=3,
         help="the iteration of this run to trace, counted from 1 (default: 3)",
     )
+    group.add_argument(
+        "--het-auto-batch",
+        metavar="DIR",
+        help="no plan and no micro batch size: measure the largest pass and the times of all devices at the start, "
+        "raise the ZeRO stage until one sequence fits (beginning at --het-zero, if given), allocate passes by speed "
+        "(Poplar), and train; curves and plan are kept in DIR/auto_batch, and taken from there by a later start with "
+        "the same devices",
+    )
     for feature in FEATURES:
         _add_feature(parser, feature)
     return parser
@@ -106,10 +114,12 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
     if unknown:
         known = [o for a in parser._actions for o in a.option_strings]
         parser.error(f"unknown flag {unknown[0]}; known: {', '.join(known)}")
+    if namespace.het_auto_batch is not None:
+        return _auto_batch(namespace, parser), rest
     if namespace.het_plan is None and namespace.het_schedule is None:
         given = [f"--{k.replace('_', '-')}" for k, v in vars(namespace).items() if v != parser.get_default(k)]
         if given:
-            parser.error(f"{given[0]} needs --het-plan or --het-schedule")
+            parser.error(f"{given[0]} needs --het-plan, --het-schedule or --het-auto-batch")
         return HetConfig(), rest
     plan, rest = _plan(namespace, rest)
     check_plan_alone(plan)
@@ -122,6 +132,26 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         trace_iteration=namespace.het_trace_iteration,
     )
     return config, rest
+
+
+_OF_THE_RUN = ("het_auto_batch", "het_transport", "het_report", "het_trace", "het_trace_iteration", "het_zero")
+
+
+def _auto_batch(namespace: argparse.Namespace, parser: argparse.ArgumentParser) -> HetConfig:
+    """The configuration of a run whose plan is made at its start."""
+    for name, value in vars(namespace).items():
+        if name not in _OF_THE_RUN and value != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} does not go with --het-auto-batch, which makes the plan")
+    if namespace.het_zero not in (None, *range(4)):
+        parser.error(f"--het-zero {namespace.het_zero}: with --het-auto-batch the first ZeRO stage to try, 0 to 3")
+    return HetConfig(
+        auto_batch=Path(namespace.het_auto_batch),
+        least_zero=namespace.het_zero or 0,
+        transport=namespace.het_transport,
+        report_dir=Path(namespace.het_report) if namespace.het_report else None,
+        trace_dir=Path(namespace.het_trace) if namespace.het_trace else None,
+        trace_iteration=namespace.het_trace_iteration,
+    )
 
 
 def _plan(namespace: argparse.Namespace, rest: list[str]) -> tuple[Plan, list[str]]:

@@ -19,7 +19,7 @@ from megatron_het.plan import Placement, Plan, PlanError
 
 @dataclass(frozen=True, slots=True)
 class HetConfig:
-    """The ``--het-*`` flags.  Without a plan the extension is off."""
+    """The ``--het-*`` flags.  Without a plan the extension is off; with ``auto_batch`` the plan is yet to be made."""
 
     plan: Plan | None = None
     plan_path: str = ""
@@ -27,6 +27,8 @@ class HetConfig:
     report_dir: Path | None = None
     trace_dir: Path | None = None
     trace_iteration: int = 3
+    auto_batch: Path | None = None
+    least_zero: int = 0
 
     @property
     def is_active(self) -> bool:

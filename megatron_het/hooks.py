@@ -11,11 +11,13 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_het.arguments import het_help, split_arguments
 from megatron_het.config import HetConfig, apply_chunks, apply_plan, check_arguments, check_skipping, environment_of
 from megatron_het.features import features_of
+from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Placement, PlanError
 from megatron_het.untrusted import FileError, check_target
 from megatron_het.upstream import found
@@ -57,6 +59,8 @@ def install(
     except (PlanError, found.PatchError) as error:
         _exit_with(error)
     _check_outputs(config)
+    if config.auto_batch is not None:
+        config, rest = _with_measured_plan(config, rest)
     argv[1:] = rest
     if config.plan is not None:
         for name, value in environment_of(config.plan).items():
@@ -69,6 +73,20 @@ def install(
     if config.plan is not None:
         _install_plan(config, device, make_session)
     return config
+
+
+def _with_measured_plan(config: HetConfig, words: list[str]) -> tuple[HetConfig, list[str]]:
+    """Automatic batches: the plan comes from measurements, on all ranks at once."""
+    from megatron_het.auto_batch.coordinate import plan_for
+
+    assert config.auto_batch is not None
+    try:
+        _refuse_yaml(words)
+        plan, file, words = plan_for(config.auto_batch, words, config.least_zero)
+        check_plan_alone(plan)
+    except PlanError as error:
+        _exit_with(error)
+    return replace(config, plan=plan, plan_path=file), words
 
 
 def _check_outputs(config: HetConfig) -> None:

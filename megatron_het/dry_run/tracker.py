@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_het.dry_run.ledger import Ledger, Moment
 from megatron_het.dry_run.traffic import Traffic, answer
-from megatron_het.platform.memory import Storages, StorageWatch, uncounted, watched
+from megatron_het.platform.memory import Storages, StorageWatch, resizes_seen, uncounted, watched
 
 _ATEN = torch.ops.aten
 _VALUE = _ATEN._local_scalar_dense.default
@@ -81,7 +81,7 @@ class Tracker(StorageWatch):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Count what runs inside."""
-        with watched(self._known), _resizes_seen(self._known), _objects_overlooked(), self:
+        with watched(self._known), resizes_seen(self._known), _objects_overlooked(), self:
             yield
 
     def start_iteration(self) -> None:
@@ -162,21 +162,3 @@ def _objects_overlooked() -> Iterator[None]:
         yield
     finally:
         dist.all_gather_object = original
-
-
-@contextlib.contextmanager
-def _resizes_seen(storages: Storages) -> Iterator[None]:
-    """Storages are resized without an operator; show that too."""
-    storage_type: Any = torch.UntypedStorage
-    original = storage_type.resize_
-
-    def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        result = original(self, size)
-        storages.resized(self)
-        return result
-
-    storage_type.resize_ = resize_
-    try:
-        yield
-    finally:
-        storage_type.resize_ = original

@@ -132,11 +132,14 @@ class CpuMemoryMeter(MemoryMeter):
 
     Storages that existed before, and memory that comes from elsewhere (``from_numpy``, shared
     memory), are not counted unless given to :meth:`add`.
+
+    Args:
+        limit_bytes: Live bytes beyond which an operator fails as it does on a full CUDA device; 0 for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int = 0) -> None:
         super().__init__()
-        self._storages = Storages()
+        self._storages = LimitedStorages(limit_bytes) if limit_bytes else Storages()
         self._watched = watched(self._storages)
         self._watched.__enter__()
         self._mode: TorchDispatchMode | None = StorageWatch(self._storages)
@@ -155,6 +158,11 @@ class CpuMemoryMeter(MemoryMeter):
     def ignoring(self) -> Iterator[None]:
         with self._storages.ignoring():
             yield
+
+    @property
+    def storages(self) -> Storages:
+        """What is counted."""
+        return self._storages
 
     def live_bytes(self) -> int:
         return self._storages.live_bytes
@@ -246,6 +254,69 @@ class Storages:
         """A storage was resized without an operator."""
         if self._counted_bytes.get(storage._cdata) is not None:
             self._count(storage._cdata, storage.nbytes())
+
+
+class LimitedStorages(Storages):
+    """Storages that do not fit into a device of a given size.
+
+    Args:
+        limit_bytes: The device's memory.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__()
+        self._limit_bytes = limit_bytes
+
+    def changed(self, key: int, before_bytes: int, after_bytes: int) -> None:
+        """See :class:`Storages`.
+
+        Raises:
+            torch.OutOfMemoryError: More lives than fits.
+        """
+        if after_bytes > before_bytes and self.live_bytes > self._limit_bytes:
+            raise torch.OutOfMemoryError(
+                f"{self.live_bytes} bytes live, {after_bytes - before_bytes} of them new, and the limit is "
+                f"{self._limit_bytes}"
+            )
+
+
+@contextlib.contextmanager
+def limited_memory(platform: Platform, limit_bytes: int) -> Iterator[None]:
+    """An allocation beyond a limit fails with :class:`torch.OutOfMemoryError` inside.
+
+    Args:
+        platform: Of this process.
+        limit_bytes: Of all tensors that are made inside; on CUDA of all that torch holds.  0 for none.
+    """
+    if platform.is_cuda:
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total) if limit_bytes else 1.0)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        return
+    meter = CpuMemoryMeter(limit_bytes)
+    with meter, resizes_seen(meter.storages):
+        yield
+
+
+@contextlib.contextmanager
+def resizes_seen(storages: Storages) -> Iterator[None]:
+    """Storages are resized without an operator; show that too."""
+    storage_type: Any = torch.UntypedStorage
+    original = storage_type.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        result = original(self, size)
+        storages.resized(self)
+        return result
+
+    storage_type.resize_ = resize_
+    try:
+        yield
+    finally:
+        storage_type.resize_ = original
 
 
 # A meter is a mode of the process; these are the storages of all that are open.

@@ -1,0 +1,272 @@
+"""Automatic batches from start to plan: measure on all ranks at once, decide on one, and tell all.
+
+``--het-auto-batch DIR`` runs this before Megatron starts.  Files are in ``DIR/auto_batch/``: ``measured.json`` has the
+curves and what was decided from them, ``plan.json`` the plan.  A later start with the same devices, model and batch
+takes the plan that is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_het.auto_batch.allocation import Allocation, allocate
+from megatron_het.auto_batch.curve import Curve
+from megatron_het.auto_batch.exchange import Exchange, ExchangeError
+from megatron_het.auto_batch.limits import memory_limit
+from megatron_het.auto_batch.plans import ZERO_STAGES, allocated, base_plan, extra_words, first_stage, with_zero
+from megatron_het.auto_batch.process import MeasuringError, MeasuringProcess
+from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
+from megatron_het.plan.validate import check_plan
+from megatron_het.untrusted import FileError, read_json, write_json
+
+MEASURED_FORMAT = "megatron_het.auto_batch"
+_TIMEOUT_S = 900.0  # for another rank, or for one answer
+_SEARCH_S = 120.0  # growing the batch ends then; what fitted by then is the largest
+_REPETITIONS, _ROUND_S, _MOST_POINTS = 5, 1.0, 7
+
+
+class _Problem(RuntimeError):
+    """What is wrong, for the one message."""
+
+
+def plan_for(folder: Path, words: Sequence[str], least_zero: int = 0) -> tuple[Plan, str, list[str]]:
+    """The plan that this run trains under; the same on all ranks.
+
+    Args:
+        folder: The run folder.
+        words: Megatron's part of the command line.
+        least_zero: The ZeRO stage to begin with; a distributed optimizer among the flags asks for 1.
+
+    Returns:
+        The plan, its file, and the words for Megatron.
+
+    Raises:
+        PlanError: A flag is missing or cannot go with automatic batches.
+        SystemExit: Measuring failed on a rank, or nothing fits; every rank says why.
+    """
+    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    base, rest = base_plan(words, world_size)
+    exchange: Exchange | None = None
+    try:
+        exchange = Exchange(rank, world_size, _TIMEOUT_S)
+        made = _Maker(base, rest, folder / "auto_batch", rank, world_size, exchange, least_zero)
+        return made.plan()
+    except (ExchangeError, FileError, MeasuringError, OSError, ValueError, _Problem) as error:
+        if exchange is not None:
+            exchange.fail(str(error).splitlines()[0])
+        _end(rank, error)
+
+
+def _end(rank: int, error: Exception) -> NoReturn:
+    sys.stderr.write(f"megatron_het: --het-auto-batch: rank {rank}: {error}\n")
+    sys.stderr.flush()
+    time.sleep(1.0)  # rank 0 keeps the store: the others shall read why
+    raise SystemExit(2) from None
+
+
+class _Maker:
+    """Makes the plan on one rank, together with the others.
+
+    Args:
+        base: Model and numerics.
+        words: Megatron's flags.
+        folder: For files.
+        rank, world_size: Of this process.
+        exchange: With the others.
+        least_zero: The first ZeRO stage to try.
+    """
+
+    def __init__(
+        self,
+        base: Plan,
+        words: list[str],
+        folder: Path,
+        rank: int,
+        world_size: int,
+        exchange: Exchange,
+        least_zero: int,
+    ) -> None:
+        self._first_zero = max(least_zero, first_stage(base))
+        self._base, self._words, self._folder = base, words, folder
+        self._rank, self._world_size, self._exchange = rank, world_size, exchange
+        self._limit = memory_limit()
+        self._plan_file = folder / "plan.json"
+
+    def plan(self) -> tuple[Plan, str, list[str]]:
+        """Take the stored plan, or measure."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        devices = self._exchange.gather("devices", self._limit.as_json())
+        key = _fingerprint(self._base, self._first_zero, devices)
+        stored = self._exchange.decided("stored", self._stored(key) if self._rank == 0 else None)
+        if stored is None:
+            stored = self._measured(key, devices)
+        plan = _plan_of(stored["plan"])
+        hashes = self._exchange.gather("agreed", plan_hash(plan))
+        if len(set(hashes)) > 1:
+            raise _Problem(f"ranks have different plans: {hashes}")
+        if self._rank == 0:
+            sys.stderr.write(f"megatron_het: {stored['summary']}\n")
+            sys.stderr.flush()
+        return plan, str(self._plan_file), [*self._words, *extra_words(plan, self._words)]
+
+    def _stored(self, key: str) -> dict[str, Any] | None:
+        """What an earlier start with the same devices has left (rank 0)."""
+        try:
+            found = read_json(self._folder / "measured.json")
+            if found.get("format") != MEASURED_FORMAT or found.get("key") != key:
+                return None
+            plan = load_plan(self._plan_file)
+        except (FileError, PlanError, AttributeError):
+            return None
+        return {"plan": plan.to_json(), "summary": f"automatic batches of an earlier start: {_summary(plan)}"}
+
+    def _measured(self, key: str, devices: list[Any]) -> dict[str, Any]:
+        """Measure at the first ZeRO stage at which one sequence fits everywhere, and allocate."""
+        started_s = time.monotonic()
+        tried: list[dict[str, Any]] = []
+        for zero in ZERO_STAGES[self._first_zero :]:
+            curve = self._at_stage(zero, devices, tried)
+            if curve is not None:
+                break
+        else:
+            raise _Problem(f"one sequence does not fit at any ZeRO stage: {tried[-1]['problems']}")
+        rows = self._exchange.gather(f"curves/{zero}", {"sizes": curve.sizes, "seconds": curve.seconds})
+        curves = [Curve(tuple(row["sizes"]), tuple(row["seconds"])) for row in rows]
+        names = [device["name"] for device in devices]
+        result = None
+        if self._rank == 0:
+            allocation = allocate(curves, self._base.training.global_batch_size, zero)
+            plan = allocated(self._base, zero, allocation, names)
+            summary = f"automatic batches: {_summary(plan)}; predicted {allocation.iteration_s:.4g} s per iteration"
+            self._write(key, devices, zero, rows, allocation, tried, plan, time.monotonic() - started_s)
+            result = {"plan": plan.to_json(), "summary": summary}
+        return self._exchange.decided("result", result)
+
+    def _write(
+        self,
+        key: str,
+        devices: list[Any],
+        zero: int,
+        curves: list[Any],
+        allocation: Allocation,
+        tried: list[dict[str, Any]],
+        plan: Plan,
+        elapsed_s: float,
+    ) -> None:
+        """Curves and decision, the plan last: who finds one finds the other."""
+        found = {
+            "format": MEASURED_FORMAT,
+            "key": key,
+            "zero": zero,
+            "devices": devices,
+            "curves": curves,
+            "passes": allocation.passes,
+            "predicted_compute_s": allocation.predicted_s,
+            "predicted_iteration_s": allocation.iteration_s,
+            "did_not_fit": tried,
+            "measured_in_s": round(elapsed_s, 1),
+        }
+        save_plan(plan, self._plan_file)
+        write_json(self._folder / "measured.json", found)
+
+    def _at_stage(self, zero: int, devices: list[Any], tried: list[dict[str, Any]]) -> Curve | None:
+        """This rank's curve at a ZeRO stage; None where one sequence does not fit on some rank."""
+        names = [device["name"] for device in devices]
+        plan = with_zero(self._base, zero, [[1]] * self._world_size, names)
+        file = self._folder / f"measured-plan-rank-{self._rank}-zero-{zero}.json"
+        save_plan(plan, file)
+        request = {
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "zero": zero,
+            "plan": str(file),
+            "words": [*self._words, *extra_words(plan, self._words)],
+            "limit_bytes": self._limit.limit_bytes,
+        }
+        with MeasuringProcess(request, self._folder, self._exchange.check, _TIMEOUT_S) as process:
+            opened = process.answer()
+            first = process.ask(do="try", size=1) if opened["open"] else {"fits": False, **opened}
+            answers = self._exchange.gather(f"fits/{zero}", first)
+            problems = {f"rank {r}": answer["problem"] for r, answer in enumerate(answers) if not answer["fits"]}
+            if problems:
+                tried.append({"zero": zero, "problems": problems})
+                return None
+            largest = self._largest(process)
+            return self._curve(process, zero, largest)
+
+    def _largest(self, process: MeasuringProcess) -> int:
+        """Sequences of the largest pass that fits: twice as many each time, then halving what is between.
+
+        Poplar, algorithm 1, without its first estimate: each trial is one pass.
+        """
+        most = self._base.training.global_batch_size - self._world_size + 1  # the others have one sequence each
+        end_s = time.monotonic() + _SEARCH_S
+        fits, fails = 1, most + 1
+        while fits < most and fails == most + 1 and time.monotonic() < end_s:
+            size = min(2 * fits, most)
+            if process.ask(do="try", size=size)["fits"]:
+                fits = size
+            else:
+                fails = size
+        while fails - fits > 1 and fails <= most and time.monotonic() < end_s:
+            middle = (fits + fails) // 2
+            if process.ask(do="try", size=middle)["fits"]:
+                fits = middle
+            else:
+                fails = middle
+        return fits
+
+    def _curve(self, process: MeasuringProcess, zero: int, largest: int) -> Curve:
+        """Times of a few sizes.  All ranks measure at the same time: devices may share what makes them fast."""
+        sizes = _points(largest)
+        rounds = max(self._exchange.gather(f"points/{zero}", len(sizes)))
+        points: dict[int, list[float]] = {}
+        for turn in range(rounds):
+            size = sizes[min(turn, len(sizes) - 1)]
+            process.tell(do="time", size=size, repetitions=_REPETITIONS, seconds=_ROUND_S)
+            points.setdefault(size, []).extend(process.answer()["seconds"])
+            # The process goes on with its passes until everybody has an answer.
+            self._exchange.gather(f"round/{zero}/{turn}", True)
+        return Curve.of({size: statistics.median(found) for size, found in points.items()})
+
+
+def _points(largest: int) -> list[int]:
+    """Sizes to be timed: 1, 2, 4 and so on, and the largest; the smallest ones are left out where there are many."""
+    sizes = [1 << i for i in range(largest.bit_length()) if 1 << i < largest] + [largest]
+    while len(sizes) > _MOST_POINTS:
+        sizes.pop(1)
+    return sizes
+
+
+def _fingerprint(base: Plan, first_zero: int, devices: Sequence[Any]) -> str:
+    """What a stored plan must have been made for."""
+    text = json.dumps([plan_hash(base), first_zero, list(devices)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plan_of(value: Any) -> Plan:
+    """The plan of its JSON form, read as a plan file is: strictly."""
+    plan = Plan.from_json(value)
+    check_plan(plan)
+    return plan
+
+
+def _summary(plan: Plan) -> str:
+    """One line."""
+    zero = plan.schedule.parameters.get("zero") or int(plan.training.distributed_optimizer)
+    sizes = plan.training.sequences
+    shown = "; ".join(
+        f"rank {r.ranks[0]} ({r.device}): "
+        + " ".join(str(sizes(m)) for m in r.microbatches[:8])
+        + (f" and {len(r.microbatches) - 8} more" if len(r.microbatches) > 8 else "")
+        for r in plan.stages[0].replicas[:8]
+    )
+    return f"ZeRO-{zero}, passes of {shown}"

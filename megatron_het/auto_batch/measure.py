@@ -1,0 +1,214 @@
+"""Measures one device: ``python -m megatron_het.auto_batch.measure REQUEST FD_IN FD_OUT`` in a process of its own.
+
+The process runs the real training of one rank under the plan of a ZeRO stage: real layers, real optimizer state,
+real shards.  The other ranks are not there; collectives with them take no time and leave finite values, so that
+what is timed is compute alone (Poplar, section 3.1: the time of collectives is subtracted).  Commands come as lines of
+JSON, answers leave as lines of JSON.  Running out of memory is an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_het.config import HetConfig
+from megatron_het.platform import Platform
+from megatron_het.runtime.feature import Call, Iteration, optimizer_of
+from megatron_het.runtime.session import HetSession
+
+# A measured pass is no training step: nothing is saved, logged, repeated or loaded.
+_LAST = ("--num-workers", "0", "--eval-iters", "0", "--eval-interval", "1000000", "--rerun-mode", "disabled")
+_MOST_REPETITIONS = 10_000
+
+
+class _Done(BaseException):
+    """Measuring is over; nothing of Megatron may take it for an error."""
+
+
+class Commands:
+    """What the parent process asks, and the answers.
+
+    Args:
+        source, sink: File descriptors.
+    """
+
+    def __init__(self, source: int, sink: int) -> None:
+        self._source, self._sink = source, sink
+        self._pending = b""
+
+    def next(self) -> dict[str, Any]:
+        """The next command; an end of the parent ends measuring."""
+        while b"\n" not in self._pending:
+            data = os.read(self._source, 1 << 16)
+            if not data:
+                raise _Done
+            self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        return json.loads(line)
+
+    def is_waiting(self) -> bool:
+        """Whether another command has come."""
+        return b"\n" in self._pending or bool(select.select([self._source], [], [], 0)[0])
+
+    def answer(self, **values: Any) -> None:
+        """Send an answer."""
+        os.write(self._sink, json.dumps(values).encode() + b"\n")
+
+
+class MeasuringSession(HetSession):
+    """A session whose first iteration becomes the measurements.
+
+    Args:
+        config, platform, rank: As for :class:`HetSession`.
+        commands: What to measure.
+        memory: Open while memory is measured; closed before times are.
+    """
+
+    def __init__(
+        self, config: HetConfig, platform: Platform, rank: int, commands: Commands, memory: contextlib.ExitStack
+    ) -> None:
+        super().__init__(config, platform, rank)
+        self._commands, self._memory = commands, memory
+        self._rank = rank
+        self._pass_s = 0.0
+
+    def forward_backward(self, **keywords: Any) -> list[Any]:
+        """Measures until there is nothing more to be measured; never returns."""
+        self._commands.answer(open=True)
+        while True:
+            command = self._commands.next()
+            if command["do"] == "try":
+                self._commands.answer(**self._try(command["size"], keywords))
+            elif command["do"] == "time":
+                self._memory.close()  # counting bytes takes time of every operator
+                self._time(command, keywords)
+            else:
+                raise _Done
+
+    def _try(self, size: int, keywords: dict[str, Any]) -> dict[str, Any]:
+        """Whether an iteration with one pass of ``size`` sequences fits, and how long the pass took."""
+        try:
+            self._step(size, keywords)  # the optimizer's state comes with the first step
+            self._step(size, keywords)
+        except torch.OutOfMemoryError as error:
+            problem = str(error)
+        else:
+            return {"fits": True, "seconds": self._pass_s}
+        gc.collect()  # the traceback held the pass's tensors
+        if self._platform.is_cuda:
+            torch.cuda.empty_cache()
+        return {"fits": False, "problem": problem}
+
+    def _time(self, command: dict[str, Any], keywords: dict[str, Any]) -> None:
+        """Repeat a pass, answer when it has been repeated enough, and go on until the next command comes.
+
+        A device that rests while others are measured would make them faster than they are in training.
+        """
+        found: list[float] = []
+        start_s, answered = time.perf_counter(), False
+        for repetition in range(_MOST_REPETITIONS):
+            self._step(command["size"], keywords)
+            if repetition:  # the first one warms up
+                found.append(self._pass_s)
+            enough = len(found) >= command["repetitions"] and time.perf_counter() - start_s >= command["seconds"]
+            if enough and not answered:
+                self._commands.answer(seconds=sorted(found))
+                answered = True
+            if answered and self._commands.is_waiting():
+                return
+
+    def _step(self, size: int, keywords: dict[str, Any]) -> None:
+        """One iteration with one pass of ``size`` sequences on this rank."""
+        from megatron.core.utils import get_model_config
+        from megatron.training import get_args
+
+        training = self.plan.training
+        self.plan = replace(self.plan, training=replace(training, micro_batch_sizes=(size,) * self.plan.world_size))
+        models = keywords["model"] if isinstance(keywords["model"], list) else [keywords["model"]]
+        for model in models:
+            model.zero_grad_buffer()
+        optimizer = optimizer_of(get_model_config(models[0]))
+        optimizer.zero_grad()
+        batches = _repeated(_batch(get_args(), size))
+        iterators: Any = [batches] * len(models) if isinstance(keywords["data_iterator"], list) else batches
+        count = self.plan.world_size
+        self._platform.synchronize()
+        self._started_s = time.perf_counter()
+        super().forward_backward(**{**keywords, "data_iterator": iterators, "num_microbatches": count})
+        optimizer.step()
+        self._platform.synchronize()
+
+    def _finalize(self, call: Call, state: Iteration, force_all_reduce: bool) -> None:
+        self._platform.synchronize()
+        self._pass_s = time.perf_counter() - self._started_s
+        super()._finalize(call, state, force_all_reduce)
+
+
+def _repeated(batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """The batch again and again, in a dictionary of its own: Megatron changes what it gets."""
+    while True:
+        yield dict(batch)
+
+
+def _batch(args: Any, size: int) -> dict[str, torch.Tensor]:
+    """Sequences of random tokens."""
+    length = args.seq_length
+    generator = torch.Generator().manual_seed(size)
+    tokens = torch.randint(0, min(args.padded_vocab_size, 1000), (size, length + 1), generator=generator)
+    batch = {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": torch.ones(size, length),
+        "position_ids": torch.arange(length).expand(size, length).contiguous(),
+    }
+    if args.create_attention_mask_in_dataloader:
+        batch["attention_mask"] = torch.ones(length, length).tril().lt(0.5).expand(size, 1, length, length)
+    return batch
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure until the parent says that it is enough."""
+    request_file, source, sink = sys.argv[1:] if argv is None else argv
+    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    commands = Commands(int(source), int(sink))
+    with contextlib.ExitStack() as memory:
+        try:
+            _run(request, commands, memory)
+        except torch.OutOfMemoryError as error:  # before the first pass
+            commands.answer(open=False, problem=str(error))
+        except _Done:
+            pass
+    os._exit(0)  # Megatron's threads and groups are of no use any more
+
+
+def _run(request: dict[str, Any], commands: Commands, memory: contextlib.ExitStack) -> None:
+    """Start the rank's training, which the session turns into measurements."""
+    from megatron_het import hooks, platform
+    from megatron_het.auto_batch.alone import join, parse, train
+    from megatron_het.platform.memory import limited_memory
+
+    rank, world_size = request["rank"], request["world_size"]
+    device = platform.activate()
+    sys.argv = ["auto_batch", *request["words"], *_LAST, "--het-plan", request["plan"]]
+    hooks.install(make_session=lambda config, kind, own: MeasuringSession(config, kind, own, commands, memory))
+    args = parse()
+    join(rank, world_size, args.distributed_backend)
+    if device.is_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    memory.enter_context(limited_memory(device, request["limit_bytes"]))
+    train(args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
