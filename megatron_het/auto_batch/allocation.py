@@ -93,8 +93,8 @@ def synchronised(curves: Sequence[Curve], global_batch: int, communication_s: fl
         even, more = divmod(global_batch, steps)
         if best is not None and steps * communication_s >= best[0]:
             break
-        made = {size: _one_pass(curves, size) for size in {even, even + bool(more)}}
-        rows = [made[even + 1]] * more + [made[even]] * (steps - more)
+        larger = [_one_pass(curves, even + 1)] * more if more else []
+        rows = larger + [_one_pass(curves, even)] * (steps - more)
         seconds = _seconds(curves, rows, communication_s)
         if all(map(sum, zip(*rows, strict=True))) and (best is None or seconds < best[0]):
             best = (seconds, rows)
