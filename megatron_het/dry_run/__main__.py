@@ -49,6 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--measured", action="store_true", help="count a real run on CPUs, started by torchrun, instead of a dry one"
     )
+    parser.add_argument(
+        "--cuda",
+        action="store_true",
+        help="fake tensors on a CUDA device: mixed devices are an error, and waits of the host for it are counted",
+    )
     parser.add_argument("--limit-s", type=amount(0.0, 1e6), metavar="S", help="end a rank that takes longer")
     return parser
 
@@ -88,7 +93,8 @@ def _one_rank(options: argparse.Namespace, flags: Sequence[str], rank: int) -> i
     from megatron_het.untrusted import write_json
 
     start_s = time.perf_counter()
-    found = run(Setting(rank, measured=options.measured, gpu=options.kernels == "gpu" and not options.measured), flags)
+    gpu = options.kernels == "gpu" and not options.measured
+    found = run(Setting(rank, measured=options.measured, gpu=gpu, cuda=options.cuda and gpu), flags)
     found["seconds"] = round(time.perf_counter() - start_s, 3)
     write_json(options.out.replace("{rank}", str(rank)), found)
     return 0
@@ -98,7 +104,7 @@ def _each_alone(options: argparse.Namespace, flags: Sequence[str], ranks: Sequen
     """Run ranks one after the other, each in a process forked from this one, which has imported Megatron."""
     from megatron_het.dry_run.run import import_megatron
 
-    import_megatron(gpu=options.kernels == "gpu")
+    import_megatron(gpu=options.kernels == "gpu", cuda=options.cuda and options.kernels == "gpu")
     worst = 0
     for rank in ranks:
         sys.stdout.flush()

@@ -11,8 +11,9 @@ from typing import Any
 
 from megatron_het import hooks, platform, pretrain_gpt
 from megatron_het.config import HetConfig
-from megatron_het.dry_run import kernels
+from megatron_het.dry_run import fake_cuda, kernels
 from megatron_het.dry_run.alone import join_alone, without_values
+from megatron_het.dry_run.device_streams import device_streams
 from megatron_het.dry_run.samples import samples_provider
 from megatron_het.dry_run.session import WatchedSession
 from megatron_het.dry_run.tracker import Tracker
@@ -33,15 +34,22 @@ class Setting:
         rank: Of the plan.
         measured: Whether it takes part in a real run.
         gpu: Whether it stands for a GPU: fused kernels, and groups of NCCL.
+        cuda: Whether its fake tensors are on a CUDA device, and host and streams are watched.
+        ignored_wait: A line whose waits between streams are left out, to see that it is noticed.
     """
 
     rank: int
     measured: bool = False
     gpu: bool = True
+    cuda: bool = False
+    ignored_wait: str = ""
 
 
-def import_megatron(*, gpu: bool) -> None:
+def import_megatron(*, gpu: bool, cuda: bool = False) -> None:
     """Import what all ranks need, so that processes can be forked from this one."""
+    if cuda and not platform.is_active():
+        fake_cuda.install()
+        platform.pretend(Platform("cuda", plays_cuda=True))
     platform.activate(plays_cuda=gpu)
     from megatron.training import pretrain, training  # noqa: F401
 
@@ -62,7 +70,7 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
         setting: Which rank, and how.
         flags: Megatron's flags with ``--het-plan``.
     """
-    tracker = Tracker(is_fake=not setting.measured)
+    tracker = Tracker(is_fake=not setting.measured, device_type="cuda" if setting.cuda else "cpu")
     _COUNTING.append(tracker)
     sessions: list[WatchedSession] = []
 
@@ -70,7 +78,7 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
         sessions.append(WatchedSession(config, device, rank, tracker))
         return sessions[-1]
 
-    import_megatron(gpu=setting.gpu)
+    import_megatron(gpu=setting.gpu, cuda=setting.cuda)
     if setting.gpu:
         kernels.replace_kernels(_count_flops)
     device = platform.activate()
@@ -86,8 +94,14 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
             join_alone(setting.rank, session.plan.world_size, args.distributed_backend)
             stack.enter_context(without_values())
         stack.enter_context(tracker.running())
+        if setting.cuda:
+            stack.enter_context(fake_cuda.OneDevice())
+            order, _ = stack.enter_context(device_streams(tracker.waits, setting.ignored_wait))
         _train(args)
-    return _figures(session, setting.rank, tracker) | {"run_seconds": round(time.perf_counter() - start_s, 3)}
+    figures = _figures(session, setting.rank, tracker)
+    if setting.cuda:
+        figures["stream_waits"] = sorted(order.waits)
+    return figures | {"run_seconds": round(time.perf_counter() - start_s, 3)}
 
 
 def _defaults(flags: Sequence[str]) -> tuple[str, ...]:
@@ -143,5 +157,6 @@ def _figures(session: WatchedSession, rank: int, tracker: Tracker) -> dict[str, 
         "memory": asdict(peak) | {"start_bytes": start.total_bytes},
         "flops": dict(sorted(tracker.flops.items())),
         "traffic": tracker.traffic.as_json(),
+        "host_waits": tracker.waits.as_json(),
         "figures": {title: dict(values) for title, values in session.last_figures.items()},
     }

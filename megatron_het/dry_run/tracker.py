@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_ca
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
+from megatron_het.dry_run.host_waits import HostWaits
 from megatron_het.dry_run.ledger import Ledger, Moment
 from megatron_het.dry_run.traffic import Traffic, answer
 from megatron_het.platform.memory import Storages, StorageWatch, resizes_seen, uncounted, watched
@@ -56,19 +57,23 @@ class Tracker(StorageWatch):
 
     Args:
         is_fake: Whether tensors have no values and no other ranks answer.
+        device_type: Of the tensors that count.
 
     Attributes:
         ledger: The account of memory.
         traffic: Operations of ``torch.distributed`` in the current iteration.
+        waits: Of the host for the device, in the current iteration; counted on fake tensors of a CUDA device.
         flops: Of matrix products and attention in the current iteration, by kind of operation of the program.
     """
 
-    def __init__(self, *, is_fake: bool) -> None:
+    def __init__(self, *, is_fake: bool, device_type: str = "cpu") -> None:
         self.ledger = Ledger()
         self._known = _LedgerStorages(self.ledger)
+        self._known.device_type = device_type
         super().__init__(self._known)
         self._is_fake = is_fake
         self.traffic = Traffic()
+        self.waits = HostWaits()
         self.flops: dict[str, int] = defaultdict(int)
         self._iteration = -1
         self._kind = ""
@@ -88,17 +93,18 @@ class Tracker(StorageWatch):
         """An iteration of training begins, and the one before it has ended."""
         self._iteration += 1
         self.traffic.restart()
+        self.waits.restart()
         self.flops.clear()
         self.phase("between operations")
 
     def phase(self, label: str) -> None:
         """Something other than an operation of the program runs from here."""
-        self._kind = ""
+        self._kind = self.waits.during = ""
         self.ledger.begin(Moment(self._iteration, label, is_operation=False))
 
     def operation(self, kind: str, label: str) -> None:
         """An operation of the program runs from here."""
-        self._kind = kind
+        self._kind = self.waits.during = kind
         self.ledger.begin(Moment(self._iteration, label, is_operation=True))
 
     def add_flops(self, count: float) -> None:

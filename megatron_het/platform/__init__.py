@@ -19,7 +19,7 @@ import torch
 from megatron_het.platform import nccl_order
 from megatron_het.platform.flags import Flag, platform_flags, unmet
 
-__all__ = ["Flag", "Platform", "activate", "is_active"]
+__all__ = ["Flag", "Platform", "activate", "is_active", "pretend"]
 
 _ACTIVE: list[Platform] = []
 
@@ -30,7 +30,8 @@ class Platform:
 
     Attributes:
         kind: ``"cuda"`` or ``"cpu"``.
-        plays_cuda: Whether a dry run on the CPU stands for a CUDA device, with NCCL and fused kernels.
+        plays_cuda: Whether a dry run stands for a CUDA device, with NCCL and fused kernels: on the CPU, or on a
+            device of fake tensors.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -117,6 +118,20 @@ def activate(*, plays_cuda: bool = False) -> Platform:
     if plays_cuda and not _ACTIVE[0].is_cuda:
         _ACTIVE[0] = Platform("cpu", plays_cuda=True)
     return _ACTIVE[0]
+
+
+def pretend(platform: Platform) -> None:
+    """Take this process for one on another device, before anything asks; for dry runs.
+
+    Args:
+        platform: What :func:`activate` is to return.
+
+    Raises:
+        RuntimeError: The process has its platform already.
+    """
+    if _ACTIVE and _ACTIVE[0] != platform:
+        raise RuntimeError(f"the platform of this process is {_ACTIVE[0]} already, and cannot become {platform}")
+    _ACTIVE[:] = [platform]
 
 
 def is_active() -> bool:

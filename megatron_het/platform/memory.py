@@ -188,6 +188,8 @@ class Storages:
         self.live_bytes = 0
         self.peak_bytes = 0
         self.ignores_new = False
+        self.device_type = "cpu"
+        """Of the tensors that count."""
         self._counted_bytes: dict[int, int | None] = {}
 
     @contextlib.contextmanager
@@ -203,11 +205,11 @@ class Storages:
         """Take note of a tensor that an operator was given or has returned.
 
         Args:
-            tensor: The tensor; one without storage on the CPU is ignored.
+            tensor: The tensor; one without storage on the device is ignored.
             new: Whether an unknown storage was allocated just now.  If not, it stays foreign:
                 known, but never counted.
         """
-        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        if tensor.layout != torch.strided or tensor.device.type != self.device_type:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

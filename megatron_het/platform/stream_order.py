@@ -3,11 +3,12 @@
 CUDA runs the work of different streams at any time, in any order, unless an event says otherwise.  A missing wait
 is seen on a GPU only when the timing is unlucky.  Here streams are names with vector clocks: every operator is an
 access of the current stream, waits and events join clocks, and two accesses of one storage, at least one of them
-a write, that no wait has put in order are an error at once.  A storage that is freed while another stream may still
-use it needs ``record_stream``, as the caching allocator wants it.
+a write, that no wait has put in order are an error at once.  Memory that is freed while another stream may still
+use it and then given out again needs ``record_stream``, as the caching allocator wants it.
 
 Use: ``with stream_order() as order:`` around code that believes to be on a CUDA device.  ``torch.cuda.Stream``,
-``Event``, ``stream`` and ``current_stream`` are stand-ins inside; tensors stay on the CPU and hold real values.
+``Event``, ``stream`` and ``current_stream`` are stand-ins inside; tensors stay on the CPU and hold real values, or are
+fake ones on a device that is not there.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -29,8 +33,19 @@ Clock = dict[int, int]
 """Stream number -> how many of its accesses are known to have happened."""
 
 
+HOST = -1
+"""The host, as a stream: all streams continue after what it has done so far."""
+
+
 class StreamOrderError(RuntimeError):
     """Two accesses of one storage that nothing has put in order."""
+
+
+def line_of(frame: FrameType) -> str:
+    """Where a frame is, ``file:line``, without the folders above the package."""
+    parts = Path(frame.f_code.co_filename).parts
+    start = max((i for i, part in enumerate(parts) if part in ("megatron_het", "megatron")), default=len(parts) - 1)
+    return f"{'/'.join(parts[start:])}:{frame.f_lineno}"
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -38,21 +53,34 @@ def _join(clock: Clock, other: Clock) -> None:
         clock[stream] = max(clock.get(stream, 0), count)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Access:
+    """Of the bytes ``lo`` to ``hi`` of a storage."""
+
     stream: int
     count: int
     label: str
+    writes: bool
+    lo: int
+    hi: int
 
 
 @dataclass(slots=True)
 class _History:
-    """Of a storage: its last write, and the last read of every stream since then."""
+    """Of a storage: the accesses after which others may have to come, and who allocates its memory."""
 
-    write: _Access | None = None
-    reads: dict[int, _Access] = field(default_factory=dict)
+    accesses: list[_Access] = field(default_factory=list)
     home: int = 0
     recorded: set[int] = field(default_factory=set)
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """From the first byte of a tensor to the end of its last one."""
+    if tensor.numel() == 0:
+        return 0, 0
+    first = int(tensor.storage_offset())
+    last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
 class StreamOrder:
@@ -68,10 +96,11 @@ class StreamOrder:
     def __init__(self, ignored: str = "") -> None:
         self._numbers = itertools.count()
         self._clocks: dict[int, Clock] = {}
-        self._names: dict[int, str] = {}
-        self._host: Clock = {}
+        self._names: dict[int, str] = {HOST: "the host"}
+        self._host: Clock = {HOST: 0}
         self._histories: dict[int, _History] = {}
-        self._kept: list[Any] = []  # storages stay, so that addresses name one each
+        self._debts: dict[int, list[_Access]] = defaultdict(list)
+        """Accesses of memory that has been given back, by the stream that may be given it again."""
         self._ignored = ignored
         self.waits: set[str] = set()
         self.current = [self.new_stream("the computing stream")]
@@ -83,63 +112,82 @@ class StreamOrder:
         self._names[number] = name or f"stream {number}"
         return number
 
+    def streams(self) -> list[int]:
+        """The numbers of all streams."""
+        return list(self._clocks)
+
     def clock(self, stream: int) -> Clock:
         """What a stream's next work knows to have happened."""
         return dict(self._clocks[stream])
 
-    def order(self, stream: int | None, clock: Clock) -> None:
-        """Work of a stream (None: of the host, and of all streams from here on) comes after a clock."""
+    def order(self, stream: int | None, clock: Clock, beyond: tuple[str, ...] = ()) -> None:
+        """Work of a stream (None: of the host, and of all streams from here on) comes after a clock.
+
+        Args:
+            beyond: Parts of the paths of files that are not taken for the one that waits.
+        """
         frame = sys._getframe(2)  # who called the stand-in
-        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        while any(part in frame.f_code.co_filename for part in beyond) and frame.f_back is not None:
+            frame = frame.f_back
+        line = line_of(frame)
         self.waits.add(line)
         if line != self._ignored:
-            _join(self._host if stream is None else self._clocks[stream], clock)
+            self.order_quietly(stream, clock)
 
-    def access(self, storage: Any, label: str, *, writes: bool) -> None:
-        """The current stream reads or writes a storage.
+    def order_quietly(self, stream: int | None, clock: Clock) -> None:
+        """As :meth:`order`, for what the libraries do by themselves."""
+        _join(self._host if stream is None else self._clocks[stream], clock)
+
+    def access(self, tensor: torch.Tensor, label: str, *, writes: bool) -> None:
+        """The current stream reads or writes a tensor; a storage that was not known is new memory when it is written.
 
         Raises:
-            StreamOrderError: An earlier access that conflicts is not known to have happened.
+            StreamOrderError: An earlier access that conflicts is not known to have happened; for new memory, an access
+                of what was there before.
         """
         stream = self.current[-1]
-        clock = self._clocks[stream]
+        clock = self._host if stream == HOST else self._clocks[stream]
         _join(clock, self._host)
+        storage = tensor.untyped_storage()
         history = self._histories.get(storage._cdata)
         if history is None:
             history = self._histories[storage._cdata] = _History(home=stream)
-            self._kept.append(storage)
-        conflicts = [history.write] if history.write is not None else []
-        if writes:
-            conflicts += history.reads.values()
-        for before in conflicts:
-            self._check(before, clock, stream, label)
+            weakref.finalize(storage, self._died, storage._cdata).atexit = False
+            if writes:
+                self._pay_debts(stream, clock)
+        lo, hi = _bytes_of(tensor)
+        for before in history.accesses:
+            if (writes or before.writes) and before.lo < hi and lo < before.hi:
+                self._check(before, clock, stream, label)
         clock[stream] = clock.get(stream, 0) + 1
-        now = _Access(stream, clock[stream], label)
-        if writes:
-            history.write = now
-            history.reads.clear()
-        else:
-            history.reads[stream] = now
+        history.accesses = [
+            a
+            for a in history.accesses
+            if not (lo <= a.lo and a.hi <= hi and (writes or (a.stream == stream and not a.writes)))
+        ]
+        history.accesses.append(_Access(stream, clock[stream], label, writes, lo, hi))
+
+    def _pay_debts(self, stream: int, clock: Clock) -> None:
+        """New memory may be what was given back before."""
+        for before in self._debts.pop(stream, ()):
+            self._check(before, clock, stream, "memory that was freed and is given out again")
 
     def record(self, storage: Any, stream: int) -> None:
         """``record_stream``: the memory is not given away before the stream's work so far has run."""
-        history = self._histories.setdefault(storage._cdata, _History(home=self.current[-1]))
-        history.recorded.add(stream)
+        history = self._histories.get(storage._cdata)
+        if history is not None:
+            history.recorded.add(stream)
+
+    def _died(self, key: int) -> None:
+        """The last tensor of a storage has gone."""
+        history = self._histories.pop(key, None)
+        if history is not None and history.home != HOST:  # host memory is given out again after its copies only
+            others = [a for a in history.accesses if a.stream not in {history.home, HOST} | history.recorded]
+            self._debts[history.home] += others
 
     def free(self, storage: Any) -> None:
-        """The storage gives its memory back: who allocates on its home stream next may write there at once.
-
-        Raises:
-            StreamOrderError: Another stream may still use it.
-        """
-        history = self._histories.pop(storage._cdata, None)
-        if history is None:
-            return
-        clock = dict(self._clocks[history.home])
-        _join(clock, self._host)
-        for before in [*filter(None, [history.write]), *history.reads.values()]:
-            if before.stream not in history.recorded:
-                self._check(before, clock, history.home, "freeing the memory")
+        """The storage gives its memory back: what is allocated next on its home stream may lie there."""
+        self._died(storage._cdata)
 
     def _check(self, before: _Access, clock: Clock, stream: int, label: str) -> None:
         if before.stream != stream and clock.get(before.stream, 0) < before.count:
@@ -152,12 +200,30 @@ class StreamOrder:
 class _Watch(TorchDispatchMode):
     """Turns operators into accesses."""
 
-    def __init__(self, order: StreamOrder) -> None:
+    def __init__(self, order: StreamOrder, device: str | None) -> None:
         super().__init__()
-        self._order = order
+        self._order, self._device = order, device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in ("c10d", "prim"):
+            return func(*args, **kwargs)
+        if self._device is not None and not self._on_device(args, kwargs):
+            self._order.current.append(HOST)
+            try:
+                return self._run(func, args, kwargs)
+            finally:
+                self._order.current.pop()
+        return self._run(func, args, kwargs)
+
+    def _on_device(self, args: Any, kwargs: Any) -> bool:
+        """Whether a device works on an operator, or the host alone."""
+        if kwargs.get("device") is not None and kwargs["device"].type == self._device:
+            return True
+        leaves = tree_leaves((args, kwargs))
+        return any(leaf.device.type == self._device for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name
         if name == "aten::record_stream":
             self._order.record(args[0].untyped_storage(), args[1].number)
@@ -170,15 +236,15 @@ class _Watch(TorchDispatchMode):
         if not is_view and name not in ("aten::set_", "aten::detach", "aten::alias"):
             for tensor in tree_leaves([args, kwargs]):
                 if isinstance(tensor, torch.Tensor):
-                    self._order.access(tensor.untyped_storage(), name, writes=id(tensor) in out)
+                    self._order.access(tensor, name, writes=id(tensor) in out)
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in before:
-                self._order.access(tensor.untyped_storage(), f"{name} (new memory)", writes=True)
+                self._order.access(tensor, f"{name} (new memory)", writes=True)
         return result
 
 
-def _stand_ins(order: StreamOrder) -> tuple[Any, Any]:
+def _stand_ins(order: StreamOrder, waited: Callable[[str], None]) -> tuple[Any, Any]:
     """The classes ``Event`` and ``Stream`` whose objects speak to ``order``."""
 
     class Event:
@@ -191,7 +257,11 @@ def _stand_ins(order: StreamOrder) -> tuple[Any, Any]:
         def query(self) -> bool:
             return False  # as late as it can be
 
+        def wait(self, stream: Any = None) -> None:
+            order.order(order.current[-1] if stream is None else stream.number, self._clock)
+
         def synchronize(self) -> None:
+            waited("an event")
             order.order(None, self._clock)
 
     class Stream:
@@ -210,25 +280,41 @@ def _stand_ins(order: StreamOrder) -> tuple[Any, Any]:
             return event
 
         def synchronize(self) -> None:
+            waited("a stream")
             order.order(None, order.clock(self.number))
+
+        def query(self) -> bool:
+            return False  # as late as it can be
+
+        def __enter__(self) -> Stream:
+            order.current.append(self.number)
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            order.current.pop()
 
     return Event, Stream
 
 
 @contextlib.contextmanager
-def stream_order(ignored: str = "") -> Iterator[StreamOrder]:
+def stream_order(
+    ignored: str = "", on_host_wait: Callable[[str], None] = lambda _: None, device: str | None = None
+) -> Iterator[StreamOrder]:
     """Stand-ins for CUDA's streams and events, for the duration of a block.
 
     Args:
         ignored: The line of code whose waits are left out, as ``StreamOrder.waits`` names it.
+        on_host_wait: Told when the host waits for an event or a stream, and for which of them.
+        device: Kind of the device that works on the streams; what other tensors do is the host's.  None: all tensors
+            stand for tensors of a device.
     """
     order = StreamOrder(ignored)
 
-    Event, Stream = _stand_ins(order)
+    Event, Stream = _stand_ins(order, on_host_wait)
 
     @contextlib.contextmanager
     def stream(one: Any) -> Iterator[None]:
-        order.current.append(one.number)
+        order.current.append(order.current[-1] if one is None else one.number)
         try:
             yield
         finally:
@@ -243,8 +329,8 @@ def stream_order(ignored: str = "") -> Iterator[StreamOrder]:
         if size == 0:
             order.free(storage)
         result = resize(storage, size)
-        if size:
-            order.access(storage, "resize_ (new memory)", writes=True)
+        if size and (device is None or storage.device.type != "cpu"):
+            order.access(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), "resize_", writes=True)
         return result
 
     with (
@@ -254,6 +340,7 @@ def stream_order(ignored: str = "") -> Iterator[StreamOrder]:
         mock.patch.object(torch.cuda, "current_stream", lambda *_: Stream(number=order.current[-1])),
         mock.patch.object(torch.Tensor, "record_stream", record_stream),
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
-        _Watch(order),
+        mock.patch.object(torch.cuda, "default_stream", lambda *_: Stream(number=0)),
+        _Watch(order, device),
     ):
         yield order

@@ -98,7 +98,7 @@ class Channels:
         """Post a send; the tensor is kept until ``wait_sends`` or its completion is seen."""
         self._drop_finished_sends(dst)
         if self._transport == "staged":
-            # The default keeps strides, which gloo refuses.
+            # The default keeps strides, which gloo refuses.  The host waits here: gloo sends what lies in host memory.
             tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         elif not tensor.is_contiguous():
             tensor = tensor.contiguous()
@@ -115,7 +115,7 @@ class Channels:
         """Post a receive into ``target`` (a contiguous view); ``wait_receive`` completes it."""
         host = None
         if self._transport == "staged":
-            host = torch.empty_like(target, device="cpu")
+            host = torch.empty_like(target, device="cpu", pin_memory=target.is_cuda)
         try:
             link = self._links[src, self._rank]
             work = dist.irecv(target if host is None else host, src, group=link.group, tag=link.tag)
@@ -129,7 +129,7 @@ class Channels:
         """Block until the data is there (on NCCL: until the current stream is ordered after it)."""
         self._wait(pending.work, "receive from", pending.peer, pending.label)
         if pending.host is not None:
-            pending.target.copy_(pending.host)
+            pending.target.copy_(pending.host, non_blocking=True)
 
     def wait_sends(self) -> None:
         """Complete every posted send."""

@@ -19,12 +19,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from megatron_het.upstream import torch_names
 
 _NAMING = threading.Lock()
 _CREATED: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 """By world: how often this process has created a group of a name; equal on all members of the group."""
+
+
+_UNKNOWN_TORCH = (
+    "torch {version} does not name process groups as expected: {why}. Members of a group might wait for each other for "
+    "ever. Use a release that `python -m megatron_het.upstream` finds as expected"
+)
 
 
 class GroupError(RuntimeError):
@@ -50,6 +59,9 @@ def create_group(role: str, ranks: Sequence[int], backend: str, timeout_s: float
         GroupError: The members did not all come in time, or one of them has stopped.
     """
     world = dist.group.WORLD
+    wrong = torch_names.differences(torch_names.TORCH_NAMES[:1])
+    if wrong:
+        raise GroupError(_UNKNOWN_TORCH.format(version=torch.__version__, why=wrong[0]))
     if world is None:
         raise RuntimeError("torch.distributed has not been started: a group needs a world")
     name = group_name(f"{role}.{backend}", ranks)
@@ -67,6 +79,9 @@ def create_group(role: str, ranks: Sequence[int], backend: str, timeout_s: float
             f"(timeout {timeout_s:g} s): {error}. One of these ranks has probably stopped; look at its log first"
         ) from error
     assert isinstance(group, dist.ProcessGroup), "only members create a group"
+    if group.group_name != f"{name}/{turn}":
+        why = f"the group '{name}/{turn}' was named '{group.group_name}'"
+        raise GroupError(_UNKNOWN_TORCH.format(version=torch.__version__, why=why))
     return group
 
 

@@ -51,7 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if feature.upstream_names:
             print(f"{feature.name}  [feature, megatron-core {upstream.UPSTREAM_VERSION}]")
             status |= _compare(feature.upstream_names)
-    return status
+    return status | _compare_torch()
+
+
+def _compare_torch() -> bool:
+    """Print the private names of torch that are leaned on; returns whether one is different."""
+    import torch
+
+    from megatron_het.upstream.torch_names import TORCH_NAMES, TORCH_VERSIONS, differences
+
+    print(f"torch  [{torch.__version__}; read in {TORCH_VERSIONS[0]} to {TORCH_VERSIONS[1]}]")
+    for one in TORCH_NAMES:
+        different = differences([one])
+        print(f"  {one.name}: {'CHANGED, ' + different[0] if different else 'as expected'}\n    {one.reason}")
+    return bool(differences())
 
 
 def _compare(sources: Mapping[str, str]) -> bool:

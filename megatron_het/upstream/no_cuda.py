@@ -11,10 +11,10 @@ from megatron_het.upstream.registry import Patch
 _TARGET = "megatron.training.training.initialize_megatron"
 
 
-def _on_cpu() -> bool:
-    from megatron_het import platform
+def _without_cuda() -> bool:
+    import torch
 
-    return not platform.activate().is_cuda
+    return not torch.cuda.is_available()
 
 
 def _build(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,6 +37,6 @@ PATCHES = (
         ),
         sources={_TARGET: "c813ba71782bfc73b34c63eff93775eacb37bef8b41c1a78b3315577f0389ef3"},
         build=_build,
-        applies=_on_cpu,
+        applies=_without_cuda,
     ),
 )

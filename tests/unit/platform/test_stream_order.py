@@ -5,6 +5,7 @@ Every wait of that code is left out once: each time the missing order must be no
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -88,10 +89,37 @@ def test_memory_that_another_stream_uses_needs_record_stream(is_recorded):
         copy_beside(side, source, target)
         if is_recorded:
             source.record_stream(side)
-            source.untyped_storage().resize_(0)
-        else:
-            with pytest.raises(StreamOrderError, match="freeing the memory"):
-                source.untyped_storage().resize_(0)
+        source.untyped_storage().resize_(0)
+        with contextlib.nullcontext() if is_recorded else pytest.raises(StreamOrderError, match="given out again"):
+            torch.zeros(4)
+
+
+def test_a_tensor_that_goes_is_memory_that_is_freed():
+    with stream_order():
+        source, target, side = torch.zeros(4), torch.zeros(4), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        copy_beside(side, source, target)
+        del source
+        with pytest.raises(StreamOrderError, match="given out again"):
+            torch.zeros(4)
+    with stream_order():
+        source, target, side = torch.zeros(4), torch.zeros(4), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        copy_beside(side, source, target)
+        del source
+        torch.cuda.current_stream().wait_stream(side)
+        torch.zeros(4)
+
+
+def test_parts_of_a_storage_are_told_apart():
+    with stream_order():
+        whole, side = torch.zeros(8), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            whole[4:].add_(1)
+        whole[:4].add_(1)
+        with pytest.raises(StreamOrderError):
+            whole[3:5].add_(1)
 
 
 def offload_activations() -> None:

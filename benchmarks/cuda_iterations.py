@@ -1,0 +1,225 @@
+"""CUDA code on a machine without CUDA: iterations of every schedule and feature on fake tensors of a CUDA device.
+
+``python -m benchmarks.cuda_iterations --json OUT``.  Every rank of small plans trains two iterations in a dry run with
+``--cuda`` (:mod:`megatron_het.dry_run`), in processes forked from one that has imported Megatron.  Keys: ``runs``;
+``failed``, with device mix-ups and accesses that no wait between streams has put in order; ``waits_in_operations``,
+how often the host waits for the device inside operations of the program, the transfers of ``staged`` apart;
+``staged_waits`` and ``staged_transfers``, which are equal, because gloo sends what is in host memory already;
+``waits_by_iteration``, the most outside of operations; ``missing_waits_noticed`` of ``missing_waits``: lines that order
+streams, left out one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.cases import Case, common_flags, machine_flags
+from benchmarks.dry_run_cases import dry_run_cases
+from benchmarks.machine import machine
+from megatron_het.plan import save_plan
+
+LIMIT_S = 600.0
+_POLL_S = 0.05
+STAGED = ("1f1b, mixed TP in a stage", "slimpipe")
+"""Cases that run once more with ``--het-transport staged``."""
+LEFT_OUT = ("megatron_het/runtime", "megatron_het/window", "megatron_het/activation_offload")
+"""Where the lines are whose waits are left out."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One rank's dry run.
+
+    Attributes:
+        case: With the plan.
+        rank: Of the plan.
+        transport: ``--het-transport``.
+        ignored_wait: A line whose waits are left out.
+    """
+
+    case: Case
+    rank: int
+    transport: str = "auto"
+    ignored_wait: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        staged = f", {self.transport}" if self.transport != "auto" else ""
+        without = f", without {self.ignored_wait}" if self.ignored_wait else ""
+        return f"{self.case.name}, rank {self.rank}{staged}{without}"
+
+    def flags(self) -> list[str]:
+        """Megatron's flags without the plan: those of the case, without what the CPU wants."""
+        flags, words = list(common_flags(*self.case.reference)), list(machine_flags())
+        at = next(i for i in range(len(flags)) if flags[i : i + len(words)] == words)
+        del flags[at : at + len(words)]
+        more = list(self.case.plan_flags())
+        more[more.index("--het-transport") + 1] = self.transport
+        # Megatron's own checks of losses and its reruns read values in every microbatch.
+        checks = ("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled")
+        return [*flags, *more, "--distributed-timeout-minutes", "10", *checks]
+
+
+def every_rank(cases: Iterable[Case], first_rank_only: bool = False) -> list[Iteration]:
+    """All ranks of the cases, and of some of them with host memory between the ranks."""
+    found = []
+    for case in cases:
+        ranks = range(1 if first_rank_only else case.plan.world_size)
+        found += [Iteration(case, rank) for rank in ranks]
+        if case.name in STAGED:
+            found += [Iteration(case, rank, "staged") for rank in ranks[:2]]
+    return found
+
+
+def run_all(chosen: Iterable[Iteration], folder: Path) -> Iterator[dict[str, Any]]:
+    """Dry runs, one after the other; the figures of each, or its error."""
+    from megatron_het.dry_run.run import import_megatron
+
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    import_megatron(gpu=True, cuda=True)
+    for number, iteration in enumerate(chosen):
+        out = folder / f"{number}.json"
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            _leave(iteration, folder, out)
+        _wait(child)
+        if out.exists():
+            yield {"name": iteration.name, **json.loads(out.read_text("utf-8"))}
+        else:
+            yield {"name": iteration.name, "error": f"no figures after {LIMIT_S:g} s"}
+
+
+def _wait(child: int) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        if time.monotonic() > deadline_s:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return
+        time.sleep(_POLL_S)
+
+
+def _leave(iteration: Iteration, folder: Path, out: Path) -> NoReturn:
+    """The life of a forked process."""
+    plan = iteration.case.plan
+    os.environ.update(RANK=str(iteration.rank), LOCAL_RANK="0", WORLD_SIZE=str(plan.world_size))
+    try:
+        with out.with_suffix(".log").open("w", encoding="utf-8") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        from megatron_het.dry_run.run import Setting, run
+
+        plan_file = out.with_suffix(".plan.json")
+        save_plan(plan, plan_file)
+        setting = Setting(iteration.rank, cuda=True, ignored_wait=iteration.ignored_wait)
+        figures = run(setting, [*iteration.flags(), "--het-plan", str(plan_file)])
+    except BaseException as error:
+        traceback.print_exc()
+        figures = {"error": f"{type(error).__name__}: {error}"}
+    try:
+        out.write_text(json.dumps(figures), encoding="utf-8")
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def in_operations(entry: dict[str, Any]) -> int:
+    """How often the host waited inside operations of the program."""
+    return sum(wait["calls"] for wait in entry["host_waits"] if wait["during"])
+
+
+def transfers(entry: dict[str, Any]) -> int:
+    """How many tensors a rank sent in an iteration."""
+    return sum(found["calls"] for found in entry["traffic"] if found["what"] == "sent")
+
+
+def left_out(done: Iterable[tuple[Iteration, dict[str, Any]]]) -> list[Iteration]:
+    """Each line that orders streams, left out in the first run in which it was reached."""
+    found: dict[str, Iteration] = {}
+    for iteration, entry in done:
+        for line in entry.get("stream_waits", ()):
+            if line.startswith(LEFT_OUT) and iteration.transport == "auto":
+                found.setdefault(line, iteration)
+    return [Iteration(i.case, i.rank, i.transport, line) for line, i in sorted(found.items())]
+
+
+def is_noticed(entry: dict[str, Any]) -> bool:
+    """Whether a run was told that accesses are out of order."""
+    return "is not ordered after" in entry.get("error", "")
+
+
+def summary(done: list[dict[str, Any]], missing: list[dict[str, Any]]) -> dict[str, Any]:
+    """The keys of the report."""
+    ran = [entry for entry in done if "error" not in entry]
+    staged = [entry for entry in ran if entry["name"].endswith(", staged")]
+    direct = [entry for entry in ran if not entry["name"].endswith(", staged")]
+    return {
+        "runs": len(done),
+        "failed": [entry["name"] for entry in done if "error" in entry],
+        "waits_in_operations": sum(map(in_operations, direct)),
+        "staged_waits": sum(map(in_operations, staged)),
+        "staged_transfers": sum(map(transfers, staged)),
+        "waits_by_iteration": max(
+            (sum(w["calls"] for w in e["host_waits"] if not w["during"]) for e in ran), default=0
+        ),
+        "missing_waits": len(missing),
+        "missing_waits_noticed": sum(map(is_noticed, missing)),
+        "missing_waits_unnoticed": [entry["name"] for entry in missing if not is_noticed(entry)],
+    }
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_iterations", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser.add_argument("--only", metavar="NAME", default="*", help="plans by name; * stands for anything")
+    parser.add_argument("--first-rank", action="store_true", help="rank 0 of every plan only")
+    parser.add_argument("--keep", type=Path, help="keep logs in this folder")
+    options = parser.parse_args()
+    cases = [case for case in dry_run_cases() if fnmatch.fnmatchcase(case.name, options.only)]
+    if not cases:
+        parser.error(f"--only {options.only}: no such plan")
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="cuda-iterations-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    entries: list[dict[str, Any]] = []
+    try:
+        chosen = every_rank(cases, options.first_rank)
+        for entry in run_all(chosen, folder):
+            entries.append(entry)
+            print(
+                entry["name"],
+                entry.get("error", f"{in_operations(entry) if 'host_waits' in entry else ''}"),
+                flush=True,
+            )
+        second = folder / "without"
+        second.mkdir(exist_ok=True)
+        missing = list(run_all(left_out(zip(chosen, entries, strict=True)), second))
+    finally:
+        if options.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    report: dict[str, Any] = {"benchmark": "cuda_iterations", "machine": machine(), **summary(entries, missing)}
+    waits = [{"name": e["name"], "error": e.get("error"), "host_waits": e.get("host_waits")} for e in entries]
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report | {"cases": waits}, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=1))
+    bad = report["failed"] or report["waits_in_operations"] or report["missing_waits_unnoticed"]
+    return int(bool(bad) or report["staged_waits"] != report["staged_transfers"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""CUDA code without CUDA: device mix-ups, waits of the host, and order between streams, on fake tensors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_LIMIT_S = 900.0
+
+
+def start(module: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", module, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[str, Any]:
+    done = start("tests.functional.cuda_faults")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+WAITS = {
+    "item": ["value read"],
+    "truth": ["value read"],
+    "cpu": ["copy from cuda to cpu"],
+    "to": ["copy from cuda to cpu"],
+    "made elsewhere": ["copy from cpu to cuda"],
+    "asynchronous, not pinned": ["copy from cpu to cuda of memory that is not pinned"],
+    "asynchronous, pinned": [],
+    "copied in place": ["copy from cuda to cpu"],
+    "copied in place, asynchronous": [],
+    "device": ["wait for the device"],
+    "stream": ["wait for a stream"],
+    "event": ["wait for an event"],
+    "filled by a mask": [],
+    "on the device": [],
+    "on the host": [],
+}
+
+
+@pytest.mark.parametrize("name", list(WAITS))
+def test_waits_of_the_host_are_counted(faults: dict[str, Any], name: str) -> None:
+    assert faults["waits"][name] == WAITS[name]
+
+
+def test_mixed_devices_are_an_error(faults: dict[str, Any]) -> None:
+    assert faults["mixed"] == "FakeTensorDeviceMismatchError"
+    assert faults["gradients stay"]
+
+
+@pytest.mark.parametrize("name", ["receive", "send", "reduce"])
+def test_tensors_of_transfers_need_their_wait(faults: dict[str, Any], name: str) -> None:
+    assert faults[name] == ["", "StreamOrderError"]
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        "1f1b, mixed TP in a stage",
+        "interleaved",
+        "zero-bubble",
+        "ministage, all offloaded",
+        "slimpipe exchange, vocabulary, offload",
+    ],
+)
+def test_iterations_wait_for_nothing(plans: str, tmp_path: Path) -> None:
+    """No wait of the host inside operations, no tensor out of order; each wait between streams is needed."""
+    out = tmp_path / "found.json"
+    done = start("benchmarks.cuda_iterations", "--first-rank", "--only", plans, "--json", str(out))
+    assert out.exists(), done.stderr[-3000:]
+    found = json.loads(out.read_text("utf-8"))
+    assert found["failed"] == [], done.stdout[-3000:]
+    assert found["waits_in_operations"] == 0, found["cases"]
+    assert found["staged_waits"] == found["staged_transfers"]
+    assert found["missing_waits"] > 0
+    assert found["missing_waits_unnoticed"] == []
+    assert done.returncode == 0
