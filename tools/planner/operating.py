@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from math import ceil
 from typing import Any
@@ -113,19 +114,22 @@ class OperatingPoints:
 
     def transfer_times(self, candidate: Candidate) -> list[float]:
         """Seconds of one transfer over each boundary: the slowest pair of replicas."""
-        size = self.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.cp
-        stages = candidate.stages
+        return self.ways_s([s.groups for s in candidate.stages], candidate.micro_batch_size, candidate.cp)
+
+    def ways_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> list[float]:
+        """The same for the groups of each stage."""
+        size = self.boundary_bytes_per_sequence * micro_batch_size / cp
         out: list[float] = []
         taken: dict[int, int] = {}
         transfer_s = self.network.transfer_s
         for i in range(len(stages) - 1):
-            a, b = stages[i].groups, stages[i + 1].groups
+            a, b = stages[i], stages[i + 1]
             if len(a) == len(b) == 1:
                 (pool, tp, count), (other, other_tp, more) = a[0], b[0]
-                before = taken.get(pool, 0)
-                # Nodes are filled in order: both stages inside one node?
-                per_node = self.cluster.nodes[pool].gpus_per_node
-                local = pool == other and before // per_node == (before + tp * count + other_tp * more - 1) // per_node
+                local = False
+                if pool == other:  # nodes are filled in order: both stages inside one node?
+                    before, per_node = taken.get(pool, 0), self.cluster.nodes[pool].gpus_per_node
+                    local = before // per_node == (before + tp * count + other_tp * more - 1) // per_node
                 out.append(transfer_s(pool, tp, other, other_tp, size, local))
             else:
                 way = size, a, b

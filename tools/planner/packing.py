@@ -64,30 +64,48 @@ def pack(rooms: Sequence[Room], wanted: Sequence[Wanted]) -> list[list[Seat]] | 
     return None
 
 
+class _Filled:
+    """A room that is being filled: the first node with enough space is taken, opened if need be."""
+
+    def __init__(self, room: Room) -> None:
+        self.room, self.total = room, room.total
+        self.used: list[int] = []
+        self.taken = 0
+        self.first = dict.fromkeys(range(room.devices + 1), 0)
+        """Per size, nodes before this one have no space for it (nodes only get fuller)."""
+
+    def take(self, size: int) -> tuple[int, int] | None:
+        """Node and its first GPU for a TP group; None where there is no space."""
+        room = self.room
+        if size > room.devices or (self.total is not None and self.taken + size > self.total):
+            return None
+        node = self.first[size]
+        while node < len(self.used) and self.used[node] + size > room.devices:
+            node += 1
+        self.first[size] = node
+        if node == len(self.used):
+            if node == room.count:
+                return None
+            self.used.append(0)
+        at = self.used[node]
+        self.used[node] += size
+        self.taken += size
+        return node, at
+
+
 def _fill(rooms: Sequence[Room], wanted: Sequence[Wanted]) -> list[list[Seat]] | None:
-    used: list[list[int]] = [[] for _ in rooms]
+    filled = [_Filled(room) for room in rooms]
     out = []
     for choices, size in wanted:
-        place = next((p for p in ((r, _node(rooms[r], used[r], size)) for r in choices) if p[1] is not None), None)
-        if place is None:
+        for r in choices:
+            place = filled[r].take(size)
+            if place is not None:
+                node, first = place
+                out.append([Seat(r, node, first + t) for t in range(size)])
+                break
+        else:
             return None
-        r, node = place
-        assert node is not None
-        if node == len(used[r]):
-            used[r].append(0)
-        first = used[r][node]
-        used[r][node] += size
-        out.append([Seat(r, node, first + t) for t in range(size)])
     return out
-
-
-def _node(room: Room, used: list[int], size: int) -> int | None:
-    """The first node with enough room, opened if need be."""
-    total = room.total
-    if size > room.devices or (total is not None and sum(used) + size > total):
-        return None
-    place = next((k for k, n in enumerate(used) if n + size <= room.devices), len(used))
-    return None if place == room.count else place
 
 
 def seat_replicas(plan: Plan, rooms: Sequence[Room], file: str = "plan") -> list[list[list[Seat]]]:

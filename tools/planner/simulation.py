@@ -208,10 +208,18 @@ def _different_parts(
     """Arguments of ``_simulate`` for one part of each kind."""
     flat = [seat for stage in seated for seat in stage]
     done: set[object] = set()
-    for part in parts_of(schedule_shape(plan)):
+    most: dict[object, int] = {}
+    parts = sorted(parts_of(schedule_shape(plan)), key=lambda part: -len(part.microbatches))
+    for part in parts:
         here = [flat[d] for d in part.devices]
         nodes: dict[tuple[int, int], int] = {}
-        key = part.shape, tuple((s[0].pool, len(s), nodes.setdefault(s[0][:2], len(nodes))) for s in here)
+        places = tuple((s[0].pool, len(s), nodes.setdefault(s[0][:2], len(nodes))) for s in here)
+        if max(part.shape.replicas) == 1:  # a plain pipeline takes no longer with fewer microbatches
+            key: object = places
+            if most.setdefault(places, len(part.microbatches)) > len(part.microbatches):
+                continue
+        else:
+            key = part.shape, places
         if key not in done:
             done.add(key)
             mine = iter(here)

@@ -161,6 +161,11 @@ def sharding_s(estimator: OperatingPoints, candidate: Candidate, units: list[Uni
     return (half, 2 * half) if candidate.zero_stage == 3 else (0.0, half)
 
 
+def tail_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> float:
+    """What follows the last backward of a stage."""
+    return sum(_tail(estimator, candidate, units, s))
+
+
 def _tail(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
     """(gradient reduction or gather of parameters, update) of one stage after its last backward."""
     groups, network, schedule = reducing(candidate, s), estimator.network, schedule_of(candidate)

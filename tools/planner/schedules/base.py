@@ -115,15 +115,23 @@ class Schedule:
         of the ratio of widths, for mixed stages), with and without slack in the number of microbatches in flight.
         Even divisions, where replicas form fixed pipelines, do not meet it.
         """
-        base, per_stage, per_doubling, mixed = self.mismatch(candidate)
+        counts = [sum([g.count for g in s.groups]) for s in candidate.stages]
+        mixed = any(len(s.groups) > 1 for s in candidate.stages)
+        return self.loss_of(self.mismatch(candidate), counts, mixed)
+
+    def loss_of(self, coefficients: tuple[float, float, float, float], counts: Sequence[int], mixed: bool) -> float:
+        """The same of any stages.
+
+        Args:
+            coefficients: As :meth:`mismatch` gives them.
+            counts: Replicas of each stage.
+            mixed: Whether a stage has replicas of different kinds.
+        """
+        base, per_stage, per_doubling, of_mixed = coefficients
         loss = 0.0
-        if len(candidate.stages) > 2 and not self.shards_parameters:
-            counts = [sum(g.count for g in s.groups) for s in candidate.stages]
-            if max(counts) > min(counts):
-                loss = base + per_stage * len(counts) + per_doubling * log2(max(counts) / min(counts))
-        if len(candidate.stages) > 1 and any(len(s.groups) > 1 for s in candidate.stages):
-            loss += mixed
-        return loss
+        if len(counts) > 2 and not self.shards_parameters and max(counts) > min(counts):
+            loss = base + per_stage * len(counts) + per_doubling * log2(max(counts) / min(counts))
+        return loss + of_mixed if mixed and len(counts) > 1 else loss
 
     def mismatch(self, candidate: Candidate) -> tuple[float, float, float, float]:
         """The coefficients for :meth:`mismatch_loss`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from math import inf
 
 from ..candidate import Candidate, Stage
 from ..estimate import Estimator
@@ -18,16 +18,28 @@ from ..search.moves import neighbours, schedule_variants
 from ..search.outcome import Outcome, Progress
 from ..search.pools import Bounds, Limits, all_gpus, one_node_less, parts
 from ..search.regions import expand, merge
-from ..search.seeds import seeds
+from ..search.seeds import WORTH, seeds
 
 CLEAR = 0.01
 """A neighbour that is better by this share is taken without looking at the others."""
+NEAR = 0.03
+"""Neighbours that look worse than the candidate by this share are not evaluated: sketches are no more exact."""
+MOST_NEIGHBOURS = 24
+"""Neighbours of a candidate that are evaluated."""
 
 
 def search_auto(
-    estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort | None = None
+    estimator: Estimator,
+    goal: Goal,
+    progress: Progress | None = None,
+    effort: Effort | None = None,
+    bound_s: float = inf,
 ) -> Outcome:
-    """See the module's text.  Interrupting it (Ctrl-C) returns the best found so far."""
+    """See the module's text.  Interrupting it (Ctrl-C) returns the best found so far.
+
+    Args:
+        bound_s: Time of a plan that is known already; slower ones are of no use.
+    """
     progress, asked = progress or Progress(), effort
     effort = effort or (LARGE if estimator.cluster.total_gpus > 160 else Effort())
     started = time.process_time()
@@ -50,11 +62,11 @@ def search_auto(
     except KeyboardInterrupt:
         outcome.interrupted = True
         effort = replace(effort, simulated_operations=1000)  # somebody is waiting
-    finish(book, outcome, estimator, goal, effort, lambda c: expand(merged, estimator.cluster, c))
+    finish(book, outcome, estimator, goal, effort, lambda c: expand(merged, estimator.cluster, c), bound_s)
     if not outcome.interrupted:
         try:
             _kinds_alone(outcome, estimator, goal, progress, asked)
-            _published_methods(outcome, estimator, goal, progress, effort)
+            _published_methods(outcome, estimator, goal, progress, bound_s)
         except KeyboardInterrupt:  # what was found before stands
             outcome.interrupted = True
     outcome.cpu_s = time.process_time() - started
@@ -80,7 +92,7 @@ def _parts(book: Book, effort: Effort, bounds: Bounds) -> None:
     Small clusters less one node are searched as thoroughly as the cluster, so that their plans stay candidates.
     """
     left, whole = effort.parts, all_gpus(book.estimator)
-    smaller = replace(effort, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
+    smaller = replace(effort, sketches=effort.part_sketches, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
     for limits in sorted(parts(book.estimator), key=lambda part: (sum(map(bool, part)) > 1, bounds.value(part))):
         if bounds.value(limits) >= book.best:
             continue
@@ -92,12 +104,28 @@ def _parts(book: Book, effort: Effort, bounds: Bounds) -> None:
 
 
 def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
-    """Evaluate seeds; the best with different stages."""
+    """Sketch all seeds and evaluate what looks best; the best with different stages."""
+    sketched: list[tuple[float, int, Groups, Candidate]] = []
+    hope = [inf]
+    for i, (groups, like) in enumerate(seeds(book, effort.sketches, limits, hope)):
+        value = book.sketch.value(groups, like, WORTH * min(book.best, hope[0]))
+        if value < inf:
+            sketched.append((value, i, groups, like))
+            hope[0] = min(hope[0], value)
+        if book.progress.out_of_time:
+            break
+    sketched.sort(key=lambda item: item[:2])
     scored: list[tuple[float, int, Candidate]] = []
-    for i, (groups, like) in enumerate(seeds(book, effort.seeds, limits)):
-        score, candidate = book.try_groups(groups, like)
-        if candidate is not None:
-            scored.append((score, i, candidate))
+    tried: dict[object, int] = {}
+    for value, i, groups, like in sketched:
+        kind = tuple(tuple(g.pool for g in stage) for stage in groups)
+        tried[kind] = tried.get(kind, 0) + 1
+        if len(scored) == effort.seeds or value > WORTH * min(book.best, hope[0]):
+            break
+        if tried[kind] <= effort.alike:
+            score, candidate = book.try_groups(groups, like)
+            if candidate is not None:
+                scored.append((score, i, candidate))
         if book.progress.out_of_time:
             break
     scored.sort(key=lambda item: item[:2])
@@ -116,13 +144,14 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
 def _climb(book: Book, start: Candidate, budget: int, limits: Limits) -> Candidate:
     """Improvement over the neighbourhood until nothing improves or the budget is spent.
 
-    A clear improvement is taken at once, a small one when the whole neighbourhood holds nothing better.
+    Neighbours are evaluated in the order of their sketches.  A clear improvement is taken at once, a small one
+    when none of those that look as good holds anything better.
     """
     current, score = start, book.try_candidate(start)
     spent = 0
     while spent < budget and not book.progress.out_of_time:
         best: tuple[float, Candidate] | None = None
-        for groups, like in neighbours(book.estimator, book.goal, current, _bottleneck(book, current), limits):
+        for groups, like in _promising(book, current, score, limits):
             found, candidate = book.try_groups(groups, like)
             spent += 1
             if candidate is not None and found < (best[0] if best else score) * (1 - 1e-9):
@@ -133,6 +162,21 @@ def _climb(book: Book, start: Candidate, budget: int, limits: Limits) -> Candida
             break
         score, current = best
     return current
+
+
+def _promising(book: Book, current: Candidate, score: float, limits: Limits) -> list[tuple[Groups, Candidate]]:
+    """The neighbours that look no worse than the candidate, the best first."""
+    here = book.sketch.value(tuple(s.groups for s in current.stages), current)
+    most = here * (1 + NEAR) if current in book.good else inf
+    found = []
+    for i, (groups, like) in enumerate(
+        neighbours(book.estimator, book.goal, current, _bottleneck(book, current), limits)
+    ):
+        value = book.sketch.value(groups, like, most)
+        if value < most:
+            found.append((value, i, groups, like))
+    found.sort(key=lambda item: item[:2])
+    return [(groups, like) for _, _, groups, like in found[:MOST_NEIGHBOURS]]
 
 
 def _bottleneck(book: Book, candidate: Candidate) -> int:
@@ -185,7 +229,9 @@ def _kinds_alone(outcome: Outcome, estimator: Estimator, goal: Goal, progress: P
             continue
         now = time.process_time() - progress.started
         progress.text = f"{kind} alone"
-        theirs = search_auto(estimator.only(pools), goal, Progress(limit_s=progress.limit_s - now), effort)
+        known = outcome.best.iteration_s if outcome.best is not None and goal.objective == "throughput" else inf
+        limit = Progress(limit_s=progress.limit_s - now)
+        theirs = search_auto(estimator.only(pools), goal, limit, effort, known)
         for found in theirs.found:
             candidate = found.candidate.in_pools(pools)
             estimate = estimator.estimate(candidate)
@@ -198,7 +244,7 @@ def _kinds_alone(outcome: Outcome, estimator: Estimator, goal: Goal, progress: P
             raise KeyboardInterrupt
 
 
-def _published_methods(outcome: Outcome, estimator: Estimator, goal: Goal, progress: Progress, effort: Effort) -> None:
+def _published_methods(outcome: Outcome, estimator: Estimator, goal: Goal, progress: Progress, bound_s: float) -> None:
     """The searches of Poplar, Zorse and Sailor: what they find joins the outcome; the best of all is taken.
 
     They leave out what certainly takes longer than the best plan so far, which makes them short except
@@ -212,10 +258,8 @@ def _published_methods(outcome: Outcome, estimator: Estimator, goal: Goal, progr
         now = time.process_time() - progress.started
         share = Progress(limit_s=min(progress.limit_s - now, max(2.0, now / 3)))
         progress.text = f"the method of {search.__name__.removeprefix('search_').capitalize()}"
-        more: dict[str, Any] = {}
-        if outcome.best is not None and goal.objective == "throughput" and search is not search_poplar:
-            more["bound_s"] = outcome.best.iteration_s
-        theirs = search(estimator, goal, share, **more)
+        known_s = min(bound_s, outcome.best.iteration_s if outcome.best is not None else inf)
+        theirs = search(estimator, goal, share, bound_s=known_s if goal.objective == "throughput" else inf)
         known = {found.candidate for found in outcome.found}
         outcome.found += [found for found in theirs.found if found.candidate not in known and found.runnable]
         outcome.found = confirm(estimator, goal, outcome.found)

@@ -7,14 +7,21 @@ from ..estimate import Estimator, Unit
 from ..schedules import schedule_of
 
 
-class _Load:
-    """Time of one stage as a function of its layers (microbatches split in proportion to speed)."""
+class Load:
+    """Time of one stage as a function of its layers (microbatches split in proportion to speed).
 
-    __slots__ = ("_times", "rates", "units")
+    Attributes:
+        units: Of each group.
+        rates: Replicas of each group, seconds of a microbatch per layer and at the ends of the model.
+        layer_s: Seconds per microbatch and layer of the whole stage.
+    """
+
+    __slots__ = ("_times", "layer_s", "rates", "units")
 
     def __init__(self, groups: tuple[Group, ...], units: list[Unit], first: bool, last: bool) -> None:
         self.units = units
         self.rates = [(float(g.count), u.layer_f + u.layer_b, u.ends_s(first, last)) for g, u in zip(groups, units)]
+        self.layer_s = 1.0 / sum([n / t for n, t, _ in self.rates])
         self._times: dict[int, float] = {}
 
     def time(self, layers: int) -> float:
@@ -89,41 +96,71 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
     if count > wanted or model.global_batch_size % like.micro_batch_size:
         return None
     total = model.global_batch_size // like.micro_batch_size
-    loads: list[_Load] = []
+    loads: list[Load] = []
     caps: list[int] = []
     widths = {sum([g.count for g in stage]) for stage in groups}
-    capped = like if len(widths) > 1 else like.with_(slack=0.0)
+    slack = like.slack if len(widths) > 1 else 0.0
     later = sum([g.count for stage in groups for g in stage])
-    c = capped
-    point = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.slack, total
-    known = estimator.known_caps.setdefault(point, {})
     for s, stage in enumerate(groups):
         first, last = s == 0, s == count - 1
-        load = _load(estimator, stage, like, first, last)
+        load = stage_load(estimator, stage, like, first, last)
         if load is None:
             return None
         later -= sum([g.count for g in stage])
-        key = stage, later, first, last
-        if key not in known:
-            known[key] = max(1, _cap(estimator, stage, load.units, later, total, first, last, capped))
         loads.append(load)
-        caps.append(known[key])
+        caps.append(max(1, layer_cap(estimator, stage, like, later, total, first, last, slack)))
     layers = _split(loads, caps, wanted)
     return like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]))
 
 
-def _load(estimator: Estimator, groups: tuple[Group, ...], like: Candidate, first: bool, last: bool) -> _Load | None:
+def layer_cap(
+    estimator: Estimator,
+    groups: tuple[Group, ...],
+    like: Candidate,
+    later: int,
+    total: int,
+    first: bool,
+    last: bool,
+    slack: float,
+) -> int:
+    """Most layers that fit the memory of every replica of a stage, as other candidates know it; may be below 1.
+
+    Args:
+        like: Everything but the stages.
+        later: Replicas of later stages.
+        total: Microbatches.
+        first, last: Whether the stage has the embedding, the head.
+        slack: In place of that of ``like``.
+    """
+    c = like
+    point = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, slack, total
+    known = estimator.known_caps.get(point)
+    if known is None:
+        known = estimator.known_caps[point] = {}
+    key = groups, later, first, last
+    found = known.get(key)
+    if found is None:
+        load = stage_load(estimator, groups, like, first, last)
+        if c.slack != slack:
+            c = like.with_(slack=slack)
+        found = known[key] = 0 if load is None else _cap(estimator, groups, load.units, later, total, first, last, c)
+    return found
+
+
+def stage_load(
+    estimator: Estimator, groups: tuple[Group, ...], like: Candidate, first: bool, last: bool
+) -> Load | None:
     """The load of a stage, as other candidates know it; None when a replica kind has no figures."""
     key = groups, like.micro_batch_size, like.recompute, first, last
     if key not in estimator.known_loads:
         units = [estimator.unit(g.pool, g.tp, like.micro_batch_size, like.recompute) for g in groups]
         there = [u for u in units if u is not None]
-        estimator.known_loads[key] = _Load(groups, there, first, last) if len(there) == len(units) else None
-    found: _Load | None = estimator.known_loads[key]
+        estimator.known_loads[key] = Load(groups, there, first, last) if len(there) == len(units) else None
+    found: Load | None = estimator.known_loads[key]
     return found
 
 
-def _split(loads: list[_Load], caps: list[int], wanted: int) -> list[int]:
+def _split(loads: list[Load], caps: list[int], wanted: int) -> list[int]:
     """Proportional start, then one layer at a time to or from the stage where it matters least or most."""
     speeds = [1.0 / load.time(1) for load in loads]
     whole, stages = sum(speeds), range(len(loads))

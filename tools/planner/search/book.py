@@ -12,6 +12,7 @@ from ..schedules import is_ordered, schedule_of
 from ..search.balance import balance
 from ..search.goal import PENALTY, Goal
 from ..search.outcome import Progress
+from ..search.sketch import Sketch
 
 Groups = tuple[tuple[Group, ...], ...]
 
@@ -32,6 +33,7 @@ class Book:
 
     def __init__(self, estimator: Estimator, goal: Goal, progress: Progress) -> None:
         self.estimator, self.goal, self.progress = estimator, goal, progress
+        self.sketch = Sketch(estimator, goal)
         self.scores: dict[object, tuple[float, Candidate | None]] = {}
         self.good: dict[Candidate, tuple[float, Estimate]] = {}
         self.best = inf

@@ -10,11 +10,14 @@ class Effort:
     """How hard to search.
 
     Attributes:
-        seeds: Starting points to evaluate.
+        sketches: Starting points to look at.
+        seeds: Starting points to evaluate, of those that look best.
+        alike: Of these, how many with the same kinds of GPUs in every stage.
         beam: Starting points to improve by local search.
         steps: Evaluations of the local search per starting point.
         parts: Parts of the cluster to search in the same way, of those that can hold a better plan.
-        part_seeds, part_steps: Starting points on a part, and evaluations of the local search from its best.
+        part_sketches, part_seeds, part_steps: Starting points to look at and to evaluate on a part, and evaluations
+            of the local search from its best.
         near_gpus: Clusters up to this size are searched thoroughly without one node too.
         cut_nodes: Clusters up to this many nodes are also cut by bandwidth, as Zorse does.
         exact_gpus: Clusters up to this size are searched to the proven optimum.
@@ -26,12 +29,15 @@ class Effort:
             small, cheap to simulate, and the closed form is off by more.
     """
 
-    seeds: int = 700
+    sketches: int = 1000
+    seeds: int = 60
+    alike: int = 6
     beam: int = 4
-    steps: int = 350
+    steps: int = 160
     parts: int = 12
-    part_seeds: int = 120
-    part_steps: int = 150
+    part_sketches: int = 300
+    part_seeds: int = 20
+    part_steps: int = 80
     near_gpus: int = 32
     cut_nodes: int = 16
     exact_gpus: int = 8
@@ -44,5 +50,5 @@ class Effort:
 
 
 NORMAL = Effort()
-LARGE = Effort(seeds=1500, beam=10, steps=600, simulated_operations=30_000)
+LARGE = Effort(sketches=1500, seeds=100, beam=6, steps=250, simulated_operations=30_000)
 """For clusters of more than 160 GPUs, where a better plan is worth a few seconds."""

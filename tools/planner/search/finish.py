@@ -50,16 +50,16 @@ def finish(
 
     Args:
         place: Puts a candidate into the real zones.
-        bound_s: Finalists with a replica that computes for longer are left out.
+        bound_s: Time of a plan that is known already: finalists that can hardly be faster are left out.
     """
     margin = effort.exact_promising if outcome.exact else effort.promising
     left = effort.exact_operations if outcome.exact else effort.simulated_operations
     most = 2 * left
     """Operations of the first finalist of a schedule, which is simulated whatever has been spent."""
     queues = _queues(book, 1000 if outcome.exact else 120)
-    ratios = _Ratios(effort.first)
+    ratios = _Ratios(effort.first if bound_s == inf else 0)
     found: list[Found] = []
-    best = inf
+    best = bound_s if goal.objective == "throughput" else inf
     book.progress.finishing = True
     while queues and not (found and book.progress.spent):
         name = min(queues, key=lambda n: goal.value(queues[n][0][1]) * ratios.of(n))
@@ -178,6 +178,8 @@ def _simulated(
             entry = Found(tried, estimate, simulate_block(estimator, tried, estimate).iteration_s)
         except PlannerError:
             continue
+        if tried.blocks == 1:  # this is the whole plan
+            entry = replace(entry, confirmed=True)
         if found is None or entry.iteration_s < found.iteration_s * (1 - 1e-6):
             found = entry
         if found.value(goal) > best * (1 + ORDER_WINDOW):

@@ -133,7 +133,7 @@ def _largest(c: Curve, t: float) -> int:
 
 
 def search_poplar(
-    estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL
+    estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL, bound_s: float = inf
 ) -> Outcome:
     """ZeRO-0, and the next stage whenever one sample does not fit; batches after measured speed.
 
@@ -142,6 +142,9 @@ def search_poplar(
     window (schedule ``ministage`` on one stage, all its chunk counts): parameters and gradients are sharded, and
     gathered and reduced once per ministage instead of once per microbatch.  Only where these are not allowed,
     the outcome holds the plain forms, which ``Found.runnable`` marks as not for this runtime.
+
+    Args:
+        bound_s: Time of a plan that is known already; slower ones are of no use.
     """
     progress = progress or Progress()
     started = time.process_time()
@@ -176,6 +179,6 @@ def search_poplar(
     if not book.good:
         for candidate in plain:
             book.try_candidate(candidate)
-    finish(book, outcome, estimator, goal, effort, lambda c: c)
+    finish(book, outcome, estimator, goal, effort, lambda c: c, bound_s)
     outcome.cpu_s = time.process_time() - started
     return outcome

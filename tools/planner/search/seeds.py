@@ -14,6 +14,8 @@ from ..search.pools import Limits
 STAGE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 USAGE = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625, 0.0)
 SLACK = 1.02
+WORTH = 1.3
+"""Seeds that look worse than the best so far by this factor are not evaluated."""
 
 
 def operating_points(estimator: Estimator, goal: Goal, limits: Limits) -> list[Candidate]:
@@ -109,10 +111,13 @@ def tp_choices(estimator: Estimator, subset: tuple[int, ...], point: Candidate) 
     return out
 
 
-def seeds(book: Book, limit: int, limits: Limits) -> Iterator[tuple[Groups, Candidate]]:
+def seeds(book: Book, limit: int, limits: Limits, hope: list[float]) -> Iterator[tuple[Groups, Candidate]]:
     """Seeds on all pools of a part of the cluster, in a promising order.
 
     Branches whose bound is beyond the best found so far are skipped.
+
+    Args:
+        hope: The best sketch of a seed so far, which the caller keeps up to date.
     """
     estimator, goal = book.estimator, book.goal
     model = estimator.model
@@ -128,7 +133,7 @@ def seeds(book: Book, limit: int, limits: Limits) -> Iterator[tuple[Groups, Cand
                 bound = model.global_batch_size * model.num_layers / rate
                 if goal.objective == "cost":
                     bound *= sum(estimator.price[p] * n for p, n in used.items())
-                if bound > SLACK * book.best:
+                if bound > SLACK * min(book.best, hope[0] * WORTH):
                     continue
                 for blocks, stages in product(ways, STAGE_COUNTS):
                     if not len(blocks) <= stages <= model.num_layers:
