@@ -15,7 +15,7 @@ from megatron_het.features.base import Feature
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
 from megatron_het.schedule.generators.pipelines import Part, parts_of
-from megatron_het.schedule.ir import Op, Program, Shape
+from megatron_het.schedule.ir import Kind, Op, Program, Shape
 from megatron_het.schedule.kinds import COLLECTIVES
 from megatron_het.schedule.passes import add_transfers
 from megatron_het.schedule.validate import check
@@ -120,6 +120,33 @@ def program_of(plan: Plan, forward_only: bool = False) -> Program:
         )
     except (ValueError, TypeError) as error:
         raise _refused(plan, error) from error
+
+
+def assemble_compute(plan: Plan) -> Program | None:
+    """The plan's program without transfers, None where features add operations of their own to it.
+
+    Raises:
+        PlanError: The schedule cannot run the plan's shape.
+    """
+    shape = schedule_shape(plan)
+    if any(_adds_operations(feature) for feature, _ in features_of(plan)):
+        return None
+    try:
+        program = assemble(shape, plan.schedule.name, speeds=_speeds(plan), transfers="none", **_parameters(plan))
+    except (ValueError, TypeError) as error:
+        raise _refused(plan, error) from error
+    plain = all(op.kind in (Kind.FORWARD, Kind.BACKWARD) for ops in program.ops for op in ops)
+    return program if plain else None
+
+
+def _adds_operations(feature: Feature) -> bool:
+    """Whether a feature has passes that change programs, or prices of its own."""
+    theirs = type(feature)
+    return (
+        theirs.before_transfers is not Feature.before_transfers
+        or theirs.after_transfers is not Feature.after_transfers
+        or theirs.price is not Feature.price
+    )
 
 
 def _speeds(plan: Plan) -> list[float]:

@@ -18,7 +18,7 @@ from ..search.book import Book
 from ..search.effort import Effort
 from ..search.goal import Goal
 from ..search.outcome import Found, Outcome
-from ..simulation import MOST_COUPLED, operations_of, simulate_block, simulate_parts
+from ..simulation import MOST_COUPLED, block_s, operations_of, simulate_parts
 
 Class = tuple[str, tuple[tuple[int, ...], ...]]
 """Schedule, and the pools of every stage."""
@@ -175,10 +175,10 @@ def _simulated(
     for order in islice(_orders(candidate), tries):
         tried = candidate.with_(order=order)
         try:
-            entry = Found(tried, estimate, simulate_block(estimator, tried, estimate).iteration_s)
+            entry = Found(tried, estimate, block_s(estimator, tried, estimate))
         except PlannerError:
             continue
-        if tried.blocks == 1:  # this is the whole plan
+        if tried.blocks == 1 and not is_ordered(tried):  # this is the whole plan, to the last operation
             entry = replace(entry, confirmed=True)
         if found is None or entry.iteration_s < found.iteration_s * (1 - 1e-6):
             found = entry

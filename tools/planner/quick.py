@@ -1,0 +1,113 @@
+"""The time of a program that has nothing but forwards and backwards, without building the program's transfers.
+
+The simulator (``megatron_het.schedule.simulate``) says the same for any program, with a time line and memory.  A
+search wants one number of many plans, most of which are such programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_het.lowering.programs import assemble_compute
+from megatron_het.plan import Plan, PlanError
+from megatron_het.schedule.cost import Costs
+from megatron_het.schedule.ir import Kind, Op, Shape
+
+from .errors import PlannerError
+
+
+def compute_orders(plan: Plan) -> tuple[Shape, tuple[tuple[Op, ...], ...]] | None:
+    """What every replica computes, in order; None where the plan's program has further operations.
+
+    Raises:
+        PlannerError: The schedule cannot run this shape.
+    """
+    try:
+        program = assemble_compute(plan)
+    except PlanError as error:
+        raise PlannerError("plan", error.where, plan.schedule.parameters, error.problem, error.hint) from None
+    return None if program is None else (program.shape, program.ops)
+
+
+def can_price(shape: Shape, costs: Costs) -> bool:
+    """Whether :func:`makespan_s` says what the simulator says."""
+    return not (
+        costs.host_blocks
+        or costs.post_s
+        or costs.measured_s
+        or shape.sizes
+        or shape.placement != "loop"
+        or len({len(chunks) for chunks in shape.layers}) > 1
+    )
+
+
+def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> float | None:
+    """End of the last operation, with what follows it on its device.
+
+    A message waits for the messages before it on its link, and takes the time of its bytes; its latency does not
+    occupy the link.
+
+    Returns:
+        None where links are shared by several pairs of devices.
+
+    Raises:
+        PlannerError: The operations wait for each other.
+    """
+    stages, chunks, slices = shape.stages, len(shape.layers[0]), shape.slices
+    total, size = costs.attention_total(slices), costs.message_bytes / slices
+    last = stages * chunks - 1
+    of_stage = [[first + r for r in row] for first, row in zip(shape.first_device, shape.route)]
+    arrived: dict[tuple[bool, int, int, int], float] = {}
+    waiting: dict[tuple[bool, int, int, int], int] = {}
+    links: dict[tuple[int, int], tuple[float, float]] = {}
+    busy: dict[tuple[int, int], float] = {}
+    seconds: dict[tuple[int, Kind, int, int], float] = {}
+    now, at = [0.0] * len(orders), [0] * len(orders)
+    ready = list(range(len(orders)))[::-1]
+    while ready:
+        d = ready.pop()
+        order, stage, time_s, place = orders[d], shape.devices[d].stage, now[d], at[d]
+        while place < len(order):
+            kind, microbatch, piece, chunk, *_ = order[place]
+            back, virtual = kind is Kind.BACKWARD, chunk * stages + stage
+            key = back, virtual, microbatch, piece
+            if virtual != (last if back else 0):
+                came = arrived.get(key)
+                if came is None:
+                    waiting[key] = d
+                    break
+                if came > time_s:
+                    time_s = came
+            one = d, kind, piece, chunk
+            if one not in seconds:
+                whole = (costs.backward_s if back else costs.forward_s)[d][chunk]
+                table = costs.attention_backward_s if back else costs.attention_forward_s
+                attention = table[d][chunk] * (piece + costs.diagonal) / total if table else 0.0
+                seconds[one] = whole / slices + attention + costs.operation_s
+            time_s += seconds[one]
+            place += 1
+            if virtual == (0 if back else last):
+                continue
+            to = virtual - 1 if back else virtual + 1
+            target = of_stage[to % stages][microbatch]
+            come = time_s
+            if target != d:
+                edge = d, target
+                if edge not in links:
+                    link = costs.link(d, target)
+                    if link.shared:
+                        return None
+                    links[edge] = size / link.bytes_per_s, link.latency_s
+                wire, latency = links[edge]
+                begin = max(time_s, busy.get(edge, 0.0))
+                busy[edge] = begin + wire
+                come = begin + wire + latency
+            key = back, to, microbatch, piece
+            arrived[key] = come
+            if key in waiting:
+                ready.append(waiting.pop(key))
+        now[d], at[d] = time_s, place
+    if any(place < len(order) for place, order in zip(at, orders)):
+        raise PlannerError("plan", "schedule", shape.stages, "its operations wait for each other")
+    tails = costs.tail_s or (0.0,) * len(orders)
+    return max(t + tail for t, tail, order in zip(now, tails, orders) if order)
