@@ -42,7 +42,7 @@ def can_price(shape: Shape, costs: Costs) -> bool:
 
 
 def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> float | None:
-    """End of the last operation, with what follows it on its device.
+    """End of the last operation or message, with what follows it on its device.
 
     A message waits for the messages before it on its link, and takes the time of its bytes; its latency does not
     occupy the link.
@@ -62,7 +62,7 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
     links: dict[tuple[int, int], tuple[float, float]] = {}
     busy: dict[tuple[int, int], float] = {}
     seconds: dict[tuple[int, Kind, int, int], float] = {}
-    now, at = [0.0] * len(orders), [0] * len(orders)
+    now, sent, at = [0.0] * len(orders), [0.0] * len(orders), [0] * len(orders)
     ready = list(range(len(orders)))[::-1]
     while ready:
         d = ready.pop()
@@ -102,6 +102,7 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
                 begin = max(time_s, busy.get(edge, 0.0))
                 busy[edge] = begin + wire
                 come = begin + wire + latency
+                sent[d] = max(sent[d], come)
             key = back, to, microbatch, piece
             arrived[key] = come
             if key in waiting:
@@ -110,4 +111,4 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
     if any(place < len(order) for place, order in zip(at, orders)):
         raise PlannerError("plan", "schedule", shape.stages, "its operations wait for each other")
     tails = costs.tail_s or (0.0,) * len(orders)
-    return max(t + tail for t, tail, order in zip(now, tails, orders) if order)
+    return max(max(t, gone) + tail for t, gone, tail, order in zip(now, sent, tails, orders) if order)
