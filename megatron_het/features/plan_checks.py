@@ -16,6 +16,7 @@ from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.ir import PLACEMENTS, Shape
 
 MOST_SLACK = 1000
+MOST_DEPTH = 1000
 _FROM_THE_PLAN = ("shape", "forward_only", "speeds")
 _GENERATOR_OPTIONS = (
     Option(
@@ -26,6 +27,17 @@ _GENERATOR_OPTIONS = (
     ),
     Option("order", str, choices=ORDERS, problem=f"must be one of {', '.join(ORDERS)}"),
     Option("group", int, problem="must be a whole number of microbatches"),
+    Option(
+        "depths",
+        list,
+        accepts=lambda value, plan: (
+            len(value) == len(plan.stages) - 1 and all(1 <= depth <= MOST_DEPTH for depth in value)
+        ),
+        problem=lambda plan: (
+            f"must be a list of {len(plan.stages) - 1} whole numbers, one per boundary between stages, each of 1 to "
+            f"{MOST_DEPTH}"
+        ),
+    ),
 )
 """Values that only generators read."""
 

@@ -62,8 +62,11 @@ def check_name(name: str, where: str) -> None:
 
 def _check_parameters(plan: Plan) -> None:
     for name, value in plan.schedule.parameters.items():
-        if value is not None and not isinstance(value, bool | int | float | str):
-            raise PlanError(f"schedule.parameters.{name}", value, "must be a number, a text, true or false")
+        numbers = isinstance(value, list) and all(type(n) is int for n in value)
+        if value is not None and not numbers and not isinstance(value, bool | int | float | str):
+            raise PlanError(
+                f"schedule.parameters.{name}", value, "must be a number, a text, true, false or a list of whole numbers"
+            )
 
 
 def check_passes(plan: Plan) -> None:

@@ -75,7 +75,7 @@ class TrainingShape:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
-    """A schedule by name, with the generator's parameters (numbers, strings, booleans)."""
+    """A schedule by name, with the generator's parameters (numbers, strings, booleans, lists of whole numbers)."""
 
     name: str = "1f1b"
     parameters: dict[str, Any] = field(default_factory=dict)

@@ -30,7 +30,7 @@ SLACK = 1.0
 """Default of ``slack`` in :func:`in_flight_limits`."""
 
 
-def in_flight_limits(shape: Shape, slack: float = SLACK) -> list[int]:
+def in_flight_limits(shape: Shape, slack: float = SLACK, depths: Sequence[int] = ()) -> list[int]:
     """Microbatches that each device may hold between forward and backward in 1F1B.
 
     Stages after ``s`` keep one microbatch per device busy; a device of stage ``s`` feeds them in
@@ -40,12 +40,17 @@ def in_flight_limits(shape: Shape, slack: float = SLACK) -> list[int]:
     Where stages divide the microbatches differently, their devices become free at times that do not match.
     They then hold ``slack`` times as many more, so that a device finds its next input waiting.  Stages that
     divide them alike form fixed pipelines that run in step; these get none.
+
+    ``depths[s]`` says how many microbatches every replica of stage ``s + 1`` adds to what the stages before
+    it hold; 1 everywhere by default.
     """
     spread = 1.0 if len(set(shape.route)) == 1 else 1.0 + slack
+    depths = depths or (1,) * (shape.stages - 1)
     limits = []
     for d, (stage, _) in enumerate(shape.devices):
         share = len(shape.microbatches_of(d)) / shape.microbatches
-        limits.append(1 + math.ceil(spread * share * sum(shape.replicas[stage + 1 :]) - 1e-9))
+        later = sum(n * depth for n, depth in zip(shape.replicas[stage + 1 :], depths[stage:]))
+        limits.append(1 + math.ceil(spread * share * later - 1e-9))
     return limits
 
 
@@ -56,6 +61,7 @@ def one_f_one_b(
     speeds: Sequence[float] | None = None,
     slack: float = SLACK,
     order: str = "greedy",
+    depths: Sequence[int] = (),
 ) -> Program:
     """1F1B.
 
@@ -65,21 +71,28 @@ def one_f_one_b(
     a simulation of the iteration (:func:`~megatron_het.schedule.generators.listing.merge`): forwards and
     backwards ascend in the microbatch, and their number in flight is bounded by :func:`in_flight_limits`.
 
+    Across a slow link a stage waits for the way there and back of each microbatch, unless the stages before the
+    link have more of them in flight.  ``depths`` says how many.
+
     Args:
         shape: one chunk per stage, no slices.
         forward_only: forwards only.
         speeds: relative speed of each device, used with several replicas; all equal by default.
         slack: share of further microbatches in flight where stages divide them differently, 0 for least memory.
         order: how that simulation decides, one of :data:`~megatron_het.schedule.generators.listing.ORDERS`.
+        depths: by boundary between stages, how many more microbatches the stage before it has in flight than the
+            stage after it, at least 1; ``()`` stands for 1 everywhere, which is Megatron's order.
 
     Raises:
         ValueError: the shape has chunks or slices, ``speeds`` do not fit the devices, ``slack`` is negative,
-            or ``order`` is unknown or cannot run.
+            ``order`` is unknown or cannot run, or ``depths`` are not one positive number per boundary.
     """
     _check("1f1b", shape)
     valid = isinstance(slack, (int, float)) and 0 <= slack < math.inf
     require("1f1b", valid, f"slack = {slack!r}: must be a number of at least 0")
     require_order("1f1b", order)
+    fits = not depths or (len(depths) == shape.stages - 1 and all(isinstance(n, int) and n > 0 for n in depths))
+    require("1f1b", fits, f"depths = {depths!r}: must be one positive whole number per boundary of stages")
     if forward_only:
         return forward_program("1f1b", shape, _orders(shape, Kind.FORWARD))
     Speeds.of(shape, speeds)  # checks them
@@ -88,8 +101,9 @@ def one_f_one_b(
     def make(part: Shape, own: Sequence[float]) -> tuple[tuple[Op, ...], ...]:
         forward, backward = _orders(part, Kind.FORWARD), _orders(part, Kind.BACKWARD)
         if single_replicas(part):
-            return tuple(alternate(f, b, part.stages - 1 - s) for s, (f, b) in enumerate(zip(forward, backward)))
-        return merge(part, forward, backward, in_flight_limits(part, slack), Speeds.of(part, own), order)
+            warmup = [sum(depths[s:]) if depths else part.stages - 1 - s for s in range(part.stages)]
+            return tuple(alternate(f, b, n) for f, b, n in zip(forward, backward, warmup))
+        return merge(part, forward, backward, in_flight_limits(part, slack, depths), Speeds.of(part, own), order)
 
     return Program("1f1b", shape, by_part(shape, parts_of(shape), given, make))
 

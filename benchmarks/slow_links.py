@@ -1,0 +1,163 @@
+"""1F1B over a slow link, with more microbatches in flight and without: ``python -m benchmarks.slow_links --json OUT``.
+
+Two stages train over a delayed, rate-limited link on loopback (``slow_link.py``).  First a run without delay measures
+the passes.  A transfer then takes ``--share`` of a stage's time for one microbatch, half of it latency.  Depths are
+chosen by simulation (``megatron_het/schedule/depths.py``) and by the published rule.  Runs of plain 1F1B and of both
+depths alternate.  A run's figure is the median of the iteration times that Megatron logs, without the first ones.
+
+Keys: ``speedup`` (plain over chosen, median over rounds; at least 1.25 where the transfer takes half a stage's time),
+``speedup_of_rule``, ``predicted_speedup``, ``prediction_error`` (largest relative error of the predicted iteration
+times, at most 0.1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import machine_flags
+from benchmarks.machine import machine
+from benchmarks.runner import Job, Runner, words
+from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from megatron_het.schedule import Costs, Kind, Link, Shape, add_transfers, generate, simulate
+from megatron_het.schedule.depths import choose_depths, published_depths
+
+_LAYERS, _HIDDEN, _HEADS, _SEQ = 4, 512, 4, 256
+_SKIPPED, _TRACED = 3, 4
+_MESSAGE_BYTES = 4.0 * _SEQ * _HIDDEN
+_ELAPSED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
+Depths = tuple[int, ...]
+
+
+def plan_of(microbatches: int, depths: Depths) -> Plan:
+    """Two equal stages of one rank."""
+    ids = tuple(range(microbatches))
+    return Plan(
+        ModelShape(_LAYERS, _HIDDEN, _HEADS, _HEADS, _SEQ, 3 * _HIDDEN),
+        TrainingShape(1, microbatches),
+        tuple(Stage((_LAYERS // 2,), (Replica((rank,), ids),)) for rank in range(2)),
+        ScheduleSpec("1f1b", {"depths": list(depths)} if depths else {}),
+    )
+
+
+def run(runner: Runner, plan: Plan, folder: Path, iterations: int, link: dict[str, float] | None) -> float:
+    """Train, with traces in the folder; the median seconds of an iteration."""
+    folder.mkdir(parents=True)
+    save_plan(plan, folder / "plan.json")
+    argv = (
+        *machine_flags(),
+        *words(
+            f"--num-layers {_LAYERS} --hidden-size {_HIDDEN} --ffn-hidden-size {3 * _HIDDEN} "
+            f"--num-attention-heads {_HEADS} --normalization RMSNorm --swiglu --position-embedding-type rope "
+            "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+            f"--seq-length {_SEQ} --max-position-embeddings {_SEQ} --micro-batch-size 1 "
+            f"--global-batch-size {plan.num_microbatches} --calculate-per-token-loss --train-iters {iterations} "
+            "--lr 1e-4 --lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 63 --mock-data "
+            "--split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --clip-grad 1.0 "
+            "--distributed-timeout-minutes 10 --seed 1 --het-transport gloo"
+        ),
+        *("--het-plan", str(folder / "plan.json"), "--het-trace", str(folder)),
+        *("--het-trace-iteration", str(_TRACED)),
+    )
+    setup = None if link is None else ("benchmarks.slow_link:slow_down", dict(link))
+    done = runner.run(Job(folder.name, 2, argv, folder, setup=setup, timeout_s=600.0))
+    return statistics.median(float(ms) / 1e3 for ms in _ELAPSED.findall(done.log(1))[_SKIPPED:])
+
+
+def passes(folder: Path) -> list[dict[Kind, float]]:
+    """Mean seconds of a forward and of a backward, by stage, from a run's traces."""
+    found = []
+    for rank in range(2):
+        events = json.loads((folder / f"trace-rank-{rank}.json").read_text(encoding="utf-8"))["traceEvents"]
+        by_kind: dict[str, list[float]] = defaultdict(list)
+        for event in events:
+            if "kind" in event.get("args", {}):
+                by_kind[event["args"]["kind"]].append(event["dur"] / 1e6)
+        found.append({kind: statistics.mean(by_kind[kind.name]) for kind in (Kind.FORWARD, Kind.BACKWARD)})
+    return found
+
+
+def simulated(microbatches: int, found: list[dict[Kind, float]], link: dict[str, float], depths: Depths) -> float:
+    """Seconds of the passes and transfers of one iteration."""
+    shape = Shape.uniform(2, microbatches, layers_per_chunk=_LAYERS // 2)
+    costs = Costs(
+        forward_s=tuple((times[Kind.FORWARD],) for times in found),
+        backward_s=tuple((times[Kind.BACKWARD],) for times in found),
+        message_bytes=_MESSAGE_BYTES,
+        link=lambda source, target: Link(link["latency_s"], link["bytes_per_s"]),
+    )
+    return simulate(add_transfers(generate("1f1b", shape, depths=depths)), costs).makespan_s
+
+
+def measure(share: float, microbatches: int, rounds: int, iterations: int, folder: Path) -> dict[str, Any]:
+    """All runs and what follows from them."""
+    with Runner() as runner:
+        free_s = run(runner, plan_of(microbatches, ()), folder / "free", iterations, None)
+        found = passes(folder / "free")
+        stage_s = [sum(times.values()) for times in found]
+        transfer_s = share * statistics.mean(stage_s)
+        link = {"latency_s": transfer_s / 2, "bytes_per_s": _MESSAGE_BYTES / (transfer_s / 2)}
+        free = {"latency_s": 0.0, "bytes_per_s": 1e15}
+        rest_s = free_s - simulated(microbatches, found, free, ())  # loading, reduction, update
+        sides: dict[str, Depths] = {
+            "plain": (),
+            "chosen": choose_depths(stage_s, [transfer_s], lambda d: simulated(microbatches, found, link, d)),
+            "rule": published_depths(stage_s, [transfer_s], [True]),
+        }
+        times: dict[str, list[float]] = {side: [] for side in sides}
+        for index in range(rounds):
+            for side in list(sides)[index % 3 :] + list(sides)[: index % 3]:
+                plan = plan_of(microbatches, sides[side])
+                times[side].append(run(runner, plan, folder / f"{index}-{side}", iterations, link))
+                print(f"round {index} {side:7} {times[side][-1]:.3f} s", flush=True)
+    predicted = {side: simulated(microbatches, found, link, depths) + rest_s for side, depths in sides.items()}
+    ratios = {side: [a / b for a, b in zip(times["plain"], times[side], strict=True)] for side in ("chosen", "rule")}
+    return {
+        "speedup": statistics.median(ratios["chosen"]),
+        "speedup_of_rule": statistics.median(ratios["rule"]),
+        "predicted_speedup": predicted["plain"] / predicted["chosen"],
+        "prediction_error": max(abs(predicted[s] / statistics.median(times[s]) - 1) for s in sides),
+        "depths": {side: list(depths) for side, depths in sides.items()},
+        "transfer_s": transfer_s,
+        "stage_s": stage_s,
+        "microbatches": microbatches,
+        "share": share,
+        "predicted_s": predicted,
+        "runs_s": times,
+        "ratios": ratios,
+    }
+
+
+def main() -> int:
+    """Command line; exit code 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.slow_links", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path)
+    parser.add_argument("--share", type=float, default=0.5, help="a transfer's time as a share of a stage's")
+    parser.add_argument("--microbatches", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each side runs")
+    parser.add_argument("--iterations", type=int, default=8, help="of each run; the first 3 do not count")
+    options = parser.parse_args()
+    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="slow-links-"))
+    try:
+        report = measure(options.share, options.microbatches, options.rounds, options.iterations, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report |= {"elapsed_s": time.monotonic() - start_s, "machine": machine(), "load_average": os.getloadavg()}
+    report["passed"] = report["prediction_error"] <= 0.1 and (options.share < 0.5 or report["speedup"] >= 1.25)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=1))
+    return 0 if report["passed"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
