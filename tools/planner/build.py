@@ -288,6 +288,7 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         bool(parameters.get("offload", False)),
         slack=_number(parameters, "slack", SLACK, file),
         order=_order(parameters, file),
+        depths=_depths(parameters, len(plan.stages), file),
     )
     if schedule_of(found).shards_parameters:
         found = found.with_(shares=tuple(shares))
@@ -299,6 +300,16 @@ def _order(parameters: dict[str, Any], file: str) -> str:
     if value not in ORDERS:
         raise PlannerError(file, "schedule.parameters.order", value, f"must be one of {', '.join(ORDERS)}")
     return value
+
+
+def _depths(parameters: dict[str, Any], stages: int, file: str) -> tuple[int, ...]:
+    value = parameters.get("depths", [])
+    whole = isinstance(value, list) and all(type(n) is int and n > 0 for n in value)
+    if not whole or len(value) not in (0, stages - 1):
+        raise PlannerError(
+            file, "schedule.parameters.depths", value, f"must be a list of {stages - 1} positive whole numbers"
+        )
+    return tuple(value)
 
 
 def part_of(plan: Plan, part: Part) -> Plan:

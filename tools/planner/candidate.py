@@ -45,6 +45,8 @@ class Candidate:
             differently (``megatron_het.schedule.generators.listing.ORDERS``).
         shares: Per stage and group, the part of the stage's state that one replica keeps (ministage); None:
             equal parts, or in proportion to free memory where equal ones do not fit.
+        depths: By boundary between stages, how many microbatches more the stage before it has in flight (1F1B);
+            empty: one more each.
         cp: Context-parallel size: a replica has ``tp * cp`` GPUs, each with its part of every sequence.
         ep: Expert-parallel size: the experts of a layer are divided over so many ranks of a stage.
     """
@@ -61,6 +63,7 @@ class Candidate:
     slack: float = SLACK
     shares: tuple[tuple[float, ...], ...] | None = None
     order: str = ORDERS[0]
+    depths: tuple[int, ...] = ()
     cp: int = 1
     ep: int = 1
 

@@ -59,14 +59,16 @@ def _in_flight(
 ) -> list[StageTimes]:
     """The stages with what they hold."""
     last, later, out = len(stages) - 1, 0, []
+    depths = candidate.depths or (1,) * last
     alike = divided_alike(candidate, [s.microbatches for s in stages])
     for s in range(last, -1, -1):
         stage = stages[s]
         if alike:  # separate pipelines, each in Megatron's order
-            held = tuple([min(k, last - s + 1) for k in stage.microbatches])
+            held = tuple([min(k, 1 + sum(depths[s:])) for k in stage.microbatches])
         else:
             held = tuple([estimator.max_in_flight(later, k, total, candidate.slack) for k in stage.microbatches])
-        later += sum([g.count for g in candidate.stages[s].groups]) // blocks
+        if s:
+            later += depths[s - 1] * sum([g.count for g in candidate.stages[s].groups]) // blocks
         key = s, last, held
         known = stage.memo.get(key) if candidate.shares is None else None
         if known is None:

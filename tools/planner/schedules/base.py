@@ -26,6 +26,7 @@ class Schedule:
         is_stock: Megatron-LM has it.
         has_order: Replicas may decide between forwards and backwards in several ways (``Candidate.order``).
         has_slack: More microbatches may be in flight than one per replica (``Candidate.slack``).
+        has_depths: More of them may be in flight across slow links (``Candidate.depths``).
         shards_parameters: Under a parameter window: replicas of a stage gather and reduce inside the program.
         needs_equal_widths: All stages need the same number of replicas.
         cuts_sequences: Attention runs slice by slice; what was sent is given back during the iteration.
@@ -36,6 +37,7 @@ class Schedule:
     is_stock: ClassVar[bool] = False
     has_order: ClassVar[bool] = True
     has_slack: ClassVar[bool] = False
+    has_depths: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = False
     needs_equal_widths: ClassVar[bool] = False
     cuts_sequences: ClassVar[bool] = False

@@ -18,6 +18,7 @@ class OneFOneB(Schedule):
     name = "1f1b"
     is_stock = True
     has_slack = True
+    has_depths = True
 
     def mismatch(self, candidate: Candidate) -> tuple[float, float, float, float]:
         """Less is lost where more microbatches are in flight."""
@@ -43,11 +44,11 @@ class OneFOneB(Schedule):
         return ends
 
     def parameters(self, candidate: Candidate, estimate: Estimate, alike: bool) -> dict[str, object]:
-        """Slack, where stages do not route the microbatches in the same way."""
+        """Depths, where links are slow, and slack, where stages do not route the microbatches in the same way."""
         found = super().parameters(candidate, estimate, alike)
-        if found or alike:
-            return found
-        return {"slack": 0.0 if divided_alike(candidate, estimate.microbatches) else candidate.slack}
+        if not found and not alike:
+            found = {"slack": 0.0 if divided_alike(candidate, estimate.microbatches) else candidate.slack}
+        return {**found, "depths": list(candidate.depths)} if candidate.depths else found
 
 
 def _lead(earlier: StageTimes, stage: StageTimes, transfer_s: float) -> float:

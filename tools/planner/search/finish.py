@@ -15,6 +15,7 @@ from ..errors import PlannerError
 from ..estimate import Estimate, Estimator
 from ..schedules import is_ordered, schedule_of
 from ..search.book import Book
+from ..search.depths import deeper
 from ..search.effort import Effort
 from ..search.goal import Goal
 from ..search.outcome import Found, Outcome
@@ -183,8 +184,8 @@ def _simulated(
         if found is None or entry.iteration_s < found.iteration_s * (1 - 1e-6):
             found = entry
         if found.value(goal) > best * (1 + ORDER_WINDOW):
-            break
-    return found
+            return found
+    return found and deeper(estimator, goal, found)
 
 
 def _orders(candidate: Candidate) -> Iterator[str]:
