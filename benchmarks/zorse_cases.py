@@ -326,9 +326,11 @@ def compare_parameters(*, rank: int, first: str, second: str, out: str) -> None:
     """Write how far the tensors of two checkpoints are apart.
 
     ``difference`` is the largest relative L2 difference of a parameter, ``optimizer_difference`` that
-    of a tensor of the optimizer; a large one means that a checkpoint mixes tensors up.  Adam divides a gradient by its
-    own size.  So an element whose first gradient is zero up to rounding may move by the learning rate in either direction.
-    One element in ``_LONELY`` of every parameter is therefore left out of ``difference``, those that differ most.
+    of a tensor of the optimizer; a large one means that a checkpoint mixes tensors up.
+
+    Adam divides a gradient by its own size, so an element whose first gradient is zero up to rounding may move by
+    the learning rate in either direction.  Of every parameter, one element in ``_LONELY`` is therefore left out of
+    ``difference``: those that differ most.
 
     Raises:
         ValueError: A tensor is missing, or the optimizer's are not those of the same training.
