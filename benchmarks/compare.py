@@ -69,9 +69,9 @@ def norm_differences(folder: Path, plan: Plan, reference: Path) -> tuple[float, 
 
 
 def plan_losses(folder: Path, plan: Plan) -> dict[str, list[float]]:
-    """Losses from ``--het-report``; all ranks of the last stage must report the same."""
+    """Losses from ``--het-report``; all ranks of the stage with the loss must report the same."""
     found: dict[str, list[float]] = {}
-    for replica in plan.stages[-1].replicas:
+    for replica in plan.stages[plan.path[-1][0]].replicas:
         for rank in replica.ranks:
             report = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
             mine = {k: [loss for _, loss in report[k]] for k in ("losses", "validation")}

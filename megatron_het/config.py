@@ -388,8 +388,7 @@ def _apply_recompute(plan: Plan, args: Any) -> None:
 
 def pipeline_layout(plan: Plan) -> str:
     """The plan's layers as Megatron's ``--pipeline-model-parallel-layout`` string, e.g. ``Ettt|tL``."""
-    chunks = len(plan.stages[0].layers)
-    parts = ["t" * stage.layers[c] for c in range(chunks) for stage in plan.stages]
+    parts = ["t" * plan.stages[stage].layers[chunk] for stage, chunk in plan.path]
     parts[0] = "E" + parts[0]
     parts[-1] += "L"
     return "|".join(parts)

@@ -3,7 +3,7 @@
 - Layers are keyed one by one (``non_homogeneous_layers``), because a stacked key needs one local
   shape for all layers and stages may have different TP.  The flag is stored in the checkpoint, so
   that any reader, stock Megatron included, uses the same keys.
-- Of several TP classes of a stage the primary one writes; of tied embeddings the first stage does.
+- Of several TP classes of a stage the primary one writes; of tied embeddings the model's first chunk does.
 - Random-number states are kept per world rank under an own key, and only loaded again under the
   same topology.  To stock Megatron the checkpoint says that it has none: its own key is a grid of
   (pipeline, tensor) ranks, which a plan does not have.
@@ -33,10 +33,10 @@ class StateDictHook:
         placement = groups.placement
         where = placement.locate(groups.rank)
         replica = placement.replica(where.stage, where.replica)
-        last = placement.num_stages - 1
         self._groups = groups
         self._writes = replica.tp == placement.class_sizes(where.stage)[0]
-        self._is_tied_copy = tied_embeddings and last > 0 and where.stage == last
+        has_copy = placement.first != placement.last and where.stage == placement.last[0]
+        self._has_tied_copy = tied_embeddings and has_copy
         self._topology = topology_hash(placement.plan)
 
     def wrap(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -70,7 +70,7 @@ class StateDictHook:
 
     def _strip(self, part: Any) -> Any:
         """Drop sharded entries that another rank writes; unsharded ones stay."""
-        if not isinstance(part, dict) or (self._writes and not self._is_tied_copy):
+        if not isinstance(part, dict) or (self._writes and not self._has_tied_copy):
             return part
         from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
         from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
@@ -78,6 +78,7 @@ class StateDictHook:
         def is_dropped(value: Any) -> bool:
             if not isinstance(value, ShardedBase | ShardedTensorFactory):
                 return False
-            return not self._writes or "word_embeddings" in value.key
+            # Megatron numbers the output layer's copy 1, and the first chunk's 0, which may be here too.
+            return not self._writes or ("word_embeddings" in value.key and value.replica_id[0] == 1)
 
         return extract_matching_values(part, is_dropped)[1]

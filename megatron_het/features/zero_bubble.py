@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_het.features.base import Feature, Refusal
-from megatron_het.plan import Plan
+from megatron_het.plan import Plan, PlanError
+from megatron_het.schedule.paths import placement_of
 
 _LAYERS, _DDP = "megatron.core.tensor_parallel.layers", "megatron.core.distributed"
-SCHEDULES = ("zb-h1",)
+SCHEDULES = ("v-half", "zb-h1", "zb-v")
 """Schedules that split backward passes and that plans can have."""
 
 
@@ -51,6 +52,18 @@ class ZeroBubble(Feature):
             lambda value: value == "transformer_engine",
         ),
     )
+
+    def check_plan(self, plan: Plan, options: ZeroBubbleOptions) -> None:
+        """A V needs two chunks of every stage."""
+        chunks = sorted({len(stage.layers) for stage in plan.stages})
+        wanted = 2 if placement_of(plan.schedule.name) == "v" else 1
+        if chunks != [wanted]:
+            raise PlanError(
+                "stages[*].layers",
+                chunks,
+                f"these are numbers of chunks per stage; schedule {plan.schedule.name} has {wanted} in every stage",
+                f"Give {wanted} number(s) of layers for each (flags: --num-virtual-stages-per-pipeline-rank {wanted})",
+            )
 
     def options_of(self, plan: Plan) -> ZeroBubbleOptions | None:
         """On with the schedules that need it."""

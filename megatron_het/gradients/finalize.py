@@ -8,7 +8,7 @@ Gradients are sums over microbatches and ranks, divided once by the global numbe
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from megatron_het.topology import PlanGroups
 
 
 def tied_copies(plan: Plan) -> bool:
-    """Whether the first and the last stage hold a copy of the same weights.
+    """Whether the stages of the first and of the last chunk hold copies of the same weights.
 
     A feature may have every row held once, by one stage.
     """
@@ -39,11 +39,12 @@ class GradientFinalizer:
     def __init__(self, groups: PlanGroups, tied_embeddings: bool) -> None:
         placement = groups.placement
         self._where = placement.locate(groups.rank)
-        self._is_last_stage = self._where.stage == placement.num_stages - 1
+        self._has_loss = self._where.stage == placement.last[0]
         stages = [self._where.stage] if placement.is_mixed(self._where.stage) else []
         self._stage_exchange = _exchange(groups, stages, "leaders") if stages else None
-        ends = sorted({0, placement.num_stages - 1})
-        tied_across = tied_embeddings and len(ends) == 2 and self._where.stage in ends
+        self._ends = (placement.first, placement.last)
+        ends = sorted({stage for stage, _ in self._ends})
+        tied_across = tied_embeddings and placement.first != placement.last and self._where.stage in ends
         self._tied_exchange = _exchange(groups, ends, "ends") if tied_across else None
 
     def __call__(
@@ -57,7 +58,7 @@ class GradientFinalizer:
 
         Args:
             model: DDP-wrapped chunks of this rank.
-            num_tokens: Tokens in the losses of this rank's microbatches (last stage).
+            num_tokens: Tokens in the losses of this rank's microbatches (stage of the last chunk).
             pg_collection: Passed on.
             force_all_reduce: Passed on.
         """
@@ -67,7 +68,7 @@ class GradientFinalizer:
         # Without a token count upstream does not scale: its broadcast needs a pipeline group.
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
         if num_tokens is not None:
-            counts = self._is_last_stage and self._where.tp_rank == 0
+            counts = self._has_loss and self._where.tp_rank == 0
             total = num_tokens.to(torch.int64) if counts else torch.zeros_like(num_tokens, dtype=torch.int64)
             dist.all_reduce(total)
             scale = 1.0 / torch.clamp(total, min=1)
@@ -87,29 +88,45 @@ class GradientFinalizer:
         Returns:
             The same, as Megatron expects it of a hook.
         """
-        for exchange, named, sequence_parallel in self._exchanges(model):
+        copies = self._tied_weights(model)
+        for exchange, named, sequence_parallel in self._exchanges(model, copies):
             exchange.copy_weights(sharded_parameters(named, lambda p: p.data, sequence_parallel))
+        for copy in copies[1:]:
+            copy.data.copy_(copies[0].data)
         return model
 
     def _sum_across_classes(self, model: list[torch.nn.Module]) -> None:
-        for exchange, named, sequence_parallel in self._exchanges(model):
+        copies = self._tied_weights(model)
+        for copy in copies[1:]:
+            copies[0].main_grad.add_(copy.main_grad)
+        for exchange, named, sequence_parallel in self._exchanges(model, copies):
             exchange.sum_gradients(sharded_parameters(named, operator.attrgetter("main_grad"), sequence_parallel))
+        for copy in copies[1:]:
+            copy.main_grad.copy_(copies[0].main_grad)
+
+    def _tied_weights(self, model: list[torch.nn.Module]) -> list[Any]:
+        """This rank's copies of tied weights: two of them where both ends of the model are on one stage."""
+        from megatron.core.utils import unwrap_model
+
+        if self._tied_exchange is None:
+            return []
+        chunks = unwrap_model(model)
+        mine = [chunks[chunk] for stage, chunk in self._ends if stage == self._where.stage]
+        return [chunk.shared_embedding_or_output_weight() for chunk in mine]
 
     def _exchanges(
-        self, model: list[torch.nn.Module]
+        self, model: list[torch.nn.Module], copies: Sequence[torch.nn.Parameter]
     ) -> Iterator[tuple[ShardExchange, Iterator[tuple[str, torch.nn.Parameter]], bool]]:
-        """Tied weights first (every copy of them, of all classes), then the rest of the stage."""
+        """Tied weights first (one copy of them on every rank, of all classes), then the rest of the stage."""
         from megatron.core.utils import get_model_config, unwrap_model
 
         chunks = unwrap_model(model)
         sequence_parallel = get_model_config(chunks[0]).sequence_parallel
-        tied = None
         if self._tied_exchange is not None:
-            end = chunks[0] if self._where.stage == 0 else chunks[-1]
-            tied = end.shared_embedding_or_output_weight()
-            yield self._tied_exchange, iter([("tied embedding", tied)]), sequence_parallel
+            yield self._tied_exchange, iter([("tied embedding", copies[0])]), sequence_parallel
         if self._stage_exchange is not None:
-            rest = ((n, p) for chunk in chunks for n, p in chunk.named_parameters() if p is not tied)
+            tied = {id(copy) for copy in copies}
+            rest = ((n, p) for chunk in chunks for n, p in chunk.named_parameters() if id(p) not in tied)
             yield self._stage_exchange, rest, sequence_parallel
 
 

@@ -18,6 +18,7 @@ from megatron_het.schedule.generators.pipelines import Part, parts_of
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 from megatron_het.schedule.kinds import COLLECTIVES
 from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.paths import placement_of
 from megatron_het.schedule.validate import check
 
 Chosen = Sequence[tuple[Feature, Any]]
@@ -169,6 +170,7 @@ def schedule_shape(plan: Plan) -> Shape:
         layers=tuple(s.layers for s in plan.stages),
         route=Placement(plan).route,
         replicas=tuple(len(s.replicas) for s in plan.stages),
+        placement=placement_of(plan.schedule.name),
         sizes=plan.training.micro_batch_sizes,
         **fields,
     )

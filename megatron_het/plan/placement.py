@@ -22,6 +22,13 @@ class Placement:
 
     A *TP class* is the set of replicas of one stage that have the same TP size: Megatron's own
     data parallelism and distributed optimizer run inside a class.
+
+    Attributes:
+        plan: The plan.
+        path: (stage, chunk) in the order in which a microbatch visits them.
+        first: (stage, chunk) of the embedding.
+        last: (stage, chunk) of the output layer and the loss.
+        route: ``route[stage][microbatch]``, the replica of the stage that runs the microbatch.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -31,6 +38,8 @@ class Placement:
             for q, replica in enumerate(stage.replicas):
                 for i, rank in enumerate(replica.ranks):
                     self._where[rank] = Location(s, q, i % replica.tp, i // replica.tp)
+        self.path = plan.path
+        self.first, self.last = self.path[0], self.path[-1]
         self.route: tuple[tuple[int, ...], ...] = tuple(
             _route_of_stage(stage.replicas, plan.num_microbatches) for stage in plan.stages
         )
@@ -49,6 +58,19 @@ class Placement:
     def num_stages(self) -> int:
         """Number of pipeline stages."""
         return len(self.plan.stages)
+
+    @property
+    def logging_stage(self) -> int:
+        """Where Megatron logs the loss: on the last rank, and all ranks of its stage take part."""
+        return self.num_stages - 1
+
+    def positions(self, stage: int) -> tuple[int, ...]:
+        """Megatron's pipeline rank for each chunk of a stage.
+
+        Megatron numbers chunks sweep by sweep: virtual stage ``v`` of pipeline rank ``r`` is number
+        ``v * stages + r`` of the model.  In a V a stage has one rank on the way there and another on the way back.
+        """
+        return tuple(i % self.num_stages for i, (s, _) in enumerate(self.path) if s == stage)
 
     def locate(self, rank: int) -> Location:
         """Where ``rank`` sits; KeyError for a rank outside of the plan."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_het.plan.errors import PlanError
+from megatron_het.schedule.paths import Place, path_of, placement_of
 
 PLAN_FORMAT = "megatron_het.plan"
 PLAN_VERSION = 1
@@ -182,6 +183,11 @@ class Plan:
     def num_microbatches(self) -> int:
         """Microbatches per iteration."""
         return self.training.num_microbatches
+
+    @property
+    def path(self) -> tuple[Place, ...]:
+        """(stage, chunk) in the order in which a microbatch visits them; the schedule's name decides."""
+        return path_of([len(stage.layers) for stage in self.stages], placement_of(self.schedule.name))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values, with format and version first."""

@@ -2,11 +2,13 @@
 
 Upstream builds several chunks per rank only in pipelines of two or more stages, because its
 interleaved schedule needs them.  Ministages make sense on a single stage too: they bound how many
-parameters are materialised.
+parameters are materialised.  And its builder knows one position of a rank in the pipeline, where in a V every
+chunk of a rank has its own.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,17 +17,64 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.training.models.base import compose_hooks
 from megatron.training.models.dist_utils import prepare_existing_model_chunks_for_distributed_training
 from megatron.training.models.gpt import GPTModelBuilder
+
+from megatron_het.topology import Axis, at_chunk
 
 BUILDER = f"{__name__}.ChunkedGPTModelBuilder"
 """The value of a model configuration's ``builder`` that selects the builder of several chunks."""
 
 
+class PositionedLayout(PipelineParallelLayerLayout):
+    """Megatron's layout on a rank whose chunks have positions of their own.
+
+    Without a pipeline rank Megatron means this rank, which is at another position in every chunk.
+
+    Args:
+        layout: Megatron's own.
+        positions: Pipeline rank for each chunk of this rank.
+    """
+
+    def __init__(self, layout: PipelineParallelLayerLayout, positions: tuple[int, ...]) -> None:
+        self.__dict__.update(layout.__dict__)
+        self._positions = positions
+
+    def _rank(self, vp_stage: int | None, pp_rank: int | None) -> int | None:
+        return self._positions[vp_stage or 0] if pp_rank is None else pp_rank
+
+    def get_num_layers_to_build(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """See Megatron."""
+        return super().get_num_layers_to_build(layer_type, vp_stage, self._rank(vp_stage, pp_rank))
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """See Megatron."""
+        return super().get_layer_offset(layer_type, vp_stage, self._rank(vp_stage, pp_rank))
+
+    def get_layer_id_list(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> list[int]:
+        """See Megatron."""
+        return super().get_layer_id_list(layer_type, vp_stage, self._rank(vp_stage, pp_rank))
+
+
+def know_positions(transformer: Any, positions: tuple[int, ...]) -> None:
+    """Let a transformer configuration's layout know the positions of this rank's chunks, where they differ."""
+    if len(set(positions)) > 1:
+        layout = transformer.pipeline_model_parallel_layout
+        transformer.pipeline_model_parallel_layout = PositionedLayout(layout, positions)
+
+
 class ChunkedGPTModelBuilder(GPTModelBuilder):
-    """Builds all chunks of the only stage of a pipeline.
+    """Builds all chunks of the only stage of a pipeline, or of a stage that has several positions.
 
     Attributes:
         wraps_with_upstream: Whether upstream wraps them with DDP; else ``_wrap`` does.
@@ -45,10 +94,10 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
         mixed_precision_wrapper: Callable[[Any, Any], Any] | None = Float16Module,
         model_type: ModelType = ModelType.encoder_or_decoder,
     ) -> list[GPTModel]:
-        """As upstream's; the chunks of a single stage are built one after the other."""
+        """As upstream's; the chunks that upstream cannot build are built one after the other."""
         config = self._model_config
         chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
-        if not self._builds(pg_collection.pp.size(), chunks):
+        if not self._builds(pg_collection.pp, chunks):
             return super().build_distributed_models(
                 pg_collection,
                 ddp_config,
@@ -74,9 +123,9 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
         )
         return self._finish_all(built, finish)
 
-    def _builds(self, stages: int, chunks: int) -> bool:
+    def _builds(self, pipeline: Axis, chunks: int) -> bool:
         """Whether the chunks are built here, and not by upstream."""
-        return stages == 1 and chunks > 1
+        return chunks > 1 and (pipeline.size() == 1 or bool(pipeline.by_chunk))
 
     def _finish_all(
         self, chunks: Iterator[GPTModel], finish: Callable[[list[GPTModel]], list[GPTModel]]
@@ -120,17 +169,21 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
     ) -> Iterator[GPTModel]:
         """The chunks of this rank, each one built when it is asked for."""
         transformer = self._model_config.transformer
-        stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
-        if stages == 1 and chunks > 1:
+        axis: Axis = pg_collection.pp
+        if axis.size() == 1 and chunks > 1:
             # Upstream numbers layers by the layout only where the configuration, as opposed to the
             # process group, says that there is more than one stage.
             transformer.pipeline_model_parallel_size = max(2, transformer.pipeline_model_parallel_size)
         for chunk in range(chunks):
-            model = self.build_model(
-                pg_collection,
-                pre_process=stage == 0 and chunk == 0,
-                post_process=stage == stages - 1 and chunk == chunks - 1,
-                vp_stage=chunk if chunks > 1 else None,
-            )
+            shown = axis.of_chunk(chunk)
+            groups = copy.copy(pg_collection)
+            groups.pp = shown
+            with at_chunk(chunk):
+                model = self.build_model(
+                    groups,
+                    pre_process=shown.rank() == 0 and chunk == 0,
+                    post_process=shown.rank() == shown.size() - 1 and chunk == chunks - 1,
+                    vp_stage=chunk if chunks > 1 else None,
+                )
             model.model_type = model_type
             yield model

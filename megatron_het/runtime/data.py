@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_het.topology import as_only_reader
+from megatron_het.topology import as_only_reader, at_chunk
 
 
 class RoutedBatchSampler(torch.utils.data.Sampler[list[int]]):
@@ -134,7 +134,8 @@ def routed_provider(
 
         args = get_args()
         keywords = {} if vp_stage is None else {"vp_stage": vp_stage}
-        datasets = provider(num_samples, **keywords)
+        with at_chunk(vp_stage):
+            datasets = provider(num_samples, **keywords)
         consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
         train, *others = (
             _iterator(args, dataset, start, microbatches, batches_of, loader_type)

@@ -22,6 +22,7 @@ from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handler, Iteration, Key, RuntimeFeature
 from megatron_het.schedule.gradient_sync import sync_points
 from megatron_het.schedule.ir import Kind
+from megatron_het.topology import at_chunk
 
 
 class ExecutorError(RuntimeError):
@@ -34,7 +35,7 @@ class Executor:
     Args:
         programs: Rank program by ``forward_only``.
         channels: This rank's transfers.
-        is_last: Whether this rank's stage is the last of the pipeline.
+        loss_chunk: Chunk of this rank that ends in the loss; None where none does.
         num_chunks: Model chunks on this rank.
         timeline: Records when every operation ran.
         features: What else runs, in the order in which it is called.
@@ -49,7 +50,7 @@ class Executor:
         programs: Mapping[bool, RankProgram],
         channels: Channels,
         *,
-        is_last: bool,
+        loss_chunk: int | None,
         num_chunks: int,
         timeline: Timeline,
         features: Sequence[RuntimeFeature] = (),
@@ -58,7 +59,7 @@ class Executor:
         self._programs = programs
         self._sync_points = {mode: sync_points(program.ops, num_chunks) for mode, program in programs.items()}
         self._channels = channels
-        self._is_last = is_last
+        self._loss_chunk = loss_chunk
         self._num_chunks = num_chunks
         self._timeline = timeline
         self._features = tuple(features)
@@ -119,7 +120,7 @@ class Executor:
     def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
         from megatron.core.pipeline_parallel import schedules
 
-        key, is_last = op.key, self._is_last and op.chunk == self._num_chunks - 1
+        key, is_last = op.key, op.chunk == self._loss_chunk
         source = self._arrived(Kind.RECV_FORWARD, key, state)
         if source is not None and not call.forward_only:
             source.requires_grad_()
@@ -129,6 +130,7 @@ class Executor:
             for feature in self._features:
                 around.enter_context(feature.around_forward(forward, call))
             around.enter_context(call.sized(op.microbatch))
+            around.enter_context(at_chunk(op.chunk))
             forward.output = output = self._forward_step(forward, call, state)
         if not forward.ends_in_loss:
             # The transfer needs the values, autograd only the node: Megatron's backward expects
@@ -177,6 +179,7 @@ class Executor:
             gradient = self._arrived(Kind.RECV_BACKWARD, key, state)
             if backward.gradient is not None:
                 gradient = backward.gradient
+            around.enter_context(at_chunk(op.chunk))
             result = schedules.backward_step(state.inputs.pop(key), state.outputs.pop(key), gradient, call.config)
         if result is not None:
             self._keep_for_send(Kind.SEND_BACKWARD, key, result, call, state)

@@ -230,9 +230,9 @@ class OpenContext:
         return self.placement.plan
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank's stage is the last of the pipeline."""
-        return self.placement.locate(self.rank).stage == self.placement.num_stages - 1
+    def has_loss(self) -> bool:
+        """Whether the model's last chunk, with the output layer and the loss, is on this rank."""
+        return self.placement.locate(self.rank).stage == self.placement.last[0]
 
     def new_channels(self, purpose: str, edges: Iterable[Edge], pending_per_edge: int | None) -> Channels:
         """Transfers of a purpose of their own.  Collective: all ranks open the same purposes in the same order.

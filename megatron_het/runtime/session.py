@@ -33,6 +33,7 @@ from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.executor import Executor, iterators_per_chunk
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature, open_features, optimizer_of
+from megatron_het.runtime.losses import Reports, of_whole_stage, passed_on
 from megatron_het.topology import PlanGroups, build_groups, install_stage_state, remove_stage_state
 
 _NOTE = "het: "
@@ -107,7 +108,8 @@ class HetSession:
         install_stage_state(self._groups)
         where = self.placement.locate(self.groups.rank)
         self._num_chunks = len(self.plan.stages[where.stage].layers)
-        self._is_last = where.stage == self.placement.num_stages - 1
+        loss_stage, loss_chunk = self.placement.last
+        self._has_loss = where.stage == loss_stage
         # The programs have been validated: in none of them is a cycle of transfers possible.
         choice = choose_transport(self.config.transport, dist.get_backend(), self._platform.has_nccl, ())
         context = self._open_context(args, choice)
@@ -115,7 +117,7 @@ class HetSession:
         self._executor = Executor(
             context.lowered,
             context.channels,
-            is_last=self._is_last,
+            loss_chunk=loss_chunk if self._has_loss else None,
             num_chunks=self._num_chunks,
             timeline=self._timeline,
             features=self._features,
@@ -208,13 +210,15 @@ class HetSession:
         """
         assert self._finalizer is not None
         model_config.transformer.finalize_model_grads_func = self._finalizer
+        positions = self.placement.positions(self.placement.locate(self.groups.rank).stage)
         model_config.pre_wrap_hooks.append(self._prepare_model)
         # Before wrapping, weights without a device of their own in Megatron are still on the CPU.
         model_config.post_wrap_hooks.append(self._finalizer.copy_initial_weights)
         if self._num_chunks > 1:
-            from megatron_het.runtime.building import BUILDER
+            from megatron_het.runtime.building import BUILDER, know_positions
 
             model_config.builder = BUILDER
+            know_positions(model_config.transformer, positions)
         for feature in self._features:
             feature.prepare_config(model_config)
 
@@ -283,7 +287,7 @@ class HetSession:
         return training.num_microbatches if as_planned else num_microbatches
 
     def _run(self, call: Call, measured: Measurement, force_all_reduce: bool) -> list[Any]:
-        """The program, then what is summed over ranks; returns the last stage's loss entries."""
+        """The program, then what is summed over ranks; returns loss entries where Megatron wants them."""
         executor = self._executor
         assert executor is not None and self.report is not None
         roles = ("tp", *(role for feature in self._features for role in feature.roles))
@@ -294,14 +298,21 @@ class HetSession:
             with self.explained(lambda: "gradient reduction", "stage"):
                 self._finalize(call, state, force_all_reduce)
         reports = state.reports
-        if self._is_last and not call.collect_non_loss_data:
-            with self.explained(lambda: "loss reduction", "stage"):
-                reports = self._reduce_reports(reports)
-            measured.add_losses(reports)
+        if not call.collect_non_loss_data:
+            if self._has_loss:
+                with self.explained(lambda: "loss reduction", "stage"):
+                    reports = of_whole_stage(reports, self.placement, self.groups)
+                measured.add_losses(reports)
+            with self.explained(lambda: "passing on the loss", "loss"):
+                reports = self._passed_on(reports)
         if not call.forward_only:
             for feature in self._features:
                 self.report.add_figures(feature.figures())
         return reports
+
+    def _passed_on(self, reports: Reports) -> Reports:
+        """Loss entries where Megatron logs them."""
+        return passed_on(reports, self.placement, self.groups, self._platform.device)
 
     def _finalize(self, call: Call, state: Iteration, force_all_reduce: bool) -> None:
         num_tokens = state.num_tokens if call.config.calculate_per_token_loss else None
@@ -337,22 +348,3 @@ class HetSession:
                     "If one of them has stopped, its log says why"
                 )
             raise
-
-    def _reduce_reports(self, reports: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """One entry for the whole last stage when its replicas have unequal work or TP, or share sequences.
-
-        Megatron sums entries over the data-parallel group, which here is one TP class only.
-        """
-        where = self.placement.locate(self.groups.rank)
-        if len(self.plan.stages[where.stage].replicas) == 1 and self.placement.num_cp_ranks == 1:
-            return reports
-        summed = {}
-        for name in reports[0]:
-            total = torch.stack([entry[name].view(-1) for entry in reports]).sum(dim=0)
-            if total.numel() == 1:  # a mean per microbatch instead of (sum, tokens)
-                total /= self.plan.num_microbatches
-            if where.tp_rank > 0:
-                total.zero_()
-            dist.all_reduce(total, group=self.groups["stage"])
-            summed[name] = total
-        return [summed]

@@ -16,9 +16,10 @@ from megatron_het.lowering.programs import assemble
 from megatron_het.schedule.compare import Setting, compare, model_costs
 from megatron_het.schedule.cost import Costs, Link
 from megatron_het.schedule.exchange import plan_exchange
-from megatron_het.schedule.generators import GENERATORS, V_SHAPED
+from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.graph import Graph, ScheduleError
 from megatron_het.schedule.ir import Program, Shape
+from megatron_het.schedule.paths import placement_of
 from megatron_het.schedule.report import (
     comparison_table,
     print_table,
@@ -178,7 +179,7 @@ def _check_size(options: argparse.Namespace) -> None:
 
 def _shape(options: argparse.Namespace) -> Shape:
     _check_size(options)
-    placement = "v" if options.program in V_SHAPED else "loop"
+    placement = placement_of(options.program)
     chunks = options.chunks or (2 if placement == "v" else 1)
     layers = _numbers(options.layers, "layers") if options.layers else ((1,) * chunks,) * options.pp
     stages = len(layers)

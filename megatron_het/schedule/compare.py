@@ -9,6 +9,7 @@ from megatron_het.plan import ScheduleSpec
 from megatron_het.schedule.columns import Direction, Fields, Role
 from megatron_het.schedule.cost import Costs, Memory, PerChunk
 from megatron_het.schedule.ir import Program, Shape
+from megatron_het.schedule.paths import placement_of
 from megatron_het.schedule.simulate import Result, simulate
 
 
@@ -85,8 +86,8 @@ def compare(setting: Setting, only: Collection[str] = ()) -> list[Row]:
 
 
 def _candidates(s: Setting) -> Iterator[tuple[str, Callable[[], Program]]]:
-    def plain(name: str, slices: int = 1, chunks: int = 1, placement: str = "loop") -> Callable[[], Program]:
-        return lambda: assemble(s.shape(slices, chunks, placement), name)
+    def plain(name: str, slices: int = 1, chunks: int = 1) -> Callable[[], Program]:
+        return lambda: assemble(s.shape(slices, chunks, placement_of(name)), name)
 
     def slim(**parameters: bool) -> Callable[[], Program]:
         spec = ScheduleSpec("slimpipe", {**parameters, "vocabulary": s.output_share > 0})
@@ -99,8 +100,8 @@ def _candidates(s: Setting) -> Iterator[tuple[str, Callable[[], Program]]]:
     yield "terapipe", plain("terapipe", slices=s.slices)
     yield "seq1f1b", plain("seq1f1b", slices=s.slices)
     yield "zb-h1", plain("zb-h1")
-    yield "zb-v", plain("zb-v", chunks=2, placement="v")
-    yield "v-half", plain("v-half", chunks=2, placement="v")
+    yield "zb-v", plain("zb-v", chunks=2)
+    yield "v-half", plain("v-half", chunks=2)
     yield "ministage", plain("ministage", chunks=s.chunks)
     yield "slimpipe-plain", slim()
     yield "slimpipe", slim(context_exchange=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megatron_het.schedule.columns import Role, Value
 from megatron_het.schedule.kinds import COMPUTE, EXCHANGE, RECEIVES, SENDS, TRANSFERS, Kind
+from megatron_het.schedule.paths import PLACEMENTS, Place, path_of
 from megatron_het.untrusted import MAX_DEVICES, MAX_PASSES
 
 
@@ -78,9 +79,6 @@ class Device(NamedTuple):
         return f"{self.stage}.{self.replica}"
 
 
-PLACEMENTS = ("loop", "v")
-
-
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Everything a schedule is a function of.
@@ -90,8 +88,7 @@ class Shape:
         route: ``route[stage][microbatch]``, the replica of the stage that runs the microbatch.
         replicas: number of replicas of each stage.
         slices: slices per sequence.
-        placement: ``"loop"``: chunk 0 of all stages, then chunk 1 of all stages that have one, ...;
-            ``"v"``: the same with every other sweep going backwards (ZB-V, V-Half).
+        placement: ``"loop"`` or ``"v"``; see :func:`~megatron_het.schedule.paths.path_of`.
         sizes: sequences of every microbatch where they differ; costs and memory are those of the largest.
 
     Raises:
@@ -104,9 +101,9 @@ class Shape:
     slices: int = 1
     placement: str = "loop"
     sizes: tuple[int, ...] = ()
-    path: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    path: tuple[Place, ...] = field(init=False, repr=False, compare=False)
     """(stage, chunk) in the order in which a microbatch visits them."""
-    positions: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
+    positions: dict[Place, int] = field(init=False, repr=False, compare=False)
     first_device: tuple[int, ...] = field(init=False, repr=False, compare=False)
     devices: tuple[Device, ...] = field(init=False, repr=False, compare=False)
     shares: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
@@ -114,17 +111,13 @@ class Shape:
 
     def __post_init__(self) -> None:
         self._check()
-        chunks = max(len(c) for c in self.layers)
-        path: list[tuple[int, int]] = []
-        for chunk in range(chunks):
-            sweep = [(s, chunk) for s in range(len(self.layers)) if chunk < len(self.layers[s])]
-            path += reversed(sweep) if self.placement == "v" and chunk % 2 else sweep
+        path = path_of([len(chunks) for chunks in self.layers], self.placement)
         first, total = [], 0
         for count in self.replicas:
             first.append(total)
             total += count
         put = object.__setattr__
-        put(self, "path", tuple(path))
+        put(self, "path", path)
         put(self, "positions", {place: i for i, place in enumerate(path)})
         put(self, "first_device", tuple(first))
         shares: list[list[int]] = [[] for _ in range(total)]
@@ -222,12 +215,12 @@ class Shape:
         """Microbatches of a device, ascending."""
         return self.shares[device]
 
-    def previous(self, stage: int, chunk: int) -> tuple[int, int] | None:
+    def previous(self, stage: int, chunk: int) -> Place | None:
         """(stage, chunk) that feeds this one, None for the first of the model."""
         i = self.positions[stage, chunk]
         return self.path[i - 1] if i else None
 
-    def next(self, stage: int, chunk: int) -> tuple[int, int] | None:
+    def next(self, stage: int, chunk: int) -> Place | None:
         """(stage, chunk) fed by this one, None for the last of the model."""
         i = self.positions[stage, chunk] + 1
         return self.path[i] if i < len(self.path) else None

@@ -6,9 +6,15 @@ the package reads the global ``parallel_state``.
 
 from megatron_het.topology.axis import Axis
 from megatron_het.topology.creation import GroupError, create_group
-from megatron_het.topology.groups import GroupSpec, PlanGroups, build_groups, group_specs
+from megatron_het.topology.groups import GroupSpec, PlanGroups, build_groups, group_specs, loss_source
 from megatron_het.topology.pairs import Edge, Link, PairGroups, in_rounds
-from megatron_het.topology.stage_state import KNOWN_STATE, as_only_reader, install_stage_state, remove_stage_state
+from megatron_het.topology.stage_state import (
+    KNOWN_STATE,
+    as_only_reader,
+    at_chunk,
+    install_stage_state,
+    remove_stage_state,
+)
 
 __all__ = [
     "KNOWN_STATE",
@@ -20,10 +26,12 @@ __all__ = [
     "PairGroups",
     "PlanGroups",
     "as_only_reader",
+    "at_chunk",
     "build_groups",
     "create_group",
     "group_specs",
     "in_rounds",
     "install_stage_state",
+    "loss_source",
     "remove_stage_state",
 ]

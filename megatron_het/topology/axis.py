@@ -12,10 +12,20 @@ class Axis:
     The pipeline axis of a heterogeneous plan is an Axis: stages have different numbers of ranks,
     so there is no group with one rank per stage, and a stray collective on the axis fails at once
     instead of hanging.
+
+    Attributes:
+        position: Of this rank, that of its first chunk.
+        length: Number of positions.
+        by_chunk: Of every chunk of this rank, where they differ; empty where all chunks have one position.
     """
 
     position: int
     length: int
+    by_chunk: tuple[int, ...] = ()
+
+    def of_chunk(self, chunk: int) -> Axis:
+        """The axis as one chunk of this rank sees it."""
+        return Axis(self.by_chunk[chunk], self.length, self.by_chunk) if self.by_chunk else self
 
     def rank(self) -> int:
         """This rank's position."""

@@ -19,8 +19,9 @@ class GroupSpec:
     Roles: ``self`` (one rank), ``tp`` (a replica, or the part of it with one part of the sequence),
     ``cp`` (the ranks of a replica that share sequences), ``class`` (equal TP rank over the replicas of
     one TP class of a stage: Megatron's data-parallel group), ``stage`` (all ranks of a stage),
-    ``leaders`` (first member of each class group of a stage), ``ends`` (leaders of the first and
-    the last stage, for tied embeddings).
+    ``leaders`` (first member of each class group of a stage), ``ends`` (leaders of the stages of the
+    model's first and last chunk, for tied embeddings), ``loss`` (the rank that knows the whole loss and
+    those that Megatron logs it on, where these are elsewhere).
     """
 
     role: str
@@ -41,10 +42,18 @@ def group_specs(placement: Placement, tied_embeddings: bool = False) -> list[Gro
             specs.extend(GroupSpec("class", tuple(placement.class_ranks(s, tp, t))) for t in range(tp))
         if placement.is_mixed(s):
             specs.append(GroupSpec("leaders", tuple(leaders_of_stage(placement, s))))
-    if tied_embeddings and placement.num_stages > 1:
-        ends = leaders_of_stage(placement, 0) + leaders_of_stage(placement, placement.num_stages - 1)
+    if tied_embeddings and placement.first != placement.last:
+        ends = {rank for stage, _ in (placement.first, placement.last) for rank in leaders_of_stage(placement, stage)}
         specs.append(GroupSpec("ends", tuple(sorted(ends))))
+    if placement.logging_stage != placement.last[0]:
+        readers = placement.stage_ranks(placement.logging_stage)
+        specs.append(GroupSpec("loss", tuple(sorted([loss_source(placement), *readers]))))
     return specs
+
+
+def loss_source(placement: Placement) -> int:
+    """The rank that tells the loss to the stage on which Megatron logs it."""
+    return placement.stage_ranks(placement.last[0])[0]
 
 
 def leaders_of_stage(placement: Placement, stage: int) -> list[int]:

@@ -119,7 +119,9 @@ def stage_state(groups: PlanGroups) -> dict[str, Any]:
     replica = placement.replica(where.stage, where.replica)
     class_ranks = placement.class_ranks(where.stage, replica.tp, where.tp_rank)
     me, world = [groups.rank], list(range(placement.world_size))
-    chunks = len(placement.plan.stages[where.stage].layers)
+    positions = placement.positions(where.stage)
+    chunks = len(positions)
+    by_chunk = positions if len(set(positions)) > 1 else ()
     state: dict[str, Any] = {
         "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(replica.tp_group(where.cp_rank)),
         "_MODEL_PARALLEL_GLOBAL_RANKS": world,
@@ -129,7 +131,7 @@ def stage_state(groups: PlanGroups) -> dict[str, Any]:
         "_GTP_WEIGHT_REMAT_GLOBAL_RANKS": me,
         "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": me,
         "_EXPERT_MODEL_PARALLEL_RANKS": me,
-        "_PIPELINE_MODEL_PARALLEL_GROUP": Axis(where.stage, placement.num_stages),
+        "_PIPELINE_MODEL_PARALLEL_GROUP": Axis(where.stage, placement.num_stages, by_chunk),
         "_PIPELINE_GLOBAL_RANKS": [placement.replica(s, 0).ranks[0] for s in range(placement.num_stages)],
         "_MPU_PIPELINE_MODEL_PARALLEL_RANK": where.stage,
         "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": placement.num_stages,
@@ -186,6 +188,31 @@ def as_only_reader(module: ModuleType | None = None) -> Iterator[None]:
         yield
     finally:
         state._MPU_DATA_PARALLEL_RANK = before
+
+
+@contextlib.contextmanager
+def at_chunk(chunk: int | None, module: ModuleType | None = None) -> Iterator[None]:
+    """Show the pipeline position of a chunk while something runs that asks for it by the rank alone.
+
+    In a V a stage comes twice, at different positions: Megatron's functions ask which rows of a batch a rank
+    needs, and which layers it has, by the position of the rank.
+
+    Args:
+        chunk: Of this rank; None where there is one only.
+        module: ``megatron.core.parallel_state`` (a stand-in in tests).
+    """
+    state: Any = module or _parallel_state()
+    axis = state._PIPELINE_MODEL_PARALLEL_GROUP
+    if chunk is None or not isinstance(axis, Axis) or not axis.by_chunk:
+        yield
+        return
+    before = axis, state._MPU_PIPELINE_MODEL_PARALLEL_RANK
+    shown = axis.of_chunk(chunk)
+    state._PIPELINE_MODEL_PARALLEL_GROUP, state._MPU_PIPELINE_MODEL_PARALLEL_RANK = shown, shown.position
+    try:
+        yield
+    finally:
+        state._PIPELINE_MODEL_PARALLEL_GROUP, state._MPU_PIPELINE_MODEL_PARALLEL_RANK = before
 
 
 def _parallel_state() -> ModuleType:

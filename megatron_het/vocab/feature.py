@@ -74,4 +74,4 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     vocabulary = SplitVocabulary(
         context.placement, context.rank, context.new_channels, context.groups["tp"], context.timeline, context.batches
     )
-    return VocabularyFeature(vocabulary, context.is_last_stage, len(context.lowered[False].backwards))
+    return VocabularyFeature(vocabulary, context.has_loss, len(context.lowered[False].backwards))

@@ -82,7 +82,7 @@ class SplitVocabulary:
         self._position = position_of(placement, where)
         self._tp_group = tp_group
         self._timeline = timeline
-        self._is_last = where.stage == placement.num_stages - 1
+        self._is_last = where.stage == placement.last[0]
         self._channels = open_channels("output layer", team_edges(placement), PENDING_SENDS)
         self._embedding = EmbeddingTeam(placement, rank, open_channels, tp_group, timeline, batches)
         self._layer: SplitOutputLayer | None = None
@@ -290,11 +290,12 @@ class SplitVocabulary:
         """The rank of the last stage that this rank works for; None on the last stage."""
         if self._is_last:
             return None
-        return team(self._placement, op.microbatch, self._position)[-1]
+        return team(self._placement, op.microbatch, self._position)[self._placement.last[0]]
 
     def _helpers(self, op: RankOp) -> list[int]:
         """The ranks that work for this one."""
-        return team(self._placement, op.microbatch, self._position)[:-1]
+        ranks = team(self._placement, op.microbatch, self._position)
+        return [rank for stage, rank in enumerate(ranks) if stage != self._placement.last[0]]
 
     @property
     def _weight_dtype(self) -> torch.dtype:
@@ -341,6 +342,7 @@ def team_edges(placement: Placement) -> list[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
     for microbatch in range(placement.plan.num_microbatches):
         for position in positions(placement):
-            *helpers, owner = team(placement, microbatch, position)
-            found.update(edge for peer in helpers for edge in ((owner, peer), (peer, owner)))
+            ranks = team(placement, microbatch, position)
+            owner = ranks[placement.last[0]]
+            found.update(edge for peer in ranks if peer != owner for edge in ((owner, peer), (peer, owner)))
     return sorted(found)

@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_het.runtime.building import ChunkedGPTModelBuilder
+from megatron_het.topology import Axis
 from megatron_het.window.layout import wrap_layered
 
 WINDOW_BUILDER = f"{__name__}.WindowGPTModelBuilder"
@@ -20,7 +21,7 @@ class WindowGPTModelBuilder(ChunkedGPTModelBuilder):
 
     wraps_with_upstream = False
 
-    def _builds(self, stages: int, chunks: int) -> bool:
+    def _builds(self, pipeline: Axis, chunks: int) -> bool:
         return True
 
     def _finish_all(

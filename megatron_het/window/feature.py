@@ -74,6 +74,6 @@ class WindowFeature(RuntimeFeature):
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature."""
-    counts_tokens = context.is_last_stage and context.placement.locate(context.rank).tp_rank == 0
+    counts_tokens = context.has_loss and context.placement.locate(context.rank).tp_rank == 0
     window = ParameterWindow(context.options, context.groups["tp"], context.groups["stage"], counts_tokens)
     return WindowFeature(window, rank_shares(context.placement, context.rank))

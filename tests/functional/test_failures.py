@@ -76,9 +76,9 @@ BAD_PLANS: dict[str, tuple[Callable[[Document], None], tuple[str, ...]]] = {
         _set("schedule", {"name": "interleaved", "parameters": {"group": 1}}),
         ("schedule = 'interleaved'", "group = 1"),
     ),
-    "schedule that is only simulated": (
+    "a V of one chunk": (
         _set("schedule.name", "zb-v"),
-        ("schedule.name = 'zb-v'", "simulated but not executed", "1f1b"),
+        ("stages[*].layers = [1]", "2 in every stage", "--num-virtual-stages-per-pipeline-rank 2"),
     ),
     "unknown schedule": (_set("schedule.name", "2f2b"), ("schedule", "2f2b")),
 }

@@ -243,7 +243,7 @@ def _bubble(estimate: Estimate) -> float:
 def _unit_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> float:
     u = estimator.unit(g.pool, g.tp, candidate.micro_batch_size, candidate.recompute)
     assert u is not None
-    return u.both_s(candidate.stages[s].layers, s == 0, s == len(candidate.stages) - 1)
+    return u.both_s(candidate.stages[s].layers, s == 0, s == candidate.head_stage)
 
 
 def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple[Candidate, list[list[list[Seat]]]]:

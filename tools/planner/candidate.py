@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.one_f_one_b import SLACK
+from megatron_het.schedule.paths import Place, path_of_schedule
 
 
 class Group(NamedTuple):
@@ -34,7 +36,7 @@ class Candidate:
         stages: In pipeline order.
         micro_batch_size: Sequences per microbatch.
         recompute: none, selective or full.
-        schedule: One of ``schedules.SCHEDULES``.
+        schedule: One of ``schedules.SCHEDULES``, or another one that a plan asks for.
         chunks: Model chunks (ministages) per stage.
         slices: Slices per sequence.
         zero_stage: 0 plain data parallelism, 1 distributed optimizer, 2 and 3 sharded gradients and parameters.
@@ -83,6 +85,22 @@ class Candidate:
             for group in stage.groups:
                 used[group.pool] = used.get(group.pool, 0) + group.tp * self.cp * group.count
         return used
+
+    @property
+    def path(self) -> tuple[Place, ...]:
+        """(stage, chunk) in the order in which a microbatch visits them."""
+        return path_of_schedule(self.schedule, len(self.stages), self.chunks)
+
+    @property
+    def head_stage(self) -> int:
+        """The stage of the output layer and the loss."""
+        return self.path[-1][0]
+
+    def sends(self, s: int) -> tuple[int, int]:
+        """Chunks of a stage whose outputs, and whose gradients, go to another stage."""
+        stages = [stage for stage, _ in self.path]
+        pairs = [(a, b) for a, b in itertools.pairwise(stages) if a != b]
+        return sum(a == s for a, _ in pairs), sum(b == s for _, b in pairs)
 
     @property
     def blocks(self) -> int:

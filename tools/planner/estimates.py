@@ -210,7 +210,7 @@ def rank_parameters(candidate: Candidate, unit: Unit, s: int) -> float:
     count = float(candidate.stages[s].layers * unit.layer_parameters)
     if s == 0:
         count += unit.embedding_parameters
-    if s == len(candidate.stages) - 1:
+    if s == candidate.head_stage:
         count += unit.head_parameters
     return count
 

@@ -24,7 +24,8 @@ def _of_group(
     estimator: OperatingPoints, candidate: Candidate, stage: StageTimes, s: int, i: int, shards: int
 ) -> GroupMemory:
     """A rank of group ``i`` of stage ``s``, whose optimizer state ``shards`` replicas share equally."""
-    runtime, schedule, last = estimator.runtime, schedule_of(candidate), len(candidate.stages) - 1
+    runtime, schedule = estimator.runtime, schedule_of(candidate)
+    has_head = s == candidate.head_stage
     layers, groups = candidate.stages[s]
     boundary = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.slices
     if estimator.model.sequence_parallel:
@@ -34,16 +35,16 @@ def _of_group(
     held = schedule.in_flight(candidate, stage, s, i)
     kept = layers * (u.layer_bytes * schedule.layer_share(u)) + (u.embedding_bytes if s == 0 else 0.0)
     activations, waiting = schedule.activations(candidate, held, kept)
-    if s == last:
+    if has_head:
         activations += schedule.logits(candidate, held, u.head_bytes)
-    if last > 0:
+    if len(candidate.stages) > 1:
         activations += 2 * boundary
         if runtime.keeps_sent and not schedule.cuts_sequences:
             # until the last forward, which is when most is held
-            forward, backward = candidate.chunks - (s == last), candidate.chunks - (s == 0)
+            forward, backward = candidate.sends(s)
             activations += boundary * (mine * forward + (mine - held) * backward)
     workspace = u.workspace_bytes
-    if s == last:  # a microbatch's logits are gone before the backward of its first layer
+    if has_head:  # a microbatch's logits are gone before the backward of its first layer
         workspace = max(workspace - u.head_bytes, u.head_workspace_bytes)
     workspace /= candidate.slices
     return GroupMemory(

@@ -91,7 +91,7 @@ def _passes(
     estimator: Estimator, whole: Candidate, candidate: Candidate, plan: Plan, devices: list[Device]
 ) -> tuple[Rows, Rows, Rows]:
     """Seconds of forwards and backwards, and bytes of activations, by device and chunk."""
-    last = len(candidate.stages) - 1
+    last = candidate.head_stage
     least: dict[int, tuple[float, float]] = {}
     if candidate.zero_stage >= 2 and not schedule_of(candidate).shards_parameters:
         for s, its in enumerate(whole.stages):
@@ -133,7 +133,7 @@ def costs_of(
     devices = _devices(estimator, candidate, seated)
     flat = [replica for stage in seated for replica in stage]
     tails = stage_tails(estimator, whole, estimate)
-    last = len(candidate.stages) - 1
+    last = candidate.head_stage
 
     def link(source: int, target: int) -> Link:
         (_, a, _), (_, b, _) = devices[source], devices[target]

@@ -24,7 +24,7 @@ def stages_of(
         total: Microbatches of one of them.
         transfers: Seconds of one transfer over each boundary.
     """
-    c, last = candidate, len(candidate.stages) - 1
+    c, last = candidate, candidate.head_stage
     in_turn = estimator.runtime.transfers_in_turn
     key = (
         c.micro_batch_size,
@@ -89,7 +89,7 @@ def _stage(
     ``waits_s`` is what transfers that come in turn add to each microbatch.
     """
     layers, groups = candidate.stages[s]
-    first, last = s == 0, s == len(candidate.stages) - 1
+    first, last = s == 0, s == candidate.head_stage
     if layers < 1 or not groups:
         return None
     fixed = estimator.runtime.operation_s * candidate.chunks * candidate.slices

@@ -29,8 +29,6 @@ GENERATORS: dict[str, Callable[..., Program]] = {
 }
 BY_PART = frozenset({"1f1b", "data-parallel", "gpipe", "interleaved", "ministage", "seq1f1b", "slimpipe"})
 """Schedules that order the parts of a shape (``pipelines.py``) each as if it were alone."""
-V_SHAPED = frozenset({"v-half", "zb-v"})
-"""Schedules whose second chunks go back from the last stage to the first: placement ``v``."""
 
 
 def generate(name: str, shape: Shape, *, forward_only: bool = False, **parameters: object) -> Program:

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules, for comparison: ZB-H1, ZB-V and V-Half.
+"""Zero-bubble schedules: ZB-H1, ZB-V and V-Half.
 
 The backward is split: gradients of inputs go on to the previous stage, gradients of weights fill idle time.
 The V schedules place chunk 0 down the stages and chunk 1 back up, and repeat one *building block* per
@@ -109,46 +109,91 @@ def zb_h1(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] |
     return _fill("zb-h1", shape, orders, limits, costs)
 
 
-def zb_v(shape: Shape, *, forward_only: bool = False) -> Program:
+def zb_v(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None) -> Program:
     """ZB-V: two chunks per stage in a V.
 
     When forward and both gradients take equally long, the last device never idles once it has begun, so the
     bubble is its start alone, ``stages - 1`` passes.
 
+    Args:
+        shape: two chunks per stage, placed "v", no slices.
+        forward_only: forwards only.
+        speeds: relative speed of each device; all equal by default.
+
     Raises:
-        ValueError: the shape is not two chunks per stage, placed "v", without slices and replicas.
+        ValueError: another shape, or ``speeds`` do not fit the devices.
     """
-    return _v_schedule("zb-v", shape, BLOCK, forward_only)
+    return _v_schedule("zb-v", shape, forward_only, speeds)
 
 
-def v_half(shape: Shape, *, forward_only: bool = False) -> Program:
+def v_half(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None) -> Program:
     """V-Half: as ZB-V with half the memory and some bubble.
 
+    Args:
+        shape: two chunks per stage, placed "v", no slices.
+        forward_only: forwards only.
+        speeds: relative speed of each device; all equal by default.
+
     Raises:
-        ValueError: the shape is not two chunks per stage, placed "v", without slices and replicas.
+        ValueError: another shape, or ``speeds`` do not fit the devices.
     """
-    return _v_schedule("v-half", shape, BLOCK // 2, forward_only)
+    return _v_schedule("v-half", shape, forward_only, speeds)
 
 
-def _v_schedule(name: str, shape: Shape, lifespan: int, forward_only: bool) -> Program:
+_V_PASSES = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD_INPUT, 1), (Kind.BACKWARD_INPUT, 0))
+
+
+def chunks_held(name: str, stages: int) -> list[int]:
+    """Chunks of microbatches that each stage of a V holds at most; two of them are a microbatch on a whole stage.
+
+    Args:
+        name: ``zb-v`` or ``v-half``.
+        stages: of the pipeline.
+    """
+    return [_held_at_most(offsets) for offsets in block_offsets(stages, _LIFESPANS[name])]
+
+
+_LIFESPANS = {"zb-v": BLOCK, "v-half": BLOCK // 2}
+
+
+def _v_schedule(name: str, shape: Shape, forward_only: bool, speeds: Sequence[float] | None) -> Program:
     _check(name, shape, 2, "v")
-    require(name, single_replicas(shape), f"replicas = {shape.replicas}: one replica per stage only")
-    stages = shape.stages
-    offsets = block_offsets(stages, lifespan)
-    kinds = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD_INPUT, 1), (Kind.BACKWARD_INPUT, 0))
-    orders, limits = [], []
-    for stage in range(stages):
+    costs = Speeds.of(shape, speeds)
+    offsets = block_offsets(shape.stages, _LIFESPANS[name])
+    starts = _block_starts(shape, costs)
+    orders = []
+    for d, device in enumerate(shape.devices):
         timed = [
-            (offsets[stage][i] + BLOCK * m, Op(kind, m, 0, chunk))
-            for i, (kind, chunk) in enumerate(kinds)
-            for m in range(shape.microbatches)
+            (starts[m] + offset, Op(kind, m, 0, chunk))
+            for offset, (kind, chunk) in zip(offsets[device.stage], _V_PASSES, strict=True)
+            for m in shape.microbatches_of(d)
         ]
         timed.sort(key=lambda entry: entry[0])
         orders.append([op for _, op in timed if op.kind == Kind.FORWARD or not forward_only])
-        limits.append(_held_at_most(offsets[stage]))
     if forward_only:
         return forward_program(name, shape, orders)
-    return _fill(name, shape, orders, limits)
+    limits = [_held_at_most(offsets[device.stage]) for device in shape.devices]
+    return _fill(name, shape, orders, limits, Speeds(costs.forward_s, costs.forward_s))
+
+
+def _block_starts(shape: Shape, costs: Speeds) -> list[float]:
+    """When the building block of every microbatch begins, in slots.
+
+    A device that runs a microbatch begins no other for the length of a block, or longer where another replica of
+    its stage is faster.  So the order on each device is that of a pipeline whose other microbatches run
+    elsewhere.  All devices of a microbatch count from one start, so that the orders of all devices together run.
+    """
+    fastest = [math.inf] * shape.stages
+    for device, row in zip(shape.devices, costs.forward_s, strict=True):
+        fastest[device.stage] = min(fastest[device.stage], sum(row))
+    length = [BLOCK * sum(row) / fastest[d.stage] for d, row in zip(shape.devices, costs.forward_s, strict=True)]
+    free, starts = [0.0] * len(shape.devices), []
+    for m in range(shape.microbatches):
+        path = [shape.runner(stage, m) for stage in range(shape.stages)]
+        starts.append(max(free[d] for d in path))
+        for d in path:
+            free[d] = starts[m] + length[d]
+    return starts
 
 
 def _held_at_most(offsets: Sequence[int]) -> int:

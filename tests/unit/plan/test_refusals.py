@@ -16,6 +16,7 @@ import pytest
 from megatron_het import hooks
 from megatron_het.config import check_arguments
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
+from megatron_het.features.zero_bubble import ZeroBubble
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.from_flags import plan_from_flags
@@ -212,7 +213,9 @@ def tied(plan: Plan) -> Plan:
 
 WINDOW = {"window": True}
 REFUSED = [
-    (scheduled("zb-v"), r"schedule\.name = 'zb-v'.*simulated but not executed"),
+    (scheduled("zb-v"), r"layers = \[1\]: .*schedule zb-v has 2 in every stage"),
+    (scheduled("zb-h1", chunks=2), r"layers = \[2\]: .*schedule zb-h1 has 1 in every stage"),
+    (tied(scheduled("zb-v", stages=1, chunks=2)), "tied_embeddings.*single stage"),
     (scheduled("waltz"), r"schedule\.name = 'waltz'.*no such schedule"),
     (scheduled("1f1b", zero_stage=3), r"parameters\.zero_stage = 3: schedule 1f1b has no such parameter"),
     (scheduled("slimpipe", slices=4, exchange_unit=2), "no such parameter. Did you mean exchange_units[?]"),
@@ -263,20 +266,27 @@ FITTING = {
     "seq1f1b": {"slices": 2},
     "terapipe": {"slices": 2, "vocabulary": True},
     "zb-h1": {},
+    "zb-v": {"chunks": 2},
+    "v-half": {"chunks": 2},
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in GENERATORS if name not in ("v-half", "zb-v")]
-)  # V-shaped: no plan is
-def test_what_is_called_simulated_only_is_what_the_executor_cannot_run(name: str) -> None:
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_schedule_that_a_plan_may_have_is_built(name: str) -> None:
+    assert name in runnable_schedules()
     plan = scheduled(name, **FITTING[name])
-    if name not in runnable_schedules():
-        with pytest.raises(ValueError, match="simulated but not executed"):
-            build(plan)
-    else:
-        check_plan_alone(plan)
-        build(plan)
+    check_plan_alone(plan)
+    build(plan)
+
+
+def test_a_schedule_that_nobody_executes_is_called_simulated_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ZeroBubble, "runs", ())
+    runnable_schedules.cache_clear()
+    try:
+        with pytest.raises(PlanError, match="'zb-v'.*simulated but not executed"):
+            check_plan_alone(scheduled("zb-v", chunks=2))
+    finally:
+        runnable_schedules.cache_clear()
 
 
 def test_the_plan_is_checked_without_torch() -> None:

@@ -237,7 +237,7 @@ def hand_made(folder, schedule="1f1b", parameters=None, shares=(1.0, 1.0), chunk
         ),
         ({"parameters": {"zero_stage": 3}}, "schedule.parameters.zero_stage"),
         ({"parameters": {"slack": None}}, "schedule.parameters.slack"),
-        ({"schedule": "zb-v"}, "schedule.name"),
+        ({"schedule": "zb-v"}, "stages[*].layers"),
     ],
 )
 def test_check_and_emit_refuse_what_the_runtime_refuses(files, capsys, made, key):

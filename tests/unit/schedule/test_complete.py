@@ -85,7 +85,7 @@ def requests(draw: st.DrawFn) -> Request:
         chunks = draw(st.integers(1, 2))
     slices = draw(st.integers(1, 2)) * stages if name in SLICED else 1
     replicas = (1,) * stages
-    if name in ("1f1b", "gpipe", "ministage", "interleaved", *SLICED):
+    if name in ("1f1b", "gpipe", "ministage", "interleaved", *V_SHAPED, *SLICED):
         replicas = tuple(draw(st.integers(1, 2)) for _ in range(stages))
     route = tuple((*range(r), *(draw(st.integers(0, r - 1)) for _ in range(microbatches - r))) for r in replicas)
     layers = tuple((draw(st.integers(1, 2)),) * chunks for _ in range(stages))

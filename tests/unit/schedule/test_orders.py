@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_het.schedule import Costs, Kind, Link, Program, Shape, add_transfers, generate, simulate
+from megatron_het.schedule import Costs, Kind, Link, Op, Program, Shape, add_transfers, generate, simulate
 from megatron_het.schedule.generators.one_f_one_b import in_flight_limits
 from megatron_het.schedule.validate import validate
 
@@ -126,7 +126,7 @@ def test_faster_replicas_get_ahead() -> None:
         ("seq1f1b", Shape.uniform(2, 2, slices=2, chunks=2), "one chunk per stage only"),
         ("zb-v", Shape.uniform(2, 2, chunks=2), "must be v"),
         ("zb-v", Shape.uniform(2, 2, placement="v"), "exactly 2 chunk"),
-        ("zb-v", Shape(((1, 1),), ((0,),), (2,), placement="v"), "one replica per stage only"),
+        ("v-half", Shape.uniform(2, 2, chunks=2, slices=2, placement="v"), "slices = 2"),
     ],
 )
 def test_shapes_that_do_not_fit(name: str, shape: Shape, message: str) -> None:
@@ -217,3 +217,43 @@ def test_zero_bubble_with_replicas_runs_within_the_memory_of_1f1b(
             most = max(most, held)
         share = len(shape.microbatches_of(device)) / shape.microbatches
         assert most <= max(in_flight_limits(shape)[device], 1 + math.ceil(share * sum(replicas[1:])))
+
+
+ROUTES = [((0, 1, 0, 1, 0, 1), (0,) * 6), ((0, 0, 0, 1, 1, 1), (0, 0, 1, 0, 0, 1)), ((1, 0) * 3, (0, 1) * 3, (0,) * 6)]
+
+
+@pytest.mark.parametrize("name", ["zb-v", "v-half"])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("speeds", [None, (1.0, 2.0, 0.5, 1.0, 1.0)])
+def test_a_v_with_replicas_holds_no_more_than_one_pipeline(
+    name: str, route: tuple[tuple[int, ...], ...], speeds: tuple[float, ...] | None
+) -> None:
+    """Replicas with unequal shares: no device holds more chunks than in a pipeline without replicas."""
+    stages = len(route)
+    shape = Shape(((2, 1),) * stages, route, tuple(max(row) + 1 for row in route), placement="v")
+    if speeds is not None:
+        speeds = speeds[: len(shape.devices)]
+    for forward_only in (False, True):
+        program = generate(name, shape, forward_only=forward_only, speeds=speeds)
+        assert validate(add_transfers(program, speeds=speeds)) == []
+    alone = generate(name, Shape.uniform(stages, 24, chunks=2, placement="v"))
+    bound = max(map(most_held, alone.ops))
+    assert max(map(most_held, generate(name, shape, speeds=speeds).ops)) <= bound
+
+
+def most_held(ops: tuple[Op, ...]) -> int:
+    """The most chunks of microbatches between their forward and their weight gradients."""
+    held = most = 0
+    for op in ops:
+        held += (op.kind == Kind.FORWARD) - (op.kind == Kind.BACKWARD_WEIGHT)
+        most = max(most, held)
+    return most
+
+
+def test_equal_replicas_of_a_v_run_as_pipelines_alone() -> None:
+    """Two replicas that share the microbatches have the order of one, each with its own microbatches."""
+    alone = generate("zb-v", Shape.uniform(3, 6, chunks=2, placement="v"))
+    both = generate("zb-v", Shape(((1, 1),) * 3, ((0, 1) * 6,) * 3, (2,) * 3, placement="v"))
+    for device, ops in zip(both.devices, both.ops, strict=True):
+        own = [op._replace(microbatch=2 * op.microbatch + device.replica) for op in alone.ops[device.stage]]
+        assert list(ops) == own

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from megatron_het.schedule.paths import V_SHAPED
+
 from ..candidate import Candidate
 from .base import Schedule
 from .interleaved import Interleaved
 from .ministage import Ministage
 from .one_f_one_b import OneFOneB
 from .slimpipe import SlimPipe
+from .zero_bubble import VShaped
 
 
 class _Other(Schedule):
@@ -22,12 +25,13 @@ SCHEDULES: dict[str, Schedule] = {s.name: s for s in (PLAIN, Interleaved(), MINI
 """All of them, in the order in which they are tried."""
 STOCK = tuple(s.name for s in SCHEDULES.values() if s.is_stock)
 """Those that Megatron-LM has."""
+_PRICED: dict[str, Schedule] = {**SCHEDULES, **{name: VShaped(name) for name in V_SHAPED}}
 _OTHER = _Other()
 
 
 def schedule_of(candidate: Candidate) -> Schedule:
     """What the planner knows of a candidate's schedule."""
-    return SCHEDULES.get(candidate.schedule, _OTHER)
+    return _PRICED.get(candidate.schedule, _OTHER)
 
 
 def is_ordered(candidate: Candidate) -> bool:
