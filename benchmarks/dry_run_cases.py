@@ -41,6 +41,7 @@ def dry_run_cases() -> list[Case]:
         "gpipe": with_schedule(_plain([[1], [1]], [2, 2]), "gpipe", 1, {}),
         "interleaved": with_schedule(_plain([[1], [1]], [1, 1], distributed_optimizer=True), "interleaved", 2, {}),
         "zero-bubble": with_schedule(_plain([[1], [2], [1]], [1, 1, 1]), "zb-h1", 1, {}),
+        "zero-bubble in a V": with_schedule(_plain([[1, 1], [2]], [1, 1], tied=True), "zb-v", 2, {}),
         "ministage without a window": with_schedule(_plain([[1], [1]], [1, 1]), "ministage", 2, {"window": False}),
         "ministage with a window": _window([[1, 1], [1]], [1, 1]),
         "ministage, all offloaded": _window(

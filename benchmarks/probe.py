@@ -169,13 +169,17 @@ def write_gradients(model: Any, out: Path, rank: int, whole: Mapping[Any, Any] =
         rank: This rank.
         whole: Gradients that are not in the parameter's ``main_grad``, by parameter.
     """
-    arrays, places = {}, {}
+    arrays: dict[str, np.ndarray] = {}
+    places = {}
     for name, parameter in _named_parameters(model):
         split = getattr(parameter, "tensor_model_parallel", False)
         gradient = whole.get(parameter)
         if gradient is None:
             gradient = parameter.main_grad
-        arrays[name] = gradient.detach().float().numpy()
+        array = gradient.detach().float().numpy()
+        if not np.array_equal(arrays.get(name, array), array):  # both ends of the model may be on one rank
+            raise AssertionError(f"two copies of {name} have different gradients")
+        arrays[name] = array
         places[name] = [parameter.partition_dim, parameter.partition_stride] if split else [-1, 1]
     np.savez(out / f"gradients-{rank}.npz", **arrays)
     (out / f"gradients-{rank}.json").write_text(json.dumps(places), encoding="utf-8")

@@ -210,7 +210,7 @@ def _check_mixed(plan: Plan, args: Any) -> None:
     mixed = [s for s in range(placement.num_stages) if placement.is_mixed(s)]
     tied = plan.model.tied_embeddings and placement.num_stages > 1
     if args.overlap_grad_reduce and (mixed or tied):
-        what = f"stage {mixed[0]} has replicas of different TP" if mixed else "tied embeddings span two stages"
+        what = f"stage {mixed[0]} has replicas of different TP" if mixed else "tied embeddings are in two chunks"
         raise PlanError(
             "--overlap-grad-reduce",
             True,

@@ -7,6 +7,9 @@ import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megatron_het.config import HetConfig
 from megatron_het.dry_run.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
 from megatron_het.dry_run.tracker import Tracker
@@ -15,7 +18,9 @@ from megatron_het.platform import Platform
 from megatron_het.report.run_report import optimizer_tensors
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.feature import Call, Iteration, optimizer_of
+from megatron_het.runtime.losses import MESSAGE_BYTES, Reports
 from megatron_het.runtime.session import HetSession
+from megatron_het.topology import loss_source
 
 
 class _WatchedTimeline(Timeline):
@@ -66,6 +71,15 @@ class WatchedSession(HetSession):
     def _finalize(self, call: Call, state: Iteration, force_all_reduce: bool) -> None:
         self._tracker.phase("gradient reduction")
         super()._finalize(call, state, force_all_reduce)
+
+    def _passed_on(self, reports: Reports) -> Reports:
+        """Losses have no values here: as many bytes travel, and those of the rank that logs them are zeros."""
+        group = self.groups.get("loss")
+        if group is None:
+            return reports
+        letters = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=self._platform.device)
+        dist.broadcast(letters, src=loss_source(self.placement), group=group)
+        return reports or [{"lm loss": torch.zeros(2, device=self._platform.device)}]
 
     def finish_report(self) -> None:
         """See :class:`HetSession`."""

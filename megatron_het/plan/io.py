@@ -8,6 +8,7 @@ import os
 
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.schema import Plan, Replica, _plain
+from megatron_het.schedule.paths import PLACEMENTS, placement_of
 from megatron_het.untrusted import FileError, read_json, write_json
 
 
@@ -63,7 +64,9 @@ def topology_hash(plan: Plan) -> str:
 
     Two runs with the same topology hash have the same per-rank state, e.g. random-number states.
     """
-    return _digest([[_plain(s.layers), [_ranks(r) for r in s.replicas]] for s in plan.stages])
+    held = [[_plain(s.layers), [_ranks(r) for r in s.replicas]] for s in plan.stages]
+    placement = placement_of(plan.schedule.name)
+    return _digest(held if placement == PLACEMENTS[0] else [placement, *held])
 
 
 def _ranks(replica: Replica) -> list[int]:

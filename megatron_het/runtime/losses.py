@@ -12,6 +12,8 @@ from megatron_het.topology import PlanGroups, loss_source
 
 Reports = list[dict[str, torch.Tensor]]
 """The script's loss entries: (sum, tokens) by name, or a mean per microbatch."""
+MESSAGE_BYTES = 4096
+"""Of the text that tells the losses to the ranks that log them: tens of names with two numbers each."""
 
 
 def of_whole_stage(reports: Reports, placement: Placement, groups: PlanGroups) -> Reports:
@@ -22,16 +24,23 @@ def of_whole_stage(reports: Reports, placement: Placement, groups: PlanGroups) -
     where = placement.locate(groups.rank)
     if len(placement.plan.stages[where.stage].replicas) == 1 and placement.num_cp_ranks == 1:
         return reports
-    summed = {}
+    total = _summed(reports, placement.plan.num_microbatches)
+    for value in total.values():
+        if where.tp_rank > 0:
+            value.zero_()
+        dist.all_reduce(value, group=groups["stage"])
+    return [total]
+
+
+def _summed(reports: Reports, count: int) -> dict[str, torch.Tensor]:
+    """One entry from several; of means, one per microbatch, a ``count``-th of their sum."""
+    found = {}
     for name in reports[0]:
         total = torch.stack([entry[name].view(-1) for entry in reports]).sum(dim=0)
         if total.numel() == 1:  # a mean per microbatch instead of (sum, tokens)
-            total /= placement.plan.num_microbatches
-        if where.tp_rank > 0:
-            total.zero_()
-        dist.all_reduce(total, group=groups["stage"])
-        summed[name] = total
-    return [summed]
+            total /= count
+        found[name] = total
+    return found
 
 
 def passed_on(reports: Reports, placement: Placement, groups: PlanGroups, device: torch.device) -> Reports:
@@ -41,18 +50,21 @@ def passed_on(reports: Reports, placement: Placement, groups: PlanGroups, device
         reports: Of the whole stage; empty where this rank has no loss.
         placement: The plan's lookup tables.
         groups: This rank's groups.
-        device: Of messages and entries.
+        device: Of the message.
+
+    Raises:
+        RuntimeError: The script reports more losses than the message holds.
     """
     group, source = groups.get("loss"), loss_source(placement)
     if group is None:
         return reports
-    told = groups.rank == source
-    text = json.dumps([{name: value.tolist() for name, value in entry.items()} for entry in reports] if told else [])
-    size = torch.tensor([len(text)], device=device)
-    dist.broadcast(size, src=source, group=group)
-    letters = torch.tensor(list(text.encode()) if told else [0] * int(size), dtype=torch.uint8, device=device)
+    told, text = groups.rank == source, ""
+    if told:
+        text = json.dumps({name: value.tolist() for name, value in _summed(reports, len(reports)).items()})
+        if len(text) > MESSAGE_BYTES:
+            raise RuntimeError(f"{len(reports[0])} losses do not fit into a message of {MESSAGE_BYTES} bytes")
+    letters = torch.tensor(list(text.ljust(MESSAGE_BYTES).encode()), dtype=torch.uint8, device=device)
     dist.broadcast(letters, src=source, group=group)
     if told:
         return reports
-    entries = json.loads(bytes(letters.tolist()))
-    return [{name: torch.tensor(value, device=device) for name, value in entry.items()} for entry in entries]
+    return [{name: torch.tensor(value, device=device) for name, value in json.loads(bytes(letters.tolist())).items()}]

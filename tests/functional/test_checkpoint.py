@@ -53,6 +53,12 @@ def _ministages(under: Plan, layers: tuple[tuple[int, ...], ...], **window: Any)
     return replace(under, stages=stages, schedule=ScheduleSpec("ministage", {"window": True, **window}))
 
 
+def in_a_v(under: Plan, layers: tuple[tuple[int, int], ...]) -> Plan:
+    """The plan with two chunks per stage in a V."""
+    stages = tuple(replace(s, layers=cut) for s, cut in zip(under.stages, layers, strict=True))
+    return replace(under, stages=stages, schedule=ScheduleSpec("zb-v"))
+
+
 KINDS = {
     "split-vocabulary": _sliced(
         _kind(([[1], [1]], [2, 3]), ([[1], [1]], [4, 1]), tied=True, distributed_optimizer=True),
@@ -64,6 +70,11 @@ KINDS = {
         ([[1, 1], [2, 1]], [2, 3]), ([[1], [4], [1, 1]], [1, 3, 1]), distributed_optimizer=True, sequence_parallel=True
     ),
     "bf16": _kind(([[1], [2, 1]], [2, 3]), ([[2], [1, 1]], [4, 1]), distributed_optimizer=True, precision="bf16"),
+    # Both copies of the tied weights are on rank 0, in two chunks.
+    "chunks-in-a-v": Kind(
+        in_a_v(plan("first", [[2, 1], [1]], [3, 2], tied=True, distributed_optimizer=True), ((1, 2), (0, 2))),
+        plan("second", [[1], [1, 1]], [2, 3], tied=True, distributed_optimizer=True),
+    ),
     # Rank 0, which writes what is common, keeps no state.
     "ministages": Kind(
         with_shares(

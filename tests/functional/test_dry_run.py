@@ -11,7 +11,14 @@ from benchmarks.dry_run import compare
 from benchmarks.dry_run_cases import dry_run_cases
 from benchmarks.runner import Runner
 
-_CHOSEN = ("1f1b, distributed optimizer, bf16", "interleaved", "zero-bubble", "ministage with a window", "slimpipe")
+_CHOSEN = (
+    "1f1b, distributed optimizer, bf16",
+    "interleaved",
+    "zero-bubble",
+    "zero-bubble in a V",
+    "ministage with a window",
+    "slimpipe",
+)
 
 
 @pytest.mark.parametrize("case", [c for c in dry_run_cases() if c.name in _CHOSEN], ids=lambda case: case.name)

@@ -36,6 +36,21 @@ CASES = [
 ]
 
 
+def in_a_v(case: Case, schedule: str) -> Case:
+    """The layers of every stage in two chunks, one of which may be empty."""
+    stages = tuple(replace(s, layers=(s.layers[0] // 2, s.layers[0] - s.layers[0] // 2)) for s in case.plan.stages)
+    plan = replace(case.plan, stages=stages, schedule=replace(case.plan.schedule, name=schedule))
+    return replace(case, plan=plan, name=f"{schedule}-{case.name}")
+
+
+_V_OF = {"plain": "zb-v", "mixed-tp-tied": "v-half", "overlap": "zb-v", "vocabulary": "v-half", "offload": "zb-v"}
+CASES += [in_a_v(case, _V_OF[case.name]) for case in CASES if case.name in _V_OF]
+CASES += [
+    in_a_v(made("three-stages", [[1], [2], [1]], [2, 1, 2], sequence_parallel=True, recompute="full"), "v-half"),
+    in_a_v(sliced_case({**_ROW, "cp": 2, "uneven": True}, "context-parallel", random.Random(0)), "zb-v"),
+]
+
+
 def differences(lab: Lab, case: Case, fault: str | None = None) -> Differences:
     reference, job = lab.reference(case), lab.job(case)
     if fault is not None:
