@@ -11,6 +11,8 @@ from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.paths import placement_of
 
 _LAYERS, _DDP = "megatron.core.tensor_parallel.layers", "megatron.core.distributed"
+_TRANSFORMER = "megatron.core.transformer"
+_LAYOUT = f"{_TRANSFORMER}.pipeline_parallel_layer_layout.PipelineParallelLayerLayout"
 SCHEDULES = ("v-half", "zb-h1", "zb-v")
 """Schedules that split backward passes and that plans can have."""
 
@@ -40,6 +42,13 @@ class ZeroBubble(Feature):
         ),
         f"{_DDP}.param_and_grad_buffer._ParamAndGradBucketGroup.register_grad_ready": (
             "5507854f241082b58c2f79fb1a9d750b7b3f98b0c62405791d852185f97b8fed"
+        ),
+        # Chunks in a V: which layers a chunk has.
+        f"{_LAYOUT}.get_layer_offset": "ef11549fe60b1799d74a6f94c5d8f0d194c31f621b09817bf7a76492562bfd02",
+        f"{_LAYOUT}.get_num_layers_to_build": "f9ddc619954695974a0363ab0713e4f75765712065d0a5855ff8364a71c1bea1",
+        f"{_LAYOUT}.get_layer_id_list": "76494df17d000fe5eaee11d145a78023b92da44dbb01e65b8a35492f578a4011",
+        f"{_TRANSFORMER}.transformer_layer.get_transformer_layer_offset": (
+            "277ddbc91265cca34b521261d70ff7eeb883dccd0650d8124007f9e009a05e5d"
         ),
     }
     refused = (

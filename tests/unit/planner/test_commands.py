@@ -335,3 +335,24 @@ def test_replicas_are_simulated_as_what_they_are(files, capsys):
         assert code == 0
         seconds.append(json.loads(out.out)["iteration_s"])
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "v-half"])
+def test_a_plan_in_a_v_is_priced_with_both_ends_on_its_first_stage(files, capsys, schedule):
+    """Embedding and output layer are on stage 0 of a V, and layers need not be even."""
+    found = {}
+    for name, layers in ((schedule, [1, 2]), ("interleaved", [2, 1])):
+        path = hand_made(files, schedule=name, chunks=len(layers))
+        body = json.loads(path.read_text())
+        for stage in body["stages"]:
+            stage["layers"] = layers
+        path.write_text(json.dumps(body))
+        code, out = call(capsys, "check", path, *common(files))
+        assert code == 0 and json.loads(out.out)["valid"]
+        code, out = call(capsys, "simulate", path, *common(files))
+        figures = json.loads(out.out)
+        assert code == 0 and figures["simulated_s"] > 0 and figures["schedule"] == name
+        found[name] = [stage["memory_bytes"]["parameters"] for stage in figures["stages"]]
+    head = MODEL["vocab_size"] * MODEL["hidden_size"] * 2
+    (first, last), (plain_first, plain_last) = found[schedule], found["interleaved"]
+    assert first - plain_first == pytest.approx(plain_last - last) == pytest.approx(head, rel=0.01)
