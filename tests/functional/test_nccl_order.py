@@ -17,11 +17,13 @@ from benchmarks.parity import all_cases, labs
 from benchmarks.runner import Runner
 
 FP32_BAR = 1e-5
-# Mixed TP with routing, overlapped reduction, ties; a window with unequal shares; exchange, split vocabulary, CP.
+# Mixed TP with routing, overlapped reduction, ties; a window with unequal shares; exchange, split vocabulary, CP;
+# chunks in a V, whose loss is told to another stage.
 CHOSEN = {
     "1f1b": ("pair-01", "pair-07"),
     "ministage": ("fp32-03", "fp32-42"),
     "slimpipe": ("exchange-p4-n8-vocabulary", "cp2-exchange"),
+    "zero-bubble": ("zb-v-pair-01",),
 }
 
 
