@@ -169,7 +169,7 @@ def write_gradients(model: Any, out: Path, rank: int, whole: Mapping[Any, Any] =
         rank: This rank.
         whole: Gradients that are not in the parameter's ``main_grad``, by parameter.
     """
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     places = {}
     for name, parameter in _named_parameters(model):
         split = getattr(parameter, "tensor_model_parallel", False)
