@@ -6,6 +6,7 @@ microbatches of each replica.  Planner, schedule generators, runtime, tests and
 people read the same file.  This package needs the standard library only.
 """
 
+from megatron_het.plan.costs import DeviceCosts, LinkCosts, PlannedCosts
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.io import load_plan, plan_hash, save_plan, topology_hash
 from megatron_het.plan.placement import Location, Placement
@@ -25,11 +26,14 @@ from megatron_het.plan.schema import (
 __all__ = [
     "PLAN_FORMAT",
     "PLAN_VERSION",
+    "DeviceCosts",
+    "LinkCosts",
     "Location",
     "ModelShape",
     "Placement",
     "Plan",
     "PlanError",
+    "PlannedCosts",
     "Prediction",
     "RankPrediction",
     "Replica",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megatron_het.plan.costs import check_costs
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.schema import ModelShape, Plan, TrainingShape
 from megatron_het.untrusted import MAX_PASSES
@@ -100,6 +101,8 @@ def _check_prediction(plan: Plan) -> None:
         seen.add(rank.rank)
         for name in ("compute_s", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes"):
             _check_amount(getattr(rank, name), f"{where}.{name}")
+    if plan.predicted.costs is not None:
+        check_costs(plan.predicted.costs, [len(s.layers) for s in plan.stages for _ in s.replicas])
 
 
 def _check_amount(value: float, where: str) -> None:

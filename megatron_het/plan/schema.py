@@ -12,6 +12,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_het.plan.costs import PlannedCosts
 from megatron_het.plan.errors import PlanError
 from megatron_het.schedule.paths import Place, path_of, placement_of
 
@@ -151,11 +152,15 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the planner expects of a run; printed beside the measured figures."""
+    """What the planner expects of a run; printed beside the measured figures.
+
+    With ``costs``, what it was made from, the run compares every operation and link while it trains.
+    """
 
     iteration_s: float
     bubble_fraction: float
     per_rank: tuple[RankPrediction, ...] = ()
+    costs: PlannedCosts | None = field(default=None, metadata={"omit_default": True})
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from .build import build_plan, candidate_of, rooms_of
+from .build import candidate_of, rooms_of
 from .candidate import Candidate
 from .command import command
+from .complete import complete
 from .errors import PlannerError, from_plan_error
 from .estimate import Estimate, Estimator
 from .files import check_target
@@ -43,10 +44,9 @@ def plan(options: argparse.Namespace) -> int:
             "Allow them (--schedules ministage, distributed_optimizer: true and untied embeddings in the model file, "
             "at least 2 layers), use --search auto, or GPUs with more memory",
         )
-    made = build_plan(estimator, best.candidate, best.estimate, notes=f"made by the planner, --search {options.search}")
-    predicted = dataclasses.replace(made.predicted, iteration_s=best.iteration_s)  # type: ignore[type-var]
+    made = complete(estimator, best, f"made by the planner, --search {options.search}")
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    save_plan(dataclasses.replace(made, predicted=predicted), options.out)
+    save_plan(made, options.out)
     body = summary(estimator, best.candidate, best.estimate, best.simulated_s)
     body |= {"plan_file": options.out, "search": search_body(outcome, goal)}
     tables = [*summary_tables(body), *bound_lines(outcome, goal)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_het.features import features_of
 from megatron_het.lowering import programs
+from megatron_het.lowering.costs import planned_costs
 from megatron_het.lowering.programs import schedule_shape
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, Link, Memory
@@ -277,6 +278,22 @@ def _quick_s(
         if seconds is not None:
             return seconds
     return _simulate(estimator, whole, candidate, estimate, plan, seated).iteration_s
+
+
+def with_costs(
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None = None
+) -> Plan:
+    """The plan with the costs of its operations beside its prediction, for the run to compare itself with.
+
+    Raises:
+        PlannerError: the schedule cannot run this shape.
+    """
+    assert plan.predicted is not None
+    program = program_of(plan)
+    seated = seated or seats(estimator.cluster, candidate.stages)
+    assert seated is not None  # the plan has been made of it
+    costs = _priced(estimator, candidate, candidate, estimate, plan, seated, program)
+    return replace(plan, predicted=replace(plan.predicted, costs=planned_costs(costs, program)))
 
 
 def _simulate(

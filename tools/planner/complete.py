@@ -1,0 +1,29 @@
+"""A plan that was found, with all that is predicted of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_het.plan import Plan
+
+from .build import build_plan
+from .estimate import Estimator
+from .search.outcome import Found
+from .simulation import operations_of, with_costs
+
+MOST_PRICED = 2_000_000
+"""Compute operations of an iteration up to which a plan carries their costs: to price more takes minutes."""
+
+
+def complete(estimator: Estimator, found: Found, notes: str = "") -> Plan:
+    """The plan, the simulated time of its iteration, and the costs that a run under it compares itself with.
+
+    Raises:
+        PlannerError: TP groups that do not fit into nodes, or a plan that contradicts itself.
+    """
+    made = build_plan(estimator, found.candidate, found.estimate, notes=notes)
+    assert made.predicted is not None
+    made = replace(made, predicted=replace(made.predicted, iteration_s=found.iteration_s))
+    if operations_of(estimator, found.candidate) * found.candidate.blocks > MOST_PRICED:
+        return made
+    return with_costs(estimator, found.candidate, found.estimate, made)
