@@ -17,6 +17,7 @@ from megatron_het.features.initial_weights import InitialWeights
 from megatron_het.features.slices import Slices
 from megatron_het.features.thrifty_layers import ThriftyLayers
 from megatron_het.features.vocabulary import Vocabulary
+from megatron_het.features.watch import Watch
 from megatron_het.features.window import Window
 from megatron_het.features.zero_bubble import ZeroBubble
 from megatron_het.plan import Plan
@@ -31,6 +32,7 @@ FEATURES: tuple[Feature, ...] = (
     ThriftyLayers(),
     ZeroBubble(),
     InitialWeights(),
+    Watch(),
 )
 """All features, in the order of their flags, checks and passes."""
 

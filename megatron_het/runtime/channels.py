@@ -22,6 +22,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_het.report.transfers import Arrival, TransferLog
 from megatron_het.topology import Edge, Link, PairGroups
 
 
@@ -38,6 +39,7 @@ class PendingReceive:
     host: torch.Tensor | None
     peer: int
     label: str
+    arrival: Arrival | None = None
 
 
 @dataclass(slots=True)
@@ -60,6 +62,9 @@ class Channels:
             With many small transfers, as of slices, those that have left would otherwise fill the
             memory until the end of the iteration.  Not for programs with collectives of replicas
             between their operations.
+
+    Attributes:
+        log: Where transfers are logged; None for nowhere.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Channels:
         self._timeout = timedelta(seconds=timeout_s)
         self._rank = rank
         self._sends: list[_PendingSend] = []
+        self.log: TransferLog | None = None
 
     @classmethod
     def open(
@@ -109,6 +115,8 @@ class Channels:
             raise self._failure("send to", dst, label, error) from error
         if work is None:
             raise self._failure("send to", dst, label, "this rank is not in the group")
+        if self.log is not None:
+            self.log.sent(dst)
         self._sends.append(_PendingSend(work, tensor, dst, label))
 
     def receive(self, target: torch.Tensor, src: int, label: str) -> PendingReceive:
@@ -123,11 +131,17 @@ class Channels:
             raise self._failure("receive from", src, label, error) from error
         if work is None:
             raise self._failure("receive from", src, label, "this rank is not in the group")
-        return PendingReceive(work, target, host, src, label)
+        arrival = self.log.receiving(src) if self.log is not None else None
+        return PendingReceive(work, target, host, src, label, arrival)
 
     def wait_receive(self, pending: PendingReceive) -> None:
         """Block until the data is there (on NCCL: until the current stream is ordered after it)."""
+        arrival = pending.arrival
+        if arrival is not None and self.log is not None:
+            arrival.waited = self.log.now()
         self._wait(pending.work, "receive from", pending.peer, pending.label)
+        if arrival is not None and self.log is not None:
+            arrival.ended = self.log.now()
         if pending.host is not None:
             pending.target.copy_(pending.host, non_blocking=True)
 

@@ -57,7 +57,8 @@ class HetSession:
         self._built_for = rank if rank is not None and 0 <= rank < config.plan.world_size else None
         self._programs = build(config.plan, self._built_for)
         self._platform = platform
-        self._timeline = Timeline(platform.is_cuda, device_events=bool(config.report_dir or config.trace_dir))
+        reports = bool(config.report_dir or config.trace_dir)
+        self._timeline = Timeline(platform.is_cuda, device_events=reports, synchronises=reports)
         self._groups: PlanGroups | None = None
         self._channels: Channels | None = None
         self._features: tuple[RuntimeFeature, ...] = ()

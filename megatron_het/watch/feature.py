@@ -1,0 +1,160 @@
+"""The watch as a feature of a rank.
+
+Every rank turns the timeline of an iteration into a small text at the start of the next one and leaves it in the store;
+nobody waits, and there is no collective.  The last rank, which logs the training, reads the iteration before that
+and compares.  A watch that fails says so once and is off; the training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_het.lowering.costs import costs_of
+from megatron_het.plan import plan_hash
+from megatron_het.report.timeline import TIMED, Past, event
+from megatron_het.report.transfers import TransferLog
+from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature
+from megatron_het.schedule.durations import durations
+from megatron_het.schedule.graph import Graph
+from megatron_het.schedule.ir import Program
+from megatron_het.watch.board import PLACES, Board
+from megatron_het.watch.monitor import Settings
+from megatron_het.watch.reader import Reader
+from megatron_het.watch.samples import Hello, events_of, sample_of
+
+TIMELINE_EVERY = 10
+"""Iterations between two whole timelines, for the trace."""
+
+
+class RankWatch(RuntimeFeature):
+    """Tells of this rank, and on the last rank reads what all tell.
+
+    Args:
+        context: Of the session.
+        board: Where samples are left.
+        hello: What this rank says once.
+        reader: On the rank that compares.
+    """
+
+    def __init__(self, context: OpenContext, board: Board, hello: Hello, reader: Reader | None) -> None:
+        self._timeline, self._channels = context.timeline, context.channels
+        self._rank, self._board, self._hello, self._reader = context.rank, board, hello, reader
+        self._trace_iteration = context.config.trace_iteration
+        self._begun_s: float | None = None
+        self._iteration = 0
+        self._told = 0
+        self._cpu_s = 0.0
+        self._is_on = True
+        timeline = self._timeline
+        timeline.keeps_last = timeline.device_events = True
+        on_device = timeline.on_cuda and context.transport == "nccl"
+        timeline.transfers = self._channels.log = TransferLog(event if on_device else time.perf_counter)
+        self._safely(lambda: board.post("hello", self._rank, hello.encode()))
+
+    def begin(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`: the iteration before this one is told."""
+        del state
+        began, now = time.thread_time(), time.perf_counter()
+        past, self._timeline.last = self._timeline.last, None
+        if self._is_on:
+            self._safely(lambda: self._tell(past, now))
+        self._begun_s = None if call.forward_only else now
+        self._iteration = int(getattr(call.args, "curr_iteration", 0)) + 1
+        self._cpu_s += time.thread_time() - began
+
+    def _tell(self, past: Past | None, now_s: float) -> None:
+        """Leave the sample of the last iteration, if it was one of training and the device is done with it."""
+        if past is not None and self._begun_s is not None and past.resolve():
+            sample = sample_of(past, self._iteration, now_s - self._begun_s, TIMED)
+            self._board.post("sample", self._rank, sample.encode(), self._iteration % PLACES)
+            self._told += 1
+            if self._iteration % TIMELINE_EVERY == 0 or self._told == self._trace_iteration:
+                self._tell_timeline(past)
+        if self._reader is not None:
+            self._reader.read(self._iteration - 1)
+
+    def _tell_timeline(self, past: Past) -> None:
+        body = {
+            "iteration": self._iteration,
+            "origin_s": past.origin_s,
+            "clock": self._hello.clock,
+            "events": events_of(past.records),
+        }
+        self._board.post("timeline", self._rank, json.dumps(body, separators=(",", ":")))
+
+    def figures(self) -> Mapping[str, Mapping[str, int]]:
+        """See :class:`RuntimeFeature`."""
+        return {"watch": {"iterations": self._told, "cpu_us": round(1e6 * self._cpu_s)}}
+
+    def close(self) -> None:
+        """See :class:`RuntimeFeature`."""
+        if self._reader is not None and self._is_on:
+            self._safely(self._reader.close)
+        self._timeline.keeps_last, self._timeline.transfers, self._channels.log = False, None, None
+
+    def _safely(self, step: Callable[[], None]) -> None:
+        """A step of the watch; training does not end because of it."""
+        try:
+            step()
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
+            self._is_on = False
+            print(f"het: rank {self._rank}: the watch is off: {error}", flush=True)  # noqa: T201 - the run's log
+
+
+def open_feature(context: OpenContext) -> RuntimeFeature:
+    """The feature on this rank; without figures that fit its program it does nothing."""
+    where = context.placement.locate(context.rank)
+    program = context.programs[False]
+    device = program.shape.device(where.stage, where.replica)
+    try:
+        predicted_s = predicted_of(context, program, device)
+    except ValueError as error:
+        if context.rank == context.placement.world_size - 1:
+            print(f"het: the watch is off: the plan's costs are of another schedule: {error}", flush=True)  # noqa: T201
+        return RuntimeFeature()
+    host = socket.gethostname()
+    on_device = context.timeline.on_cuda and context.transport == "nccl"
+    clock = f"{host} {context.rank}" if on_device else f"{host} {_boot()}"
+    board = Board(dist.distributed_c10d._get_default_store(), f"het/watch/{plan_hash(context.plan)}")
+    hello = Hello(context.rank, device, host, clock, predicted_s)
+    reader = None
+    if context.rank == context.placement.world_size - 1:
+        settings = Settings(context.options.window, context.options.threshold)
+        reader = Reader(context.plan, program, board, settings, _folder(context), context.args)
+    return RankWatch(context, board, hello, reader)
+
+
+def predicted_of(context: OpenContext, program: Program, device: int) -> dict[str, float]:
+    """Seconds of an iteration by kind of operation, as the plan predicts for a device.
+
+    Raises:
+        ValueError: The plan's costs do not fit the program.
+    """
+    costs = costs_of(context.plan)
+    assert costs is not None
+    costs.check(program.shape)
+    graph = Graph(program)
+    found: dict[str, float] = {}
+    for node, seconds in enumerate(durations(graph, costs)):
+        kind = graph.ops[node].kind
+        if graph.device[node] == device and kind in TIMED:
+            found[kind.name] = found.get(kind.name, 0.0) + seconds
+    return found
+
+
+def _folder(context: OpenContext) -> Path | None:
+    return context.config.report_dir or context.config.trace_dir
+
+
+def _boot() -> str:
+    """What tells this machine's clock from that of another machine with the same name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,187 @@
+"""From the samples of all ranks to findings, and to the figures that a better plan is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_het.lowering.costs import costs_of
+from megatron_het.plan import Placement, Plan, plan_hash
+from megatron_het.schedule.cost import Costs
+from megatron_het.watch.drift import DriftWatch, Subject
+from megatron_het.watch.findings import Finding
+from megatron_het.watch.links import Edge, Moved, moved
+from megatron_het.watch.samples import Hello, Sample
+
+FORMAT, VERSION = "megatron_het.watch", 1
+WARM_UP = 2
+"""Iterations of a run that are not looked at: caches are cold, and the second one may be metered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the watch decides; see :class:`~megatron_het.watch.drift.DriftWatch`."""
+
+    window: int = 5
+    threshold: float = 0.15
+
+
+class Monitor:
+    """Compares what ranks measure with what their plan predicts.
+
+    Args:
+        plan: With the costs of its prediction.
+        hellos: Of all ranks.
+        settings: How to decide.
+        slices: How many slices a sequence is sent in.
+    """
+
+    def __init__(self, plan: Plan, hellos: Sequence[Hello], settings: Settings, slices: int = 1) -> None:
+        costs = costs_of(plan)
+        assert costs is not None, "without costs there is nothing to compare with"
+        self._plan, self._costs, self._settings = plan, costs, settings
+        self._placement = Placement(plan)
+        self._hellos = {hello.rank: hello for hello in hellos}
+        self._clocks = {hello.rank: hello.clock for hello in hellos}
+        self._slices = slices
+        self._replicas = [(s, q) for s, stage in enumerate(plan.stages) for q in range(len(stage.replicas))]
+        self._links: dict[tuple[int, int], Subject] = {}
+        devices = [self._device_subject(number) for number in range(len(self._replicas))]
+        self._devices = dict(enumerate(devices))
+        self.watch = DriftWatch(
+            [*devices, *self._link_subjects(costs)], window=settings.window, threshold=settings.threshold
+        )
+        self.last: dict[str, Any] = {}
+        """Figures of the latest iteration: seconds, largest factors."""
+        self._seen = 0
+        self._iteration = 0
+        self._transfers: dict[tuple[int, int], Moved] = {}
+
+    # -- subjects --------------------------------------------------------------------------------
+
+    def _device_subject(self, number: int) -> Subject:
+        stage, q = self._replicas[number]
+        replica = self._placement.replica(stage, q)
+        first = self._hellos[replica.ranks[0]]
+        place = f"stage {stage}, replica {q}, {replica.device or 'device'} on {first.host}"
+        return Subject(self._name(number), "device", self._kind(number), first.predicted_s, place)
+
+    def _name(self, number: int) -> str:
+        """The ranks of a replica, in words."""
+        ranks = self._placement.replica(*self._replicas[number]).ranks
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+    def _kind(self, number: int) -> str:
+        return self._placement.replica(*self._replicas[number]).device or "device"
+
+    def _link_subjects(self, costs: Costs) -> list[Subject]:
+        """One per directed pair of devices that exchange activations."""
+        assert self._plan.predicted is not None and self._plan.predicted.costs is not None
+        size = costs.message_bytes / self._slices
+        for link in self._plan.predicted.costs.links:
+            for a, b in link.pairs:
+                hosts = [self._hellos[self._placement.replica(*self._replicas[n]).ranks[0]].host for n in (a, b)]
+                group = f"{self._kind(a)} -> {self._kind(b)}{' in one machine' if hosts[0] == hosts[1] else ''}"
+                predicted = {"transfer": link.latency_s + size / link.bytes_per_s}
+                name = f"{self._name(a)} -> {self._name(b)}"
+                place = f"{hosts[0]} -> {hosts[1]}"
+                self._links[a, b] = Subject(name, "link", group, predicted, place, (self._name(a), self._name(b)))
+        return list(self._links.values())
+
+    # -- iterations ------------------------------------------------------------------------------
+
+    def add(self, samples: Mapping[int, Sample]) -> list[Finding]:
+        """One iteration of all ranks; what is new, and what has ended."""
+        self._seen += 1
+        first = next(iter(samples.values()))
+        self._iteration = first.iteration
+        iteration_s = max(sample.elapsed_s for sample in samples.values())
+        if self._seen <= WARM_UP:
+            return []
+        devices = {self._name(n): self._of_device(n, samples) for n in self._devices}
+        self._transfers = self._of_links(moved(samples, self._clocks))
+        links = {self._links[edge].name: (one.seconds, one.waited_for) for edge, one in self._transfers.items()}
+        findings = self.watch.add(first.iteration, iteration_s, devices, links)
+        self.last = self._figures(iteration_s, devices)
+        return findings
+
+    def _of_device(self, number: int, samples: Mapping[int, Sample]) -> dict[str, float]:
+        """Seconds by operation, of the rank of a replica that took longest."""
+        ranks = self._placement.replica(*self._replicas[number]).ranks
+        rows = [samples[rank].measured_s for rank in ranks]
+        return {operation: max(row.get(operation, 0.0) for row in rows) for row in rows for operation in row}
+
+    def _of_links(self, found: Mapping[Edge, Moved]) -> dict[tuple[int, int], Moved]:
+        """Transfers between devices, of the pair of ranks that took longest."""
+        out: dict[tuple[int, int], Moved] = {}
+        for (source, target), one in found.items():
+            edge = self._hellos[source].device, self._hellos[target].device
+            if edge in self._links and (edge not in out or one.seconds > out[edge].seconds):
+                out[edge] = one
+        return out
+
+    def _figures(self, iteration_s: float, devices: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+        assert self._plan.predicted is not None
+        factors = {}
+        for number, subject in self._devices.items():
+            expected = sum(subject.predicted_s.values())
+            if expected:
+                factors[number] = sum(devices[subject.name].values()) / expected
+        links = {edge: one.seconds / self._links[edge].predicted_s["transfer"] for edge, one in self._transfers.items()}
+        return {
+            "iteration_s": iteration_s,
+            "predicted_iteration_s": self._plan.predicted.iteration_s,
+            "devices": factors,
+            "links": links,
+        }
+
+    # -- for a better plan -----------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """Everything that was measured, as JSON values: what ``het-plan replan`` reads."""
+        assert self._plan.predicted is not None
+        active = list(self.watch.active.values())
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "plan_hash": plan_hash(self._plan),
+            "iteration": self._iteration,
+            "predicted_iteration_s": self._plan.predicted.iteration_s,
+            "iteration_s": self.watch.iteration_s,
+            "findings": [finding.to_json() for finding in [*self.watch.ended, *active]],
+            "devices": [self._device_json(n, subject) for n, subject in self._devices.items()],
+            "links": [self._link_json(edge, subject) for edge, subject in self._links.items()],
+        }
+
+    def _device_json(self, number: int, subject: Subject) -> dict[str, Any]:
+        stage, q = self._replicas[number]
+        replica = self._placement.replica(stage, q)
+        return {
+            "device": number,
+            "stage": stage,
+            "replica": q,
+            "ranks": list(replica.ranks),
+            "kind": replica.device,
+            "host": self._hellos[replica.ranks[0]].host,
+            "operations": _operations_json(subject),
+        }
+
+    def _link_json(self, edge: tuple[int, int], subject: Subject) -> dict[str, Any]:
+        return {
+            "source": edge[0],
+            "target": edge[1],
+            "message_bytes": self._costs.message_bytes / self._slices,
+            **_operations_json(subject).get("transfer", {"predicted_s": subject.predicted_s["transfer"]}),
+        }
+
+
+def _operations_json(subject: Subject) -> dict[str, dict[str, float]]:
+    return {
+        operation: {
+            "predicted_s": subject.predicted_s[operation],
+            "measured_s": subject.now_s(operation),
+            "reference_s": subject.reference_s.get(operation, subject.now_s(operation)),
+        }
+        for operation in subject.recent
+    }

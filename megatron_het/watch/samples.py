@@ -1,0 +1,157 @@
+"""What a rank says about itself once, and what about every iteration: small texts that travel over the store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # it imports torch
+    from megatron_het.report.timeline import Past, Record
+
+MOST_TRANSFERS = 16
+"""Transfers per iteration and pair of ranks that are told; of more, so many evenly spread ones."""
+_MICRO = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a rank says once.
+
+    Attributes:
+        rank: World rank.
+        device: Number of its replica, counted through the stages.
+        host: Name of its machine.
+        clock: Ranks with equal ones read one clock.
+        predicted_s: Seconds of an iteration by kind of operation, as the plan says.
+    """
+
+    rank: int
+    device: int
+    host: str
+    clock: str
+    predicted_s: Mapping[str, float]
+
+    def encode(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Hello:
+        """From JSON."""
+        return cls(**json.loads(text))
+
+
+Arrived = tuple[float, float, float]
+"""When a receive was posted, when the waiting for it began and when it ended; seconds of the receiver's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a rank measured in one iteration.
+
+    Attributes:
+        iteration: Its number.
+        elapsed_s: From its start to the start of the next one.
+        measured_s: Seconds by kind of operation, without waiting for transfers.
+        sent: By peer, when sends were posted.
+        received: By peer, the receives, in the order in which they were posted.
+        counts: By peer, how many receives there were; not all of them are told.
+    """
+
+    iteration: int
+    elapsed_s: float
+    measured_s: Mapping[str, float]
+    sent: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    received: Mapping[int, Sequence[Arrived]] = field(default_factory=dict)
+    counts: Mapping[int, int] = field(default_factory=dict)
+
+    def encode(self) -> str:
+        """As JSON with whole microseconds."""
+        return json.dumps(
+            {
+                "i": self.iteration,
+                "t": _us(self.elapsed_s),
+                "k": {kind: _us(seconds) for kind, seconds in self.measured_s.items()},
+                "s": {peer: [_us(t) for t in times] for peer, times in self.sent.items()},
+                "r": {peer: [[_us(t) for t in marks] for marks in found] for peer, found in self.received.items()},
+                "n": dict(self.counts),
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Sample:
+        """From JSON."""
+        body = json.loads(text)
+        return cls(
+            body["i"],
+            body["t"] / _MICRO,
+            {kind: us / _MICRO for kind, us in body["k"].items()},
+            {int(peer): [us / _MICRO for us in times] for peer, times in body["s"].items()},
+            {int(peer): [(a / _MICRO, b / _MICRO, c / _MICRO) for a, b, c in v] for peer, v in body["r"].items()},
+            {int(peer): count for peer, count in body["n"].items()},
+        )
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * _MICRO)
+
+
+def sample_of(past: Past, iteration: int, elapsed_s: float, kinds: frozenset[Any]) -> Sample:
+    """The sample of an iteration whose times are all there.
+
+    Args:
+        past: Its records and transfers.
+        iteration: Its number.
+        elapsed_s: From its start to the start of the next one.
+        kinds: The kinds of operations that are compared.
+    """
+    measured: dict[str, float] = {}
+    for record in past.records:
+        kind = record.op.kind
+        if kind in kinds:
+            seconds = record.stop_s - record.start_s - record.wait_s
+            measured[kind.name] = measured.get(kind.name, 0.0) + seconds
+    sent: dict[int, list[float]] = {}
+    for departure in past.departures:
+        sent.setdefault(departure.peer, []).append(departure.posted)
+    received: dict[int, list[Arrived]] = {}
+    for arrival in past.arrivals:
+        if arrival.ended is not None:
+            marks = (arrival.posted, arrival.waited, arrival.ended)
+            received.setdefault(arrival.peer, []).append(marks)
+    return Sample(
+        iteration,
+        elapsed_s,
+        measured,
+        {peer: spread(times) for peer, times in sent.items()},
+        {peer: spread(marks) for peer, marks in received.items()},
+        {peer: len(marks) for peer, marks in received.items()},
+    )
+
+
+def spread[T](values: Sequence[T]) -> Sequence[T]:
+    """At most ``MOST_TRANSFERS`` of them, evenly spread; the same places for equal lengths."""
+    count = len(values)
+    if count <= MOST_TRANSFERS:
+        return values
+    return [values[i * count // MOST_TRANSFERS] for i in range(MOST_TRANSFERS)]
+
+
+def events_of(records: Sequence[Record]) -> list[list[Any]]:
+    """An iteration's operations for a trace: kind, microbatch, slice, chunk, peer, start, stop, waited (seconds)."""
+    return [
+        [
+            r.op.kind.name,
+            r.op.microbatch,
+            r.op.slice,
+            r.op.chunk,
+            r.op.peer,
+            round(r.start_s, 6),
+            round(r.stop_s, 6),
+            round(r.wait_s, 6),
+        ]
+        for r in records
+    ]
