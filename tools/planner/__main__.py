@@ -30,6 +30,7 @@ COMMANDS = {
     "check": "is a plan valid, does it fit",
     "report": "one HTML page of a plan: cluster, memory, timeline, bubble, alternatives",
     "dry-run": "train one rank of each kind on fake tensors: memory by category, FLOPs, bytes sent",
+    "replan": "a better plan from what a run measured, and when a change to it pays",
     "emit": "write args.sh, train.sbatch and torchrun scripts for a plan",
 }
 
@@ -260,6 +261,15 @@ def _dry_run_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_call("dry_run", "dry_run"), flags=[])
 
 
+def _replan_options(parser: argparse.ArgumentParser) -> None:
+    from .replanning.command import add_arguments
+
+    add_arguments(parser)
+    _goal(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(limit_s=120.0, run=_call("replanning.command", "run"))
+
+
 def _call(module: str, name: str) -> Any:
     def run(options: argparse.Namespace) -> int:
         import importlib
@@ -278,6 +288,7 @@ _OPTIONS = {
     "compare": _compare_options,
     "check": _check_options,
     "report": _report_options,
+    "replan": _replan_options,
     "emit": _emit_options,
     "dry-run": _dry_run_options,
 }

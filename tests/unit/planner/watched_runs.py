@@ -1,0 +1,146 @@
+"""A small planned run without processes: what its ranks would tell the watch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_het.lowering.costs import costs_of
+from megatron_het.lowering.programs import program_of
+from megatron_het.plan import Plan, plan_hash
+from megatron_het.report.timeline import TIMED
+from megatron_het.schedule.durations import durations
+from megatron_het.schedule.graph import Graph
+from megatron_het.watch.monitor import Monitor, Settings
+from megatron_het.watch.samples import Hello, Sample
+from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.catalog import Gpu
+from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.complete import complete
+from tools.planner.estimate import Estimator
+from tools.planner.layercost import MeasuredCosts
+from tools.planner.model import Model
+from tools.planner.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel
+from tools.planner.replanning.measured import Watched, load_watched
+from tools.planner.runtime import CPU_GLOO
+from tools.planner.search.outcome import Found
+from tools.planner.simulation import simulate_candidate
+
+MODEL = Model(
+    name="tiny",
+    num_layers=8,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=4,
+    vocab_size=256,
+    seq_length=64,
+    global_batch_size=16,
+    micro_batch_sizes=(1,),
+    precision="fp32",
+    attention="unfused",
+    recompute=("none",),
+)
+FORWARD_S, BACKWARD_S = 0.010, 0.020
+_CPU = Gpu(
+    flops={"fp32": 5e10},
+    memory_bytes=4 << 30,
+    memory_bytes_per_s=1e10,
+    intra_node_bytes_per_s=2e9,
+    reserved_bytes=0,
+    source="tests",
+)
+
+
+def cluster(count: int = 2) -> Cluster:
+    """Nodes with one device each."""
+    return Cluster(nodes=(NodeGroup(gpu="core", count=count, gpus_per_node=1),), gpus={"core": _CPU})
+
+
+def profile(latency_s: float = 1e-4) -> Profile:
+    """Layers of 10 and 20 ms, and next to nothing besides."""
+    model = ProfiledModel(64, 128, 4, 4, 256, 64, "fp32", "tiny")
+
+    def timing(layer: str, share: float) -> LayerTiming:
+        return LayerTiming(layer, 1, 1, 64, FORWARD_S * share, BACKWARD_S * share, 1e-5, 50_000, 100_000, 16_384)  # type: ignore[arg-type]
+
+    timings = [timing("embedding", 0.01), timing("layer", 1.0), timing("head", 0.05)]
+    links = [LinkProfile("network", "core", "core", "p2p", 2, latency_s, 1e9)]
+    return Profile(model, [DeviceProfile("core", 4 << 30, 1, timings)], links)
+
+
+def estimator(nodes: int = 2) -> Estimator:
+    """The planner's model of the cluster."""
+    made = cluster(nodes)
+    return Estimator(made, MODEL, MeasuredCosts(MODEL, profile(), made.gpu, CPU_GLOO), CPU_GLOO)
+
+
+def pipeline(*layers: int) -> Plan:
+    """A plan of stages with one device each."""
+    found = estimator(len(layers))
+    candidate = Candidate(tuple(Stage(n, (Group(0, 1, 1),)) for n in layers), 1)
+    estimate = found.estimate(candidate)
+    assert estimate is not None
+    plain = complete(found, Found(candidate, estimate))
+    seconds = simulate_candidate(found, candidate, estimate, plain).iteration_s
+    return complete(found, Found(candidate, estimate, seconds))
+
+
+def hellos(plan: Plan, host: Callable[[int], str] = lambda rank: "here") -> list[Hello]:
+    """What the ranks say once."""
+    program, costs = program_of(plan), costs_of(plan)
+    assert costs is not None
+    graph = Graph(program)
+    seconds: list[dict[str, float]] = [{} for _ in program.ops]
+    for node, duration in enumerate(durations(graph, costs)):
+        kind = graph.ops[node].kind
+        if kind in TIMED:
+            row = seconds[graph.device[node]]
+            row[kind.name] = row.get(kind.name, 0.0) + duration
+    return [Hello(rank, rank, host(rank), host(rank), row) for rank, row in enumerate(seconds)]
+
+
+def follow(
+    plan: Plan,
+    factor: Callable[[int, int], float],
+    link_s: Callable[[int, int, int], float] = lambda iteration, source, target: 1.2e-4,
+    iteration_s: Callable[[int], float] = lambda iteration: 1.0,
+    until: int = 30,
+    host: Callable[[int], str] = lambda rank: "here",
+) -> Monitor:
+    """Let ranks of a pipeline tell of iterations.
+
+    Args:
+        factor: (iteration, rank) -> measured over predicted compute.
+        link_s: (iteration, source, target) -> seconds of a transfer.
+        iteration_s: Time of an iteration.
+    """
+    said = hellos(plan, host)
+    monitor = Monitor(plan, said, Settings())
+    world = plan.world_size
+    for iteration in range(1, until + 1):
+        samples = {}
+        for hello in said:
+            rank = hello.rank
+            peers = [p for p in (rank - 1, rank + 1) if 0 <= p < world]
+            start = 10.0 * iteration
+            sent = {p: [start + 0.1 * m for m in range(8)] for p in peers}
+            received = {
+                p: [(t - 0.05, t - 0.04, t + link_s(iteration, p, rank)) for t in (start + 0.1 * m for m in range(8))]
+                for p in peers
+            }
+            measured = {op: seconds * factor(iteration, rank) for op, seconds in hello.predicted_s.items()}
+            told = Sample(iteration, iteration_s(iteration), measured, sent, received, dict.fromkeys(peers, 8))
+            samples[rank] = Sample.decode(told.encode())
+        monitor.add(samples)
+    return monitor
+
+
+def watched(plan: Plan, monitor: Monitor, folder: Path) -> Watched:
+    """What the monitor writes, read again."""
+    file = folder / "watch.json"
+    file.write_text(json.dumps(monitor.summary()), encoding="utf-8")
+    found = load_watched(file, plan)
+    assert found.plan_hash == plan_hash(plan)
+    return found

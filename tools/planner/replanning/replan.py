@@ -1,0 +1,142 @@
+"""The better plan: cluster and profile as the run has found them, the search, and whether a change pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil
+
+from megatron_het.plan import Plan
+
+from ..build import candidate_of
+from ..catalog import Gpu
+from ..cluster import Cluster
+from ..complete import complete
+from ..errors import PlannerError
+from ..estimate import Estimator
+from ..layercost import CatalogCosts, LayerCosts, MeasuredCosts
+from ..model import Model
+from ..profile_schema import Profile
+from ..runtime import CPU_GLOO, MEGATRON_HET, Runtime
+from ..search.goal import Goal
+from ..search.methods import search
+from ..search.outcome import Outcome, Progress
+from ..simulation import simulate_candidate
+from .corrections import Corrected, correct
+from .measured import Watched
+
+Search = Callable[[Estimator, Goal], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Replanned:
+    """What a better plan would be, and gain.
+
+    Attributes:
+        corrected: The planner's inputs as the run has found them.
+        plan: The better plan; None where the run's own plan is the best that was found.
+        measured_s: Iteration time of the run now.
+        before_s, after_s: Predicted from the measured figures: of the run's own plan, and of the better one.
+        outcome: Of the search.
+        restart_s: What a change was taken to cost.
+    """
+
+    corrected: Corrected
+    plan: Plan | None
+    measured_s: float
+    before_s: float
+    after_s: float
+    outcome: Outcome
+    restart_s: float
+
+    @property
+    def gain(self) -> float:
+        """Share of the iteration time that the better plan saves."""
+        return 1 - self.after_s / self.before_s
+
+    @property
+    def expected_s(self) -> float:
+        """Iteration time under the better plan: the gain applied to what is measured now."""
+        return self.measured_s * (1 - self.gain)
+
+    @property
+    def pays_after(self) -> int | None:
+        """Iterations after which the time that the change costs is won back; None if never."""
+        saved_s = self.measured_s - self.expected_s
+        return ceil(self.restart_s / saved_s) if self.plan is not None and saved_s > 0 else None
+
+    def pays(self, iterations_left: int) -> bool:
+        """Whether a change now ends the training earlier."""
+        return self.pays_after is not None and self.pays_after < iterations_left
+
+
+def replan(
+    plan: Plan,
+    cluster: Cluster,
+    model: Model,
+    watched: Watched,
+    *,
+    profile: Profile | None = None,
+    goal: Goal | None = None,
+    memory_margin: float = 0.95,
+    restart_s: float = 60.0,
+    find: Search | None = None,
+) -> Replanned:
+    """Search a better plan from what a run measured.  A controller of elastic runs calls this.
+
+    Args:
+        plan: What runs.
+        cluster, model, profile: What it was planned from.
+        watched: What was measured.
+        goal: Objective, constraints and schedules to consider.
+        memory_margin: Share of the memory of GPUs that may be used.
+        restart_s: Seconds that a change of the plan costs: save, stop, start, load.
+        find: The search; by default the one of ``plan``.
+
+    Raises:
+        PlannerError: The plan does not fit the cluster or is not priced; nothing fits.
+    """
+    corrected = correct(plan, cluster, profile, watched)
+    estimator = _estimator(corrected, model, _runtime(plan), memory_margin)
+    before_s = predicted_s(estimator, corrected.plan)
+    outcome = (find or _search)(estimator, goal or Goal())
+    best = outcome.best
+    better = None
+    if best is not None and best.runnable and best.iteration_s < before_s:
+        better = complete(estimator, best, "made by replan from measured figures")
+    after_s = before_s if better is None or best is None else best.iteration_s
+    return Replanned(corrected, better, watched.iteration_s, before_s, after_s, outcome, restart_s)
+
+
+def predicted_s(estimator: Estimator, plan: Plan) -> float:
+    """The simulated time of a plan's iteration.
+
+    Raises:
+        PlannerError: The plan does not fit the cluster, or there are no figures for one of its replicas.
+    """
+    candidate, seated = candidate_of(plan, estimator.cluster, "the run's plan")
+    estimate = estimator.estimate(candidate)
+    if estimate is None:
+        raise PlannerError("the run's plan", "stages", len(plan.stages), "no figures for some replica of this plan")
+    return simulate_candidate(estimator, candidate, estimate, replace(plan, predicted=None), seated).iteration_s
+
+
+def _search(estimator: Estimator, goal: Goal) -> Outcome:
+    return search("auto", estimator, goal, Progress())
+
+
+def _runtime(plan: Plan) -> Runtime:
+    """As the plan's prediction was made: on the CPU the host computes and posts."""
+    costs = plan.predicted.costs if plan.predicted is not None else None
+    return CPU_GLOO if costs is not None and costs.host_blocks else MEGATRON_HET
+
+
+def _estimator(corrected: Corrected, model: Model, runtime: Runtime, memory_margin: float) -> Estimator:
+    cluster, profile = corrected.cluster, corrected.profile
+    gpu: Callable[[str], Gpu] = cluster.gpu
+    costs: LayerCosts
+    if profile is not None:
+        costs = MeasuredCosts(model, profile, gpu, runtime)
+    else:
+        costs = CatalogCosts(model, gpu, runtime)
+    return Estimator(cluster, model, costs, runtime, memory_margin)
