@@ -1,27 +1,29 @@
-"""What goes wrong in the middle of a run: a process that is stopped again and again, paced devices, a slow link.
+"""What goes wrong in the middle of a run: a process that is stopped again and again, a device that slows down, a link.
 
-Functions of this module are the ``setup`` of jobs (``benchmarks.runner``).
+Functions of this module are the ``setup`` of jobs (``benchmarks.runner``).  *Paced* devices take a set time for every
+layer, as a GPU does whatever its host is busy with: a pass computes, and then sleeps for the rest of its time.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 _STOPPER = """
 import os, signal, sys, time
 pid, stopped, running = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
-try:
-    while os.getppid() == pid:
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(stopped)
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(running)
-finally:
+while os.getppid() == pid:
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(stopped)
     os.kill(pid, signal.SIGCONT)
+    time.sleep(running)
 """
 
 
@@ -45,3 +47,151 @@ def stop_again_and_again(*, rank: int, slowed: int, iteration: int, stopped_s: f
     if rank == slowed:
         words = [sys.executable, "-S", "-c", _STOPPER, str(os.getpid()), str(stopped_s), str(running_s)]
         at_iteration(iteration, lambda: subprocess.Popen(words))
+
+
+class Pace:
+    """How long layers take on this device.
+
+    Args:
+        forward_s, backward_s: Of one layer.
+    """
+
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        self.forward_s, self.backward_s = forward_s, backward_s
+        self.factor = 1.0
+
+    def install(self) -> None:
+        """Every forward and backward of this process takes its time from now on."""
+        from megatron_het.runtime.executor import Executor
+
+        all_handlers = Executor._all_handlers
+
+        def paced(executor: Executor) -> Any:
+            handlers = all_handlers(executor)
+            for kind, handler in handlers.items():
+                if kind.name in ("FORWARD", "BACKWARD"):
+                    handlers[kind] = self._paced(handler, kind.name == "BACKWARD", executor._timeline)
+            return handlers
+
+        Executor._all_handlers = paced  # type: ignore[method-assign]
+
+    def _paced(self, handler: Callable[..., None], is_backward: bool, timeline: Any) -> Callable[..., None]:
+        def run(op: Any, call: Any, state: Any) -> None:
+            from megatron.core.utils import get_attr_wrapped_model
+
+            begin = time.perf_counter()
+            handler(op, call, state)
+            layers = len(get_attr_wrapped_model(call.models[op.chunk], "decoder").layers)
+            seconds = self.factor * layers * (self.backward_s if is_backward else self.forward_s)
+            worked = time.perf_counter() - begin - timeline._waited
+            time.sleep(max(0.0, seconds - worked))
+
+        return run
+
+    def slow_down(self, factor: float) -> None:
+        """Layers take this many times as long from now on."""
+        self.factor = factor
+
+
+def paced(
+    *,
+    rank: int,
+    forward_s: float,
+    backward_s: float,
+    slowed: list[int],
+    iteration: int,
+    factor: float,
+    links: Mapping[str, float],
+) -> None:
+    """Paced devices, some of which slow down, and links that become slow.
+
+    Args:
+        rank: This rank.
+        forward_s, backward_s: Of one layer.
+        slowed: Ranks that slow down.
+        iteration: When, counted from 1.
+        factor: How many times as long their layers take then.
+        links: By ``source-target``: seconds that every message of the pipeline is under way longer.
+    """
+    pace = Pace(forward_s, backward_s)
+    pace.install()
+    mine = {int(name.split("-")[1]): delay for name, delay in links.items() if int(name.split("-")[0]) == rank}
+    wires = {target: SlowWire() for target in mine}
+    if wires:
+        _divert(wires)
+
+    def change() -> None:
+        if rank in slowed:
+            pace.slow_down(factor)
+        for target, wire in wires.items():
+            wire.delay_s = mine[target]
+
+    at_iteration(iteration, change)
+
+
+class SlowWire:
+    """Messages to one rank leave after a delay, one after the other: a slow transport between two processes."""
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0
+        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._carry, daemon=True, name="slow wire").start()
+
+    def _carry(self) -> None:
+        while True:
+            self._waiting.get()()
+
+    def send(self, post: Callable[[], Any]) -> _OnTheWay:
+        """Post a send when its delay is over."""
+        work = _OnTheWay()
+        ready_s = time.perf_counter() + self.delay_s
+
+        def carry() -> None:
+            time.sleep(max(0.0, ready_s - time.perf_counter()))
+            work.posted(post)
+
+        self._waiting.put(carry)
+        return work
+
+
+class _OnTheWay:
+    """A send that is posted later; what the channels need of a ``Work``."""
+
+    def __init__(self) -> None:
+        self._work: Any = None
+        self._error: BaseException | None = None
+        self._posted = threading.Event()
+
+    def posted(self, post: Callable[[], Any]) -> None:
+        """Post it."""
+        try:
+            self._work = post()
+        except RuntimeError as error:
+            self._error = error
+        self._posted.set()
+
+    def wait(self, timeout: timedelta = timedelta(seconds=60)) -> bool:
+        """Wait until the message has left."""
+        if not self._posted.wait(timeout.total_seconds()):
+            raise RuntimeError("the slow wire has not posted the message in time")
+        if self._error is not None:
+            raise self._error
+        return bool(self._work.wait(timeout))
+
+    def is_completed(self) -> bool:
+        """Whether the message has left."""
+        return self._posted.is_set() and self._work is not None and bool(self._work.is_completed())
+
+
+def _divert(wires: Mapping[int, SlowWire]) -> None:
+    """Send the pipeline's messages to some ranks over slow wires."""
+    from megatron_het.runtime import channels
+
+    isend = channels.dist.isend
+
+    def diverted(tensor: Any, dst: int, *, group: Any = None, tag: int = 0) -> Any:
+        if dst not in wires:
+            return isend(tensor, dst, group=group, tag=tag)
+        return wires[dst].send(lambda: isend(tensor, dst, group=group, tag=tag))
+
+    channels.dist.isend = diverted

@@ -149,7 +149,9 @@ def predicted_of(context: OpenContext, program: Program, device: int) -> dict[st
 
 
 def _folder(context: OpenContext) -> Path | None:
-    return context.config.report_dir or context.config.trace_dir
+    """Where reports go, else traces, else checkpoints."""
+    save = getattr(context.args, "save", None)
+    return context.config.report_dir or context.config.trace_dir or (Path(save) if save else None)
 
 
 def _boot() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_het.lowering.costs import costs_of
@@ -17,6 +17,12 @@ from megatron_het.watch.samples import Hello, Sample
 FORMAT, VERSION = "megatron_het.watch", 1
 WARM_UP = 2
 """Iterations of a run that are not looked at: caches are cold, and the second one may be metered."""
+
+
+def identity(plan: Plan) -> str:
+    """The hash of a plan whatever it says about the watch itself."""
+    kept = {name: value for name, value in plan.schedule.parameters.items() if not name.startswith("watch")}
+    return plan_hash(replace(plan, schedule=replace(plan.schedule, parameters=kept)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +151,7 @@ class Monitor:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "plan_hash": plan_hash(self._plan),
+            "plan_hash": identity(self._plan),
             "iteration": self._iteration,
             "predicted_iteration_s": self._plan.predicted.iteration_s,
             "iteration_s": self.watch.iteration_s,

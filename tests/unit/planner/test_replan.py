@@ -16,7 +16,7 @@ from tools.planner.profile_schema import load_profile, save_profile
 from tools.planner.replanning.command import cluster_text, model_text
 from tools.planner.replanning.corrections import correct
 from tools.planner.replanning.measured import load_watched
-from tools.planner.replanning.replan import predicted_s, replan
+from tools.planner.replanning.replan import estimator_of, predicted_s, replan
 from tools.planner.search.goal import Goal
 
 _GOAL = Goal(schedules=("1f1b",))
@@ -175,7 +175,5 @@ def test_the_corrected_plan_is_priced_on_the_corrected_cluster(tmp_path: Path) -
         plan, runs.cluster(), runs.MODEL, runs.watched(plan, slow, tmp_path), profile=runs.profile(), goal=_GOAL
     )
     assert found.plan is not None
-    from tools.planner.replanning.replan import _estimator
-
-    estimator = _estimator(found.corrected, runs.MODEL, runs.CPU_GLOO, 0.95)
+    estimator = estimator_of(found.corrected, runs.MODEL, runs.CPU_GLOO)
     assert predicted_s(estimator, found.plan) == pytest.approx(found.after_s, rel=1e-6)

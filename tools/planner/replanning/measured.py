@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_het.plan import Plan, plan_hash
+from megatron_het.plan import Plan
+from megatron_het.watch.monitor import FORMAT, VERSION, identity
 
 from ..errors import PlannerError, validated
 from ..files import read_json
 
-FORMAT, VERSION = "megatron_het.watch", 1
 PLACES = ("", "ranks", "report", "reports", "checkpoints", "training/ranks")
 """Where in a run's folder the file is looked for."""
 
@@ -116,12 +116,12 @@ def load_watched(path: Path, plan: Plan) -> Watched:
 
 
 def _check(watched: Watched, plan: Plan, file: str) -> None:
-    if watched.plan_hash != plan_hash(plan):
+    if watched.plan_hash != identity(plan):
         raise PlannerError(
             file,
             "plan_hash",
             watched.plan_hash,
-            f"measured under another plan than the one given, which has the hash {plan_hash(plan)}",
+            f"measured under another plan than the one given, which has the hash {identity(plan)}",
             "Give the run's own plan with --plan",
         )
     replicas = [r for stage in plan.stages for r in stage.replicas]

@@ -9,7 +9,6 @@ from math import ceil
 from megatron_het.plan import Plan
 
 from ..build import candidate_of
-from ..catalog import Gpu
 from ..cluster import Cluster
 from ..complete import complete
 from ..errors import PlannerError
@@ -97,7 +96,7 @@ def replan(
         PlannerError: The plan does not fit the cluster or is not priced; nothing fits.
     """
     corrected = correct(plan, cluster, profile, watched)
-    estimator = _estimator(corrected, model, _runtime(plan), memory_margin)
+    estimator = estimator_of(corrected, model, _runtime(plan), memory_margin)
     before_s = predicted_s(estimator, corrected.plan)
     outcome = (find or _search)(estimator, goal or Goal())
     best = outcome.best
@@ -131,12 +130,10 @@ def _runtime(plan: Plan) -> Runtime:
     return CPU_GLOO if costs is not None and costs.host_blocks else MEGATRON_HET
 
 
-def _estimator(corrected: Corrected, model: Model, runtime: Runtime, memory_margin: float) -> Estimator:
+def estimator_of(corrected: Corrected, model: Model, runtime: Runtime, memory_margin: float = 0.95) -> Estimator:
+    """The planner's model of the cluster as the run has found it."""
     cluster, profile = corrected.cluster, corrected.profile
-    gpu: Callable[[str], Gpu] = cluster.gpu
-    costs: LayerCosts
+    costs: LayerCosts = CatalogCosts(model, cluster.gpu, runtime)
     if profile is not None:
-        costs = MeasuredCosts(model, profile, gpu, runtime)
-    else:
-        costs = CatalogCosts(model, gpu, runtime)
+        costs = MeasuredCosts(model, profile, cluster.gpu, runtime)
     return Estimator(cluster, model, costs, runtime, memory_margin)

@@ -1,0 +1,330 @@
+"""Does a run notice what drifts, and is the better plan as good as promised?
+
+    python -m benchmarks.drift --json OUT [--pairs N]
+
+Real runs over gloo under plans of the planner.  Devices are paced (``benchmarks.drift_stand_ins``): every layer takes a
+set time whatever else this machine does, and the planner's profile says that time.  In the middle of a run
+
+- ``device``: one process becomes twice as slow;
+- ``link``: messages between two processes, in both directions, are delayed;
+- ``stopped``: one process that is not paced is stopped again and again (found and named; too noisy for gains).
+
+The watch has to name it.  ``het-plan replan`` then makes a better plan from the run's folder, which runs on the same
+drifted devices: what it was said to gain stands beside what it gains.  ``watch_overhead`` comes from alternating runs
+with the watch and without it, and, beside that, from the processor time of the watch's own code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.machine import machine
+from benchmarks.runner import Finished, Job, Runner, words
+from megatron_het.plan import Plan, load_plan, save_plan
+from tools.planner.__main__ import main as het_plan
+from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.catalog import Gpu
+from tools.planner.cluster import Cluster, NodeGroup, load_cluster
+from tools.planner.complete import complete
+from tools.planner.estimate import Estimator
+from tools.planner.files import write_json
+from tools.planner.layercost import MeasuredCosts
+from tools.planner.model import Model
+from tools.planner.profile_schema import (
+    DeviceProfile,
+    LayerTiming,
+    LinkProfile,
+    Profile,
+    ProfiledModel,
+    load_profile,
+    save_profile,
+)
+from tools.planner.replanning.command import cluster_text, model_text
+from tools.planner.replanning.corrections import correct
+from tools.planner.replanning.measured import load_watched
+from tools.planner.replanning.replan import estimator_of, predicted_s
+from tools.planner.runtime import CPU_GLOO
+from tools.planner.search.outcome import Found
+from tools.planner.simulation import simulate_candidate
+
+MODEL = Model(
+    name="paced",
+    num_layers=8,
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_attention_heads=2,
+    num_query_groups=2,
+    vocab_size=256,
+    seq_length=32,
+    global_batch_size=12,
+    micro_batch_sizes=(1,),
+    precision="fp32",
+    attention="unfused",
+    recompute=("none",),
+)
+FORWARD_S, BACKWARD_S = 0.012, 0.024
+"""Pace of one layer."""
+DRIFT_AT, ITERATIONS, AFTER = 16, 36, 12
+"""Iteration of the drift, iterations of a run with it, iterations of a run of the better plan."""
+FACTOR, DELAY_S = 2.0, 0.15
+_FOUND = re.compile(r"het: watch: iteration (\d+): (?!over)(.*)")
+
+
+def _cluster(count: int) -> Cluster:
+    gpu = Gpu(
+        flops={"fp32": 5e10},
+        memory_bytes=4 << 30,
+        memory_bytes_per_s=1e10,
+        intra_node_bytes_per_s=2e9,
+        reserved_bytes=0,
+        source="paced processes",
+    )
+    return Cluster(nodes=(NodeGroup(gpu="core", count=count, gpus_per_node=1),), gpus={"core": gpu})
+
+
+def _profile() -> Profile:
+    """What a profile of paced devices says; embedding and head are within the pace of a layer."""
+    m = MODEL
+    shape = ProfiledModel(
+        m.hidden_size, m.ffn_hidden_size, m.num_attention_heads, m.groups, m.vocab_size, m.seq_length, "fp32", m.name
+    )
+
+    def timing(layer: Any, share: float) -> LayerTiming:
+        size = m.seq_length * m.hidden_size * 4
+        return LayerTiming(
+            layer, 1, 1, m.seq_length, share * FORWARD_S, share * BACKWARD_S, 1e-6, 20_000, 100_000, size
+        )
+
+    timings = [timing("embedding", 1e-4), timing("layer", 1.0), timing("head", 1e-4)]
+    links = [
+        LinkProfile("network", "core", "core", "p2p", 2, 3e-4, 1e9),
+        LinkProfile("network", "core", "core", "all_reduce", 2, 1e-3, 1e9),
+    ]
+    return Profile(shape, [DeviceProfile("core", 4 << 30, 1, timings)], links)
+
+
+@dataclass
+class Scenario:
+    """A run in which something drifts.
+
+    Attributes:
+        name: Of the result.
+        layers: Of every stage of the run's plan, one device each.
+        slowed: Ranks that become slow.
+        links: Pairs of ranks between which messages are delayed, both ways.
+        named: What the watch has to name.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    named: tuple[str, ...]
+    slowed: tuple[int, ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
+
+    def stand_in(self, iteration: int) -> dict[str, Any]:
+        """The arguments of ``drift_stand_ins.paced``."""
+        delays = {f"{x}-{y}": DELAY_S for a, b in self.links for x, y in ((a, b), (b, a))}
+        return {
+            "forward_s": FORWARD_S,
+            "backward_s": BACKWARD_S,
+            "slowed": list(self.slowed),
+            "iteration": iteration,
+            "factor": FACTOR,
+            "links": delays,
+        }
+
+
+SCENARIOS = (
+    Scenario("device", (4, 4), ("rank 1",), slowed=(1,)),
+    Scenario("link", (3, 3, 2), ("rank 0 -> rank 1", "rank 1 -> rank 0"), links=((0, 1),)),
+)
+
+
+def planned(layers: Sequence[int]) -> Plan:
+    """The planner's prediction of a pipeline of paced devices."""
+    cluster = _cluster(len(layers))
+    estimator = Estimator(cluster, MODEL, MeasuredCosts(MODEL, _profile(), cluster.gpu, CPU_GLOO), CPU_GLOO)
+    candidate = Candidate(tuple(Stage(n, (Group(0, 1, 1),)) for n in layers), 1)
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    plain = complete(estimator, Found(candidate, estimate))
+    seconds = simulate_candidate(estimator, candidate, estimate, plain).iteration_s
+    return complete(estimator, Found(candidate, estimate, seconds), "benchmarks.drift")
+
+
+def folder_of(plan: Plan, folder: Path) -> Path:
+    """The folder of a run, with the files that ``replan`` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_plan(plan, folder / "plan.json")
+    (folder / "cluster.yaml").write_text(cluster_text(_cluster(len(plan.stages))), encoding="utf-8")
+    (folder / "model.yaml").write_text(model_text(MODEL), encoding="utf-8")
+    save_profile(_profile(), folder / "profile.json")
+    return folder
+
+
+def job(plan_file: Path, folder: Path, iterations: int, stand_in: Mapping[str, Any], *more: str) -> Job:
+    """The training of a plan on paced devices."""
+    from megatron_het.platform.flags import platform_flags
+
+    m = MODEL
+    flags = f"""--num-layers {m.num_layers} --hidden-size {m.hidden_size} --ffn-hidden-size {m.ffn_hidden_size}
+    --num-attention-heads {m.num_attention_heads} --seq-length {m.seq_length}
+    --max-position-embeddings {m.seq_length} --micro-batch-size 1 --global-batch-size {m.global_batch_size}
+    --lr 1e-3 --lr-decay-style constant --normalization RMSNorm --swiglu --position-embedding-type rope
+    --untie-embeddings-and-output-weights --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
+    --mock-data --tokenizer-type NullTokenizer --vocab-size {m.vocab_size - 1} --eval-iters 0
+    --eval-interval 100000 --log-interval 1 --calculate-per-token-loss --train-iters {iterations}"""
+    platform = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
+    own = ("--het-plan", str(plan_file), "--het-report", str(folder / "ranks"))
+    return Job(
+        folder.name,
+        load_plan(plan_file).world_size,
+        words(flags, platform, own, *more),
+        folder / "logs",
+        setup=("benchmarks.drift_stand_ins:paced", dict(stand_in)),
+        timeout_s=900.0,
+    )
+
+
+def times_of(folder: Path, first: int) -> list[float]:
+    """Iteration times of a run from an iteration on, in seconds."""
+    reports = [json.loads(p.read_text()) for p in sorted((folder / "ranks").glob("rank-*.json"))]
+    rows = reports[-1]["iterations"]
+    return [row["elapsed_s"] for row in rows if row["iteration"] >= first and row["elapsed_s"]]
+
+
+def said(done: Finished) -> list[tuple[int, str]]:
+    """What the watch has said: iteration and sentence."""
+    lines = _FOUND.findall(done.log())
+    return [(int(iteration), text) for iteration, text in lines]
+
+
+def drifted(runner: Runner, scenario: Scenario, scratch: Path) -> dict[str, Any]:
+    """One scenario: the run with the drift, the better plan, and what that takes."""
+    folder = folder_of(planned(scenario.layers), scratch / scenario.name)
+    done = runner.run(job(folder / "plan.json", folder, ITERATIONS, scenario.stand_in(DRIFT_AT)))
+    found = said(done)
+    names = [next((n for n in scenario.named if n in text), "") for _, text in found]
+    before_s = median(times_of(folder, DRIFT_AT + 4))
+    out = {
+        "found_after_iterations": min((i for i, _ in found), default=10**6) - DRIFT_AT + 1,
+        "named": bool(found) and all(names),
+        "said": [f"iteration {i}: {text}" for i, text in found],
+        "before_drift_s": median(t for t in times_of(folder, 4)[: DRIFT_AT - 5]),
+        "before_drift_predicted_s": load_plan(folder / "plan.json").predicted.iteration_s,  # type: ignore[union-attr]
+        "before_measured_s": before_s,
+    }
+    code = het_plan(["replan", str(folder), "--schedules", "1f1b", "--out", str(folder / "plan-2.json")])
+    if code:
+        return out | {"replan_exit_code": code}
+    return out | _gain(runner, scenario, folder, before_s)
+
+
+def _gain(runner: Runner, scenario: Scenario, folder: Path, before_s: float) -> dict[str, Any]:
+    """The better plan on the drifted devices."""
+    better = load_plan(folder / "plan-2.json")
+    assert better.predicted is not None
+    replicas = [r for stage in better.stages for r in stage.replicas]
+    place = {int(r.device.rsplit(" ", 1)[1]): r.ranks[0] for r in replicas if " " in r.device}
+    moved = replace(
+        scenario,
+        slowed=tuple(place[rank] for rank in scenario.slowed if rank in place),
+        links=tuple((place[a], place[b]) for a, b in scenario.links if a in place and b in place),
+    )
+    again = folder / "better"
+    runner.run(job(folder / "plan-2.json", again, AFTER, moved.stand_in(1)))
+    after_s = median(times_of(again, 4))
+    predicted_before_s = _before(folder)
+    predicted, measured = 1 - better.predicted.iteration_s / predicted_before_s, 1 - after_s / before_s
+    return {
+        "better_plan": [
+            {"layers": list(s.layers), "replicas": [(r.device, len(r.microbatches)) for r in s.replicas]}
+            for s in better.stages
+        ],
+        "before_predicted_s": predicted_before_s,
+        "after_predicted_s": better.predicted.iteration_s,
+        "after_measured_s": after_s,
+        "replan_gain_predicted": predicted,
+        "replan_gain_measured": measured,
+        "replan_gain_error": abs(predicted / measured - 1) if measured else None,
+    }
+
+
+def _before(folder: Path) -> float:
+    """The run's own plan, priced from what was measured."""
+    plan = load_plan(folder / "plan.json")
+    seen = load_watched(folder / "ranks" / "watch.json", plan)
+    corrected = correct(plan, load_cluster(folder / "cluster.yaml"), load_profile(folder / "profile.json"), seen)
+    return predicted_s(estimator_of(corrected, MODEL, CPU_GLOO), corrected.plan)
+
+
+def stopped(runner: Runner, scratch: Path) -> dict[str, Any]:
+    """A process that computes for real is stopped three quarters of the time."""
+    folder = folder_of(planned((4, 4)), scratch / "stopped")
+    setup = {"slowed": 1, "iteration": DRIFT_AT, "stopped_s": 0.03, "running_s": 0.01}
+    one = job(folder / "plan.json", folder, ITERATIONS, {}, "--het-watch-threshold", "0.8")
+    done = runner.run(replace(one, setup=("benchmarks.drift_stand_ins:stop_again_and_again", setup)))
+    found = [(i, text) for i, text in said(done) if "since the start" not in text]
+    return {
+        "found_after_iterations": min((i for i, _ in found), default=10**6) - DRIFT_AT + 1,
+        "named": bool(found) and all("rank 1 " in text and "computes slowly" in text for _, text in found),
+        "said": [f"iteration {i}: {text}" for i, text in said(done)],
+    }
+
+
+def overhead(runner: Runner, scratch: Path, pairs: int) -> dict[str, Any]:
+    """Alternating runs with the watch and without."""
+    folder = folder_of(planned((4, 4)), scratch / "overhead")
+    stand_in = Scenario("overhead", (4, 4), ()).stand_in(10**9)
+    seconds: dict[str, list[float]] = {"on": [], "off": []}
+    cpu_s: list[float] = []
+    for pair in range(pairs):
+        for side in ("on", "off") if pair % 2 == 0 else ("off", "on"):
+            run = scratch / "overhead" / f"{side}-{pair}"
+            runner.run(job(folder / "plan.json", run, 3 * AFTER, stand_in, "--het-watch", side))
+            seconds[side].append(median(times_of(run, 4)))
+            if side == "on":
+                reports = [json.loads(p.read_text()) for p in sorted((run / "ranks").glob("rank-*.json"))]
+                cpu_s.append(max(r["watch"]["cpu_us"] / r["watch"]["iterations"] for r in reports) / 1e6)
+    ratios = [on / off - 1 for on, off in zip(seconds["on"], seconds["off"], strict=True)]
+    return {
+        "watch_overhead": median(ratios),
+        "ratios": ratios,
+        "iteration_s": seconds,
+        "watch_cpu_s_per_iteration": max(cpu_s),
+        "watch_cpu_share": max(cpu_s) / median(seconds["off"]),
+    }
+
+
+def main() -> None:
+    """Measure and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", required=True, type=Path, metavar="OUT")
+    parser.add_argument("--pairs", type=int, default=3, help="alternating pairs of runs for the overhead (default 3)")
+    parser.add_argument("--only", metavar="NAME", help="device, link, stopped or overhead")
+    options = parser.parse_args()
+    result: dict[str, Any] = json.loads(options.json.read_text()) if options.only and options.json.exists() else {}
+    with tempfile.TemporaryDirectory() as folder, Runner() as runner:
+        scratch = Path(folder).resolve()
+        steps: dict[str, Any] = {s.name: lambda s=s: drifted(runner, s, scratch) for s in SCENARIOS}
+        steps |= {
+            "stopped": lambda: stopped(runner, scratch),
+            "overhead": lambda: overhead(runner, scratch, options.pairs),
+        }
+        for name, step in steps.items():
+            if options.only in (None, name):
+                result[name] = step()
+                write_json(options.json, result | {"machine": machine()})
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
