@@ -38,17 +38,9 @@ from tools.planner.estimate import Estimator
 from tools.planner.files import write_json
 from tools.planner.layercost import MeasuredCosts
 from tools.planner.model import Model
-from tools.planner.profile_schema import (
-    DeviceProfile,
-    LayerTiming,
-    LinkProfile,
-    Profile,
-    ProfiledModel,
-    load_profile,
-    save_profile,
-)
-from tools.planner.replanning.command import cluster_text, model_text
+from tools.planner.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel, load_profile
 from tools.planner.replanning.corrections import correct
+from tools.planner.replanning.inputs import CLUSTER, PROFILE, keep_inputs
 from tools.planner.replanning.measured import load_watched
 from tools.planner.replanning.replan import estimator_of, predicted_s
 from tools.planner.runtime import CPU_GLOO
@@ -164,9 +156,7 @@ def folder_of(plan: Plan, folder: Path) -> Path:
     """The folder of a run, with the files that ``replan`` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(plan, folder / "plan.json")
-    (folder / "cluster.yaml").write_text(cluster_text(_cluster(len(plan.stages))), encoding="utf-8")
-    (folder / "model.yaml").write_text(model_text(MODEL), encoding="utf-8")
-    save_profile(_profile(), folder / "profile.json")
+    keep_inputs(folder, _cluster(len(plan.stages)), MODEL, _profile())
     return folder
 
 
@@ -262,7 +252,7 @@ def _before(folder: Path) -> float:
     """The run's own plan, priced from what was measured."""
     plan = load_plan(folder / "plan.json")
     seen = load_watched(folder / "ranks" / "watch.json", plan)
-    corrected = correct(plan, load_cluster(folder / "cluster.yaml"), load_profile(folder / "profile.json"), seen)
+    corrected = correct(plan, load_cluster(folder / CLUSTER), load_profile(folder / PROFILE), seen)
     return predicted_s(estimator_of(corrected, MODEL, CPU_GLOO), corrected.plan)
 
 

@@ -27,7 +27,8 @@ from .emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatc
 from .errors import PlannerError, from_plan_error
 from .expect import expectations
 from .files import check_target, write_text
-from .profile_schema import Profile, load_profile
+from .profile_schema import load_profile
+from .replanning.inputs import keep_inputs
 
 
 @dataclass(slots=True)
@@ -172,7 +173,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--doctor", action="store_true", help="the scripts check the nodes before they train; see docs/doctor.md"
     )
-    parser.add_argument("--profile", metavar="FILE", help="profile.json, with --doctor: devices are compared with it")
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="profile.json that the plan was made from: --doctor compares devices with it, and replan corrects it",
+    )
     parser.add_argument(
         "--extra",
         default="",
@@ -199,8 +204,6 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     check_model(plan, model, str(options.plan))
     check_training(options)
     extra = extra_flags(options.extra)
-    if options.profile and not options.doctor:
-        raise PlannerError("emit", "--profile", options.profile, "is only used with --doctor")
     check_target(options.out / "plan.json", "--out")
     launch = LaunchOptions(
         run_dir=options.run_dir or str(options.out.resolve()),
@@ -212,12 +215,11 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         doctor=options.doctor,
     )
     groups = {"MODEL": model_arguments(plan, model_options(model)), "TRAINING": training_group(options), "EXTRA": extra}
-    expected = expectations(plan, cluster, _profile(options)) if options.doctor else None
-    return emit(plan, options.out, node_kinds(cluster), groups, launch, expected=expected)
-
-
-def _profile(options: argparse.Namespace) -> Profile | None:
-    return load_profile(options.profile) if options.profile else None
+    profile = load_profile(options.profile) if options.profile else None
+    expected = expectations(plan, cluster, profile) if options.doctor else None
+    written = emit(plan, options.out, node_kinds(cluster), groups, launch, expected=expected)
+    written.files |= keep_inputs(options.out, cluster, model, profile)
+    return written
 
 
 def model_options(model: Any) -> ModelOptions:

@@ -13,8 +13,8 @@ from tools.planner.__main__ import main
 from tools.planner.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.errors import PlannerError
 from tools.planner.profile_schema import load_profile, save_profile
-from tools.planner.replanning.command import cluster_text, model_text
 from tools.planner.replanning.corrections import correct
+from tools.planner.replanning.inputs import cluster_text, model_text
 from tools.planner.replanning.measured import load_watched
 from tools.planner.replanning.replan import estimator_of, predicted_s, replan
 from tools.planner.search.goal import Goal

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import PlanError, load_plan, save_plan
 from megatron_het.untrusted import amount
 
-from ..cluster import Cluster, load_cluster
+from ..cluster import load_cluster
 from ..errors import from_plan_error
 from ..files import check_target, write_text
-from ..model import Model, load_model
+from ..model import load_model
 from ..profile_schema import load_profile, save_profile
 from ..report import say, table
 from ..search.limit import cpu_limit
 from ..search.methods import search
 from ..search.outcome import Outcome, Progress
 from ..setup import goal_from
+from .inputs import cluster_text
 from .measured import find_files, load_watched
 from .replan import Replanned, replan
-
-CLUSTER, MODEL, PROFILE = "cluster.yaml", "model.yaml", "profile.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,16 +99,6 @@ def write(found: Replanned, out: Path) -> list[Path]:
         save_profile(found.corrected.profile, profile)
         written.append(profile)
     return written
-
-
-def cluster_text(cluster: Cluster) -> str:
-    """A cluster file; JSON, which is YAML too."""
-    return json.dumps(cluster.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
-
-
-def model_text(model: Model) -> str:
-    """A model file; JSON, which is YAML too."""
-    return json.dumps(model.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
 
 
 def body(found: Replanned, files: list[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +14,7 @@ from megatron_het.watch.monitor import FORMAT, VERSION, identity
 
 from ..errors import PlannerError, validated
 from ..files import read_json
+from .inputs import CLUSTER, MODEL, PROFILE
 
 PLACES = ("", "ranks", "report", "reports", "checkpoints", "training/ranks")
 """Where in a run's folder the file is looked for."""
@@ -159,7 +160,6 @@ class RunFolder:
     model: Path
     watched: Path
     profile: Path | None = None
-    notes: Sequence[str] = field(default=())
 
 
 def find_files(folder: Path, given: Mapping[str, str | None]) -> RunFolder:
@@ -189,16 +189,16 @@ def find_files(folder: Path, given: Mapping[str, str | None]) -> RunFolder:
                 "command line",
                 f"--{name}",
                 None,
-                f"there is no {names[0]} in {folder}",
-                "'emit' and 'plan' leave the files of a run in its folder; give the path of another one",
+                f"there is no {' and no '.join(names)} in {folder}",
+                "'emit' leaves the files of a run in its folder; give the path of another one",
             )
         return None
 
     plan, cluster, model, watched = (
         one("plan", ("plan.json",)),
-        one("cluster", ("cluster.yaml",)),
-        one("model", ("model.yaml",)),
+        one("cluster", (CLUSTER, "cluster.yaml")),
+        one("model", (MODEL, "model.yaml")),
         one("watch", ("watch.json",)),
     )
     assert plan is not None and cluster is not None and model is not None and watched is not None
-    return RunFolder(plan, cluster, model, watched, one("profile", ("profile.json",), required=False))
+    return RunFolder(plan, cluster, model, watched, one("profile", (PROFILE, "profile.json"), required=False))
