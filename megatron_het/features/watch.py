@@ -18,7 +18,7 @@ class WatchOptions:
     Attributes:
         state: ``on``, which needs a plan with the costs of its prediction, or ``off``.
         threshold: Smallest drift that is named, as a share.
-        window: Iterations whose median counts.
+        smoothing: Iterations whose median counts.
     """
 
     state: str = option(
@@ -39,7 +39,7 @@ class WatchOptions:
         accepts=lambda value, plan: 0.01 <= value <= 100,
         problem="must be at least 0.01 and at most 100",
     )
-    window: int = option(
+    smoothing: int = option(
         "watch_window",
         5,
         flag="--het-watch-window",

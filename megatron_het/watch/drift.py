@@ -64,7 +64,7 @@ class DriftWatch:
 
     Args:
         subjects: All devices and links.
-        window: Iterations whose median counts.
+        smoothing: Iterations whose median counts.
         threshold: Smallest drift that is named: 0.15 is 15 % longer.
         device_share: Smallest excess of a device, as a share of the iteration.
         link_share: The same of a link.
@@ -74,18 +74,18 @@ class DriftWatch:
         self,
         subjects: Sequence[Subject],
         *,
-        window: int = 5,
+        smoothing: int = 5,
         threshold: float = 0.15,
         device_share: float = 0.01,
         link_share: float = 0.03,
     ) -> None:
         self.subjects = {(s.what, s.name): s for s in subjects}
-        self._window, self._threshold = window, threshold
+        self._smoothing, self._threshold = smoothing, threshold
         self._shares = {"device": device_share, "link": link_share}
         self._groups: dict[tuple[str, str], list[Subject]] = {}
         for subject in subjects:
             self._groups.setdefault((subject.what, subject.group), []).append(subject)
-        self._iterations_s: deque[float] = deque(maxlen=window)
+        self._iterations_s: deque[float] = deque(maxlen=smoothing)
         self.profile: dict[tuple[str, str], dict[str, float]] = {}
         """By group and operation, measured over predicted, as far as the group has it in common."""
         self.active: dict[tuple[str, str, str], Finding] = {}
@@ -130,7 +130,7 @@ class DriftWatch:
     def _put(self, subject: Subject, iteration: int, row: Mapping[str, float]) -> None:
         for operation, seconds in row.items():
             if subject.predicted_s.get(operation, 0.0) > 0:
-                recent = subject.recent.setdefault(operation, deque(maxlen=self._window))
+                recent = subject.recent.setdefault(operation, deque(maxlen=self._smoothing))
                 recent.append((iteration, seconds))
 
     # -- one group -------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     hello = Hello(context.rank, device, host, clock, predicted_s)
     reader = None
     if context.rank == context.placement.world_size - 1:
-        settings = Settings(context.options.window, context.options.threshold)
+        settings = Settings(context.options.smoothing, context.options.threshold)
         reader = Reader(context.plan, program, board, settings, _folder(context), context.args)
     return RankWatch(context, board, hello, reader)
 

@@ -29,7 +29,7 @@ def identity(plan: Plan) -> str:
 class Settings:
     """How the watch decides; see :class:`~megatron_het.watch.drift.DriftWatch`."""
 
-    window: int = 5
+    smoothing: int = 5
     threshold: float = 0.15
 
 
@@ -56,7 +56,7 @@ class Monitor:
         devices = [self._device_subject(number) for number in range(len(self._replicas))]
         self._devices = dict(enumerate(devices))
         self.watch = DriftWatch(
-            [*devices, *self._link_subjects(costs)], window=settings.window, threshold=settings.threshold
+            [*devices, *self._link_subjects(costs)], smoothing=settings.smoothing, threshold=settings.threshold
         )
         self.last: dict[str, Any] = {}
         """Figures of the latest iteration: seconds, largest factors."""
