@@ -21,6 +21,7 @@ from megatron_het.auto_batch.allocation import Allocation, allocate
 from megatron_het.auto_batch.curve import Curve
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError
 from megatron_het.auto_batch.limits import memory_limit
+from megatron_het.auto_batch.links import pass_seconds
 from megatron_het.auto_batch.plans import ZERO_STAGES, allocated, base_plan, extra_words, first_stage, with_zero
 from megatron_het.auto_batch.process import MeasuringError, MeasuringProcess
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
@@ -99,6 +100,7 @@ class _Maker:
         self._rank, self._world_size, self._exchange = rank, world_size, exchange
         self._limit = memory_limit()
         self._plan_file = folder / "plan.json"
+        self._pass_s = 0.0
 
     def plan(self) -> tuple[Plan, str, list[str]]:
         """Take the stored plan, or measure."""
@@ -138,12 +140,14 @@ class _Maker:
                 break
         else:
             raise _Problem(f"one sequence does not fit at any ZeRO stage: {tried[-1]['problems']}")
-        rows = self._exchange.gather(f"curves/{zero}", {"sizes": curve.sizes, "seconds": curve.seconds})
+        mine = {"sizes": curve.sizes, "seconds": curve.seconds, "communication_s": self._pass_s}
+        rows = self._exchange.gather(f"curves/{zero}", mine)
         curves = [Curve(tuple(row["sizes"]), tuple(row["seconds"])) for row in rows]
         names = [device["name"] for device in devices]
         result = None
         if self._rank == 0:
-            allocation = allocate(curves, self._base.training.global_batch_size, zero)
+            communication_s = max(row["communication_s"] for row in rows)
+            allocation = allocate(curves, self._base.training.global_batch_size, zero, communication_s)
             plan = allocated(self._base, zero, allocation, names)
             summary = f"automatic batches: {_summary(plan)}; predicted {allocation.iteration_s:.4g} s per iteration"
             self._write(key, devices, zero, rows, allocation, tried, plan, time.monotonic() - started_s)
@@ -190,6 +194,7 @@ class _Maker:
             "plan": str(file),
             "words": [*self._words, *extra_words(plan, self._words)],
             "limit_bytes": self._limit.limit_bytes,
+            "store": self._exchange.store(f"links/{zero}") if zero > 1 else None,
         }
         with MeasuringProcess(request, self._folder, self._exchange.check, _TIMEOUT_S) as process:
             opened = process.answer()
@@ -199,6 +204,7 @@ class _Maker:
             if problems:
                 tried.append({"zero": zero, "problems": problems})
                 return None
+            self._pass_s = pass_seconds(zero, opened["links"], opened["amounts"])
             largest = self._largest(process)
             return self._curve(process, zero, largest)
 

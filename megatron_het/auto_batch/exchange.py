@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 _POLL_S = 0.05
+_LINKS_S = 300.0  # for a group of the measuring processes
 _OPEN: list[Any] = []  # the store of rank 0 must live as long as others may ask it
 
 
@@ -30,6 +31,17 @@ class Exchange:
         if world_size > 1:
             self._store = _connect(rank, world_size, timeout_s)
         self._checked_s = 0.0
+
+    def store(self, name: str) -> dict[str, Any] | None:
+        """Where another process of this rank meets those of the other ranks; None if this rank is alone."""
+        if self._store is None:
+            return None
+        return {
+            "address": os.environ["MASTER_ADDR"],
+            "port": int(os.environ["MASTER_PORT"]),
+            "prefix": f"{_prefix()}/{name}",
+            "timeout_s": min(self._timeout_s, _LINKS_S),
+        }
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Everybody's value under a name, by rank."""
@@ -83,5 +95,8 @@ def _connect(rank: int, world_size: int, timeout_s: float) -> Any:
     except (RuntimeError, ValueError) as error:
         raise ExchangeError(f"the ranks' store cannot be reached: {error}") from error
     _OPEN.append(store)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"het-auto-batch/{attempt}", store)
+    return dist.PrefixStore(_prefix(), store)
+
+
+def _prefix() -> str:
+    return f"het-auto-batch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -79,13 +79,18 @@ class MeasuringSession(HetSession):
         self, config: HetConfig, platform: Platform, rank: int, commands: Commands, memory: contextlib.ExitStack
     ) -> None:
         super().__init__(config, platform, rank)
+        self._links: dict[str, list[float]] = {}
         self._commands, self._memory = commands, memory
         self._rank = rank
         self._pass_s = 0.0
 
+    def know_links(self, seconds: dict[str, list[float]]) -> None:
+        """What collectives take, for the first answer."""
+        self._links = seconds
+
     def forward_backward(self, **keywords: Any) -> list[Any]:
         """Measures until there is nothing more to be measured; never returns."""
-        self._commands.answer(open=True)
+        self._commands.answer(open=True, amounts=_amounts(keywords["model"]), links=self._links)
         while True:
             command = self._commands.next()
             if command["do"] == "try":
@@ -161,6 +166,17 @@ def _repeated(batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor
         yield dict(batch)
 
 
+def _amounts(models: Any) -> dict[str, int]:
+    """What the collectives of a pass move."""
+    buffers = [buffer for model in (models if isinstance(models, list) else [models]) for buffer in model.buffers]
+    held = [buffer for buffer in buffers if buffer.param_data is not None]  # ZeRO-0 has no buffer of parameters
+    return {
+        "parameter_bytes": sum(buffer.param_data.nbytes for buffer in held),
+        "gradient_bytes": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "buckets": sum(len(buffer.buckets) for buffer in buffers),
+    }
+
+
 def _batch(args: Any, size: int) -> dict[str, torch.Tensor]:
     """Sequences of random tokens."""
     length = args.seq_length
@@ -196,16 +212,25 @@ def _run(request: dict[str, Any], commands: Commands, memory: contextlib.ExitSta
     """Start the rank's training, which the session turns into measurements."""
     from megatron_het import hooks, platform
     from megatron_het.auto_batch.alone import join, parse, train
+    from megatron_het.auto_batch.links import measure_links
     from megatron_het.platform.memory import limited_memory
 
     rank, world_size = request["rank"], request["world_size"]
     device = platform.activate()
     sys.argv = ["auto_batch", *request["words"], *_LAST, "--het-plan", request["plan"]]
-    hooks.install(make_session=lambda config, kind, own: MeasuringSession(config, kind, own, commands, memory))
+    sessions: list[MeasuringSession] = []
+
+    def make_session(config: HetConfig, kind: Platform, own: int) -> MeasuringSession:
+        sessions.append(MeasuringSession(config, kind, own, commands, memory))
+        return sessions[-1]
+
+    hooks.install(make_session=make_session)
     args = parse()
-    join(rank, world_size, args.distributed_backend)
     if device.is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if request["store"]:
+        sessions[0].know_links(measure_links(request, args.distributed_backend, device.device))
+    join(rank, world_size, args.distributed_backend)
     memory.enter_context(limited_memory(device, request["limit_bytes"]))
     train(args)
 

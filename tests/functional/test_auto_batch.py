@@ -1,0 +1,76 @@
+"""Automatic batches: two unequal ranks measure, agree on a plan and train under it, as one process does.
+
+A rank with less memory (an artificial limit) raises the ZeRO stage for both.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional.launch import Launch, launch
+
+FLAGS = (
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),
+    *("--max-position-embeddings", "64", "--untie-embeddings-and-output-weights", "--global-batch-size", "9"),
+    *("--train-iters", "3", "--lr", "1e-3", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),
+    *("--split", "100,0,0", "--eval-iters", "0", "--eval-interval", "100", "--hidden-dropout", "0"),
+    *("--attention-dropout", "0", "--transformer-impl", "local", "--attention-backend", "unfused"),
+    *("--distributed-backend", "gloo", "--no-persist-layer-norm", "--no-gradient-accumulation-fusion"),
+    *("--no-rope-fusion", "--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion"),
+    *("--num-workers", "0", "--use-cpu-initialization"),
+)
+# ZeRO-0 keeps 16 bytes for each of 242,000 parameters; the second rank has room for one or two sequences beside.
+LIMITS = "12000000;5000000"
+
+
+def run(folder: Path, name: str, world_size: int, *more: str) -> Launch:
+    environment = {"HET_MEMORY_LIMIT_BYTES": LIMITS if world_size > 1 else ""}
+    command = ["-m", "megatron_het.pretrain_gpt", *FLAGS, "--het-report", str(folder / name), *more]
+    return launch(world_size, command, folder / f"log-{name}", environment=environment, timeout_s=900.0)
+
+
+def losses(folder: Path, name: str, rank: int = 0) -> list[float]:
+    return [loss for _, loss in json.loads((folder / name / f"rank-{rank}.json").read_text())["losses"]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Launch]]:
+    folder = tmp_path_factory.mktemp("auto")
+    alone = ("--het-schedule", "1f1b", "--micro-batch-size", "1", "--calculate-per-token-loss")
+    return folder, {
+        "alone": run(folder, "alone", 1, *alone),
+        "first": run(folder, "first", 2, "--het-auto-batch", str(folder)),
+        "again": run(folder, "again", 2, "--het-auto-batch", str(folder)),
+    }
+
+
+@pytest.fixture(scope="module")
+def measured(finished: tuple[Path, dict[str, Launch]]) -> dict[str, Any]:
+    return json.loads((finished[0] / "auto_batch" / "measured.json").read_text())
+
+
+def test_the_rank_with_little_memory_raises_the_stage_for_both(measured: dict[str, Any]) -> None:
+    assert measured["zero"] > 0
+    assert "rank 1" in measured["did_not_fit"][0]["problems"]
+    assert "rank 0" not in measured["did_not_fit"][0]["problems"]
+    large, small = (curve["sizes"][-1] for curve in measured["curves"])
+    assert large > small
+    assert sum(map(sum, measured["passes"])) == 9
+    assert max(measured["passes"][1]) <= small
+
+
+@pytest.mark.parametrize("name", ["first", "again"])
+def test_trains_as_one_process(finished: tuple[Path, dict[str, Launch]], name: str) -> None:
+    expected = losses(finished[0], "alone")
+    assert len(expected) == 3
+    assert losses(finished[0], name) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_later_start_takes_the_stored_plan(finished: tuple[Path, dict[str, Launch]]) -> None:
+    first, again = (finished[1][name].log(0) for name in ("first", "again"))
+    assert "automatic batches: ZeRO-" in first and "predicted" in first
+    assert "automatic batches of an earlier start: ZeRO-" in again
