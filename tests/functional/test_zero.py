@@ -22,7 +22,7 @@ BAR = 1e-5
 
 def made() -> list[Case]:
     """Replicas with other numbers of passes of other sizes; one replica of ZeRO-3 keeps no state."""
-    rng = random.Random(3)
+    rng = random.Random(0)
     return [
         zero_case((1, 1), 0, 1, {}, rng),
         zero_case((1, 1), 1, 2, {}, rng),
@@ -55,4 +55,7 @@ def test_collectives_are_per_pass(name: str, finished: dict[str, Finished]) -> N
     layers = sum(max(1, n) for n in case.plan.stages[0].layers)
     passes = max(len(replica.microbatches) for replica in case.plan.stages[0].replicas)
     assert {report["window"]["reductions"] for report in reports} == {layers * passes}
-    assert {report["window"]["gathers"] >= layers * passes for report in reports} == {case.chosen["zero"] == 3}
+    assert len({len(replica.microbatches) for replica in case.plan.stages[0].replicas}) > 1
+    gathers = {report["window"]["gathers"] for report in reports}
+    assert len(gathers) == 1
+    assert gathers == {layers} if case.chosen["zero"] == 2 else min(gathers) >= layers * passes

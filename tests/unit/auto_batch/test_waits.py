@@ -72,9 +72,9 @@ def test_a_measuring_process_that_dies_or_hangs_is_an_error_with_its_log(
     assert "exit code 9" in str(caught.value) and "last words" in str(caught.value)
     fake(monkeypatch, tmp_path, "time.sleep(600)")
     start_s = time.monotonic()
-    with MeasuringProcess(REQUEST, tmp_path, lambda: None, 1.0) as process:
-        with pytest.raises(MeasuringError, match="no answer after 1 s"):
-            process.ask(do="try", size=1)
+    hangs = pytest.raises(MeasuringError, match="no answer after 1 s")
+    with MeasuringProcess(REQUEST, tmp_path, lambda: None, 1.0) as process, hangs:
+        process.ask(do="try", size=1)
     assert time.monotonic() - start_s < 30  # it is killed
 
 
