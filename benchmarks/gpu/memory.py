@@ -1,8 +1,9 @@
 """Memory of a training on one GPU against the planner's prediction: ``python -m benchmarks.gpu.memory --json OUT``.
 
-The planner makes a plan of a small Llama for the GPU that is here; five iterations run under it.  The figure is the
-largest relative error among parameters, gradients, optimizer state and activations, weighted by their share of all.
-``--small`` takes a tiny model and works on a CPU as well.
+The planner makes a plan of a small Llama for the GPU that is here; five iterations run under it.  ``largest_error`` is
+the largest error of the planner among parameters, gradients, optimizer state and activations, as a share of all.
+``dry_run_error`` is the same of a dry run of the rank, over parameters, gradients and optimizer state.  ``--small``
+takes a tiny model and works on a CPU as well.
 """
 
 from __future__ import annotations
@@ -62,22 +63,40 @@ def make_plan(folder: Path, cluster: dict[str, Any], model: dict[str, Any]) -> P
     return load_plan(folder / "plan.json")
 
 
+def flags_of(plan: Plan, model: dict[str, Any], folder: Path) -> list[str]:
+    """Megatron's flags of model and plan."""
+    words = [*model_arguments(plan, ModelOptions()), *plan_arguments(plan)]
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model["vocab_size"] - 1)]
+    return [*words, "--het-plan", str(folder / "plan.json")]
+
+
+def dry_run(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> dict[str, int]:
+    """Bytes by kind that a dry run of the rank counts."""
+    out = folder / "dry-run.json"
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_het.dry_run", "--rank", "0", "--out", str(out)]
+    words = flags_of(plan, model, folder)
+    if not is_cuda:
+        from megatron_het.platform.flags import platform_flags
+
+        words += [w for flag in platform_flags(is_cuda=False) for w in flag.words]
+    command += ["--kernels", "gpu" if is_cuda else "cpu"]
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    subprocess.run([*command, "--", *words], env=environment, check=True, timeout=_TIMEOUT_S)
+    found = read_json(out)["memory"]["by_category"]
+    return {"parameter_bytes": found["parameters"], "gradient_bytes": found["gradients"]} | {
+        "optimizer_bytes": found["optimizer"]
+    }
+
+
 def train(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> dict[str, int]:
     """Bytes by kind that the run report measured."""
     from megatron_het.platform.flags import platform_flags
 
-    machine = [w for flag in platform_flags(is_cuda=is_cuda) for w in flag.words]
-    words = [
-        *model_arguments(plan, ModelOptions()),
-        *plan_arguments(plan),
-        *machine,
-        "--mock-data",
-        "--split",
-        "90,10,0",
-    ]
-    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model["vocab_size"] - 1), "--eval-iters", "0"]
+    words = flags_of(plan, model, folder)
+    words += [w for flag in platform_flags(is_cuda=is_cuda) for w in flag.words]
+    words += ["--mock-data", "--split", "90,10,0", "--eval-iters", "0", "--eval-interval", "1000"]
     words += ["--train-iters", "5", "--lr", "1e-4", "--log-interval", "1", "--distributed-timeout-minutes", "1"]
-    words += ["--het-plan", str(folder / "plan.json"), "--het-report", str(folder)]
+    words += ["--het-report", str(folder)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -114,8 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-memory-") as name:
         plan = make_plan(Path(name), cluster, model)
         measured = train(plan, model, Path(name), is_cuda)
-    found = errors(plan, measured)
-    write_json(options.json, {"largest_error": max(found.values()), "errors": found, "measured": measured})
+        found = errors(plan, measured)
+        report: dict[str, Any] = {"largest_error": max(found.values()), "errors": found, "measured": measured}
+        write_json(options.json, report)
+        dry, total = dry_run(plan, model, Path(name), is_cuda), sum(measured.values())
+    report["dry_run_error"] = max(abs(size - measured[kind]) / total for kind, size in dry.items())
+    write_json(options.json, report | {"dry_run": dry})
     return 0
 
 

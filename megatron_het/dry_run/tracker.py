@@ -21,6 +21,12 @@ from megatron_het.platform.memory import Storages, StorageWatch, resizes_seen, u
 
 _ATEN = torch.ops.aten
 _VALUE = _ATEN._local_scalar_dense.default
+_LENGTH_FIRST = {
+    _ATEN._efficient_attention_forward,
+    _ATEN._efficient_attention_backward,
+    _ATEN._flash_attention_forward,
+    _ATEN._flash_attention_backward,
+}
 _SETS = {_ATEN.set_.source_Storage, _ATEN.set_.source_Storage_storage_offset}
 
 
@@ -132,7 +138,8 @@ class Tracker(StorageWatch):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
-            self.flops[self._kind] += formula(*args, **(kwargs or {}), out_val=result)
+            given = map(_heads_first, args) if func.overloadpacket in _LENGTH_FIRST else args
+            self.flops[self._kind] += formula(*given, **(kwargs or {}), out_val=result)
         return result
 
     def _forgetting(self, func: Any) -> contextlib.AbstractContextManager[None]:
@@ -141,6 +148,12 @@ class Tracker(StorageWatch):
             mode = next(m for m in _get_current_dispatch_mode_stack() if isinstance(m, FakeTensorMode))
             return disable_fake_tensor_cache(mode)
         return contextlib.nullcontext()
+
+
+def _heads_first(argument: Any) -> Any:
+    """torch's formulas for these kernels take ``[b, heads, s, d]``, whereas the kernels take ``[b, s, heads, d]``."""
+    is_matrix = isinstance(argument, torch.Tensor) and argument.dim() == 4
+    return argument.transpose(1, 2) if is_matrix else argument
 
 
 def _value(tensor: torch.Tensor) -> Any:

@@ -17,13 +17,15 @@ from benchmarks.parity import all_cases, labs
 from benchmarks.runner import Runner
 
 FP32_BAR = 1e-5
-# Mixed TP with routing, overlapped reduction, ties; a window with unequal shares; exchange, split vocabulary, CP;
-# chunks in a V, whose loss is told to another stage.
+# Mixed TP with routing, overlapped reduction, ties; a window with unequal shares; sizes by microbatch; interleaved;
+# exchange, split vocabulary, activations offloaded, CP; chunks in a V, whose loss is told to another stage.
 CHOSEN = {
     "1f1b": ("pair-01", "pair-07"),
+    "gpipe": ("gpipe-pair-01",),
+    "zero-bubble": ("zb-h1-pair-04", "zb-v-pair-01"),
+    "unequal-microbatches": ("sizes-2-1-2-1-exchange-p2-n8-v2-tp2", "sizes-1-1-1-2-1-interleaved-plain-20"),
     "ministage": ("fp32-03", "fp32-42"),
     "slimpipe": ("exchange-p4-n8-vocabulary", "cp2-exchange"),
-    "zero-bubble": ("zb-v-pair-01",),
 }
 
 

@@ -13,7 +13,9 @@ GPUs.  The rules:
 * communicators are connected at their first use, where the host waits for all members,
 * operations of all communicators of a rank start in the order of their launch (one hardware queue,
   ``CUDA_DEVICE_MAX_CONNECTIONS=1``), and only so many are on the device at once,
-* a tensor must not change between the post of an operation and its run.
+* a tensor must not change between the post of an operation and its run,
+* ``abort`` ends what is open without waiting for other members, and a watchdog does so with operations that nobody
+  waits for and that do not end.
 
 ``wait`` blocks the host.  On a GPU ``wait`` only orders the compute stream after the operation, and the host
 runs ahead.  What the host posts then is ordered after the compute stream as well, so it starts no earlier

@@ -115,6 +115,10 @@ class Communicator:
             self.data.shutdown()
             del self.data  # its threads end here; at the end of the process they would abort it
 
+    def abort(self) -> None:
+        """End the queue; a transfer that waits for its peer is left to its thread, which ends with the process."""
+        self._queue.put(None)
+
     def _post(self, item: Item, execute: Callable[[], None]) -> Item:
         self._posted += 1
         self._device.launch(item)

@@ -166,7 +166,14 @@ class OrderedGroup(dist.ProcessGroup):
             communicator.close()
         self._communicators.clear()
 
-    shutdown = abort = close
+    shutdown = close
+
+    def abort(self) -> None:
+        """End what is open at once, whatever the other members do; NCCL ends the operations of the process likewise."""
+        self._device.abort(f"group {self._label} was aborted on world rank {self._members[self.rank()]}")
+        for communicator in self._communicators.values():
+            communicator.abort()
+        self._communicators.clear()
 
 
 # Lists of unequal tensors, which NCCL's groups take and gloo's do not: where the tensor of this rank stands.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -108,12 +109,22 @@ class Device:
         self.failure: Exception | None = None
         self.store: Any = None
         """The default store, through which ranks tell each other where they stand."""
+        self._watchdog: threading.Thread | None = None
 
     def launch(self, item: Item) -> None:
-        """Give an item its place in the order of launches."""
+        """Give an item its place in the order of launches.
+
+        Raises:
+            OrderError: Another operation of this rank has failed, or the groups were aborted.
+        """
         if self.options.check_changes:
             item.remember()
         with self._state:
+            if self.failure is not None:
+                raise OrderError(f"{item.communicator}: {item.what} cannot start any more: {self.failure}")
+            if self._watchdog is None:
+                self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+                self._watchdog.start()
             item.number = self._launched
             self._launched += 1
             self._open[item.number] = item
@@ -147,9 +158,31 @@ class Device:
             self._open.pop(item.number, None)
             if error is not None and self.failure is None:
                 self.failure = error
-            item.error = error
+            item.error = item.error or error
             item.done.set()
             self._state.notify_all()
+
+    def abort(self, why: str) -> None:
+        """End all that is open: who waits for it is told why, at once, and nothing starts any more."""
+        with self._state:
+            self.failure = self.failure or OrderError(why)
+            for item in self._open.values():
+                item.error = item.error or self.failure
+                item.done.set()
+            self._open.clear()
+            self._state.notify_all()
+
+    def _watch(self) -> None:
+        """The watchdog: operations that nobody waits for must end as well.  It says so once, and aborts."""
+        limit = 1.5 * self.options.stall_s  # who waits for the operation reports first
+        while self.failure is None:
+            time.sleep(min(1.0, self.options.stall_s / 4))
+            with self._state:
+                oldest = min(self._open.values(), key=lambda item: item.posted_s, default=None)
+            if oldest is not None and time.monotonic() - oldest.posted_s > limit:
+                error = self._stalled(oldest, limit)
+                sys.stderr.write(f"watchdog: {error}\n")
+                self.abort(str(error))
 
     def await_end(self, item: Item, timeout_s: float | None = None) -> None:
         """Block until an item has ended.

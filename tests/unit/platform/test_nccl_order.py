@@ -102,3 +102,48 @@ def test_a_stall_ends_in_bounded_time_and_says_what_is_open(monkeypatch: pytest.
 def test_options_that_make_no_sense_are_refused(field: str, value: float):
     with pytest.raises(ValueError, match=f"{field} = {value}"):
         Options(**{field: value})
+
+
+def test_abort_tells_all_that_wait_at_once():
+    device = Device(Options(stall_s=30.0))
+    first, second = launched(device, 2)
+    device.begin(first)
+    found: list[str] = []
+
+    def wait(item: Item) -> None:
+        try:
+            device.await_end(item)
+        except OrderError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=wait, args=(item,), daemon=True) for item in (first, second)]
+    for thread in threads:
+        thread.start()
+    begin = time.monotonic()
+    device.abort("group 7 was aborted")
+    for thread in threads:
+        thread.join(5.0)
+    assert found == ["group 7 was aborted"] * 2
+    assert time.monotonic() - begin < 5.0
+    with pytest.raises(OrderError, match="cannot start any more: group 7 was aborted"):
+        device.launch(Item("communicator", "operation", ()))
+
+
+def test_the_watchdog_finds_what_nobody_waits_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    device = Device(Options(stall_s=0.3))
+    (item,) = launched(device, 1)
+    device.begin(item)
+    assert item.done.wait(10.0), "nobody waits for it, and it does not end"
+    with pytest.raises(OrderError, match=r"operation 0 \(on the device"):
+        device.await_end(item)
+    assert "watchdog: no progress" in capsys.readouterr().err
+
+
+def test_the_watchdog_leaves_what_ends_in_time():
+    device = Device(Options(stall_s=0.4))
+    for item in (item for _ in range(3) for item in launched(device, 1)):
+        device.begin(item)
+        time.sleep(0.3)
+        device.end(item, None)
+    assert device.failure is None
