@@ -29,12 +29,17 @@ from typing import Any, NoReturn
 from benchmarks.cases import Case, common_flags, machine_flags
 from benchmarks.dry_run_cases import dry_run_cases
 from benchmarks.machine import machine
+from benchmarks.parity import all_cases
 from megatron_het.plan import save_plan
 
 LIMIT_S = 600.0
 _POLL_S = 0.05
 STAGED = ("1f1b, mixed TP in a stage", "slimpipe")
 """Cases that run once more with ``--het-transport staged``."""
+_MORE = {
+    "unequal-microbatches": ("sizes-4-2-mixed-4",),
+    "data-parallel": ("00-sizes-1-1-1-1-2-zero-0", "12-sizes-1-1-1-2-1-zero-2", "16-sizes-1-1-1-3-zero-3"),
+}
 LEFT_OUT = ("megatron_het/runtime", "megatron_het/window", "megatron_het/activation_offload")
 """Where the lines are whose waits are left out."""
 
@@ -72,6 +77,14 @@ class Iteration:
         # Megatron's own checks of losses and its reruns read values in every microbatch.
         checks = ("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled")
         return [*flags, *more, "--distributed-timeout-minutes", "10", *checks]
+
+
+def cuda_cases() -> list[Case]:
+    """Small plans of every schedule and feature."""
+    found = dry_run_cases()
+    for schedule, names in _MORE.items():
+        found += [case for case in all_cases(0, schedule, True)[0] if case.name in names]
+    return found
 
 
 def every_rank(cases: Iterable[Case], first_rank_only: bool = False) -> list[Iteration]:
@@ -191,7 +204,7 @@ def main() -> int:
     parser.add_argument("--first-rank", action="store_true", help="rank 0 of every plan only")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
     options = parser.parse_args()
-    cases = [case for case in dry_run_cases() if fnmatch.fnmatchcase(case.name, options.only)]
+    cases = [case for case in cuda_cases() if fnmatch.fnmatchcase(case.name, options.only)]
     if not cases:
         parser.error(f"--only {options.only}: no such plan")
     folder = options.keep or Path(tempfile.mkdtemp(prefix="cuda-iterations-"))

@@ -26,7 +26,7 @@ from benchmarks.parity import all_cases, labs
 from benchmarks.runner import Finished, Job, JobError, Runner
 
 BAR = 1e-5
-SCHEDULES = ("1f1b", "gpipe", "ministage", "slimpipe", "zero-bubble", "unequal-microbatches")
+SCHEDULES = ("1f1b", "gpipe", "ministage", "slimpipe", "zero-bubble", "unequal-microbatches", "data-parallel")
 DEADLOCK = "wait for each other"
 
 
