@@ -38,6 +38,7 @@ CASES = {
             name="vocabulary",
         ),
         case("tied", [[2, 1], [1]], [1, 4], tied=True),
+        replace(with_schedule(case("in-a-v", [[2, 1], [1]], [2, 1], tied=True), "zb-v", 2, {}), name="in-a-v"),
     )
 }
 

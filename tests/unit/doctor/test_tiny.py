@@ -36,6 +36,7 @@ def plan(schedule="1f1b", parameters=None, chunks=1, microbatches=64, tp=1):
         plan("ministage", {"window": True}, chunks=2),
         plan("slimpipe", {"slices": 4}, microbatches=4),
         plan("zb-h1"),
+        plan("zb-v", chunks=2),
     ],
     ids=lambda p: p.schedule.name,
 )

@@ -14,6 +14,7 @@ from megatron_het.platform import activate
 activate()  # before Megatron is imported, which binds what the platform replaces
 
 from megatron_het.config import pipeline_layout  # noqa: E402
+from megatron_het.features.plan_checks import check_plan_alone  # noqa: E402
 from megatron_het.gradients.finalize import GradientFinalizer  # noqa: E402
 from megatron_het.gradients.resharding import ShardedParameter, ShardExchange  # noqa: E402
 from megatron_het.lowering.programs import build, schedule_shape  # noqa: E402
@@ -22,6 +23,7 @@ from megatron_het.plan import (  # noqa: E402
     ModelShape,
     Placement,
     Plan,
+    PlanError,
     Replica,
     ScheduleSpec,
     Stage,
@@ -29,10 +31,13 @@ from megatron_het.plan import (  # noqa: E402
     load_plan,
     save_plan,
 )
+from megatron_het.plan.from_flags import plan_from_flags  # noqa: E402
+from megatron_het.plan.validate import check_plan  # noqa: E402
 from megatron_het.runtime.building import PositionedLayout, know_positions  # noqa: E402
 from megatron_het.schedule.ir import SENDS, Kind  # noqa: E402
 from megatron_het.topology import KNOWN_STATE, Axis, PairGroups, PlanGroups, at_chunk, group_specs  # noqa: E402
 from megatron_het.topology.stage_state import install_stage_state  # noqa: E402
+from tests.unit.plan.megatron_flags import flags  # noqa: E402
 
 
 def v_plan(layers: tuple[tuple[int, int], ...], name: str = "zb-v", tied: bool = False, mixed: bool = False) -> Plan:
@@ -49,6 +54,7 @@ def v_plan(layers: tuple[tuple[int, int], ...], name: str = "zb-v", tied: bool =
 
 
 LAYERS = ((1, 3), (2, 0), (1, 2))
+_UNTIED = ("--untie-embeddings-and-output-weights",)
 
 
 def test_one_property_says_where_chunks_are(tmp_path: Any) -> None:
@@ -66,6 +72,17 @@ def test_one_property_says_where_chunks_are(tmp_path: Any) -> None:
 def test_the_layout_lists_chunks_as_a_microbatch_visits_them() -> None:
     assert pipeline_layout(v_plan(LAYERS)) == "Et|tt|t|tt||tttL"
     assert pipeline_layout(replace(v_plan(LAYERS), schedule=ScheduleSpec("interleaved"))) == "Et|tt|t|ttt||ttL"
+
+
+@pytest.mark.parametrize("name", ["zb-v", "v-half"])
+def test_flags_alone_make_a_plan_in_a_v(name: str) -> None:
+    words = [*flags("--num-layers 8 --num-attention-heads 8 --pipeline-model-parallel-size 2"), *_UNTIED]
+    plan, _ = plan_from_flags([*words, "--num-virtual-stages-per-pipeline-rank", "2"], 2, ScheduleSpec(name))
+    check_plan(plan)
+    check_plan_alone(plan)
+    assert pipeline_layout(plan) == "Ett|tt|tt|ttL" and build(plan)[False].shape.path == plan.path
+    with pytest.raises(PlanError, match="--num-virtual-stages-per-pipeline-rank 2"):
+        check_plan_alone(plan_from_flags(words, 2, ScheduleSpec(name))[0])
 
 
 @pytest.mark.parametrize("stage", range(3))
