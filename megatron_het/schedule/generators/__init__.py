@@ -11,7 +11,7 @@ from megatron_het.schedule.generators.interleaved import interleaved
 from megatron_het.schedule.generators.ministage import ministage
 from megatron_het.schedule.generators.one_f_one_b import gpipe, one_f_one_b
 from megatron_het.schedule.generators.slimpipe import seq1f1b, slimpipe, terapipe
-from megatron_het.schedule.generators.zero_bubble import v_half, zb_h1, zb_v
+from megatron_het.schedule.generators.zero_bubble import chunks_held, v_half, zb_h1, zb_v
 from megatron_het.schedule.ir import Program, Shape
 
 GENERATORS: dict[str, Callable[..., Program]] = {
@@ -46,3 +46,6 @@ def generate(name: str, shape: Shape, *, forward_only: bool = False, **parameter
     if name not in GENERATORS:
         raise ValueError(f"schedule = {name!r}: unknown (known: {', '.join(sorted(GENERATORS))})")
     return GENERATORS[name](shape, forward_only=forward_only, **parameters)
+
+
+__all__ = ["BY_PART", "GENERATORS", "chunks_held", "generate"]

@@ -10,7 +10,7 @@ from .interleaved import Interleaved
 from .ministage import Ministage
 from .one_f_one_b import OneFOneB
 from .slimpipe import SlimPipe
-from .zero_bubble import VShaped
+from .v_shaped import VShaped
 
 
 class _Other(Schedule):

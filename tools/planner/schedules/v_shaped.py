@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_het.schedule.generators.zero_bubble import chunks_held
+from megatron_het.schedule.generators import chunks_held
 
 from ..candidate import Candidate
 from ..estimates import StageTimes
