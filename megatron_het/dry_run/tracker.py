@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_het.dry_run.host_waits import HostWaits
 from megatron_het.dry_run.ledger import Ledger, Moment
+from megatron_het.dry_run.remembered import Remembered
 from megatron_het.dry_run.traffic import Traffic, answer
 from megatron_het.platform.memory import Storages, StorageWatch, resizes_seen, uncounted, watched
 
@@ -64,6 +65,7 @@ class Tracker(StorageWatch):
     Args:
         is_fake: Whether tensors have no values and no other ranks answer.
         device_type: Of the tensors that count.
+        remembers: Whether results of operators on fake tensors are remembered, which makes no difference but in time.
 
     Attributes:
         ledger: The account of memory.
@@ -72,15 +74,16 @@ class Tracker(StorageWatch):
         flops: Of matrix products and attention in the current iteration, by kind of operation of the program.
     """
 
-    def __init__(self, *, is_fake: bool, device_type: str = "cpu") -> None:
+    def __init__(self, *, is_fake: bool, device_type: str = "cpu", remembers: bool = True) -> None:
         self.ledger = Ledger()
         self._known = _LedgerStorages(self.ledger)
         self._known.device_type = device_type
         super().__init__(self._known)
-        self._is_fake = is_fake
+        self._is_fake, self._remembers = is_fake, remembers
         self.traffic = Traffic()
         self.waits = HostWaits()
         self.flops: dict[str, int] = defaultdict(int)
+        self._remembered: Remembered | None = None
         self._iteration = -1
         self._kind = ""
 
@@ -89,9 +92,16 @@ class Tracker(StorageWatch):
         """What lives now."""
         return self._known.live_bytes
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in a dry run, and the check costs more than an operator."""
+        return False
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Count what runs inside."""
+        if self._is_fake and self._remembers:
+            self._remembered = Remembered(_fake_mode(), functools.partial(self._known.see, new=True))
         with watched(self._known), resizes_seen(self._known), _objects_overlooked(), self:
             yield
 
@@ -134,19 +144,37 @@ class Tracker(StorageWatch):
                 return answer(func, args)
         elif func is _VALUE and self._is_fake:
             return _value(args[0])
+        if self._remembered is None:
+            return self._counted(func, types, args, kwargs)[0]
+        key, tensors = self._remembered.key(func, args, kwargs or {})
+        if key is None:
+            return self._counted(func, types, args, kwargs)[0]
+        known = self._remembered.find(key, tensors)
+        if known is None:
+            result, flops = self._counted(func, types, args, kwargs)
+            self._remembered.keep(key, tensors, result, flops)
+            return result
+        if known.flops:
+            self.flops[self._kind] += known.flops
+        return self._remembered.again(known, tensors)
+
+    def _counted(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, int]:
+        """What an operator returns, and its FLOPs."""
         with self._forgetting(func):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         formula = flop_registry.get(func.overloadpacket)
+        flops = 0
         if formula is not None:
             given = map(_heads_first, args) if func.overloadpacket in _LENGTH_FIRST else args
-            self.flops[self._kind] += formula(*given, **(kwargs or {}), out_val=result)
-        return result
+            flops = formula(*given, **(kwargs or {}), out_val=result)
+        if flops:
+            self.flops[self._kind] += flops
+        return result, flops
 
     def _forgetting(self, func: Any) -> contextlib.AbstractContextManager[None]:
         """The cache of fake operators would keep the storages that are arguments alive."""
         if func in _SETS and self._is_fake:
-            mode = next(m for m in _get_current_dispatch_mode_stack() if isinstance(m, FakeTensorMode))
-            return disable_fake_tensor_cache(mode)
+            return disable_fake_tensor_cache(_fake_mode())
         return contextlib.nullcontext()
 
 
@@ -154,6 +182,10 @@ def _heads_first(argument: Any) -> Any:
     """torch's formulas for these kernels take ``[b, heads, s, d]``, whereas the kernels take ``[b, s, heads, d]``."""
     is_matrix = isinstance(argument, torch.Tensor) and argument.dim() == 4
     return argument.transpose(1, 2) if is_matrix else argument
+
+
+def _fake_mode() -> FakeTensorMode:
+    return next(m for m in _get_current_dispatch_mode_stack() if isinstance(m, FakeTensorMode))
 
 
 def _value(tensor: torch.Tensor) -> Any:
