@@ -172,8 +172,8 @@ class Tracker(StorageWatch):
         return result, flops
 
     def _forgetting(self, func: Any) -> contextlib.AbstractContextManager[None]:
-        """The cache of fake operators would keep the storages that are arguments alive."""
-        if func in _SETS and self._is_fake:
+        """The cache of fake operators keeps storages that are arguments alive, and views bring freed ones back."""
+        if self._is_fake and (func.is_view or func in _SETS):
             return disable_fake_tensor_cache(_fake_mode())
         return contextlib.nullcontext()
 

@@ -54,9 +54,9 @@ def trained() -> list[torch.Tensor | None]:
 def freed() -> list[torch.Tensor]:
     """Views of a storage that is freed and allocated again."""
     whole = torch.empty(64)
-    before = whole[8:16]
+    before = whole.detach()
     whole.untyped_storage().resize_(0)
-    after = whole[8:16].view(2, 4)
+    after = whole.detach().data
     whole.untyped_storage().resize_(256)
     return [before, after, whole[8:16].view(2, 4)]
 
@@ -88,6 +88,18 @@ def numbers() -> list[Any]:
 def test_figures_are_those_without_remembering(work: Callable[[], Any]) -> None:
     quick, slow = with_and_without(work)
     assert quick == slow
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_views_do_not_bring_a_freed_storage_back(remembers: bool) -> None:
+    tracker = Tracker(is_fake=True, remembers=remembers)
+    with FakeTensorMode(allow_non_fake_inputs=True), tracker.running():
+        for _ in range(3):
+            whole = torch.empty(64)
+            assert whole.detach().untyped_storage().nbytes() == 256
+            whole.untyped_storage().resize_(0)
+            assert whole.detach().untyped_storage().nbytes() == 0
+    assert tracker.live_bytes == 0
 
 
 def test_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
