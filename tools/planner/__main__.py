@@ -184,6 +184,19 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     _goal(parser)
     parser.add_argument("--out", default="plan.json", metavar="FILE", help="plan to write (default plan.json)")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="train one rank of each kind dry before the plan is written; take the next finalist, or search again "
+        "with a smaller memory margin, where one needs more than its GPU has",
+    )
+    parser.add_argument(
+        "--verify-limit-s",
+        type=amount(0.0, 1e6),
+        default=900.0,
+        metavar="S",
+        help="seconds that these dry runs may take together (default %(default)g)",
+    )
     parser.set_defaults(run=_call("commands", "plan"))
 
 

@@ -25,6 +25,8 @@ from .search.limit import cpu_limit
 from .search.methods import search
 from .search.outcome import Found, Outcome, Progress
 from .setup import check_prices, estimator_from, goal_from
+from .verify import Verifier
+from .verify import lines as verified_lines
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -33,6 +35,7 @@ def plan(options: argparse.Namespace) -> int:
 
     estimator, goal = estimator_from(options), goal_from(options)
     check_target(options.out, "--out")
+    verifier = Verifier(estimator.model, options.verify_limit_s) if options.verify else None
     outcome = run_search(estimator, goal, options)
     best = require(outcome, estimator, goal, options)
     if not best.runnable:
@@ -44,12 +47,19 @@ def plan(options: argparse.Namespace) -> int:
             "Allow them (--schedules ministage, distributed_optimizer: true and untied embeddings in the model file, "
             "at least 2 layers), use --search auto, or GPUs with more memory",
         )
+    checked = None
+    if verifier is not None:
+        checked = verifier.verified(estimator, outcome, lambda tighter: run_search(tighter, goal, options))
+        best = checked.found
     made = complete(estimator, best, f"made by the planner, --search {options.search}")
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     save_plan(made, options.out)
     body = summary(estimator, best.candidate, best.estimate, best.simulated_s)
     body |= {"plan_file": options.out, "search": search_body(outcome, goal)}
     tables = [*summary_tables(body), *bound_lines(outcome, goal)]
+    if checked is not None:
+        body["verify"] = checked.as_json()
+        tables += verified_lines(checked)
     if options.profile is None:
         tables.append(
             f"GPU figures are from datasheets, network figures from the cluster file; '{command()} profile' measures."

@@ -136,8 +136,18 @@ def rank_flags(plan: Plan, model: Any, plan_file: str, more: Sequence[str]) -> l
     return [*words, "--het-plan", os.path.abspath(plan_file), *more]
 
 
-def run_ranks(ranks: Sequence[int], flags: Sequence[str], limit_s: float, kernels: str) -> dict[int, dict[str, Any]]:
-    """Dry runs of ranks, one after the other: rank to figures, or to ``{"error": text}``."""
+def run_ranks(
+    ranks: Sequence[int], flags: Sequence[str], limit_s: float, kernels: str, bound_s: float | None = None
+) -> dict[int, dict[str, Any]]:
+    """Dry runs of ranks, one after the other: rank to figures, or to ``{"error": text}``.
+
+    Args:
+        ranks: Of the plan.
+        flags: Megatron's, of the plan.
+        limit_s: Seconds for each rank.
+        kernels: ``gpu`` or ``cpu``.
+        bound_s: Seconds for all of them with the start.
+    """
     found: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="het-dry-run-") as folder:
         out = Path(folder)
@@ -145,7 +155,8 @@ def run_ranks(ranks: Sequence[int], flags: Sequence[str], limit_s: float, kernel
         words += ["--out", str(out / "rank-{rank}.json")]
         for rank in ranks:
             words += ["--rank", str(rank)]
-        bound_s = START_S + (limit_s + 1) * len(ranks)
+        longest_s = START_S + (limit_s + 1) * len(ranks)
+        bound_s = longest_s if bound_s is None else min(bound_s, longest_s)
         with (out / "log").open("w+", encoding="utf-8", errors="replace") as log:
             try:
                 subprocess.run(
