@@ -138,10 +138,10 @@ class Remembered:
             if output.views >= 0:
                 storage = tensors[output.views].untyped_storage()
                 plain = torch.empty(0, dtype=output.dtype, device="meta")
-                plain.set_(storage, output.offset, output.shape, output.stride)  # type: ignore[call-overload]
+                plain.set_(storage, output.offset, output.shape, output.stride)
             else:
                 plain = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
-        tensor: torch.Tensor = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+        tensor: torch.Tensor = torch.Tensor._make_subclass(
             FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=_CPU
         )
         torch._C._set_throw_on_mutable_data_ptr(tensor)
@@ -192,10 +192,11 @@ def _output(tensor: Any, tensors: Sequence[torch.Tensor]) -> _Output | None:
         return None
     storage, shape, stride = tensor.untyped_storage(), tuple(tensor.shape), tensor.stride()
     spread = sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1 if tensor.numel() else 0
-    end_bytes = (tensor.storage_offset() + spread) * tensor.element_size()
+    offset = int(tensor.storage_offset())
+    end_bytes = int(offset + spread) * tensor.element_size()
     for i, given in enumerate(tensors):
         if given.untyped_storage()._cdata == storage._cdata:
-            return _Output(-1, i, end_bytes, shape, stride, tensor.storage_offset(), tensor.dtype)
-    if tensor.storage_offset() or storage.nbytes() != end_bytes:
+            return _Output(-1, i, end_bytes, shape, stride, offset, tensor.dtype)
+    if offset or storage.nbytes() != end_bytes:
         return None
     return _Output(shape=shape, stride=stride, dtype=tensor.dtype)
