@@ -32,6 +32,7 @@ COMMANDS = {
     "dry-run": "train one rank of each kind on fake tensors: memory by category, FLOPs, bytes sent",
     "replan": "a better plan from what a run measured, and when a change to it pays",
     "emit": "write args.sh, train.sbatch and torchrun scripts for a plan",
+    "completion": "print a script with which a shell completes commands and options",
 }
 
 
@@ -99,6 +100,13 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
             _OPTIONS[name](sub)
+    return parser
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """A parser with the options of one command."""
+    parser = argparse.ArgumentParser(prog=name)
+    _OPTIONS[name](parser)
     return parser
 
 
@@ -283,6 +291,13 @@ def _replan_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(limit_s=120.0, run=_call("replanning.command", "run"))
 
 
+def _completion_options(parser: argparse.ArgumentParser) -> None:
+    from .completion import SHELLS
+
+    parser.add_argument("shell", choices=SHELLS, help="whose script")
+    parser.set_defaults(run=_call("completion", "completion"))
+
+
 def _call(module: str, name: str) -> Any:
     def run(options: argparse.Namespace) -> int:
         import importlib
@@ -304,6 +319,7 @@ _OPTIONS = {
     "replan": _replan_options,
     "emit": _emit_options,
     "dry-run": _dry_run_options,
+    "completion": _completion_options,
 }
 
 if __name__ == "__main__":
