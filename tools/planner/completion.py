@@ -20,7 +20,7 @@ _{function}() {{
     for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
         case $word in
             --) COMPREPLY=(); return ;;
-            {commands}) chosen=$word; break ;;
+            {commands}) chosen=${{chosen:-$word}} ;;
         esac
     done
     case $chosen in
