@@ -43,8 +43,11 @@
       path.setAttribute("stroke-width", 1.5 + (5 * bytes) / most);
       if (link.load > 0.5) path.classList.add("full");
       const label = svg("text");
-      label.setAttribute("x", (x1 + x2) / 2 + (3 / 8) * (ax + bx) * reach);
-      label.setAttribute("y", (y1 + y2) / 2 + (3 / 8) * (ay + by) * reach - 8);
+      // Beside a line that goes up and down, above one that goes across.
+      const upright = ax === 0 && bx === 0;
+      label.setAttribute("x", (x1 + x2) / 2 + (3 / 8) * (ax + bx) * reach + (upright ? 10 : 0));
+      label.setAttribute("y", (y1 + y2) / 2 + (3 / 8) * (ay + by) * reach - (upright ? 4 : 8));
+      if (upright) label.style.textAnchor = "start";
       label.textContent = text(bytes);
       drawing.append(path, label);
     }
