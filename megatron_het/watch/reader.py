@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from megatron_het.watch.samples import Hello, Sample
 REPORT, TRACE = "watch.json", "watch-trace.json"
 WRITTEN_EVERY = 50
 """Iterations between two reports when nothing changes."""
+MOST_COST = 0.004
+"""Share of the iteration that reading may take; of a run with more ranks fewer iterations are read."""
+MOST_STRIDE = 4
 MOST_SCALARS = 32
 """Devices, and links, that have a curve of their own in TensorBoard."""
 
@@ -44,6 +49,7 @@ class Reader:
         self._monitor: Monitor | None = None
         self._next: int | None = None
         self._written = 0
+        self._stride = 1
         self._wants_trace = True
 
     def read(self, newest: int) -> None:
@@ -54,6 +60,7 @@ class Reader:
             return
         if self._next is None or newest - self._next >= PLACES - 1:
             self._next = newest  # what came before is overwritten, or was never told
+        began = time.thread_time()
         for _ in range(2):
             if self._next > newest:
                 return
@@ -65,7 +72,14 @@ class Reader:
                 return
             if all(sample.iteration == self._next for sample in samples):
                 self._take(dict(zip(self._ranks, samples, strict=True)))
-            self._next += 1
+                self._spent(time.thread_time() - began, samples[0].elapsed_s)
+            self._next += self._stride
+            began = time.thread_time()
+
+    def _spent(self, cpu_s: float, iteration_s: float) -> None:
+        """Leave out iterations where reading one takes too much of it."""
+        allowed_s = MOST_COST * iteration_s
+        self._stride = min(MOST_STRIDE, max(1, math.ceil(cpu_s / allowed_s))) if allowed_s > 0 else MOST_STRIDE
 
     def _greet(self) -> None:
         texts = self._board.read("hello", self._ranks)

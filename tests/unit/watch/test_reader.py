@@ -205,3 +205,20 @@ def test_it_is_on_where_a_plan_carries_costs(tmp_path: Path) -> None:
 def test_bad_options_are_refused(parameters: dict[str, Any]) -> None:
     with pytest.raises(PlanError):
         feature("watch").check(_with(runs.pipeline(4, 4), **parameters))
+
+
+def test_iterations_are_left_out_where_reading_takes_too_much_of_them(
+    tmp_path: Path, writer: _Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = runs.pipeline(4, 4)
+    board = Board(_Store())
+    reader = _reader(plan, board, None)
+    taken: list[int] = []
+    take = reader._take
+    monkeypatch.setattr(reader, "_take", lambda samples: (taken.append(samples[0].iteration), take(samples)))
+    clock = iter(range(1000))
+    monkeypatch.setattr("megatron_het.watch.reader.time.thread_time", lambda: 0.007 * next(clock))
+    for iteration in range(1, 21):
+        _tell(board, plan, iteration)  # an iteration of a second, of which reading takes 7 ms
+        reader.read(iteration)
+    assert taken == list(range(1, 21, 2))
