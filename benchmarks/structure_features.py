@@ -47,7 +47,12 @@ FEATURES = {
         r"vocabulary|(het_)?vocabulary_parallel|splits_vocabulary|vocab_(forward|backward)|embed_(forward|backward)",
     ),
     "parameter window": Feature(
-        ("megatron_het.features.window", "megatron_het.window", "megatron_het.schedule.passes.parameters"),
+        (
+            "megatron_het.features.window",
+            "megatron_het.window",
+            "megatron_het.schedule.passes.parameters",
+            "megatron_het.schedule.passes.sharded_passes",
+        ),
         r"(het_)?(parameter_)?window|(het_)?offload_(parameters|optimizer)|het_update|window_options"
         r"|param_(prefetch|gather|release|offload)|grad_reduce|optimizer_step",
     ),
