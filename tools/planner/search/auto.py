@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import combinations, product
 from math import inf
 
 from ..candidate import Candidate, Stage
 from ..estimate import Estimator
-from ..schedules import PLAIN, schedule_of
+from ..schedules import PLAIN
 from ..search.book import Book, Groups
-from ..search.effort import LARGE, Effort
+from ..search.effort import Effort, effort_for
 from ..search.exact import branch_and_bound
 from ..search.finish import confirm, finish
 from ..search.goal import Goal
@@ -22,10 +23,10 @@ from ..search.seeds import WORTH, seeds
 
 CLEAR = 0.01
 """A neighbour that is better by this share is taken without looking at the others."""
-NEAR = 0.03
-"""Neighbours that look worse than the candidate by this share are not evaluated: sketches are no more exact."""
-MOST_NEIGHBOURS = 24
-"""Neighbours of a candidate that are evaluated."""
+MOST_SWAPPED = 10
+"""Stages of which two change places."""
+POLISHED = 1.1
+"""Plans within this factor of the best get their layers shifted one by one."""
 
 
 def search_auto(
@@ -41,7 +42,7 @@ def search_auto(
         bound_s: Time of a plan that is known already; slower ones are of no use.
     """
     progress, asked = progress or Progress(), effort
-    effort = effort or (LARGE if estimator.cluster.total_gpus > 160 else Effort())
+    effort = effort or effort_for(estimator.cluster.total_gpus)
     started = time.process_time()
     merged = merge(estimator)
     book = Book(merged.estimator, goal, progress)
@@ -52,12 +53,11 @@ def search_auto(
         if estimator.cluster.total_gpus <= effort.exact_gpus:
             progress.text = "branch and bound"
             outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising)
-        _variants(book, effort, whole)
-        _bandwidth_groups(merged.estimator, book, effort, whole)
         if not outcome.exact:
             _parts(book, effort, bounds)
-        for _, candidate in sorted(book.by_stages.values(), key=lambda entry: entry[0])[:2]:
-            _climb(book, candidate, effort.steps, whole)
+        _climb_by_stages(book, effort, whole)
+        _bandwidth_groups(merged.estimator, book, effort, whole)
+        _variants(book, effort, whole)
         _polish(book)
     except KeyboardInterrupt:
         outcome.interrupted = True
@@ -79,9 +79,17 @@ def explore(book: Book, effort: Effort, limits: Limits) -> None:
     starts = _seed(book, effort, limits)
     book.progress.text = "local search"
     for candidate in starts:
-        _climb(book, candidate, effort.steps, limits)
+        _climb(book, effort, candidate, limits)
         if book.progress.out_of_time:
             raise KeyboardInterrupt
+
+
+def _climb_by_stages(book: Book, effort: Effort, limits: Limits) -> None:
+    """Local search from the best of each number of stages: what is best may be reached from another number."""
+    best = sorted(book.by_stages.values(), key=lambda entry: entry[0])
+    for score, candidate in best[: effort.counts]:
+        if score < WORTH * book.best:
+            _climb(book, effort, candidate, limits)
 
 
 def _parts(book: Book, effort: Effort, bounds: Bounds) -> None:
@@ -129,29 +137,38 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
         if book.progress.out_of_time:
             break
     scored.sort(key=lambda item: item[:2])
+    return _starts(scored, effort)
+
+
+def _starts(scored: list[tuple[float, int, Candidate]], effort: Effort) -> list[Candidate]:
+    """The best with different kinds of GPUs in their stages, and the best of several numbers of stages."""
     out: list[Candidate] = []
-    seen: set[object] = set()
-    for _, _, candidate in scored:
-        shape = tuple(tuple(g.pool for g in s.groups) for s in candidate.stages)
-        if shape not in seen:
-            seen.add(shape)
+    shapes: set[object] = set()
+    counts: set[int] = set()
+    for score, _, candidate in scored:
+        shape, count = tuple(tuple(g.pool for g in s.groups) for s in candidate.stages), len(candidate.stages)
+        new = len(shapes) < effort.beam and shape not in shapes
+        if new or (len(counts) < effort.counts and count not in counts and score < WORTH * scored[0][0]):
             out.append(candidate)
-        if len(out) == effort.beam:
-            break
+            shapes.add(shape)
+            counts.add(count)
     return out
 
 
-def _climb(book: Book, start: Candidate, budget: int, limits: Limits) -> Candidate:
+def _climb(book: Book, effort: Effort, start: Candidate, limits: Limits, share: int = 1) -> Candidate:
     """Improvement over the neighbourhood until nothing improves or the budget is spent.
 
     Neighbours are evaluated in the order of their sketches.  A clear improvement is taken at once, a small one
     when none of those that look as good holds anything better.
+
+    Args:
+        share: Divides the budget.
     """
     current, score = start, book.try_candidate(start)
-    spent = 0
+    spent, budget = 0, effort.steps // share
     while spent < budget and not book.progress.out_of_time:
         best: tuple[float, Candidate] | None = None
-        for groups, like in _promising(book, current, score, limits):
+        for groups, like in _promising(book, effort, current, limits):
             found, candidate = book.try_groups(groups, like)
             spent += 1
             if candidate is not None and found < (best[0] if best else score) * (1 - 1e-9):
@@ -164,10 +181,10 @@ def _climb(book: Book, start: Candidate, budget: int, limits: Limits) -> Candida
     return current
 
 
-def _promising(book: Book, current: Candidate, score: float, limits: Limits) -> list[tuple[Groups, Candidate]]:
+def _promising(book: Book, effort: Effort, current: Candidate, limits: Limits) -> list[tuple[Groups, Candidate]]:
     """The neighbours that look no worse than the candidate, the best first."""
     here = book.sketch.value(tuple(s.groups for s in current.stages), current)
-    most = here * (1 + NEAR) if current in book.good else inf
+    most = here * (1 + effort.near) if current in book.good else inf
     found = []
     for i, (groups, like) in enumerate(
         neighbours(book.estimator, book.goal, current, _bottleneck(book, current), limits)
@@ -176,7 +193,7 @@ def _promising(book: Book, current: Candidate, score: float, limits: Limits) -> 
         if value < most:
             found.append((value, i, groups, like))
     found.sort(key=lambda item: item[:2])
-    return [(groups, like) for _, _, groups, like in found[:MOST_NEIGHBOURS]]
+    return [(groups, like) for _, _, groups, like in found[: effort.neighbours]]
 
 
 def _bottleneck(book: Book, candidate: Candidate) -> int:
@@ -197,9 +214,10 @@ def _variants(book: Book, effort: Effort, limits: Limits) -> None:
         groups: Groups = tuple(s.groups for s in candidate.stages)
         for variant in schedule_variants(book.estimator, book.goal, candidate):
             book.try_groups(groups, variant)
-    best = book.top(1)
-    if best and schedule_of(best[0][0]) is not PLAIN:
-        _climb(book, best[0][0], effort.steps // 2, limits)
+    for schedule in book.goal.allowed:
+        if schedule is not PLAIN:
+            for candidate, _ in book.top(1, schedule.name):
+                _climb(book, effort, candidate, limits, share=2)
 
 
 def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort, limits: Limits) -> None:
@@ -211,7 +229,7 @@ def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort, limits: 
     before = book.best
     configure_groups(book, 1, few=True)
     if book.best < before:
-        _climb(book, book.top(1)[0][0], effort.steps, limits)
+        _climb(book, effort, book.top(1)[0][0], limits)
 
 
 def _kinds_alone(outcome: Outcome, estimator: Estimator, goal: Goal, progress: Progress, effort: Effort | None) -> None:
@@ -275,24 +293,40 @@ def _published_methods(outcome: Outcome, estimator: Estimator, goal: Goal, progr
 
 
 def _polish(book: Book) -> None:
-    """Every number of ministages, and single layers shifted between stages, for the best candidates."""
-    for candidate, _ in book.top(3):
-        for refined in schedule_of(candidate).refined(candidate):
-            book.try_groups(tuple(s.groups for s in candidate.stages), refined)
-    for candidate, _ in book.top(3):
-        current, score = candidate, book.try_candidate(candidate)
-        improved = True
-        while improved:
-            improved = False
-            count = len(current.stages)
-            for i in range(count):
-                for j in range(count):
-                    if i == j or current.stages[i].layers <= 1 or (count > 6 and abs(i - j) > 1):
-                        continue
-                    changed = list(current.stages)
-                    changed[i] = Stage(changed[i].layers - 1, changed[i].groups)
-                    changed[j] = Stage(changed[j].layers + 1, changed[j].groups)
-                    shifted = current.with_(stages=tuple(changed))
-                    found = book.try_candidate(shifted)
-                    if found < score * (1 - 1e-9):
-                        current, score, improved = shifted, found, True
+    """Every number of ministages, other orders of stages, layers shifted one by one, for the best of each schedule."""
+    for schedule in book.goal.allowed:
+        for candidate, _ in book.top(2, schedule.name):
+            for refined in schedule.refined(candidate):
+                book.try_groups(tuple(s.groups for s in candidate.stages), refined)
+        for candidate, _ in book.top(2, schedule.name):
+            if book.try_candidate(candidate) < POLISHED * book.best:
+                _swap_stages(book, candidate)
+                _shift_layers(book, candidate)
+
+
+def _swap_stages(book: Book, candidate: Candidate) -> None:
+    """The same stages with two of them in each other's place: the simulator tells apart what the closed form cannot."""
+    groups = [s.groups for s in candidate.stages]
+    for i, j in combinations(range(min(len(groups), MOST_SWAPPED)), 2):
+        if groups[i] != groups[j]:
+            swapped = list(groups)
+            swapped[i], swapped[j] = groups[j], groups[i]
+            book.try_groups(tuple(swapped), candidate)
+
+
+def _shift_layers(book: Book, current: Candidate) -> None:
+    """Single layers from a stage to another as long as that makes the candidate better."""
+    score, count = book.try_candidate(current), len(current.stages)
+    improved = True
+    while improved:
+        improved = False
+        for i, j in product(range(count), repeat=2):
+            if i == j or current.stages[i].layers <= 1 or (count > 6 and abs(i - j) > 1):
+                continue
+            changed = list(current.stages)
+            changed[i] = Stage(changed[i].layers - 1, changed[i].groups)
+            changed[j] = Stage(changed[j].layers + 1, changed[j].groups)
+            shifted = current.with_(stages=tuple(changed))
+            found = book.try_candidate(shifted)
+            if found < score * (1 - 1e-9):
+                current, score, improved = shifted, found, True

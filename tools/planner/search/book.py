@@ -161,7 +161,12 @@ class Book:
                 out.append((candidate, estimate))
         return out
 
-    def top(self, count: int) -> list[tuple[Candidate, Estimate]]:
-        """The best candidates that hold all constraints; equal values go to fewer GPUs."""
-        order = sorted(self.good.items(), key=lambda item: (item[1][0], item[0].world_size))
+    def top(self, count: int, schedule: str = "") -> list[tuple[Candidate, Estimate]]:
+        """The best candidates that hold all constraints; equal values go to fewer GPUs.
+
+        Args:
+            schedule: Only those with this one.
+        """
+        items = [item for item in self.good.items() if schedule in ("", item[0].schedule)]
+        order = sorted(items, key=lambda item: (item[1][0], item[0].world_size))
         return [(candidate, estimate) for candidate, (_, estimate) in order[:count]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,9 @@ class Effort:
         seeds: Starting points to evaluate, of those that look best.
         alike: Of these, how many with the same kinds of GPUs in every stage.
         beam: Starting points to improve by local search.
+        counts: Numbers of stages whose best candidate is improved too.
+        near: Neighbours that look worse than a candidate by this share are not evaluated.
+        neighbours: Neighbours of a candidate that are evaluated at most.
         steps: Evaluations of the local search per starting point.
         parts: Parts of the cluster to search in the same way, of those that can hold a better plan.
         part_sketches, part_seeds, part_steps: Starting points to look at and to evaluate on a part, and evaluations
@@ -30,10 +33,13 @@ class Effort:
     """
 
     sketches: int = 1000
-    seeds: int = 60
-    alike: int = 6
+    seeds: int = 120
+    alike: int = 12
     beam: int = 4
-    steps: int = 160
+    counts: int = 6
+    near: float = 0.12
+    neighbours: int = 48
+    steps: int = 250
     parts: int = 12
     part_sketches: int = 300
     part_seeds: int = 20
@@ -50,5 +56,12 @@ class Effort:
 
 
 NORMAL = Effort()
-LARGE = Effort(sketches=1500, seeds=100, beam=6, steps=250, simulated_operations=30_000)
+MEDIUM = Effort(seeds=60, alike=6, near=0.03, neighbours=24, steps=160)
+"""For clusters of more than 64 GPUs, whose sketches are more exact: there are more microbatches for each stage."""
+LARGE = replace(MEDIUM, sketches=1500, seeds=100, beam=6, steps=250, simulated_operations=30_000)
 """For clusters of more than 160 GPUs, where a better plan is worth a few seconds."""
+
+
+def effort_for(gpus: int) -> Effort:
+    """What suits a cluster of this size."""
+    return LARGE if gpus > 160 else MEDIUM if gpus > 64 else NORMAL

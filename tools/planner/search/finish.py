@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from math import inf
 
@@ -19,12 +20,15 @@ from ..search.depths import deeper
 from ..search.effort import Effort
 from ..search.goal import Goal
 from ..search.outcome import Found, Outcome
+from ..search.refine import refine
 from ..simulation import MOST_COUPLED, block_s, operations_of, simulate_parts
 
 Class = tuple[str, tuple[tuple[int, ...], ...]]
 """Schedule, and the pools of every stage."""
 MOST_OPERATIONS = 200_000
 """Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
+MOST_CONFIRMED = 150_000
+"""Of plans with more operations the time of one of their equal pipelines stands."""
 HOPEFUL = 0.6
 """The first finalists of a schedule are simulated if this share of their closed form is below the best."""
 UNKNOWN = 0.97
@@ -54,9 +58,11 @@ def finish(
         bound_s: Time of a plan that is known already: finalists that can hardly be faster are left out.
     """
     margin = effort.exact_promising if outcome.exact else effort.promising
-    left = effort.exact_operations if outcome.exact else effort.simulated_operations
-    most = 2 * left
+    each = effort.exact_operations if outcome.exact else effort.simulated_operations
+    most = 2 * each
     """Operations of the first finalist of a schedule, which is simulated whatever has been spent."""
+    spent: dict[str, int] = {}
+    """By schedule: what one takes is not taken from another."""
     queues = _queues(book, 1000 if outcome.exact else 120)
     ratios = _Ratios(effort.first if bound_s == inf else 0)
     found: list[Found] = []
@@ -70,6 +76,7 @@ def finish(
         if goal.value(estimate) * ratios.of(name) * (1 - margin) > best:
             queues.pop(name, None)
             continue
+        left = each - spent.get(name[0], 0)
         allowed = most if ratios.is_new(name[0]) else left
         if max(estimate.stage_busy_s) > bound_s or (operations > allowed and found):
             continue
@@ -79,13 +86,19 @@ def finish(
         outcome.simulations += len(placed[0].stages) > 1
         tries = 0 if operations > MOST_OPERATIONS else max(1, left // max(1, operations))
         entry = _simulated(estimator, goal, *placed, best, tries) if tries else Found(*placed, confirmed=True)
-        left -= operations * min(tries, len(ORDERS) if is_ordered(placed[0]) else 1)
+        cost = operations * min(tries, len(ORDERS) if is_ordered(placed[0]) else 1)
+        spent[name[0]] = spent.get(name[0], 0) + cost
         if entry is None:
             continue
         ratios.add(name, entry.iteration_s / entry.estimate.iteration_s)
         if _within(goal, entry):
             found.append(entry)
             best = min(best, entry.value(goal))
+    if found and not outcome.interrupted and not book.progress.spent:
+        found.sort(key=lambda f: f.value(goal))
+        better = refine(estimator, goal, found[0], each, partial(_simulated, estimator, goal, tries=1))
+        if better is not found[0]:
+            found.insert(0, better)
     outcome.found = confirm(estimator, goal, found)
     book.progress.finishing = False
     outcome.evaluations = book.estimator.evaluations
@@ -229,6 +242,8 @@ def whole(estimator: Estimator, found: Found) -> Found | None:
     if len(found.candidate.stages) == 1 and (
         waits_for_nobody(found.candidate) or _is_large(estimator, found.candidate)
     ):
+        return replace(found, confirmed=True)
+    if operations_of(estimator, found.candidate) * found.candidate.blocks > MOST_CONFIRMED and found.simulated_s:
         return replace(found, confirmed=True)
     seated = seats(estimator.cluster, found.candidate.stages)
     try:

@@ -49,6 +49,7 @@ def neighbours(
         *_resized(stages, spare, bottleneck),
         *_moved(stages, bottleneck),
         *_retyped(estimator, stages),
+        *_replaced(stages, spare),
         *_reordered(stages),
         *_recut(stages, spare, estimator),
         *_equalised(stages, spare),
@@ -173,6 +174,19 @@ def _retyped(estimator: Estimator, stages: Stages) -> Iterator[Stages]:
                     yield pair
             if possible:
                 yield everywhere
+
+
+def _replaced(stages: Stages, spare: dict[int, int]) -> Iterator[Stages]:
+    """The replicas of one kind in a stage by unused GPUs of another pool."""
+    for i, stage in enumerate(stages):
+        for (pool, tp), count in stage.items():
+            for other, free in spare.items():
+                n = min(count, free // tp)
+                if other != pool and n:
+                    changed = [dict(s) for s in stages]
+                    del changed[i][pool, tp]
+                    changed[i][other, tp] = changed[i].get((other, tp), 0) + n
+                    yield changed
 
 
 def _reordered(stages: Stages) -> Iterator[Stages]:
