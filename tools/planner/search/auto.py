@@ -23,6 +23,8 @@ from ..search.seeds import WORTH, seeds
 
 CLEAR = 0.01
 """A neighbour that is better by this share is taken without looking at the others."""
+MANY = 64
+"""Neighbours that are looked at before a much better one is taken at once."""
 MOST_SWAPPED = 10
 """Stages of which two change places."""
 POLISHED = 1.1
@@ -165,26 +167,35 @@ def _climb(book: Book, effort: Effort, start: Candidate, limits: Limits, share: 
         share: Divides the budget.
     """
     current, score = start, book.try_candidate(start)
-    spent, budget = 0, effort.steps // share
+    spent, budget, hasty = 0, effort.steps // share, effort.hasty
     while spent < budget and not book.progress.out_of_time:
         best: tuple[float, Candidate] | None = None
-        for groups, like in _promising(book, effort, current, limits):
+        for groups, like in _promising(book, effort, current, limits, hasty):
             found, candidate = book.try_groups(groups, like)
             spent += 1
             if candidate is not None and found < (best[0] if best else score) * (1 - 1e-9):
                 best = (found, candidate)
             if spent >= budget or (best is not None and best[0] < score * (1 - CLEAR)):
                 break
-        if best is None:
+        if best is None and not hasty:
             break
-        score, current = best
+        hasty = effort.hasty and best is not None
+        if best is not None:
+            score, current = best
     return current
 
 
-def _promising(book: Book, effort: Effort, current: Candidate, limits: Limits) -> list[tuple[Groups, Candidate]]:
-    """The neighbours that look no worse than the candidate, the best first."""
+def _promising(
+    book: Book, effort: Effort, current: Candidate, limits: Limits, hasty: bool
+) -> list[tuple[Groups, Candidate]]:
+    """The neighbours that look no worse than the candidate, the best first.
+
+    Args:
+        hasty: Of many neighbours only the first are looked at, if one of them looks much better.
+    """
     here = book.sketch.value(tuple(s.groups for s in current.stages), current)
     most = here * (1 + effort.near) if current in book.good else inf
+    clear = here * (1 - 3 * CLEAR) if hasty and current in book.good else 0.0
     found = []
     for i, (groups, like) in enumerate(
         neighbours(book.estimator, book.goal, current, _bottleneck(book, current), limits)
@@ -192,6 +203,8 @@ def _promising(book: Book, effort: Effort, current: Candidate, limits: Limits) -
         value = book.sketch.value(groups, like, most)
         if value < most:
             found.append((value, i, groups, like))
+            if i >= MANY and value < clear:
+                break
     found.sort(key=lambda item: item[:2])
     return [(groups, like) for _, _, groups, like in found[: effort.neighbours]]
 

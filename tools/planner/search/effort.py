@@ -17,6 +17,7 @@ class Effort:
         counts: Numbers of stages whose best candidate is improved too.
         near: Neighbours that look worse than a candidate by this share are not evaluated.
         neighbours: Neighbours of a candidate that are evaluated at most.
+        hasty: A neighbour that looks much better is evaluated before all neighbours have been looked at.
         steps: Evaluations of the local search per starting point.
         parts: Parts of the cluster to search in the same way, of those that can hold a better plan.
         part_sketches, part_seeds, part_steps: Starting points to look at and to evaluate on a part, and evaluations
@@ -39,6 +40,7 @@ class Effort:
     counts: int = 6
     near: float = 0.12
     neighbours: int = 48
+    hasty: bool = False
     steps: int = 250
     parts: int = 12
     part_sketches: int = 300
@@ -56,9 +58,9 @@ class Effort:
 
 
 NORMAL = Effort()
-MEDIUM = Effort(seeds=60, alike=6, near=0.03, neighbours=24, steps=160)
+MEDIUM = Effort(seeds=60, alike=6, counts=4, near=0.03, neighbours=24, steps=160, hasty=True)
 """For clusters of more than 64 GPUs, whose sketches are more exact: there are more microbatches for each stage."""
-LARGE = replace(MEDIUM, sketches=1500, seeds=100, beam=6, steps=250, simulated_operations=30_000)
+LARGE = replace(MEDIUM, sketches=1500, seeds=80, steps=200, simulated_operations=30_000)
 """For clusters of more than 160 GPUs, where a better plan is worth a few seconds."""
 
 
