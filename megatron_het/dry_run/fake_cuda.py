@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_het.platform import cpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+_EFFICIENT_BACKWARD = torch.ops.aten._efficient_attention_backward.default
+"""torch 2.13 cannot run it on fake tensors: its stand-in lacks the argument ``out``."""
 _PINNED: set[int] = set()
 """Storages of pinned memory, by address."""
 
@@ -202,6 +204,8 @@ class OneDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _EFFICIENT_BACKWARD:
+            return (*(torch.empty_like(t) for t in args[1:4]), torch.empty((), device=args[1].device))
         device = kwargs.get("device")
         if device is not None and not _NAMED.now:
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -91,6 +91,7 @@ class StreamOrder:
 
     Attributes:
         waits: The lines that have waited, ``file:line``: they order streams, or the host.
+        waits_of_host: Those of them in which the host waited.
     """
 
     def __init__(self, ignored: str = "") -> None:
@@ -103,6 +104,7 @@ class StreamOrder:
         """Accesses of memory that has been given back, by the stream that may be given it again."""
         self._ignored = ignored
         self.waits: set[str] = set()
+        self.waits_of_host: set[str] = set()
         self.current = [self.new_stream("the computing stream")]
 
     def new_stream(self, name: str = "") -> int:
@@ -131,6 +133,8 @@ class StreamOrder:
             frame = frame.f_back
         line = line_of(frame)
         self.waits.add(line)
+        if stream is None:
+            self.waits_of_host.add(line)
         if line != self._ignored:
             self.order_quietly(stream, clock)
 

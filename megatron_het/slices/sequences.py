@@ -126,7 +126,11 @@ class SlicedSequences(Batches):
     def _batch(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
         key = op.microbatch, op.chunk
         if key not in self._batches:
-            self._batches[key] = next(data_iterator)
+            # Cut on the device: a part of a pinned batch is not pinned, and the host would wait for every copy of one.
+            self._batches[key] = {
+                name: value.to(self._device, non_blocking=True) if name in _CUT and value is not None else value
+                for name, value in next(data_iterator).items()
+            }
         return self._batches[key]
 
     def iterator(self, op: RankOp, data_iterator: Any) -> Iterator[Mapping[str, Any]]:

@@ -129,7 +129,7 @@ class EmbeddingTeam:
         if self._where.tp_rank > 0:
             return
         tokens = self._batches.peek(op, call.data_iterators[0])["tokens"]
-        tokens = tokens.to(device=call.device, dtype=torch.int64).contiguous()
+        tokens = tokens.to(device=call.device, dtype=torch.int64, non_blocking=True).contiguous()
         for tp_rank in range(self._tp_group.size()):
             for peer in team(self._placement, op.microbatch, self._position + tp_rank)[1:]:
                 self._tokens.send(tokens, peer, op.label)
