@@ -200,13 +200,13 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_iterations", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
-    parser.add_argument("--only", metavar="NAME", default="*", help="plans by name; * stands for anything")
+    parser.add_argument("--only", metavar="NAME", nargs="+", default=["*"], help="plans by name; * stands for anything")
     parser.add_argument("--first-rank", action="store_true", help="rank 0 of every plan only")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
     options = parser.parse_args()
-    cases = [case for case in cuda_cases() if fnmatch.fnmatchcase(case.name, options.only)]
+    cases = [case for case in cuda_cases() if any(fnmatch.fnmatchcase(case.name, name) for name in options.only)]
     if not cases:
-        parser.error(f"--only {options.only}: no such plan")
+        parser.error(f"--only {' '.join(options.only)}: no such plan")
     folder = options.keep or Path(tempfile.mkdtemp(prefix="cuda-iterations-"))
     folder.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, Any]] = []

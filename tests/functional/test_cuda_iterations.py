@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-_LIMIT_S = 900.0
+_LIMIT_S = 1500.0
 
 
 def start(module: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -60,25 +60,35 @@ def test_tensors_of_transfers_need_their_wait(faults: dict[str, Any], name: str)
     assert faults[name] == ["", "StreamOrderError"]
 
 
-@pytest.mark.parametrize(
-    "plans",
-    [
-        "1f1b, mixed TP in a stage",
-        "interleaved",
-        "zero-bubble",
-        "ministage, all offloaded",
-        "slimpipe exchange, vocabulary, offload",
-    ],
+PLANS = (
+    "1f1b, mixed TP in a stage",
+    "interleaved",
+    "zero-bubble",
+    "ministage, all offloaded",
+    "slimpipe exchange, vocabulary, offload",
 )
-def test_iterations_wait_for_nothing(plans: str, tmp_path: Path) -> None:
-    """No wait of the host inside operations, no tensor out of order; each wait between streams is needed."""
-    out = tmp_path / "found.json"
-    done = start("benchmarks.cuda_iterations", "--first-rank", "--only", plans, "--json", str(out))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("cuda") / "found.json"
+    done = start("benchmarks.cuda_iterations", "--first-rank", "--only", *PLANS, "--json", str(out))
     assert out.exists(), done.stderr[-3000:]
-    found = json.loads(out.read_text("utf-8"))
-    assert found["failed"] == [], done.stdout[-3000:]
+    return json.loads(out.read_text("utf-8")) | {"exit_code": done.returncode}
+
+
+def test_iterations_mix_no_devices_and_keep_the_order_of_streams(found: dict[str, Any]) -> None:
+    assert found["failed"] == [], [case for case in found["cases"] if case["error"]]
+    assert found["runs"] == len(PLANS) + 1  # one of them over host memory as well
+
+
+def test_the_host_waits_for_nothing_inside_operations(found: dict[str, Any]) -> None:
     assert found["waits_in_operations"] == 0, found["cases"]
-    assert found["staged_waits"] == found["staged_transfers"]
-    assert found["missing_waits"] > 0
+    assert found["staged_waits"] == found["staged_transfers"] > 0
+
+
+def test_every_wait_between_streams_is_needed(found: dict[str, Any]) -> None:
+    """A line of ours that waits is left out: the run must notice, wherever it is."""
+    assert found["missing_waits"] > 8
     assert found["missing_waits_unnoticed"] == []
-    assert done.returncode == 0
+    assert found["exit_code"] == 0
