@@ -102,9 +102,9 @@ class RankWatch(RuntimeFeature):
         """A step of the watch; training does not end because of it."""
         try:
             step()
-        except (RuntimeError, OSError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever it is: figures are not worth a training
             self._is_on = False
-            print(f"het: rank {self._rank}: the watch is off: {error}", flush=True)  # noqa: T201 - the run's log
+            print(f"het: rank {self._rank}: the watch is off: {error or type(error).__name__}", flush=True)  # noqa: T201 - the run's log
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
