@@ -276,7 +276,7 @@ def _dry_run_options(parser: argparse.ArgumentParser) -> None:
     from .dry_run import add_arguments
 
     parser.usage = "%(prog)s PLAN --model FILE [options] [-- MEGATRON FLAGS]"
-    parser.add_argument("--model", required=True, metavar="FILE", help="model file (YAML)")
+    _model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_arguments(parser)
     parser.set_defaults(run=_call("dry_run", "dry_run"), flags=[])

@@ -22,7 +22,7 @@ from .emit import check_model, model_options
 from .emit_flags import model_arguments, plan_arguments
 from .errors import PlannerError, from_plan_error
 from .files import check_target, write_json
-from .model import load_model
+from .model import model_of
 from .report import GIB, say, table
 
 START_S = 300.0
@@ -91,7 +91,7 @@ def dry_run(options: argparse.Namespace) -> int:
     """The command; returns 1 where a rank has no figures."""
     if options.out:
         check_target(options.out, "--out")
-    model = load_model(options.model)
+    model = model_of(options)
     try:
         plan = load_plan(options.plan)
     except PlanError as error:

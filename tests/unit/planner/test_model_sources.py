@@ -136,18 +136,24 @@ def test_windows():
 CLUSTER = {"nodes": [{"gpu": "H200", "count": 16, "gpus_per_node": 8, "network_bytes_per_s": 4e11}]}
 
 
-@pytest.mark.parametrize(("config", "word"), [(LLAMA, None), (MIXTRAL, "experts"), (DEEPSEEK, "experts, latent")])
+@pytest.mark.parametrize(
+    ("config", "word"), [(LLAMA, None), (QWEN, None), (MIXTRAL, "experts"), (DEEPSEEK, "experts, latent")]
+)
 def test_commands_take_a_config(tmp_path, capsys, config, word):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
     common = ["--cluster", str(tmp_path / "c.yaml"), "--model", str(write(tmp_path, config))]
     common += ["--seq-length", "4096", "--global-batch-size", "128"]
-    plan = ["--out", str(tmp_path / "p.json"), "--schedules", "1f1b", "--limit-s", "1"]
+    plan = ["--out", str(tmp_path / "p.json"), "--schedules", "1f1b", "--limit-s", "5"]
     assert main(["plan", *common, *plan]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (f"cannot train it yet ({word})" in said) if word else ("cannot train it yet" not in said)
     code = main(["emit", str(tmp_path / "p.json"), *common, "--out", str(tmp_path / "run"), "--train-iters", "5"])
     assert code == (2 if word else 0), capsys.readouterr().err
     assert not word or not (tmp_path / "run").exists()
+    if word:  # refused before a search or a rank is started, with what is missing
+        for command in (["plan", *common, *plan, "--verify"], ["dry-run", str(tmp_path / "p.json"), *common[2:]]):
+            assert main(command) == 2
+            assert "no run with a plan has it yet" in capsys.readouterr().err
 
 
 class Colour(enum.Enum):
