@@ -4,7 +4,7 @@
 ``--cuda`` (:mod:`megatron_het.dry_run`), in processes forked from one that has imported Megatron.  Keys: ``runs``;
 ``failed``, with device mix-ups and accesses that no wait between streams has put in order; ``waits_in_operations``,
 how often the host waits for the device inside operations of the program, the transfers of ``staged`` apart;
-``staged_waits`` and ``staged_transfers``, which are equal, because gloo sends what is in host memory already;
+``staged_waits``, at most ``staged_transfers``, because gloo sends what is in host memory already;
 ``waits_by_iteration``, the most outside of operations; ``missing_waits_noticed`` of ``missing_waits``: lines that order
 streams, left out one at a time.
 """
@@ -231,7 +231,7 @@ def main() -> int:
     options.json.write_text(json.dumps(report | {"cases": waits}, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=1))
     bad = report["failed"] or report["waits_in_operations"] or report["missing_waits_unnoticed"]
-    return int(bool(bad) or report["staged_waits"] != report["staged_transfers"])
+    return int(bool(bad) or report["staged_waits"] > report["staged_transfers"])
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_iterations_mix_no_devices_and_keep_the_order_of_streams(found: dict[str
 
 def test_the_host_waits_for_nothing_inside_operations(found: dict[str, Any]) -> None:
     assert found["waits_in_operations"] == 0, found["cases"]
-    assert found["staged_waits"] == found["staged_transfers"] > 0
+    assert 0 < found["staged_waits"] <= found["staged_transfers"]
 
 
 def test_every_wait_between_streams_is_needed(found: dict[str, Any]) -> None:
