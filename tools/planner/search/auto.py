@@ -11,7 +11,7 @@ from ..candidate import Candidate, Stage
 from ..estimate import Estimator
 from ..schedules import PLAIN
 from ..search.book import Book, Groups
-from ..search.effort import Effort, effort_for
+from ..search.effort import NORMAL, Effort, effort_for
 from ..search.exact import branch_and_bound
 from ..search.finish import confirm, finish
 from ..search.goal import Goal
@@ -23,6 +23,8 @@ from ..search.seeds import WORTH, seeds
 
 CLEAR = 0.01
 """A neighbour that is better by this share is taken without looking at the others."""
+FEW = replace(NORMAL, first=0)
+"""For the published methods: only finalists that look better than a known plan are simulated."""
 MANY = 64
 """Neighbours that are looked at before a much better one is taken at once."""
 MOST_SWAPPED = 10
@@ -290,7 +292,8 @@ def _published_methods(outcome: Outcome, estimator: Estimator, goal: Goal, progr
         share = Progress(limit_s=min(progress.limit_s - now, max(2.0, now / 3)))
         progress.text = f"the method of {search.__name__.removeprefix('search_').capitalize()}"
         known_s = min(bound_s, outcome.best.iteration_s if outcome.best is not None else inf)
-        theirs = search(estimator, goal, share, bound_s=known_s if goal.objective == "throughput" else inf)
+        known_s = known_s if goal.objective == "throughput" else inf
+        theirs = search(estimator, goal, share, FEW if known_s < inf else NORMAL, known_s)
         known = {found.candidate for found in outcome.found}
         outcome.found += [found for found in theirs.found if found.candidate not in known and found.runnable]
         outcome.found = confirm(estimator, goal, outcome.found)

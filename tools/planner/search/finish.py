@@ -64,7 +64,7 @@ def finish(
     spent: dict[str, int] = {}
     """By schedule: what one takes is not taken from another."""
     queues = _queues(book, 1000 if outcome.exact else 120)
-    ratios = _Ratios(effort.first if bound_s == inf else 0)
+    ratios = _Ratios(effort.first)
     found: list[Found] = []
     best = bound_s if goal.objective == "throughput" else inf
     book.progress.finishing = True

@@ -1,0 +1,62 @@
+"""More schedules and more kinds of GPUs never make a plan worse, on random small clusters with little effort."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.planner_quality import estimator_of
+from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.model import Model
+from tools.planner.search.auto import search_auto
+from tools.planner.search.effort import MEDIUM
+from tools.planner.search.goal import Goal
+
+TOLERANCE = 1.005
+EFFORT = replace(
+    MEDIUM, sketches=150, seeds=15, beam=1, counts=2, steps=40, parts=3, part_sketches=60, part_seeds=6, part_steps=20
+)
+FEWER = Goal(schedules=("1f1b", "interleaved"))
+
+
+def small_pool(seed: int) -> tuple[Cluster, Model]:
+    """9 to 24 GPUs of two kinds, and a model with few microbatches."""
+    rng = random.Random(seed)
+    nodes = tuple(
+        NodeGroup(
+            gpu=kind,
+            count=rng.randint(5, 6),
+            gpus_per_node=rng.choice((1, 2)),
+            zone="lab-a",
+            network_bytes_per_s=rng.choice((1.25e9, 12.5e9, 25e9)),
+        )
+        for kind in rng.sample(("A100-40", "A100-80", "L40S", "A10G", "V100-16", "T4"), 2)
+    )
+    hidden = rng.choice((1024, 2048, 4096))
+    model = Model(
+        num_layers=rng.choice((6, 8, 12)),
+        hidden_size=hidden,
+        ffn_hidden_size=3 * hidden,
+        num_attention_heads=16,
+        vocab_size=rng.choice((8192, 32000)),
+        seq_length=1024,
+        global_batch_size=rng.choice((16, 24, 32)),
+        precision="fp16",
+        distributed_optimizer=rng.random() < 0.5,
+        micro_batch_sizes=(1, 2),
+        recompute=("none", "full"),
+    )
+    return Cluster(nodes=nodes), model
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_more_schedules_and_more_kinds_are_never_worse(seed):
+    cluster, model = small_pool(seed)
+    best = search_auto(estimator_of(cluster, model), Goal(), effort=EFFORT).best
+    if best is None:
+        return
+    fewer = search_auto(estimator_of(cluster, model), FEWER, effort=EFFORT).best
+    assert fewer is None or best.iteration_s <= TOLERANCE * fewer.iteration_s
+    for node in cluster.nodes:
+        alone = search_auto(estimator_of(Cluster(nodes=(node,)), model), Goal(), effort=EFFORT).best
+        assert alone is None or best.iteration_s <= TOLERANCE * alone.iteration_s
