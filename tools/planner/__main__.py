@@ -292,10 +292,10 @@ def _replan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _completion_options(parser: argparse.ArgumentParser) -> None:
-    from .completion import SHELLS
+    from .completion import SHELLS, completion
 
     parser.add_argument("shell", choices=SHELLS, help="whose script")
-    parser.set_defaults(run=_call("completion", "completion"))
+    parser.set_defaults(run=lambda given: completion(given.shell, {n: parser_of(n) for n in COMMANDS}, COMMANDS))
 
 
 def _call(module: str, name: str) -> Any:

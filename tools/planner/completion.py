@@ -40,12 +40,15 @@ complete -o filenames -F _{function} {program}
 """
 
 
-def completion(options: argparse.Namespace) -> int:
-    """The command: print the script of a shell."""
-    from .__main__ import COMMANDS, parser_of
+def completion(shell: str, parsers: Parsers, texts: Mapping[str, str]) -> int:
+    """The command: print the script of a shell.
 
-    parsers = {name: parser_of(name) for name in COMMANDS}
-    sys.stdout.write(_SCRIPTS[options.shell]("het-plan", parsers, COMMANDS))
+    Args:
+        shell: One of ``SHELLS``.
+        parsers: By command.
+        texts: What each command does.
+    """
+    sys.stdout.write(_SCRIPTS[shell]("het-plan", parsers, texts))
     return 0
 
 

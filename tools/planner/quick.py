@@ -53,16 +53,13 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
     Raises:
         PlannerError: The operations wait for each other.
     """
-    stages, chunks, slices = shape.stages, len(shape.layers[0]), shape.slices
-    total, size = costs.attention_total(slices), costs.message_bytes / slices
-    last = stages * chunks - 1
+    stages, last = shape.stages, shape.stages * len(shape.layers[0]) - 1
+    wires = _Wires(costs, costs.message_bytes / shape.slices)
     of_stage = [[first + r for r in row] for first, row in zip(shape.first_device, shape.route)]
     arrived: dict[tuple[bool, int, int, int], float] = {}
     waiting: dict[tuple[bool, int, int, int], int] = {}
-    links: dict[tuple[int, int], tuple[float, float]] = {}
-    busy: dict[tuple[int, int], float] = {}
     seconds: dict[tuple[int, Kind, int, int], float] = {}
-    now, sent, at = [0.0] * len(orders), [0.0] * len(orders), [0] * len(orders)
+    now, at = [0.0] * len(orders), [0] * len(orders)
     ready = list(range(len(orders)))[::-1]
     while ready:
         d = ready.pop()
@@ -80,29 +77,16 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
                     time_s = came
             one = d, kind, piece, chunk
             if one not in seconds:
-                whole = (costs.backward_s if back else costs.forward_s)[d][chunk]
-                table = costs.attention_backward_s if back else costs.attention_forward_s
-                attention = table[d][chunk] * (piece + costs.diagonal) / total if table else 0.0
-                seconds[one] = whole / slices + attention + costs.operation_s
+                seconds[one] = _pass_s(costs, shape.slices, *one)
             time_s += seconds[one]
             place += 1
             if virtual == (0 if back else last):
                 continue
             to = virtual - 1 if back else virtual + 1
             target = of_stage[to % stages][microbatch]
-            come = time_s
-            if target != d:
-                edge = d, target
-                if edge not in links:
-                    link = costs.link(d, target)
-                    if link.shared:
-                        return None
-                    links[edge] = size / link.bytes_per_s, link.latency_s
-                wire, latency = links[edge]
-                begin = max(time_s, busy.get(edge, 0.0))
-                busy[edge] = begin + wire
-                come = begin + wire + latency
-                sent[d] = max(sent[d], come)
+            come = time_s if target == d else wires.carry(d, target, time_s)
+            if come is None:
+                return None
             key = back, to, microbatch, piece
             arrived[key] = come
             if key in waiting:
@@ -111,4 +95,42 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
     if any(place < len(order) for place, order in zip(at, orders)):
         raise PlannerError("plan", "schedule", shape.stages, "its operations wait for each other")
     tails = costs.tail_s or (0.0,) * len(orders)
-    return max(max(t, gone) + tail for t, gone, tail, order in zip(now, sent, tails, orders) if order)
+    ends = zip(range(len(orders)), now, tails, orders)
+    return max(max(t, wires.last_s.get(d, 0.0)) + tail for d, t, tail, order in ends if order)
+
+
+def _pass_s(costs: Costs, slices: int, device: int, kind: Kind, piece: int, chunk: int) -> float:
+    """Seconds of a forward or backward of one slice."""
+    back = kind is Kind.BACKWARD
+    whole = (costs.backward_s if back else costs.forward_s)[device][chunk]
+    table = costs.attention_backward_s if back else costs.attention_forward_s
+    share = (piece + costs.diagonal) / costs.attention_total(slices)
+    return whole / slices + (table[device][chunk] * share if table else 0.0) + costs.operation_s
+
+
+class _Wires:
+    """The links between devices, and until when each is busy.
+
+    Attributes:
+        last_s: By sender, when the last of its messages arrives.
+    """
+
+    def __init__(self, costs: Costs, size: float) -> None:
+        self._costs, self._size = costs, size
+        self._links: dict[tuple[int, int], tuple[float, float]] = {}
+        self._busy: dict[tuple[int, int], float] = {}
+        self.last_s: dict[int, float] = {}
+
+    def carry(self, source: int, target: int, time_s: float) -> float | None:
+        """When a message that is ready at a time arrives; None where other pairs share the link."""
+        edge = source, target
+        if edge not in self._links:
+            link = self._costs.link(source, target)
+            if link.shared:
+                return None
+            self._links[edge] = self._size / link.bytes_per_s, link.latency_s
+        wire, latency = self._links[edge]
+        end = max(time_s, self._busy.get(edge, 0.0)) + wire
+        self._busy[edge] = end
+        self.last_s[source] = max(self.last_s.get(source, 0.0), end + latency)
+        return end + latency

@@ -86,8 +86,7 @@ def finish(
         outcome.simulations += len(placed[0].stages) > 1
         tries = 0 if operations > MOST_OPERATIONS else max(1, left // max(1, operations))
         entry = _simulated(estimator, goal, *placed, best, tries) if tries else Found(*placed, confirmed=True)
-        cost = operations * min(tries, len(ORDERS) if is_ordered(placed[0]) else 1)
-        spent[name[0]] = spent.get(name[0], 0) + cost
+        spent[name[0]] = spent.get(name[0], 0) + operations * min(tries, len(ORDERS) if is_ordered(placed[0]) else 1)
         if entry is None:
             continue
         ratios.add(name, entry.iteration_s / entry.estimate.iteration_s)
@@ -95,15 +94,24 @@ def finish(
             found.append(entry)
             best = min(best, entry.value(goal))
     if found and not outcome.interrupted and not book.progress.spent:
-        found.sort(key=lambda f: f.value(goal))
-        better = refine(estimator, goal, found[0], each, partial(_simulated, estimator, goal, tries=1))
-        if better is not found[0]:
-            found.insert(0, better)
-    outcome.found = confirm(estimator, goal, found)
+        _refine_best(estimator, goal, found, each)
+    _conclude(book, outcome, confirm(estimator, goal, found), place)
+
+
+def _conclude(book: Book, outcome: Outcome, found: list[Found], place: Callable[[Candidate], Candidate]) -> None:
+    """Write down what has been found, or what came nearest."""
     book.progress.finishing = False
-    outcome.evaluations = book.estimator.evaluations
-    if not outcome.found and book.nearest is not None:
+    outcome.found, outcome.evaluations = found, book.estimator.evaluations
+    if not found and book.nearest is not None:
         outcome.nearest = (place(book.nearest[1]), book.nearest[2])
+
+
+def _refine_best(estimator: Estimator, goal: Goal, found: list[Found], operations: int) -> None:
+    """Put a better plan near the best one at the front of the list, where there is one."""
+    found.sort(key=lambda f: f.value(goal))
+    better = refine(estimator, goal, found[0], operations, partial(_simulated, estimator, goal, tries=1))
+    if better is not found[0]:
+        found.insert(0, better)
 
 
 class _Ratios:
