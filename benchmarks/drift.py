@@ -298,7 +298,7 @@ def summary(result: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of all scenarios together: the latest finding, whether all were named, the worst error."""
     drifts = [result[name] for name in ("device", "link", "stopped") if name in result]
     gains = [d for d in drifts if d.get("replan_gain_error") is not None]
-    worst = max(gains, key=lambda d: d["replan_gain_error"], default={})
+    worst: Mapping[str, Any] = max(gains, key=lambda d: d["replan_gain_error"], default={})
     return {
         "found_after_iterations": max((d["found_after_iterations"] for d in drifts), default=None),
         "named": all(d["named"] for d in drifts),

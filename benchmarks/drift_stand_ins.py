@@ -39,7 +39,7 @@ def at_iteration(iteration: int, action: Callable[[], Any]) -> None:
             action()
         return run(self, call)
 
-    Executor.run = counting  # type: ignore[method-assign]
+    Executor.run = counting
 
 
 def stop_again_and_again(*, rank: int, slowed: int, iteration: int, stopped_s: float, running_s: float) -> None:
@@ -73,7 +73,7 @@ class Pace:
                     handlers[kind] = self._paced(handler, kind.name == "BACKWARD", executor._timeline)
             return handlers
 
-        Executor._all_handlers = paced  # type: ignore[method-assign]
+        Executor._all_handlers = paced
 
     def _paced(self, handler: Callable[..., None], is_backward: bool, timeline: Any) -> Callable[..., None]:
         def run(op: Any, call: Any, state: Any) -> None:
