@@ -79,8 +79,19 @@ def poplar_cases(seed: int, quick: bool) -> list[Case]:
                 Case(f"plain-{len(bases)}", plan, chosen={"precision": "fp32"}), name, chunks, dict(parameters)
             )
         )
-    cases = [with_sizes(c, random_sizes(max(len(s.replicas) for s in c.plan.stages), rng), rng) for c in bases]
+    cases = [with_sizes(case, _sizes_for(case, rng), rng) for case in bases]
     return cases[::4] if quick else cases
+
+
+def _sizes_for(case: Case, rng: random.Random) -> list[int]:
+    """Sizes of as many microbatches as the case's schedule can run."""
+    least, whole = max(len(stage.replicas) for stage in case.plan.stages), 1
+    if case.plan.schedule.name == "interleaved":  # microbatches go in groups of at least the number of stages
+        whole = len(case.plan.stages)
+    while True:
+        sizes = random_sizes(least, rng)
+        if len(sizes) % whole == 0:
+            return sizes
 
 
 def _is_fp32(case: Case) -> bool:

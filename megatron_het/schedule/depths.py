@@ -7,16 +7,18 @@ fill that time, at the price of their activations.  How many is decided here, bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 
 FASTER = 0.005
 """Other depths must shorten the iteration by this share, because they take memory."""
 SAME = 0.001
 """Depths that lengthen the iteration by no more than this share are as good, and the smaller one is taken."""
-NOTICEABLE = 0.02
+NOTICEABLE = 0.1
 """A boundary is slow if the way there and back takes more than this share of the slowest stage's time."""
 _MORE = (0, 1, 2)
+_MOST_STEPS = 8
+"""Simulations with which depths are made smaller again, at most."""
 _ALMOST_FREE, _HALF = 0.1, 0.5
 
 
@@ -66,18 +68,28 @@ def choose_depths(
         best = search.better(best, tuple(1 + hidden[b] + more if b in hidden else 1 for b in range(len(plain))))
     rule = published_depths(stage_s, transfer_s, [b in hidden for b in range(len(plain))])
     best = search.better(best, rule)
-    for b in slow:
-        best = search.better(best, _with(best, b, best[b] + 1))
     if start is not None and search.seconds(best) > start * (1 - FASTER):
         return ()
-    for b in slow:
-        while best[b] > 1 and search.seconds(_with(best, b, best[b] - 1)) <= search.seconds(best) * (1 + SAME):
-            best = _with(best, b, best[b] - 1)
+    best = _smallest(search, best, hidden)
     return best if best != plain else ()
 
 
-def _with(depths: tuple[int, ...], boundary: int, depth: int) -> tuple[int, ...]:
-    return (*depths[:boundary], depth, *depths[boundary + 1 :])
+def _smallest(search: _Search, best: tuple[int, ...], hidden: Mapping[int, int]) -> tuple[int, ...]:
+    """Depths that are as fast and smaller.
+
+    Boundaries whose transfers hide behind equally many microbatches have one depth, so that a long pipeline needs no
+    more simulations than a short one.
+    """
+    steps = _MOST_STEPS
+    for level in sorted(set(hidden.values()), reverse=True):
+        alike = [b for b, needed in hidden.items() if needed == level]
+        while steps and all(best[b] > 1 for b in alike):
+            steps -= 1
+            smaller = tuple(depth - (b in alike) for b, depth in enumerate(best))
+            if search.seconds(smaller) > search.seconds(best) * (1 + SAME):
+                break
+            best = smaller
+    return best
 
 
 class _Search:

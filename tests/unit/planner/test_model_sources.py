@@ -143,7 +143,7 @@ def test_commands_take_a_config(tmp_path, capsys, config, word):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
     common = ["--cluster", str(tmp_path / "c.yaml"), "--model", str(write(tmp_path, config))]
     common += ["--seq-length", "4096", "--global-batch-size", "128"]
-    plan = ["--out", str(tmp_path / "p.json"), "--schedules", "1f1b", "--limit-s", "5"]
+    plan = ["--out", str(tmp_path / "p.json"), "--schedules", "1f1b", "--limit-s", "30"]
     assert main(["plan", *common, *plan]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (f"cannot train it yet ({word})" in said) if word else ("cannot train it yet" not in said)

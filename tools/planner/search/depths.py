@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_het.lowering.programs import schedule_shape
 from megatron_het.schedule.depths import choose_depths
-from megatron_het.schedule.result import Result
 
+from ..build import build_plan, seats
 from ..errors import PlannerError
 from ..estimate import Estimator
 from ..schedules import schedule_of
-from ..simulation import simulate_block
+from ..simulation import block_s, costs_of
 from .goal import Goal
 from .outcome import Found
 
@@ -33,23 +34,30 @@ def deeper(estimator: Estimator, goal: Goal, found: Found) -> Found:
             if estimate is None or not estimator.fits(estimate) or goal.violation(other, estimate) > 0:
                 return None
             try:
-                seconds = simulate_block(estimator, other, estimate).iteration_s
+                seconds = block_s(estimator, other, estimate)
             except PlannerError:
                 return None
             tried[depths] = replace(found, candidate=other, estimate=estimate, simulated_s=seconds)
         return tried[depths].iteration_s
 
     try:
-        stages, transfers = _seconds(simulate_block(estimator, candidate, found.estimate).result)
+        stages, transfers = _seconds(estimator, found)
     except PlannerError:
         return found
     chosen = choose_depths(stages, transfers, time_of)
     return tried[chosen] if chosen else found
 
 
-def _seconds(result: Result) -> tuple[list[float], list[float]]:
-    """By stage, seconds between two microbatches when all its replicas work; by boundary, of the slowest transfer."""
-    shape, costs = result.graph.program.shape, result.costs
+def _seconds(estimator: Estimator, found: Found) -> tuple[list[float], list[float]]:
+    """By stage, seconds between two microbatches when all its replicas work; by boundary, of the slowest transfer.
+
+    Raises:
+        PlannerError: the schedule cannot run this shape.
+    """
+    whole, block = found.candidate, found.candidate.block()
+    plan = build_plan(estimator, whole, found.estimate, one_block=True)
+    costs = costs_of(estimator, whole, block, found.estimate, plan, seats(estimator.cluster, block.stages) or [])
+    shape = schedule_shape(plan)
     rates = [0.0] * shape.stages
     for d, device in enumerate(shape.devices):
         rates[device.stage] += 1 / max(1e-12, costs.forward_s[d][0] + costs.backward_s[d][0])
