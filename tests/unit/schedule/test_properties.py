@@ -198,6 +198,7 @@ def test_compute_is_what_a_generator_makes() -> None:
     """Generators emit compute operations only."""
     for name in GENERATORS:
         placement, chunks = ("v", 2) if name in ("zb-v", "v-half") else ("loop", 1)
-        program = generate(name, Shape.uniform(4, 4, chunks=chunks, placement=placement))
+        stages = 1 if name == "data-parallel" else 4
+        program = generate(name, Shape.uniform(stages, 4, chunks=chunks, placement=placement))
         assert all(op.kind in COMPUTE for ops in program.ops for op in ops)
         assert replace(program).name == name
