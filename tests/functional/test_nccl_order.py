@@ -23,7 +23,7 @@ CHOSEN = {
     "1f1b": ("pair-01", "pair-07"),
     "gpipe": ("gpipe-pair-01",),
     "zero-bubble": ("zb-h1-pair-04", "zb-v-pair-01"),
-    "unequal-microbatches": ("sizes-2-1-2-1-exchange-p2-n8-v2-tp2", "sizes-3-1-2-interleaved-plain-20"),
+    "unequal-microbatches": ("sizes-2-1-2-1-exchange-p2-n8-v2-tp2", "sizes-1-5-interleaved-plain-20"),
     "ministage": ("fp32-03", "fp32-42"),
     "slimpipe": ("exchange-p4-n8-vocabulary", "cp2-exchange"),
     "data-parallel": ("12-sizes-1-1-1-2-1-zero-2",),
