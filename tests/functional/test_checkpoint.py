@@ -15,7 +15,7 @@ from benchmarks.cases import MICROBATCHES, Weights, build_plan, common_flags
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job
 from benchmarks.zorse_cases import with_shares
-from megatron_het.plan import Plan, ScheduleSpec, save_plan
+from megatron_het.plan import Placement, Plan, ScheduleSpec, save_plan
 
 STEPS, SAVED_AT = 8, 4
 BAR = 1e-5
@@ -150,7 +150,8 @@ def train(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 def _losses(folder: Path, under: Plan | None, load: Path | None, steps: int) -> dict[int, float]:
     if under is not None:
-        last = under.stages[-1].replicas[0].ranks[0]
+        stage, _ = Placement(under).last
+        last = under.stages[stage].replicas[0].ranks[0]
         report = json.loads((folder / f"rank-{last}.json").read_text())
         return dict(report["losses"])
     path = folder / "losses-0.json"
