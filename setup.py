@@ -50,6 +50,10 @@ setup(
     install_requires=RUNTIME,
     extras_require=EXTRAS,
     entry_points={
-        "console_scripts": ["het-plan = het_planner.__main__:main", "het-doctor = megatron_het.doctor.__main__:start"]
+        "console_scripts": [
+            "het-plan = het_planner.__main__:main",
+            "het-doctor = megatron_het.doctor.__main__:start",
+            "het-run = megatron_het.elastic.__main__:main",
+        ]
     },
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.bad_input_files import CLUSTER, MODEL, PLAN, PROFILE, document_text, sliced_plan
+from benchmarks.bad_input_files import CLUSTER, MODEL, PLAN, PROFILE, document_text, other_plans, sliced_plan
 
 MARK = "executed.mark"
 """Injected commands make a file of this name."""
@@ -254,8 +254,9 @@ def mutated(rng: random.Random, count: int) -> Iterator[Case]:
     sources: list[tuple[str, Any, list[tuple[str, tuple[str, ...]]]]] = [
         ("plan.json", PLAN, [*_planner("check", "simulate", "emit"), _start(), _start()]),
         ("plan.json", sliced_plan(), [*_planner("check", "simulate", "emit"), _start()]),
-        ("cluster.yaml", CLUSTER, _planner(*_PLANNER)),
-        ("model.yaml", MODEL, _planner(*_PLANNER)),
+        *(("plan.json", plan, [*_planner("check", "simulate", "emit"), _start()]) for plan in other_plans().values()),
+        *[("cluster.yaml", CLUSTER, _planner(*_PLANNER))] * 3,  # as often as half of the plans
+        *[("model.yaml", MODEL, _planner(*_PLANNER))] * 3,
         ("profile.json", PROFILE, profiled),
     ]
     made = 0
@@ -273,6 +274,7 @@ def random_numbers(rng: random.Random, count: int) -> Iterator[Case]:
     sources = (
         ("plan.json", PLAN, [*_planner("check", "simulate"), _start()]),
         ("plan.json", sliced_plan(), [*_planner("check", "simulate"), _start()]),
+        *(("plan.json", plan, [*_planner("check", "simulate"), _start()]) for plan in other_plans().values()),
         ("cluster.yaml", CLUSTER, _planner("plan", "simulate")),
         ("model.yaml", MODEL, _planner("plan", "simulate")),
     )

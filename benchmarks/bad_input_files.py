@@ -165,6 +165,46 @@ def sliced_plan() -> dict[str, Any]:
     return {**PLAN, "schedule": {"name": "slimpipe", "parameters": {"slices": 4}}}
 
 
+def other_plans() -> dict[str, dict[str, Any]]:
+    """Plans of further kinds for the same model and cluster, by name."""
+    in_a_v = [{**stage, "layers": [1, 1]} for stage in PLAN["stages"]]
+    one = {
+        "layers": [4],
+        "replicas": [
+            _replica([0], [0, 3], "A100-40", 1.0),
+            _replica([1], [1, 4], "A100-40", 1.0),
+            _replica([2], [2, 5], "mine", 0.5),
+        ],
+    }
+    sizes = [2, 2, 1, 1, 1, 1]
+    first, second = PLAN["stages"]
+    routed = [
+        {**first, "replicas": [_replica([0], [0, 2, 4], "A100-40", 1.0), _replica([1], [1, 3, 5], "A100-40", 1.0)]},
+        {**second, "replicas": [_replica([2], list(range(6)), "mine", 0.5)]},
+    ]
+    unequal = {**PLAN["training"], "micro_batch_size": max(sizes), "micro_batch_sizes": sizes}
+    sharded = {**unequal, "distributed_optimizer": True}
+    window = {"window": True, "zero": 3}
+    return {
+        "zb-v": {**PLAN, "stages": in_a_v, "schedule": {"name": "zb-v", "parameters": {}}},
+        "v-half": {**PLAN, "stages": in_a_v, "schedule": {"name": "v-half", "parameters": {}}},
+        "depths": {**PLAN, "schedule": {"name": "1f1b", "parameters": {"depths": [2]}}},
+        "unequal": {**PLAN, "training": unequal, "stages": routed},
+        "data-parallel": {
+            **PLAN,
+            "training": unequal,
+            "stages": [one],
+            "schedule": {"name": "data-parallel", "parameters": {}},
+        },
+        "zero-3": {
+            **PLAN,
+            "training": sharded,
+            "stages": [{**one, "layers": [2, 2]}],
+            "schedule": {"name": "data-parallel", "parameters": window},
+        },
+    }
+
+
 def document_text(document: Any) -> str:
     """JSON, which YAML readers read too."""
     return json.dumps(document, indent=1)

@@ -7,14 +7,13 @@ layer, as a GPU does whatever its host is busy with: a pass computes, and then s
 from __future__ import annotations
 
 import os
-import queue
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
+
+from benchmarks.slow_link import SlowLink, divert
 
 _STOPPER = """
 import os, signal, sys, time
@@ -116,82 +115,14 @@ def paced(
     pace = Pace(forward_s, backward_s)
     pace.install()
     mine = {int(name.split("-")[1]): delay for name, delay in links.items() if int(name.split("-")[0]) == rank}
-    wires = {target: SlowWire() for target in mine}
+    wires = {target: SlowLink() for target in mine}
     if wires:
-        _divert(wires)
+        divert(wires.get)
 
     def change() -> None:
         if rank in slowed:
             pace.slow_down(factor)
         for target, wire in wires.items():
-            wire.delay_s = mine[target]
+            wire.latency_s = mine[target]
 
     at_iteration(iteration, change)
-
-
-class SlowWire:
-    """Messages to one rank leave after a delay, one after the other: a slow transport between two processes."""
-
-    def __init__(self) -> None:
-        self.delay_s = 0.0
-        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._carry, daemon=True, name="slow wire").start()
-
-    def _carry(self) -> None:
-        while True:
-            self._waiting.get()()
-
-    def send(self, post: Callable[[], Any]) -> _OnTheWay:
-        """Post a send when its delay is over."""
-        work = _OnTheWay()
-        ready_s = time.perf_counter() + self.delay_s
-
-        def carry() -> None:
-            time.sleep(max(0.0, ready_s - time.perf_counter()))
-            work.posted(post)
-
-        self._waiting.put(carry)
-        return work
-
-
-class _OnTheWay:
-    """A send that is posted later; what the channels need of a ``Work``."""
-
-    def __init__(self) -> None:
-        self._work: Any = None
-        self._error: BaseException | None = None
-        self._posted = threading.Event()
-
-    def posted(self, post: Callable[[], Any]) -> None:
-        """Post it."""
-        try:
-            self._work = post()
-        except RuntimeError as error:
-            self._error = error
-        self._posted.set()
-
-    def wait(self, timeout: timedelta = timedelta(seconds=60)) -> bool:
-        """Wait until the message has left."""
-        if not self._posted.wait(timeout.total_seconds()):
-            raise RuntimeError("the slow wire has not posted the message in time")
-        if self._error is not None:
-            raise self._error
-        return bool(self._work.wait(timeout))
-
-    def is_completed(self) -> bool:
-        """Whether the message has left."""
-        return self._posted.is_set() and self._work is not None and bool(self._work.is_completed())
-
-
-def _divert(wires: Mapping[int, SlowWire]) -> None:
-    """Send the pipeline's messages to some ranks over slow wires."""
-    from megatron_het.runtime import channels
-
-    isend = channels.dist.isend
-
-    def diverted(tensor: Any, dst: int, *, group: Any = None, tag: int = 0) -> Any:
-        if dst not in wires:
-            return isend(tensor, dst, group=group, tag=tag)
-        return wires[dst].send(lambda: isend(tensor, dst, group=group, tag=tag))
-
-    channels.dist.isend = diverted

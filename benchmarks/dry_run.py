@@ -4,10 +4,13 @@
 by the tracker of dry runs, and every rank of them as a dry run.  ``bytes_difference`` is the largest difference of any
 figure: bytes of every category at the peak, bytes to every peer and of every collective; ``flops_difference`` likewise.
 
-Big plans of dense models (:mod:`benchmarks.dry_run_big`) run dry with fused kernels, one rank of the first and the last
-stage (``--kinds``: every kind).  ``planner_memory_error`` is the largest relative difference between what the
-planner says of a rank, without what it reserves for allocator and libraries, and the peak of the rank's dry run;
-``seconds_per_rank_kind`` is the longest dry run, without the import of Megatron.
+Big plans of dense models (:mod:`benchmarks.dry_run_big`) run dry with fused kernels: one rank of the first, the middle
+and the last kind (``--kinds``: of every kind).  ``planner_memory_error`` is the largest relative difference between
+what the planner says of a rank, without what it reserves for allocator and libraries, and the peak of the rank's dry
+run.  ``seconds_per_rank_kind`` is the processor time of the longest dry run, without the import of Megatron;
+``wall_seconds_per_rank_kind`` is its time by the clock, which is longer where other work has the processor.
+
+Ranks of an existing ``OUT`` that are not run again stay as they are, so that parts add up.
 """
 
 from __future__ import annotations
@@ -17,8 +20,7 @@ import fnmatch
 import json
 import shutil
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,27 +84,22 @@ def compare(runner: Runner, case: Case, folder: Path, ranks: Sequence[int]) -> d
     return entry | {"differences": differences}
 
 
-def small_plans(chosen: Sequence[Case], folder: Path, first_rank_only: bool) -> list[dict[str, Any]]:
-    """All small plans, real and dry."""
-    entries = []
+def small_plans(chosen: Sequence[Case], folder: Path, which: str) -> Iterator[dict[str, Any]]:
+    """All small plans, real and dry, one after the other."""
     with Runner() as runner:
         for number, case in enumerate(chosen):
-            ranks = [0] if first_rank_only else range(case.plan.world_size)
-            entry = compare(runner, case, folder / str(number), list(ranks))
-            print(json.dumps(entry if "error" not in entry else entry["name"]), flush=True)
-            if "error" in entry:
-                print(entry["error"], flush=True)
-            entries.append(entry)
-    return entries
+            last = case.plan.world_size - 1
+            ranks = {"first": [0], "last": [last]}.get(which, list(range(last + 1)))
+            yield compare(runner, case, folder / str(number), ranks)
 
 
-def big_plan(runner: Runner, big: BigPlan, folder: Path, every_kind: bool) -> list[dict[str, Any]]:
+def big_plan(runner: Runner, big: BigPlan, folder: Path, which: str) -> Iterator[dict[str, Any]]:
     """Dry runs of a big plan's ranks beside what the planner predicts."""
     plan, memory = big.write(folder), {m.stage: m for m in big.planned()[1]}
     flags = rank_flags(plan, load_model(folder / "model.yaml"), str(folder / "plan.json"), [])
     kinds = rank_kinds(plan)
-    entries = []
-    for kind in kinds if every_kind else [kinds[0], kinds[-1]]:
+    chosen = {"first": kinds[:1], "last": kinds[-1:], "some": [kinds[0], kinds[len(kinds) // 2], kinds[-1]]}
+    for kind in dict.fromkeys(chosen.get(which, kinds)):
         rank = kind.ranks[0]
         out = folder / f"rank-{rank}.json"
         words = ("--rank", str(rank), "--out", str(out), "--", *flags)
@@ -110,26 +107,22 @@ def big_plan(runner: Runner, big: BigPlan, folder: Path, every_kind: bool) -> li
         try:
             runner.run(Job(f"{big.name}, rank {rank}", 1, words, folder / f"log-{rank}", _ENTRY, timeout_s=_CASE_S))
         except JobError as error:
-            entries.append(entry | {"error": str(error)})
+            yield entry | {"error": str(error)}
             continue
         found = json.loads(out.read_text("utf-8"))
         said = memory[found["stage"]]
         predicted, peak = said.total_bytes - said.reserved_bytes, found["memory"]["total_bytes"]
         entry |= {"stage": found["stage"], "dry_run_bytes": peak, "planner_bytes": predicted}
-        entry |= {"error_of_planner": predicted / peak - 1, "seconds": found["seconds"]}
-        entries.append(entry | {"by_category": found["memory"]["by_category"], "peak_at": found["memory"]["label"]})
-    return entries
+        entry |= {"error_of_planner": predicted / peak - 1}
+        entry |= {"seconds": found["seconds"], "cpu_seconds": found["cpu_seconds"]}
+        yield entry | {"by_category": found["memory"]["by_category"], "peak_at": found["memory"]["label"]}
 
 
-def big_parts(chosen: Sequence[BigPlan], folder: Path, every_kind: bool) -> list[dict[str, Any]]:
-    """All big plans."""
-    entries = []
+def big_parts(chosen: Sequence[BigPlan], folder: Path, which: str) -> Iterator[dict[str, Any]]:
+    """The ranks of all big plans, one after the other."""
     with Runner() as runner:
         for number, big in enumerate(chosen):
-            for entry in big_plan(runner, big, folder / f"big-{number}", every_kind):
-                print(json.dumps(entry), flush=True)
-                entries.append(entry)
-    return entries
+            yield from big_plan(runner, big, folder / f"big-{number}", which)
 
 
 def largest(entries: Sequence[dict[str, Any]], flops: bool) -> float:
@@ -144,49 +137,70 @@ def largest(entries: Sequence[dict[str, Any]], flops: bool) -> float:
     return max(values, default=0)
 
 
+def report_of(small: Sequence[dict[str, Any]], ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of all plans together."""
+    ran = [entry for entry in ranks if "error" not in entry]
+    return {
+        "bytes_difference": largest(small, flops=False),
+        "flops_difference": largest(small, flops=True),
+        "planner_memory_error": max((abs(entry["error_of_planner"]) for entry in ran), default=None),
+        "seconds_per_rank_kind": max((entry["cpu_seconds"] for entry in ran), default=None),
+        "wall_seconds_per_rank_kind": max((entry["seconds"] for entry in ran), default=None),
+        "plans": len(small),
+        "big_plans": len({entry["name"] for entry in ran}),
+        "failed": [entry["name"] for entry in [*small, *ranks] if "error" in entry],
+        "machine": machine(),
+        "cases": list(small),
+        "big": list(ranks),
+    }
+
+
+def kept(path: Path, part: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """The entries of an existing file, by plan and rank."""
+    entries = json.loads(path.read_text("utf-8"))[part] if path.exists() else []
+    return {_key(entry): entry for entry in entries}
+
+
+def _key(entry: dict[str, Any]) -> tuple[str, int]:
+    return entry["name"], entry.get("rank", -1)
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dry_run", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser.add_argument("--json", required=True, type=Path, help="where to write the figures; ranks left out stay")
     parser.add_argument("--only", metavar="NAME", default="*", help="plans by name; * stands for anything")
-    parser.add_argument("--first-rank", action="store_true", help="dry runs of rank 0 only")
     parser.add_argument("--part", choices=("small", "big", "all"), default="all", help="which plans (default: all)")
-    parser.add_argument("--kinds", action="store_true", help="every kind of rank of big plans")
+    ranks = parser.add_mutually_exclusive_group()
+    for which, text in (("first", "the first rank"), ("last", "the last rank"), ("kinds", "every kind of rank")):
+        ranks.add_argument(f"--{which}", dest="which", action="store_const", const=which, help=f"{text} of every plan")
+    parser.set_defaults(which="some")
     parser.add_argument("--keep", type=Path, help="keep logs and figures in this folder")
     options = parser.parse_args()
-    start_s, folder = time.monotonic(), options.keep or Path(tempfile.mkdtemp(prefix="dry-run-"))
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="dry-run-"))
     chosen = [case for case in dry_run_cases() if fnmatch.fnmatchcase(case.name, options.only)]
     big = [plan for plan in big_plans() if fnmatch.fnmatchcase(plan.name, options.only)]
     chosen, big = chosen if options.part != "big" else [], big if options.part != "small" else []
     if not chosen and not big:
         parser.error(f"--only {options.only}: no such plan")
+    entries = {part: kept(options.json, part) for part in ("cases", "big")}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    steps = [("cases", small_plans(chosen, folder, options.which))] if chosen else []
+    steps += [("big", big_parts(big, folder, options.which))] if big else []
     try:
-        entries = small_plans(chosen, folder, options.first_rank) if chosen else []
-        ranks = big_parts(big, folder, options.kinds) if big else []
+        for part, made in steps:
+            for entry in made:
+                print(json.dumps(entry), flush=True)
+                entries[part][_key(entry)] = entry
+                report = report_of(*(list(found.values()) for found in entries.values()))
+                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    failed = [entry["name"] for entry in entries + ranks if "error" in entry]
-    ran = [entry for entry in ranks if "error" not in entry]
-    report: dict[str, Any] = {
-        "bytes_difference": largest(entries, flops=False),
-        "flops_difference": largest(entries, flops=True),
-        "planner_memory_error": max((abs(entry["error_of_planner"]) for entry in ran), default=None),
-        "seconds_per_rank_kind": max((entry["seconds"] for entry in ran), default=None),
-        "plans": len(entries),
-        "big_plans": len(big),
-        "failed": failed,
-        "elapsed_s": time.monotonic() - start_s,
-        "machine": machine(),
-        "cases": entries,
-        "big": ranks,
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({key: value for key, value in report.items() if key not in ("cases", "big")}, indent=1))
     differs = report["bytes_difference"] > BYTES_BAR or report["flops_difference"] > 0
     off = (report["planner_memory_error"] or 0) > MEMORY_BAR or (report["seconds_per_rank_kind"] or 0) > SECONDS_BAR
-    return int(bool(failed) or differs or off)
+    return int(bool(report["failed"]) or differs or off)
 
 
 if __name__ == "__main__":

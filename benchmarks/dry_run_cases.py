@@ -7,7 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.cases import Case, build_plan, common_flags, with_schedule
+from benchmarks.poplar_cases import with_sizes
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from benchmarks.zero_cases import zero_case
+from benchmarks.zorse_cases import with_shares
 
 _EXCHANGE = {"context_exchange": True, "exchange_idle": True, "exchange_keep": True}
 _SLICED_CASES: dict[str, dict[str, Any]] = {
@@ -28,6 +31,23 @@ def _window(sizes: list[list[int]], layers: list[int], **parameters: Any) -> Cas
     return with_schedule(case, "ministage", 2, {"window": True, **parameters})
 
 
+def _unequal() -> dict[str, Case]:
+    """Microbatches, depths, shares of the state and ZeRO stages that Megatron has not."""
+    rng = random.Random(3)
+    sizes = with_sizes(_plain([[1, 1], [1]], [2, 2], distributed_optimizer=True), (1, 3, 2), rng)
+    depths = with_schedule(_plain([[1], [1], [1]], [1, 1, 1]), "1f1b", 1, {"depths": [2, 1]})
+    shares = _window([[1, 1], [1]], [1, 1], per_layer=False)
+    found = {
+        "1f1b, unequal microbatches": sizes,
+        "1f1b, depths, messages over host memory": replace(depths, transport="staged"),
+        "ministage, unequal shares of the state": replace(shares, plan=with_shares(shares.plan, ((3, 1), (1,)))),
+        "data-parallel, ZeRO-3, all offloaded": zero_case(
+            (1, 1), 3, 2, {"window": {"offload": True, "offload_optimizer": True}}, rng
+        ),
+    }
+    return found | {f"data-parallel, ZeRO-{zero}": zero_case((1, 1), zero, 2, {}, rng) for zero in range(4)}
+
+
 def dry_run_cases() -> list[Case]:
     """All cases, with names of their own."""
     mixed = _plain([[1], [2, 1]], [2, 3], sequence_parallel=True, tied=True, even_routing=False)
@@ -42,13 +62,14 @@ def dry_run_cases() -> list[Case]:
         "interleaved": with_schedule(_plain([[1], [1]], [1, 1], distributed_optimizer=True), "interleaved", 2, {}),
         "zero-bubble": with_schedule(_plain([[1], [2], [1]], [1, 1, 1]), "zb-h1", 1, {}),
         "zero-bubble in a V": with_schedule(_plain([[1, 1], [2]], [1, 1], tied=True), "zb-v", 2, {}),
+        "v-half": with_schedule(_plain([[1], [1], [1]], [1, 1, 1]), "v-half", 2, {}),
         "ministage without a window": with_schedule(_plain([[1], [1]], [1, 1]), "ministage", 2, {"window": False}),
         "ministage with a window": _window([[1, 1], [1]], [1, 1]),
         "ministage, all offloaded": _window(
             [[1, 1]], [2], offload=True, offload_optimizer=True, offload_activations=0.5
         ),
     }
-    cases = [replace(case, name=name) for name, case in found.items()]
+    cases = [replace(case, name=name) for name, case in (found | _unequal()).items()]
     rng = random.Random(2)
     return cases + [sliced_case({**PLAIN, **row}, name, rng) for name, row in _SLICED_CASES.items()]
 

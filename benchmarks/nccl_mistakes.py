@@ -92,6 +92,39 @@ def _lazy(rank: int, world: int) -> None:
     _wait(*works)
 
 
+def _read_early(rank: int, world: int) -> None:
+    """What arrives is read without a wait, after it has arrived by chance."""
+    tensor = torch.ones(4)
+    if rank == 0:
+        work = dist.irecv(tensor, 1)
+        time.sleep(1.0)
+        tensor.sum().item()
+        _wait(work)
+    else:
+        dist.send(tensor, 0)
+
+
+def _passed_on(rank: int, world: int) -> None:
+    """What arrives over one communicator is sent over another one without a wait."""
+    tensor = torch.ones(4)
+    groups = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for group in groups]
+    _wait(*works)
+
+
+def _freed(rank: int, world: int) -> None:
+    """The memory of a tensor is given back before its send has run."""
+    tensor = torch.ones(4)
+    if rank == 0:
+        work = dist.isend(tensor, 1)
+        tensor.untyped_storage().resize_(0)
+        _wait(work)
+    else:
+        dist.recv(tensor, 0)
+
+
 def _truncated(rank: int, world: int) -> None:
     """The receiver expects more than is sent."""
     if rank == 0:
@@ -101,6 +134,24 @@ def _truncated(rank: int, world: int) -> None:
         dist.recv(torch.ones(8), 0)
 
 
+def _host_ahead(rank: int, world: int) -> None:
+    """No mistake: the host goes on after a wait, and tells the sender to send."""
+    store = dist.distributed_c10d._get_default_store()
+    tensor = torch.zeros(4)
+    if rank == 0:
+        dist.recv(torch.empty(1), 1)  # connects, which blocks the host
+        dist.recv(tensor, 1)
+        store.set("go", "on")
+    else:
+        dist.send(torch.ones(1), 0)
+        store.wait(["go"], timedelta(seconds=STALL_S))
+        dist.send(torch.ones(4), 0)
+    assert tensor.sum().item() == (0.0 if rank else 4.0), "the host stands still where it reads what arrives"
+
+
+# As MISTAKES; nothing is to be noticed.
+SOUND: dict[str, tuple[Callable[[int, int], None], int, str]] = {"host ahead": (_host_ahead, 2, "no such words")}
+
 # name: (what every rank does, ranks, words of the message of some rank)
 MISTAKES: dict[str, tuple[Callable[[int, int], None], int, str]] = {
     "crossed": (_crossed, 2, "wait for each other"),
@@ -108,26 +159,30 @@ MISTAKES: dict[str, tuple[Callable[[int, int], None], int, str]] = {
     "other collective": (_other_collective, 2, "in another collective"),
     "other size": (_other_size, 2, "of another size"),
     "two groups": (_two_groups, 2, "wait for each other"),
-    "reused": (_reused, 2, "written to between"),
+    "reused": (_reused, 2, "is not ordered after"),
+    "read early": (_read_early, 2, "is not ordered after"),
+    "passed on": (_passed_on, 2, "is not ordered after"),
+    "freed": (_freed, 2, "is not ordered after"),
     "lazy": (_lazy, 2, "connected within"),
     "truncated": (_truncated, 2, "bytes arrive where"),
 }
 
 
 def mistake_job(name: str, folder: Path) -> Job:
-    """The job in which every rank makes a mistake."""
+    """The job in which every rank makes a mistake, or is sound."""
     entry = "benchmarks.nccl_mistakes:run"
-    return Job(name, MISTAKES[name][1], (), folder, entry, environment={"HET_MISTAKE": name}, timeout_s=90.0)
+    return Job(name, (MISTAKES | SOUND)[name][1], (), folder, entry, environment={"HET_MISTAKE": name}, timeout_s=90.0)
 
 
 def run() -> None:
     """One rank of a job."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    act, _, words = MISTAKES[os.environ["HET_MISTAKE"]]
+    act, _, words = (MISTAKES | SOUND)[os.environ["HET_MISTAKE"]]
     nccl_order.install(nccl_order.Options(stall_s=STALL_S, resident=1 if act in (_ring, _two_groups) else 16))
     dist.init_process_group("nccl", timeout=timedelta(seconds=30))
     try:
         act(rank, world)
+        nccl_order.synchronize()
     except RuntimeError as error:
         print(f"rank {rank}: {error}", flush=True)
         os._exit(0 if words in str(error) else 4)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -24,9 +25,11 @@ from benchmarks.machine import machine
 from benchmarks.nccl_mistakes import MISTAKES, mistake_job
 from benchmarks.parity import all_cases, labs
 from benchmarks.runner import Finished, Job, JobError, Runner
+from megatron_het.plan import ScheduleSpec
 
 BAR = 1e-5
-SCHEDULES = ("1f1b", "gpipe", "ministage", "slimpipe", "zero-bubble", "unequal-microbatches", "data-parallel")
+SCHEDULES = ("1f1b", "gpipe", "ministage", "slimpipe", "zero-bubble", "unequal-microbatches", "data-parallel", "depths")
+_DEEPEST = 3
 DEADLOCK = "wait for each other"
 
 
@@ -42,6 +45,27 @@ def in_nccl_order(job: Job, **options: Any) -> Job:
         at = argv.index("--het-transport")
         del argv[at : at + 2]
     return replace(job, argv=(*argv, "--distributed-backend", "nccl", "--het-transport", "auto"), setup=setup)
+
+
+def cases_of(schedule: str, seed: int, quick: bool) -> list[Case]:
+    """The plans of a schedule in fp32; ``depths`` are those of 1F1B with more microbatches in flight.
+
+    Args:
+        schedule: One of ``SCHEDULES``.
+        seed: Of the plans.
+        quick: A part of them.
+    """
+    if schedule != "depths":
+        return [c for c in all_cases(seed, schedule, quick)[0] if c.plan.training.precision == "fp32"]
+    rng, found = random.Random(seed), []
+    for case in cases_of("1f1b", seed, quick):
+        boundaries = len(case.plan.stages) - 1
+        if boundaries:
+            depths = [rng.randint(1, _DEEPEST) for _ in range(boundaries)]
+            spec = ScheduleSpec("1f1b", {"depths": depths})
+            chosen = {**case.chosen, "depths": depths}
+            found.append(replace(case, plan=replace(case.plan, schedule=spec), chosen=chosen))
+    return found
 
 
 def transports(folder: Path) -> set[str]:
@@ -96,9 +120,10 @@ def main() -> int:
     entries = []
     try:
         for schedule in options.schedules.split(","):
-            cases, _ = all_cases(options.seed, schedule, not options.full)
-            fp32 = [replace(c, name=f"{schedule}-{c.name}") for c in cases if c.plan.training.precision == "fp32"]
-            entries += measure(fp32, folder / schedule, options.at_once)
+            cases = cases_of(schedule, options.seed, not options.full)
+            entries += measure(
+                [replace(c, name=f"{schedule}-{c.name}") for c in cases], folder / schedule, options.at_once
+            )
         with Runner() as runner:
             caught = [
                 name

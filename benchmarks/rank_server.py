@@ -15,17 +15,20 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import multiprocessing.process
 import multiprocessing.util
 import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _POLL_S = 0.01
 # Ports below the range from which the kernel takes the local ends of connections.
@@ -220,6 +223,8 @@ def _import_everything() -> None:
         "megatron.training",
         "megatron.training.argument_utils",
         "megatron.training.inprocess_restart",
+        "megatron.core.models.mimo",
+        "megatron.core.tokenizers.text.libraries",
         "megatron.core.datasets.blended_megatron_dataset_builder",
         "megatron.training.datasets.fim_dataset",
         "megatron.training.datasets.sft_dataset",
@@ -232,6 +237,8 @@ def _import_everything() -> None:
         "benchmarks.probe",
     ):
         importlib.import_module(name)
+    for patch in upstream.all_patches().values():  # their sources, which every start compares, are remembered
+        upstream.changed_sources(patch)
 
 
 def _remember_docstrings() -> None:
@@ -293,11 +300,37 @@ def main() -> None:
     rank = Server().serve()
     if rank is None:
         return
+    _leave(_exit_code(rank.run))
+
+
+def _exit_code(entry: Callable[[], None]) -> int:
+    """Run an entry; the code with which an interpreter of its own would end."""
     try:
-        rank.run()
-    except Exception:
+        entry()
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        sys.stderr.write(f"{stop.code}\n")
+        return 1
+    except BaseException:
         traceback.print_exc()
-        raise SystemExit(1) from None
+        return 1
+    return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """End a forked process as an interpreter ends, but for taking everything apart.
+
+    That would touch every object that the server has imported, and so copy the memory that they share: 0.6 s of
+    processor time per rank, a quarter of what a small case takes.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,11 @@ constants are fitted to these measurements::
     start = program + (roles + rounds) * group + memberships * store
 
 ``group`` is the time in which a rank creates a group, in a world of 16 processes on this machine; ``store`` is the
-store's CPU time per member of a group, because one process serves the whole world.  The same model with the cores
-of this machine is printed beside what was measured.
+store's CPU time per member of a group, because one process serves the whole world.
+
+Processes that share the cores of one machine start one after the other.  So two further figures are beside what was
+measured: ``open_s_by_model``, the model's CPU time of all ranks and of the store over the cores, and
+``open_s_by_cpu_time``, the same of the CPU time that this run took.
 ``start_nccl_s`` adds ``--nccl-connect-s`` for every communicator of a rank, which was not measured here.
 """
 
@@ -131,6 +134,7 @@ def family(mixed: bool, most: int, nccl_connect_s: float, repeat: int) -> dict[s
         row = rows[world]
         work = world * row["groups_per_rank"] * constants["rank_cpu_s_per_group"]
         found["open_s_by_model"] = (work + row["memberships"] * constants["store_s_per_membership"]) / cores
+        found["open_s_by_cpu_time"] = (world * found["groups_cpu_s"] + found["store_s"]) / cores
     return {
         **{key: {world: row[key] for world, row in rows.items()} for key in _KEYS},
         "groups_above_peers": max(row["groups_per_rank"] - row["peers_per_rank"] for row in rows.values()),

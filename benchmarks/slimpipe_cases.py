@@ -76,6 +76,18 @@ _EXCHANGE: dict[str, dict[str, Any]] = {
     "exchange-p4-n16-keep": {"exchange": {**_ON, "exchange_keep": True}, "stages": 4, "slices": 16, "microbatches": 3},
     "exchange-p4-tp2-all": {"exchange": _ALL, "stages": 4, "slices": 8, "tp": 2, "microbatches": 1},
 }
+_UNEVEN: dict[str, dict[str, Any]] = {
+    "exchange-p2-uneven": {"exchange": _ALL, "uneven": True, "slices": 8, "microbatches": 3, "recompute": "selective"},
+    "exchange-p4-v2-uneven": {
+        "exchange": _ON,
+        "stages": 4,
+        "chunks": 2,
+        "uneven": True,
+        "layers": 7,
+        "slices": 8,
+        "vocabulary": True,
+    },
+}
 _UNSLICED = {"schedule": "1f1b", "slices": 1}
 _CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
     "cp2-1f1b": {"cp": 2, **_UNSLICED},
@@ -221,6 +233,7 @@ def slimpipe_cases(seed: int, quick: bool) -> list[SlicedCase]:
         cases.append(sliced_case({**PLAIN, **row}, name, rng))
     for i in range(_RANDOM_SHARED):
         cases.append(sliced_case(_random_shared_row(rng), f"random-shared-{i}", rng))
+    cases += [sliced_case({**PLAIN, **row}, name, rng) for name, row in _UNEVEN.items()]
     return cases[3::4] if quick else cases
 
 

@@ -1,4 +1,4 @@
-"""A slow link on one machine: point-to-point messages that are on their way for a while (a ``Job.setup``).
+"""A slow link on one machine: point-to-point messages that are on their way for a while.
 
 Messages to one rank leave one after the other at a limited rate and arrive a latency later.  They wait in a thread
 of the sender, and are posted to gloo when they would arrive.  Collectives are as fast as ever.
@@ -6,10 +6,13 @@ of the sender, and are posted to gloo when they would arrive.  Collectives are a
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from math import inf
 from typing import Any
 
 
@@ -40,29 +43,56 @@ class _OnItsWay:
         return self.posted.is_set() and self.work is not None and self.work.is_completed()
 
 
-class _Lane:
-    """The way to one rank."""
+class SlowLink:
+    """The way to one rank.
 
-    def __init__(self, post: Any, latency_s: float, bytes_per_s: float) -> None:
-        self._post, self._latency_s, self._bytes_per_s = post, latency_s, bytes_per_s
+    Attributes:
+        latency_s: Seconds from the end of sending to the arrival; may change while messages are on their way.
+        bytes_per_s: Rate at which messages leave.
+    """
+
+    def __init__(self, latency_s: float = 0.0, bytes_per_s: float = inf) -> None:
+        self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
         self._free_s = 0.0
-        self._waiting: queue.SimpleQueue[tuple[float, Any, tuple[Any, ...], dict[str, Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
+        self._waiting: queue.SimpleQueue[tuple[float, Callable[[], Any], _OnItsWay]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="slow link").start()
 
-    def send(self, message: _OnItsWay, tensor: Any, *arguments: Any, **named: Any) -> None:
-        """Let a message leave after those before it."""
-        self._free_s = max(self._free_s, time.monotonic()) + tensor.numel() * tensor.element_size() / self._bytes_per_s
-        self._waiting.put((self._free_s + self._latency_s, message, (tensor, *arguments), named))
+    def send(self, post: Callable[[], Any], size_bytes: int = 0) -> _OnItsWay:
+        """Let a message leave after those before it, and post it when it arrives."""
+        message = _OnItsWay()
+        self._free_s = max(self._free_s, time.monotonic()) + size_bytes / self.bytes_per_s
+        self._waiting.put((self._free_s + self.latency_s, post, message))
+        return message
 
     def _run(self) -> None:
         while True:
-            arrival_s, message, arguments, named = self._waiting.get()
+            arrival_s, post, message = self._waiting.get()
             time.sleep(max(0.0, arrival_s - time.monotonic()))
             try:
-                message.work = self._post(*arguments, **named)
+                message.work = post()
             except Exception as error:  # the rank that waits for it says so
                 message.error = error
             message.posted.set()
+
+
+def divert(link_to: Callable[[int], SlowLink | None]) -> None:
+    """Send the point-to-point messages of this process over slow links.
+
+    Args:
+        link_to: The link to a rank, None for one that is as fast as ever.
+    """
+    import torch.distributed as dist
+
+    original = dist.isend
+
+    def isend(tensor: Any, dst: int, *arguments: Any, **named: Any) -> Any:
+        link = link_to(dst)
+        if link is None:
+            return original(tensor, dst, *arguments, **named)
+        size = tensor.numel() * tensor.element_size()
+        return link.send(lambda: original(tensor, dst, *arguments, **named), size)
+
+    dist.isend = isend  # type: ignore[assignment]
 
 
 def slow_down(*, rank: int, latency_s: float, bytes_per_s: float) -> None:
@@ -73,17 +103,5 @@ def slow_down(*, rank: int, latency_s: float, bytes_per_s: float) -> None:
         latency_s: Seconds from the end of sending to the arrival.
         bytes_per_s: Rate at which messages to one rank leave.
     """
-    import torch.distributed as dist
-
     del rank
-    original = dist.isend
-    lanes: dict[int, _Lane] = {}
-
-    def isend(tensor: Any, dst: int, *arguments: Any, **named: Any) -> _OnItsWay:
-        message = _OnItsWay()
-        if dst not in lanes:
-            lanes[dst] = _Lane(original, latency_s, bytes_per_s)
-        lanes[dst].send(message, tensor, dst, *arguments, **named)
-        return message
-
-    dist.isend = isend  # type: ignore[assignment]
+    divert(functools.cache(lambda dst: SlowLink(latency_s, bytes_per_s)))

@@ -20,13 +20,12 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import machine_flags
 from benchmarks.machine import machine
-from benchmarks.runner import Job, Runner, words
+from benchmarks.runner import Job, Runner
+from benchmarks.zero_bubble_speed import durations, flags
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.schedule import Costs, Kind, Link, Shape, add_transfers, generate, simulate
 from megatron_het.schedule.depths import choose_depths, published_depths
@@ -54,36 +53,13 @@ def run(runner: Runner, plan: Plan, folder: Path, iterations: int, link: dict[st
     folder.mkdir(parents=True)
     save_plan(plan, folder / "plan.json")
     argv = (
-        *machine_flags(),
-        *words(
-            f"--num-layers {_LAYERS} --hidden-size {_HIDDEN} --ffn-hidden-size {3 * _HIDDEN} "
-            f"--num-attention-heads {_HEADS} --normalization RMSNorm --swiglu --position-embedding-type rope "
-            "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-            f"--seq-length {_SEQ} --max-position-embeddings {_SEQ} --micro-batch-size 1 "
-            f"--global-batch-size {plan.num_microbatches} --calculate-per-token-loss --train-iters {iterations} "
-            "--lr 1e-4 --lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 63 --mock-data "
-            "--split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --clip-grad 1.0 "
-            "--distributed-timeout-minutes 10 --seed 1 --het-transport gloo"
-        ),
-        *("--het-plan", str(folder / "plan.json"), "--het-trace", str(folder)),
-        *("--het-trace-iteration", str(_TRACED)),
+        *flags(plan.num_microbatches, iterations),
+        *("--het-transport", "gloo", "--het-plan", str(folder / "plan.json")),
+        *("--het-trace", str(folder), "--het-trace-iteration", str(_TRACED)),
     )
     setup = None if link is None else ("benchmarks.slow_link:slow_down", dict(link))
     done = runner.run(Job(folder.name, 2, argv, folder, setup=setup, timeout_s=600.0))
     return statistics.median(float(ms) / 1e3 for ms in _ELAPSED.findall(done.log(1))[_SKIPPED:])
-
-
-def passes(folder: Path) -> list[dict[Kind, float]]:
-    """Mean seconds of a forward and of a backward, by stage, from a run's traces."""
-    found = []
-    for rank in range(2):
-        events = json.loads((folder / f"trace-rank-{rank}.json").read_text(encoding="utf-8"))["traceEvents"]
-        by_kind: dict[str, list[float]] = defaultdict(list)
-        for event in events:
-            if "kind" in event.get("args", {}):
-                by_kind[event["args"]["kind"]].append(event["dur"] / 1e6)
-        found.append({kind: statistics.mean(by_kind[kind.name]) for kind in (Kind.FORWARD, Kind.BACKWARD)})
-    return found
 
 
 def simulated(microbatches: int, found: list[dict[Kind, float]], link: dict[str, float], depths: Depths) -> float:
@@ -102,7 +78,7 @@ def measure(share: float, microbatches: int, rounds: int, iterations: int, folde
     """All runs and what follows from them."""
     with Runner() as runner:
         free_s = run(runner, plan_of(microbatches, ()), folder / "free", iterations, None)
-        found = passes(folder / "free")
+        found = durations(folder / "free", (Kind.FORWARD, Kind.BACKWARD))
         stage_s = [sum(times.values()) for times in found]
         transfer_s = share * statistics.mean(stage_s)
         link = {"latency_s": transfer_s / 2, "bytes_per_s": _MESSAGE_BYTES / (transfer_s / 2)}

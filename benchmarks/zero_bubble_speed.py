@@ -59,7 +59,7 @@ def run(runner: Runner, side: str, microbatches: int, iterations: int, folder: P
     return statistics.median(float(ms) / 1e3 for ms in _ELAPSED.findall(done.log(_STAGES - 1))[_SKIPPED:])
 
 
-def durations(folder: Path) -> list[dict[str, float]]:
+def durations(folder: Path, kinds: tuple[Kind, ...]) -> list[dict[Kind, float]]:
     """Mean seconds of every kind of compute operation, by stage, from the traces of a run."""
     found = []
     for stage in range(_STAGES):
@@ -68,21 +68,21 @@ def durations(folder: Path) -> list[dict[str, float]]:
         for event in events:
             if "kind" in event.get("args", {}):
                 by_kind[event["args"]["kind"]].append(event["dur"] / 1e6)
-        found.append({kind.name: statistics.mean(by_kind[kind.name]) for kind in _COMPUTE})
+        found.append({kind: statistics.mean(by_kind[kind.name]) for kind in kinds})
     return found
 
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
-def simulated_speedup(found: list[dict[str, float]], microbatches: int) -> float:
+def simulated_speedup(found: list[dict[Kind, float]], microbatches: int) -> float:
     """Time of 1F1B over that of ZB-H1 with measured durations and free transfers."""
     shape = Shape.uniform(_STAGES, microbatches, layers_per_chunk=_LAYERS // _STAGES)
-    backward = [times["BACKWARD_INPUT"] + times["BACKWARD_WEIGHT"] for times in found]
+    backward = [times[Kind.BACKWARD_INPUT] + times[Kind.BACKWARD_WEIGHT] for times in found]
     costs = Costs(
-        forward_s=tuple((times["FORWARD"],) for times in found),
+        forward_s=tuple((times[Kind.FORWARD],) for times in found),
         backward_s=tuple((seconds,) for seconds in backward),
-        weight_share=sum(times["BACKWARD_WEIGHT"] for times in found) / sum(backward),
+        weight_share=sum(times[Kind.BACKWARD_WEIGHT] for times in found) / sum(backward),
     )
     plain, split = (simulate(add_transfers(generate(name, shape)), costs).makespan_s for name in ("1f1b", "zb-h1"))
     return plain / split
@@ -97,7 +97,7 @@ def measure(microbatches: int, rounds: int, iterations: int, folder: Path) -> di
             for side in order:
                 times[side].append(run(runner, side, microbatches, iterations, folder / f"{index}-{side}"))
                 print(f"round {index} {side:6} {times[side][-1]:.3f} s", flush=True)
-    found = durations(folder / "0-zb-h1")
+    found = durations(folder / "0-zb-h1", _COMPUTE)
     ratios = {
         side: [other / split for other, split in zip(times[side], times["zb-h1"], strict=True)]
         for side in ("1f1b", "stock")
@@ -109,7 +109,7 @@ def measure(microbatches: int, rounds: int, iterations: int, folder: Path) -> di
         "microbatches": microbatches,
         "ratios": ratios,
         "runs_s": times,
-        "durations_s": found,
+        "durations_s": [{kind.name: seconds for kind, seconds in times.items()} for times in found],
     }
 
 

@@ -365,12 +365,16 @@ def _has_unequal_classes(placement: Placement) -> bool:
     return len(counts) > 1
 
 
-def apply_chunks(plan: Plan, args: Any) -> None:
-    """Write the chunks of a single stage into Megatron's arguments, after they are validated.
+def apply_after_validation(plan: Plan, args: Any) -> None:
+    """Write what is the executor's own way into Megatron's arguments, after they are validated.
 
     Validation refuses several chunks in a pipeline of one stage, because its own interleaved
-    schedule needs a second stage; the rest of Megatron takes any layout.
+    schedule needs a second stage; the rest of Megatron takes any layout.  It also switches the common start of
+    parameter gathers off where there is one chunk, because its own schedule has none
+    (``runtime/late_gathers.py``).
     """
+    if getattr(args, "overlap_param_gather", False):
+        args.align_param_gather = True
     chunks = len(plan.stages[0].layers)
     if len(plan.stages) == 1 and chunks > 1:
         args.pipeline_model_parallel_layout = pipeline_layout(plan)

@@ -15,7 +15,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_het.arguments import het_help, split_arguments
-from megatron_het.config import HetConfig, apply_chunks, apply_plan, check_arguments, check_skipping, environment_of
+from megatron_het.config import (
+    HetConfig,
+    apply_after_validation,
+    apply_plan,
+    check_arguments,
+    check_skipping,
+    environment_of,
+)
 from megatron_het.features import features_of
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Placement, PlanError
@@ -24,11 +31,14 @@ from megatron_het.upstream import found
 
 if TYPE_CHECKING:  # it imports torch
     from megatron_het.platform import Platform
+    from megatron_het.runtime.boundary import Boundary
     from megatron_het.runtime.session import HetSession
 
 
 def install(
-    argv: list[str] | None = None, make_session: Callable[[HetConfig, Platform, int], HetSession] | None = None
+    argv: list[str] | None = None,
+    make_session: Callable[[HetConfig, Platform, int], HetSession] | None = None,
+    boundary: Boundary | None = None,
 ) -> HetConfig:
     """Read and remove the ``--het-*`` flags and prepare this process for Megatron.
 
@@ -36,6 +46,7 @@ def install(
         argv: The command line with the program's name first; default ``sys.argv``.  Changed in
             place: Megatron's parser sees what is left.
         make_session: Makes the session of a run with a plan; default :class:`HetSession`.
+        boundary: What happens between the iterations of a run with a plan; default nothing.
 
     Raises:
         SystemExit: A bad flag or a bad plan.  Rank 0 prints the one error message.
@@ -71,7 +82,7 @@ def install(
     device = platform.activate()
     upstream.install("stock")
     if config.plan is not None:
-        _install_plan(config, device, make_session)
+        _install_plan(config, device, make_session, boundary)
     return config
 
 
@@ -116,14 +127,18 @@ def _exit_with(error: Exception) -> NoReturn:
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.write(f"megatron_het: {error}\n")
         sys.stderr.flush()
-    raise SystemExit(2)
+    raise SystemExit(2) from error
 
 
 def _install_plan(
-    config: HetConfig, device: Platform, make_session: Callable[[HetConfig, Platform, int], HetSession] | None
+    config: HetConfig,
+    device: Platform,
+    make_session: Callable[[HetConfig, Platform, int], HetSession] | None,
+    boundary: Boundary | None,
 ) -> None:
     from megatron_het import upstream
     from megatron_het.checkpoint.loading import LoadHook
+    from megatron_het.runtime.boundary import Boundary
     from megatron_het.runtime.session import HetSession
     from megatron_het.runtime.training import PretrainHook
 
@@ -134,15 +149,16 @@ def _install_plan(
         session = (make_session or HetSession)(config, device, int(os.environ.get("RANK", "0")))
     except PlanError as error:
         _exit_with(error)
-    pretrain = PretrainHook(session)
+    boundary = boundary or Boundary()
+    pretrain = PretrainHook(session, boundary)
     upstream.install(
         "plan",
         builders={
-            "plan_arguments": _validate_args_hook(config, device, session),
+            "plan_arguments": _validate_args_hook(config, device, session, boundary.prepare),
             "plan_schedule": pretrain.wrap_schedule_getter,
             "plan_pretrain": pretrain.wrap,
             "plan_save": pretrain.wrap_generate_state_dict,
-            "plan_load": LoadHook(config.plan).wrap,
+            "plan_load": LoadHook(config.plan, pretrain.restore).wrap,
         },
     )
 
@@ -194,7 +210,7 @@ def argument_problems(config: HetConfig, device: Platform, session: HetSession, 
 
 
 def _validate_args_hook(
-    config: HetConfig, device: Platform, session: HetSession
+    config: HetConfig, device: Platform, session: HetSession, prepare: Callable[[Any], None]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Builds the replacement of ``megatron.training.arguments.validate_args``."""
     from megatron_het.checkpoint.choice import CheckpointError, check_tracked_form
@@ -211,6 +227,7 @@ def _validate_args_hook(
                 _check_platform(device, args)
             except PlanError as error:
                 _exit_with(error)
+            prepare(args)
             world_size = args.world_size
             args.world_size = apply_plan(plan, Placement(plan), args, args.rank)
             result = original(args, defaults or {})
@@ -220,7 +237,7 @@ def _validate_args_hook(
                 check_tracked_form(args)
             except (PlanError, CheckpointError) as error:
                 _exit_with(error)
-            apply_chunks(plan, args)
+            apply_after_validation(plan, args)
             args.het_plan = config.plan_path
             return result
 

@@ -342,11 +342,15 @@ def embedding_ranks(pipeline_ranks: Sequence[int]) -> list[int]:
     return sorted(ranks)
 
 
-def main() -> None:
-    """Parse the command line and train."""
+def main(boundary: Any = None) -> None:
+    """Parse the command line and train.
+
+    Args:
+        boundary: What happens between iterations of a run with a plan (``runtime/boundary.py``).
+    """
     from megatron_het.hooks import install
 
-    install()
+    install(boundary=boundary)
     main_entry_s = time.time()
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
@@ -354,7 +358,9 @@ def main() -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     set_startup_timestamps(program_start=_PROGRAM_START_S, main_entry=main_entry_s)
-    wrapped_pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+    wrapped_pretrain, store = pretrain, None
+    if boundary is None:  # else the process outlives this call by other means
+        wrapped_pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     wrapped_pretrain(

@@ -22,26 +22,40 @@ from megatron_het.checkpoint.choice import (
 from megatron_het.checkpoint.random_state import RANDOM_STATE_KEY, restore_random_state
 from megatron_het.plan import Plan, topology_hash
 
+NOTHING_TO_LOAD = ""
+"""Megatron's ``--load`` where its loading is called and there is no checkpoint to load."""
+
 
 class LoadHook:
     """Builds the replacement of ``megatron.training.training.load_checkpoint``.
 
     Upstream decides by comparing *this rank's* TP size with the one in the checkpoint, which under
     a plan differs from rank to rank: all ranks get to see the TP size of the first replica.
+
+    Args:
+        plan: The plan.
+        restore: Called first with model, optimizer and scheduler; where it returns something, that is it.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, restore: Callable[..., tuple[int, float] | None]) -> None:
+        self._restore = restore
         self._shown_tp = plan.stages[0].replicas[0].tp
         self._topology = topology_hash(plan)
 
-    def wrap(self, original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    def wrap(self, original: Callable[..., tuple[int, float]]) -> Callable[..., tuple[int, float]]:
         """The function that Megatron calls instead of ``original``."""
 
         @functools.wraps(original)
-        def load_checkpoint(*positional: Any, **keywords: Any) -> tuple[int, int]:
+        def load_checkpoint(*positional: Any, **keywords: Any) -> tuple[int, float]:
             from megatron.training import get_args
 
             args = get_args()
+            if keywords.get("load_arg", "load") == "load":
+                restored = self._restore(*positional[:3])
+                if args.load == NOTHING_TO_LOAD:
+                    args.load, restored = None, restored or (0, 0)
+                if restored is not None:
+                    return restored
             wants_random_state = not (args.no_load_rng or args.finetune)
             shown: dict[str, Any] = {"tensor_model_parallel_size": self._shown_tp, "no_load_rng": True}
             if args.load and keywords.get("load_arg", "load") == "load":

@@ -21,11 +21,12 @@ def random_state_object(load: bool = False) -> Any:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     return ShardedObject(
-        RANDOM_STATE_KEY, None if load else _collect(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
+        RANDOM_STATE_KEY, None if load else collect(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
     )
 
 
-def _collect() -> dict[str, Any]:
+def collect() -> dict[str, Any]:
+    """The states of every generator that training draws from."""
     from megatron.core import tensor_parallel
 
     return {
@@ -39,10 +40,16 @@ def _collect() -> dict[str, Any]:
 
 def restore_random_state(checkpoint_path: str) -> None:
     """Load and set this rank's states; the checkpoint must come from the same topology."""
-    from megatron.core import dist_checkpointing, tensor_parallel
+    from megatron.core import dist_checkpointing
 
     template = {RANDOM_STATE_KEY: random_state_object(load=True)}
-    state = dist_checkpointing.load(template, checkpoint_path)[RANDOM_STATE_KEY]
+    restore(dist_checkpointing.load(template, checkpoint_path)[RANDOM_STATE_KEY])
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Set what :func:`collect` returned."""
+    from megatron.core import tensor_parallel
+
     random.setstate(state["random"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

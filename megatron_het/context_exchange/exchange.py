@@ -6,8 +6,9 @@ a pass works in its last ATTEND_HELP of the slot.  A model's attention is in the
 queries and results of every layer travel inside the pass: layer for layer, by :class:`_Layer`, which slice
 attention calls.
 
-No deadlock inside a slot: all devices that exchange go through the same number of layers, forward from the
-first to the last, backward from the last to the first.  In a layer each device first posts everything that it
+No deadlock inside a slot: all devices that exchange do so in the same number of layers, the first ones of their
+chunks, as many as the smallest chunk has; forward from the first to the last, backward from the last to the
+first.  Layers after them attend alone.  In a layer each device first posts everything that it
 has to send without waiting for anybody (its query), then helps, then waits for its own results.  Suppose
 the slot stood still; take a device in the lowest layer.  If it waits for a query of this layer, its owner is
 in this layer or a later one and has sent it.  If it waits for a result of this layer, its helper is in this
@@ -79,7 +80,7 @@ class ContextExchange:
     Args:
         programs: This rank's programs, by whether they only run forwards.
         unit_tokens: Tokens of an exchange unit.
-        layers: Layers of every chunk.
+        layers: Layers of every chunk that exchange, from its first.
         keys_channels: Carry keys and values.
         channels: Carry queries and results; not used by anything else, because inside a pass their order
             is by layer and not by the program.
@@ -137,8 +138,8 @@ class ContextExchange:
             kernel: Name of the attention kernel, None for the best one.
         """
         self._kernel_name = kernel
-        self._modules = list(modules)
-        for chunk in modules:
+        self._modules = [chunk[: self._layers] for chunk in modules]
+        for chunk in self._modules:
             for layer, module in enumerate(chunk):
                 module.exchange = _Layer(self, layer)
         attention = models[0].decoder.layers[0].self_attention  # type: ignore[union-attr,index]

@@ -21,6 +21,7 @@ from megatron_het.runtime.feature import (
     OpenContext,
     RuntimeFeature,
 )
+from megatron_het.schedule.exchange import exchanged_layers
 from megatron_het.schedule.kinds import EXCHANGE, Kind
 
 _PENDING_SENDS = 4
@@ -90,7 +91,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     exchange = ContextExchange(
         context.lowered,
         context.tokens // options.units,
-        plan.stages[0].layers[0],
+        exchanged_layers([stage.layers for stage in plan.stages]),
         context.channels,
         context.new_channels("queries and results", pairs, _PENDING_SENDS),
         context.timeline,

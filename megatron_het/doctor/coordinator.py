@@ -106,7 +106,7 @@ class Coordinator:
         if time.monotonic() + _LEAST_S > self._deadline_s:
             return "no time is left (--limit-s)"
         if check.needs_all and self.lost:
-            return f"it needs all ranks, and {names.of(self.lost)} is lost"
+            return f"it needs all ranks, and {names.of(self.lost)} gave no answer"
         return ""
 
     def _collect(self, index: int, check: Check, ranks: Sequence[int], limit_s: float) -> dict[int, dict[str, Any]]:

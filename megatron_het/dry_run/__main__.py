@@ -20,7 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     cut = words.index("--") if "--" in words else len(words)
-    options, flags = _parser().parse_args(words[:cut]), words[cut + 1 :]
+    parser = _parser()
+    options, flags = parser.parse_args(words[:cut]), words[cut + 1 :]
+    if options.cuda and (options.measured or options.kernels == "cpu"):
+        parser.error("--cuda is a dry run with --kernels gpu: a run on CPUs has no CUDA device")
     if options.measured:
         return _one_rank(options, flags, int(os.environ.get("RANK", "0")))
     ranks = options.rank or [0]
@@ -92,10 +95,17 @@ def _one_rank(options: argparse.Namespace, flags: Sequence[str], rank: int) -> i
     from megatron_het.dry_run.run import Setting, run
     from megatron_het.untrusted import write_json
 
-    start_s = time.perf_counter()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
     gpu = options.kernels == "gpu" and not options.measured
-    found = run(Setting(rank, measured=options.measured, gpu=gpu, cuda=options.cuda and gpu), flags)
+    try:
+        found = run(Setting(rank, measured=options.measured, gpu=gpu, cuda=options.cuda), flags)
+    except SystemExit as stop:
+        # Rank 0 says why a run is refused; here is one rank alone, whichever it is.
+        if rank and stop.__cause__ is not None and not options.measured:
+            _end(str(stop.__cause__))
+        raise
     found["seconds"] = round(time.perf_counter() - start_s, 3)
+    found["cpu_seconds"] = round(time.process_time() - start_cpu_s, 3)
     write_json(options.out.replace("{rank}", str(rank)), found)
     return 0
 
@@ -104,7 +114,7 @@ def _each_alone(options: argparse.Namespace, flags: Sequence[str], ranks: Sequen
     """Run ranks one after the other, each in a process forked from this one, which has imported Megatron."""
     from megatron_het.dry_run.run import import_megatron
 
-    import_megatron(gpu=options.kernels == "gpu", cuda=options.cuda and options.kernels == "gpu")
+    import_megatron(gpu=options.kernels == "gpu", cuda=options.cuda)
     worst = 0
     for rank in ranks:
         sys.stdout.flush()

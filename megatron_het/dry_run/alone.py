@@ -41,6 +41,8 @@ def join_alone(rank: int, world_size: int, backend: str) -> None:
         "all_gather_object": all_gather_object,
         "broadcast_object_list": _nothing,
     }
+    if backend == "nccl":
+        stand_ins["isend"] = _sent_at_once(distributed_c10d.isend)
     for name in _COLLECTIVES:
         stand_ins[name] = _holding(getattr(distributed_c10d, name), until_wait=backend == "nccl")
     _rebind((dist, distributed_c10d), stand_ins)
@@ -83,6 +85,29 @@ def _holding(collective: Callable[..., Any], *, until_wait: bool) -> Callable[..
     def call(*positional: Any, **keywords: Any) -> Any:
         work = collective(*positional, **keywords)
         return None if work is None else _Held(work, (*positional, *keywords.values()), until_wait)
+
+    return call
+
+
+class _Sent:
+    """A send that is done, which the work of the fake group never says of itself."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        """See ``Work.is_completed``."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _sent_at_once(isend: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(isend)
+    def call(*positional: Any, **keywords: Any) -> Any:
+        work = isend(*positional, **keywords)
+        return None if work is None else _Sent(work)
 
     return call
 

@@ -10,6 +10,7 @@ from megatron_het.features.base import Feature, Figures, Option, ViewFlag, optio
 from megatron_het.features.slices import SLICED_SCHEDULES, not_sliced, rank_tokens
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
+from megatron_het.schedule.exchange import exchanged_layers
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.passes.exchange import add_exchange
 
@@ -105,14 +106,13 @@ class ContextExchange(Feature):
                 "one rank of another stage, which must hold the same heads",
                 "Use one TP size, or leave it out",
             )
-        layers = sorted({n for stage in plan.stages for n in stage.layers})
-        if len(layers) > 1:
+        if exchanged_layers([stage.layers for stage in plan.stages]) == 0:
             raise PlanError(
                 _SWITCH,
                 True,
-                f"chunks have {layers} layers: devices attend for each other layer by layer, "
-                "so all chunks need as many",
-                "Divide the layers evenly, or leave it out",
+                "a chunk has no layers: devices attend for each other layer by layer, in as many layers as the "
+                "smallest chunk has",
+                "Give every chunk a layer, or leave it out",
             )
 
     def before_transfers(self, program: Program, options: ExchangeOptions, speeds: Sequence[float] | None) -> Program:
@@ -122,9 +122,13 @@ class ContextExchange(Feature):
     def price(self, costs: Costs, options: ExchangeOptions, program: Program, figures: Figures) -> Costs:
         """Attention apart from the rest of a layer, and what travels for it."""
         layers = [program.shape.layers[device.stage] for device in program.devices]
+        exchanged = exchanged_layers(program.shape.layers)
 
         def per_chunk(of_layer: Sequence[float]) -> PerChunk:
             return tuple(tuple(n * value for n in row) for row, value in zip(layers, of_layer, strict=True))
+
+        def sent(of_layer: Sequence[float]) -> PerChunk:
+            return tuple((exchanged * value,) * len(row) for row, value in zip(layers, of_layer, strict=True))
 
         def less(table: PerChunk, part: PerChunk) -> PerChunk:
             return tuple(tuple(a - b for a, b in zip(row, taken)) for row, taken in zip(table, part, strict=True))
@@ -136,6 +140,6 @@ class ContextExchange(Feature):
             backward_s=less(costs.backward_s, backward),
             attention_forward_s=forward,
             attention_backward_s=backward,
-            kv_message_bytes=per_chunk(figures.kv_bytes),
-            query_message_bytes=per_chunk(figures.query_bytes),
+            kv_message_bytes=sent(figures.kv_bytes),
+            query_message_bytes=sent(figures.query_bytes),
         )

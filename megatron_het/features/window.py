@@ -159,8 +159,6 @@ class Window(Feature):
         ),
     }
     refused = (
-        Refusal("overlap_grad_reduce", "the window reduces gradients itself, overlapped with the next ministage"),
-        Refusal("overlap_param_gather", "the window gathers parameters itself"),
         Refusal("async_save", "parameters are materialised only while a checkpoint is written synchronously"),
         Refusal("log_params_norm", "it reads parameters that are not materialised"),
         Refusal("check_weight_hash_across_dp_replicas_interval", "it reads parameters that are not materialised"),
@@ -252,6 +250,10 @@ class Window(Feature):
             raise PlanError("--optimizer", args.optimizer, "the parameter window supports adam only")
         if options.update in ("at-once", "per-ministage"):
             _check_early(plan, args, options.update)
+
+    def apply(self, plan: Plan, options: WindowOptions, args: Any) -> None:
+        """Both overlaps are what a window does itself; nothing is left for Megatron's buckets."""
+        args.overlap_grad_reduce = args.overlap_param_gather = False
 
     def after_transfers(self, program: Program, options: WindowOptions) -> Program:
         """The program in which parameters are gathered before their use and gradients reduced after it."""

@@ -216,12 +216,12 @@ def edges(programs: Sequence[Program], parts: Sequence[BoundaryMap]) -> list[tup
     found: set[tuple[int, int]] = set()
     for program in programs:
         for device, ops in enumerate(program.ops):
-            for op in ops:
-                for boundaries in parts if op.kind in SENDS else ():
-                    if op.kind in EXCHANGE:
-                        found.update(boundaries.pairs(device, op.peer))
+            for kind, peer in {(op.kind, op.peer) for op in ops if op.kind in SENDS}:
+                for boundaries in parts:
+                    if kind in EXCHANGE:
+                        found.update(boundaries.pairs(device, peer))
                     else:
-                        found.update((p.src, p.dst) for p in boundaries.pieces(device, op.peer))
+                        found.update((p.src, p.dst) for p in boundaries.pieces(device, peer))
     return sorted(found)
 
 

@@ -20,6 +20,7 @@ from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.batches import Batches
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handler, Iteration, Key, RuntimeFeature
+from megatron_het.runtime.late_gathers import begin_gathers
 from megatron_het.schedule.gradient_sync import sync_points
 from megatron_het.schedule.ir import Kind
 from megatron_het.topology import at_chunk
@@ -100,6 +101,7 @@ class Executor:
             )
         state = Iteration(num_tokens=torch.zeros([], dtype=torch.int, device=call.device))
         self._hold_gradient_sync(call, state)
+        begin_gathers(call)
         for feature in self._features:
             feature.begin(call, state)
         for index, op in enumerate(program.ops):

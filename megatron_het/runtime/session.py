@@ -33,6 +33,7 @@ from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.executor import Executor, iterators_per_chunk
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature, open_features, optimizer_of
+from megatron_het.runtime.letting_go import let_go
 from megatron_het.runtime.losses import Reports, of_whole_stage, passed_on
 from megatron_het.topology import PlanGroups, build_groups, install_stage_state, remove_stage_state
 
@@ -65,6 +66,7 @@ class HetSession:
         self._executor: Executor | None = None
         self._finalizer: GradientFinalizer | None = None
         self._models: list[torch.nn.Module] = []
+        self._wrapped: list[torch.nn.Module] = []
         self._marks_params_norm = config.plan.training.distributed_optimizer
         self.is_running = False
         """Whether the schedule runs, as opposed to Megatron's own code."""
@@ -190,9 +192,10 @@ class HetSession:
     def close(self) -> None:
         """Destroy everything that ``open`` created, in the opposite order."""
         self._executor = self._finalizer = None
-        self._models = []
         for feature in reversed(self._features):
             feature.close()
+        let_go(self._wrapped)
+        self._models, self._wrapped = [], []
         self._features = ()
         if self._channels is not None:
             self._channels.close()
@@ -215,6 +218,7 @@ class HetSession:
         model_config.pre_wrap_hooks.append(self._prepare_model)
         # Before wrapping, weights without a device of their own in Megatron are still on the CPU.
         model_config.post_wrap_hooks.append(self._finalizer.copy_initial_weights)
+        model_config.post_wrap_hooks.append(self._remember_wrapped)
         if self._num_chunks > 1:
             from megatron_het.runtime.building import BUILDER, know_positions
 
@@ -222,6 +226,10 @@ class HetSession:
             know_positions(model_config.transformer, positions)
         for feature in self._features:
             feature.prepare_config(model_config)
+
+    def _remember_wrapped(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        self._wrapped += model  # chunks may come one by one
+        return model
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         from megatron_het.layers.recompute import recompute_up_projections

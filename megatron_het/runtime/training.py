@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,9 @@ import torch.distributed as dist
 
 from megatron_het.checkpoint.checksums import ChecksumWriter
 from megatron_het.checkpoint.choice import save_folders
+from megatron_het.checkpoint.loading import NOTHING_TO_LOAD
 from megatron_het.checkpoint.state_dict import StateDictHook
+from megatron_het.runtime.boundary import Boundary
 from megatron_het.runtime.data import routed_provider
 from megatron_het.runtime.roll_call import RollCall
 from megatron_het.runtime.session import HetSession
@@ -21,10 +24,12 @@ class PretrainHook:
 
     Args:
         session: The session to open when training starts.
+        boundary: What happens between iterations.
     """
 
-    def __init__(self, session: HetSession) -> None:
+    def __init__(self, session: HetSession, boundary: Boundary) -> None:
         self._session = session
+        self._boundary = boundary
         self._state_dict: StateDictHook | None = None
         self._checksums: ChecksumWriter | None = None
         self._roll_call: RollCall | None = None
@@ -34,13 +39,15 @@ class PretrainHook:
 
         @functools.wraps(original)
         def pretrain(cfg_container: Any, provider: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
-            args = _initialize_distributed(keywords.get("store"))
+            args = _initialize_distributed(self._boundary.store or keywords.get("store"))
             self._roll_call = RollCall(dist.distributed_c10d._get_default_store(), args.rank, args.world_size)
             try:
                 return self._run(original, args, cfg_container, provider, *positional, **keywords)
             except BaseException:
                 # A process that ends while a thread waits in the store is aborted, whatever its exit code.
                 self._roll_call.close()
+                if self._boundary.outlives_sessions:
+                    self._abandon()
                 raise
 
         return pretrain
@@ -63,8 +70,10 @@ class PretrainHook:
             raise
         self._state_dict = StateDictHook(session.groups, session.tied_copies)
         session.prepare_model_config(cfg_container.model)
-        provider = self._route_data(args, provider)
+        provider = self._route_data(args, self._boundary.remember(provider))
         keywords["skip_model_parallel_init"] = True
+        if self._boundary.restores and args.load is None:
+            args.load = NOTHING_TO_LOAD
         _say_on_first_rank(session)
         try:
             with session.explained(lambda: "a step outside of the schedule"):
@@ -80,8 +89,17 @@ class PretrainHook:
         self._finish()
         return result
 
+    def _abandon(self) -> None:
+        """The session ends here, and the process goes on: what was measured is kept, and all connections are closed."""
+        with contextlib.suppress(RuntimeError):
+            self._session.finish_report()
+        with contextlib.suppress(RuntimeError):
+            self._session.close()
+
     def _add_verdict(self, error: RuntimeError, rank: int) -> None:
         """Add to an error who does not answer any more."""
+        if self._boundary.outlives_sessions:
+            return
         assert self._roll_call is not None
         error.add_note(f"het: rank {rank}: {self._roll_call.verdict()}")
 
@@ -124,7 +142,13 @@ class PretrainHook:
         """One call of the forward-backward function."""
         if self._checksums is not None:
             self._checksums.poll()
+        if not keywords.get("forward_only"):
+            self._boundary.reached(self._session, _get_args().curr_iteration)
         return self._session.forward_backward(*positional, **keywords)
+
+    def restore(self, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
+        """Whether the boundary put a state into a new model; where it goes on then."""
+        return self._boundary.load(self._session, _get_args(), models, optimizer, scheduler)
 
     def _note_save(self, args: Any, iteration: int | None) -> None:
         """A checkpoint of an iteration is about to be written."""
@@ -154,9 +178,15 @@ class PretrainHook:
 
 def _initialize_distributed(store: Any) -> Any:
     """Start ``torch.distributed`` as Megatron does it, leaving model-parallel groups to the plan."""
-    from megatron.training import get_args, initialize
+    from megatron.training import initialize
 
     initialize._initialize_distributed(None, None, store, skip_model_parallel_init=True)
+    return _get_args()
+
+
+def _get_args() -> Any:
+    from megatron.training import get_args
+
     return get_args()
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from megatron_het.schedule.columns import Direction, Price, Role, complete
 from megatron_het.schedule.cost import Costs, PerChunk
+from megatron_het.schedule.exchange import exchanged_layers
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import COMPUTE, Op, Program
 from megatron_het.schedule.kinds import where
@@ -26,6 +27,7 @@ class _Prices:
         self.program, self.costs, self.slices = program, costs, program.shape.slices
         self.total = costs.attention_total(self.slices)
         self.units = max(program.attention_units, 1)
+        self.exchanged = exchanged_layers(program.shape.layers)
         self.of: dict[Price, Callable[[int, Op], float]] = complete(Price, self._all())
 
     def _all(self) -> dict[Price, Callable[[int, Op], float]]:
@@ -83,16 +85,17 @@ class _Prices:
     def given(self, device: int, op: Op) -> float:
         """Attention over the units ``[start, stop)`` that this device does not have to do itself."""
         table = self._attention_table(op)
-        return (op.stop - op.start) * _at(table, device, op.chunk) / (self.units * self.total)
+        stage = self.program.shape.devices[device].stage
+        share = self.exchanged / max(1, self.program.shape.layers[stage][op.chunk])
+        return (op.stop - op.start) * share * _at(table, device, op.chunk) / (self.units * self.total)
 
     def _helped(self, device: int, op: Op) -> float:
-        """Time a helper spends: its own speed for attention, times the layers of the owner's chunk."""
+        """Time a helper spends: its own speed for attention, times the layers that take part."""
         shape, table = self.program.shape, self._attention_table(op)
         own_layers = sum(shape.layers[shape.devices[device].stage])
         if not table or not own_layers:
             return 0.0
-        owner_layers = shape.layers[shape.devices[op.peer].stage][op.peer_chunk]
-        whole = sum(table[device]) * owner_layers / own_layers
+        whole = sum(table[device]) * self.exchanged / own_layers
         return (op.stop - op.start) * whole / (self.units * self.total)
 
     def _merged(self, device: int, op: Op) -> float:

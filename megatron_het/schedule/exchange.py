@@ -12,12 +12,21 @@ Given away are always the earliest keys and values: they need no mask and can be
 ("early key-value exchange", section 5).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_het.schedule.generators.listing import require
 from megatron_het.schedule.ir import Op, Program
 from megatron_het.schedule.slots import aligned_slots
+
+
+def exchanged_layers(layers: Iterable[Iterable[int]]) -> int:
+    """In how many layers of a chunk attention is exchanged, from its first: as many as the smallest chunk has.
+
+    Args:
+        layers: Of every chunk, by stage.
+    """
+    return min(count for row in layers for count in row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,7 +253,7 @@ class Program:
     @property
     def embedding(self) -> bool:
         """Whether the word embeddings are split over the devices of a microbatch (EMBED_* operations)."""
-        return any(op.kind.makes is Value.EMBEDDING for ops in self.ops for op in ops)
+        return any(kind.makes is Value.EMBEDDING for kind in {op.kind for ops in self.ops for op in ops})
 
     @property
     def has_transfers(self) -> bool:

@@ -169,9 +169,15 @@ def source_hash(dotted: str) -> str:
         PatchError: Upstream has no such name, or its source is not available.
     """
     try:
-        source = inspect.getsource(inspect.unwrap(_original(dotted)))
+        return _hash_of(inspect.unwrap(_original(dotted)))
     except (TypeError, OSError) as error:
         raise PatchError(f"no source for {dotted}: {error}") from error
+
+
+@functools.cache
+def _hash_of(original: Any) -> str:
+    """See :func:`source_hash`; a process that enters training again has read the sources before."""
+    source = inspect.getsource(original)
     lines = (line.rstrip() for line in textwrap.dedent(source).splitlines())
     kept = [line for line in lines if line and not line.lstrip().startswith("#")]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()

@@ -120,7 +120,7 @@ class EmbeddingTeam:
         (tokens,) = arrived([(tokens, pending)], self._timeline, self._tokens)
         assert self._layer is not None
         with torch.set_grad_enabled(not call.forward_only):
-            part = self._layer.part(tokens)
+            part = self._layer(tokens)
         self._channels.send(part.detach(), self._first(op), op.label)
         if not call.forward_only:
             self._own[key] = part

@@ -66,6 +66,14 @@ class VocabularyShard:
         return ShardedTensor.from_rank_offsets(key, weight, offset, replica_id=replica, allow_shape_mismatch=True)
 
 
+def _mark(weight: torch.nn.Parameter, config: Any) -> None:
+    """Tell the optimizer's groups what the weight is, as Megatron's model does of whole layers."""
+    marked: Any = weight
+    marked.is_embedding_or_output_parameter = True
+    if config.use_mup:
+        marked.is_embedding_parameter = True
+
+
 class SplitOutputLayer(ColumnParallelLinear):
     """Projects hidden states to this rank's part of the vocabulary.
 
@@ -95,12 +103,14 @@ class SplitOutputLayer(ColumnParallelLinear):
             tp_group=tp_group,
         )
         self.shard = shard
+        self._scale = config.mup_output_mult if config.use_mup else 1.0
         if has_weight:
-            self.weight.is_embedding_or_output_parameter = True
+            _mark(self.weight, config)
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """``[s, b, rows]`` from hidden states ``[s, b, h]`` (with sequence parallel: this rank's part)."""
-        return self(hidden, weight)[0]
+        logits: torch.Tensor = self(hidden, weight)[0]
+        return logits if self._scale == 1.0 else logits * self._scale
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -135,12 +145,11 @@ class SplitEmbedding(VocabParallelEmbedding):
             tp_group=tp_group,
         )
         self.shard = shard
-        self.weight.is_embedding_or_output_parameter = True
+        _mark(self.weight, config)
         self.complete: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Adds the parts of other stages (first stage)."""
 
-    def part(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This stage's part of the embeddings of ``tokens`` ``[b, s]``: zero where it has no row."""
+    def _part(self, tokens: torch.Tensor) -> torch.Tensor:
         elsewhere = (tokens < self.shard.first) | (tokens >= self.shard.first + self.shard.rows)
         own = (tokens - self.shard.first).masked_fill(elsewhere, 0)
         found = self.weight[own] if self.deterministic_mode else F.embedding(own, self.weight)
@@ -151,9 +160,13 @@ class SplitEmbedding(VocabParallelEmbedding):
         return reduce_from_tensor_model_parallel_region(found, group=self.tp_group)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Embeddings of ``input_`` ``[b, s]``, in the layout that the model expects."""
-        assert self.complete is not None, "only the first stage embeds tokens in its forward"
-        return self.complete(self.part(input_))
+        """Embeddings of ``input_`` ``[b, s]``, in the layout that the model expects.
+
+        On the first stage they are whole.  On others they are this stage's part: zero where it has no row.  All
+        stages call the module, because hooks on it wait for parameters that are gathered late.
+        """
+        part = self._part(input_)
+        return part if self.complete is None else self.complete(part)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -112,7 +112,8 @@ class SplitVocabulary:
             del last.output_layer
             model.register_forward_pre_hook(self._keep_labels, with_kwargs=True)
         tied = bool(model.share_embeddings_and_output_weights)
-        self._layer = SplitOutputLayer(shard, config, config.init_method, self._tp_group, has_weight=not tied)
+        init = config.embedding_init_method if config.use_mup and not tied else config.init_method
+        self._layer = SplitOutputLayer(shard, config, init, self._tp_group, has_weight=not tied)
         model.output_layer = self._layer
         rows = self._embedding.attach(models[0])
         if tied:

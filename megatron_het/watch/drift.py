@@ -47,8 +47,9 @@ class Subject:
     weight: float = 1.0
     recent: dict[str, deque[tuple[int, float]]] = field(default_factory=dict)
     reference_s: dict[str, float] = field(default_factory=dict)
-    odd: bool = False
-    """Whether it took much longer than its group when references were given."""
+    odd_since: int | None = None
+    """The iteration from which it took much longer than its group when references were given, 0 for the first one that
+    the watch has looked at; None if it did not."""
 
     def now_s(self, operation: str) -> float:
         """The smoothed figure."""
@@ -86,6 +87,7 @@ class DriftWatch:
         for subject in subjects:
             self._groups.setdefault((subject.what, subject.group), []).append(subject)
         self._iterations_s: deque[float] = deque(maxlen=smoothing)
+        self._first: int | None = None
         self.profile: dict[tuple[str, str], dict[str, float]] = {}
         """By group and operation, measured over predicted, as far as the group has it in common."""
         self.active: dict[tuple[str, str, str], Finding] = {}
@@ -115,6 +117,7 @@ class DriftWatch:
             What is new, and what has ended.
         """
         self._iterations_s.append(iteration_s)
+        self._first = iteration if self._first is None else self._first
         for name, row in devices.items():
             self._put(self.subjects["device", name], iteration, row)
         for name, (seconds, count) in links.items():
@@ -167,8 +170,16 @@ class DriftWatch:
             for s in fresh:
                 if operation in s.recent:
                     odd = len(ready) > 1 and factors[s.name] / common >= 1 + 2 * self._threshold
-                    s.odd |= odd
                     s.reference_s[operation] = s.predicted_s[operation] * (common if odd else factors[s.name])
+                    if odd:
+                        self._mark_odd(s, operation)
+
+    def _mark_odd(self, subject: Subject, operation: str) -> None:
+        """Since when a subject has been slower than its group; a link may have been waited for late in the run only."""
+        limit = subject.reference_s[operation] * (1 + self._threshold / 2)
+        slow = next(iteration for iteration, seconds in subject.recent[operation] if seconds > limit)
+        since = 0 if slow == self._first else slow
+        subject.odd_since = since if subject.odd_since is None else min(subject.odd_since, since)
 
     def _common(self, ready: Sequence[Subject]) -> dict[str, float]:
         """By operation, by what the whole group has drifted; 1 for a single subject."""
@@ -228,8 +239,8 @@ class DriftWatch:
         for key in ((subject.what, subject.name, ""), ("operation", subject.name, operations[0])):
             if key in self.active:
                 return self.active[key].since
-        if subject.odd:
-            return 0
+        if subject.odd_since is not None:
+            return subject.odd_since
         rows = [subject.recent[op] for op in operations]
         limit = sum(should[op] for op in operations) * (1 + self._threshold / 2)
         return next((row[0][0] for row in zip(*rows) if sum(seconds for _, seconds in row) > limit), rows[0][0][0])

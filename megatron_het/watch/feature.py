@@ -49,7 +49,7 @@ class RankWatch(RuntimeFeature):
         self._begun_s: float | None = None
         self._iteration = 0
         self._told = 0
-        self._cpu_s = 0.0
+        self._cpu_s = self._wall_s = 0.0
         self._is_on = True
         timeline = self._timeline
         timeline.keeps_last = timeline.device_events = True
@@ -67,6 +67,7 @@ class RankWatch(RuntimeFeature):
         self._begun_s = None if call.forward_only else now
         self._iteration = int(getattr(call.args, "curr_iteration", 0)) + 1
         self._cpu_s += time.thread_time() - began
+        self._wall_s += time.perf_counter() - now
 
     def _tell(self, past: Past | None, now_s: float) -> None:
         """Leave the sample of the last iteration, if it was one of training and the device is done with it."""
@@ -90,7 +91,13 @@ class RankWatch(RuntimeFeature):
 
     def figures(self) -> Mapping[str, Mapping[str, int]]:
         """See :class:`RuntimeFeature`."""
-        return {"watch": {"iterations": self._told, "cpu_us": round(1e6 * self._cpu_s)}}
+        return {
+            "watch": {
+                "iterations": self._told,
+                "cpu_us": round(1e6 * self._cpu_s),
+                "wall_us": round(1e6 * self._wall_s),
+            }
+        }
 
     def close(self) -> None:
         """See :class:`RuntimeFeature`."""

@@ -88,6 +88,7 @@ class Tab:
     def open(self, file: Path, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
         """Show a file in a window of this size."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setScrollbarsHidden", hidden=True)  # pictures are as wide as the window
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.loaded = False
         self.call("Page.navigate", url=file.resolve().as_uri())

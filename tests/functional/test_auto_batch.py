@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional.launch import Launch, launch
+from benchmarks.runner import Finished, Job, Runner
 
 FLAGS = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),
@@ -27,10 +27,10 @@ FLAGS = (
 LIMITS = "12000000;5000000"
 
 
-def run(folder: Path, name: str, world_size: int, *more: str) -> Launch:
+def run(runner: Runner, folder: Path, name: str, world_size: int, *more: str) -> Finished:
     environment = {"HET_MEMORY_LIMIT_BYTES": LIMITS if world_size > 1 else ""}
-    command = ["-m", "megatron_het.pretrain_gpt", *FLAGS, "--het-report", str(folder / name), *more]
-    return launch(world_size, command, folder / f"log-{name}", environment=environment, timeout_s=900.0)
+    argv = (*FLAGS, "--het-report", str(folder / name), *more)
+    return runner.run(Job(name, world_size, argv, folder / f"log-{name}", environment=environment, timeout_s=900.0))
 
 
 def losses(folder: Path, name: str, rank: int = 0) -> list[float]:
@@ -38,18 +38,18 @@ def losses(folder: Path, name: str, rank: int = 0) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Launch]]:
+def finished(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Finished]]:
     folder = tmp_path_factory.mktemp("auto")
     alone = ("--het-schedule", "1f1b", "--micro-batch-size", "1", "--calculate-per-token-loss")
     return folder, {
-        "alone": run(folder, "alone", 1, *alone),
-        "first": run(folder, "first", 2, "--het-auto-batch", str(folder)),
-        "again": run(folder, "again", 2, "--het-auto-batch", str(folder)),
+        "alone": run(runner, folder, "alone", 1, *alone),
+        "first": run(runner, folder, "first", 2, "--het-auto-batch", str(folder)),
+        "again": run(runner, folder, "again", 2, "--het-auto-batch", str(folder)),
     }
 
 
 @pytest.fixture(scope="module")
-def measured(finished: tuple[Path, dict[str, Launch]]) -> dict[str, Any]:
+def measured(finished: tuple[Path, dict[str, Finished]]) -> dict[str, Any]:
     return json.loads((finished[0] / "auto_batch" / "measured.json").read_text())
 
 
@@ -64,13 +64,13 @@ def test_the_rank_with_little_memory_raises_the_stage_for_both(measured: dict[st
 
 
 @pytest.mark.parametrize("name", ["first", "again"])
-def test_trains_as_one_process(finished: tuple[Path, dict[str, Launch]], name: str) -> None:
+def test_trains_as_one_process(finished: tuple[Path, dict[str, Finished]], name: str) -> None:
     expected = losses(finished[0], "alone")
     assert len(expected) == 3
     assert losses(finished[0], name) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_later_start_takes_the_stored_plan(finished: tuple[Path, dict[str, Launch]]) -> None:
+def test_a_later_start_takes_the_stored_plan(finished: tuple[Path, dict[str, Finished]]) -> None:
     first, again = (finished[1][name].log(0) for name in ("first", "again"))
     assert "automatic batches: ZeRO-" in first and "predicted" in first
     assert "automatic batches of an earlier start: ZeRO-" in again

@@ -1,7 +1,8 @@
-"""A rank's dry run holds, computes and sends, to the byte, what the rank of a real run over gloo does."""
+"""A dry run of a rank holds, computes and sends, to the byte, what a real run does; ``plan --verify`` asks it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks.cases import Case
 from benchmarks.dry_run import compare
 from benchmarks.dry_run_cases import dry_run_cases
 from benchmarks.runner import Runner
+from tools.planner.__main__ import main
 
 _CHOSEN = (
     "1f1b, distributed optimizer, bf16",
@@ -27,3 +29,36 @@ def test_equals_a_real_run(case: Case, runner: Runner, tmp_path: Path) -> None:
     entry = compare(runner, case, tmp_path / "runs", ranks)
     assert "error" not in entry, entry["error"]
     assert entry["differences"] == {rank: {} for rank in ranks}
+
+
+_CLUSTER = """
+name: one node
+nodes:
+  - {gpu: A100-40, count: 1, gpus_per_node: 2, zone: here}
+"""
+_MODEL = """
+num_layers: 4
+hidden_size: 1024
+ffn_hidden_size: 4096
+num_attention_heads: 16
+vocab_size: 32000
+seq_length: 8192
+global_batch_size: 8
+micro_batch_sizes: [2]
+recompute: [none]
+"""
+
+
+def test_the_planner_verifies_with_dry_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cluster.yaml").write_text(_CLUSTER, encoding="utf-8")
+    (tmp_path / "model.yaml").write_text(_MODEL, encoding="utf-8")
+    files = ["--cluster", str(tmp_path / "cluster.yaml"), "--model", str(tmp_path / "model.yaml")]
+    words = ["plan", *files, "--out", str(tmp_path / "plan.json"), "--schedules", "1f1b", "--json"]
+    assert main([*words, "--verify"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    found = body["verify"]
+    assert found["complete"] and found["searches"] == 1 and not found["left"], found
+    assert found["ranks"]
+    for check in found["ranks"]:
+        assert check["needed_bytes"] == pytest.approx(check["predicted_bytes"], rel=0.03)
+    assert (tmp_path / "plan.json").exists()

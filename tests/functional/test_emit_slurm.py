@@ -52,7 +52,7 @@ def data_arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*files.arguments, "--data-cache-path", str(folder / "cache")]
 
 
-def write_run(out: Path, data: list[str], iterations: int) -> Emitted:
+def write_run(out: Path, data: list[str], iterations: int, doctor: bool = False) -> Emitted:
     plan = uneven_plan()
     out.mkdir(exist_ok=True)
     groups = {
@@ -89,6 +89,7 @@ def write_run(out: Path, data: list[str], iterations: int) -> Emitted:
         python=sys.executable,
         save_interval=iterations,
         environment={"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)},
+        doctor=doctor,
     )
     return emit(plan, out, KINDS, groups, launch)
 
@@ -131,3 +132,37 @@ def test_a_failing_rank_fails_the_job(
     job = cluster.run(emitted.files["train.sbatch"], {"PYTHON": str(python)}, 120.0)
     assert job.state.startswith("FAILED"), job
     assert "rank 2 fails" in job.output
+
+
+# An interpreter that notes what every rank was asked to run; the doctor finds a fault on rank 2 where it is told to.
+NOTING = """#!/bin/bash
+echo "$2" >> "$NOTES/$RANK"
+[[ "$2 $RANK $FAULT" != "megatron_het.doctor 2 yes" ]]
+"""
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "train-plain.sbatch"])
+@pytest.mark.parametrize(
+    ("setting", "state", "ran"),
+    [
+        ({}, "COMPLETED", ["megatron_het.doctor", "megatron_het.pretrain_gpt"]),
+        ({"FAULT": "yes"}, "FAILED", ["megatron_het.doctor"]),
+        ({"FAULT": "yes", "HET_DOCTOR": "0"}, "COMPLETED", ["megatron_het.pretrain_gpt"]),
+    ],
+)
+def test_the_doctor_comes_first_and_a_fault_ends_the_job(
+    cluster: slurm_cluster.SlurmCluster,
+    script: str,
+    setting: dict[str, str],
+    state: str,
+    ran: list[str],
+    tmp_path: Path,
+) -> None:
+    emitted = write_run(tmp_path / "run", [], iterations=3, doctor=True)
+    python, notes = tmp_path / "python", tmp_path / "notes"
+    python.write_text(NOTING)
+    python.chmod(0o755)
+    notes.mkdir()
+    job = cluster.run(emitted.files[script], {"PYTHON": str(python), "NOTES": str(notes), **setting}, 120.0)
+    assert job.state.startswith(state), job
+    assert {file.name: file.read_text().split() for file in notes.iterdir()} == dict.fromkeys("0123", ran)

@@ -46,6 +46,29 @@ CASES = [
         sliced_case(_SPLIT, "fused-split-cross-entropy", random.Random(0)),
         extra=("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native"),
     ),
+    replace(sliced_case(_SPLIT, "mup-split-vocabulary", random.Random(0)), family="mup"),
+    replace(
+        sliced_case(
+            {**_SPLIT, "microbatches": 4, "distributed_optimizer": True, "overlap": True},
+            "gathered-late-split-vocabulary",
+            random.Random(0),
+        ),
+        own=("--overlap-param-gather",),
+    ),
+    # A replica's first forward depends on the other one's: their gathers of parameters must not wait for forwards.
+    with_schedule(
+        make(
+            "gathered-late",
+            [[1], [1, 1]],
+            [2, 3],
+            distributed_optimizer=True,
+            overlap=True,
+            own=("--overlap-param-gather",),
+        ),
+        "v-half",
+        2,
+        {},
+    ),
     make("gpt", [[1], [2, 1]], [2, 3], family="gpt", even_routing=False, sequence_parallel=True),
     make("qkv-bias", [[2], [1]], [2, 3], family="qkv-bias", distributed_optimizer=True),
     make("sgd", [[1], [1, 1]], [2, 3], "--optimizer sgd", even_routing=False),

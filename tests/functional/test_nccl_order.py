@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.cases import Case
 from benchmarks.compare import compare
-from benchmarks.nccl_mistakes import MISTAKES, mistake_job
-from benchmarks.nccl_order import caught_by_some_rank, in_nccl_order, transports
-from benchmarks.parity import all_cases, labs
+from benchmarks.nccl_mistakes import MISTAKES, SOUND, mistake_job
+from benchmarks.nccl_order import cases_of, caught_by_some_rank, in_nccl_order, transports
+from benchmarks.parity import labs
 from benchmarks.runner import Runner
 
 FP32_BAR = 1e-5
@@ -23,22 +23,23 @@ CHOSEN = {
     "1f1b": ("pair-01", "pair-07"),
     "gpipe": ("gpipe-pair-01",),
     "zero-bubble": ("zb-h1-pair-04", "zb-v-pair-01"),
-    "unequal-microbatches": ("sizes-2-1-2-1-exchange-p2-n8-v2-tp2", "sizes-1-5-interleaved-plain-20"),
+    "unequal-microbatches": ("sizes-1-1-2-2-p2-n8-v1", "sizes-1-5-interleaved-plain-20"),
     "ministage": ("fp32-03", "fp32-42"),
     "slimpipe": ("exchange-p4-n8-vocabulary", "cp2-exchange"),
     "data-parallel": ("12-sizes-1-1-1-2-1-zero-2",),
+    "depths": ("pair-00",),
 }
 
 
-def cases_of(schedule: str) -> list[Case]:
-    found = [case for case in all_cases(0, schedule, schedule != "slimpipe")[0] if case.name in CHOSEN[schedule]]
+def chosen_of(schedule: str) -> list[Case]:
+    found = [case for case in cases_of(schedule, 0, schedule != "slimpipe") if case.name in CHOSEN[schedule]]
     assert len(found) == len(CHOSEN[schedule])
     return found
 
 
 @pytest.mark.parametrize("schedule", list(CHOSEN))
 def test_training_in_nccls_order_equals_one_process(schedule: str, runner: Runner, tmp_path: Path):
-    for number, (kind, cases) in enumerate(labs(cases_of(schedule)).items()):
+    for number, (kind, cases) in enumerate(labs(chosen_of(schedule)).items()):
         lab = kind(runner, tmp_path / str(number))
         by_name = {case.name: case for case in cases}
         for case in cases:
@@ -54,3 +55,9 @@ def test_training_in_nccls_order_equals_one_process(schedule: str, runner: Runne
 def test_wrong_orders_are_noticed(name: str, runner: Runner, tmp_path: Path):
     done = runner.run(mistake_job(name, tmp_path), check=False)
     assert caught_by_some_rank(done), [done.log(rank)[-500:] for rank in range(len(done.returncodes))]
+
+
+@pytest.mark.parametrize("name", list(SOUND))
+def test_what_nccl_runs_is_no_mistake(name: str, runner: Runner, tmp_path: Path):
+    done = runner.run(mistake_job(name, tmp_path), check=False)
+    assert set(done.returncodes) == {3}, [done.log(rank)[-500:] for rank in range(len(done.returncodes))]

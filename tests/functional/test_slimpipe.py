@@ -42,6 +42,12 @@ ROWS: dict[str, dict[str, Any]] = {
         "distributed_optimizer": True,
         "recompute": "full",
     },
+    "exchange-uneven-layers": {
+        "exchange": {**_EXCHANGE, "exchange_idle": True},
+        "uneven": True,
+        "layers": 5,
+        "slices": 8,
+    },
     "context-parallel": {"schedule": "1f1b", "slices": 1, "cp": 2, "uneven": True},
     "context-parallel-slices-exchange": {
         "exchange": _EXCHANGE,

@@ -90,7 +90,8 @@ class CatalogCosts:
         if kind == "layer" and recompute == "full":
             extra += activation_bytes(model, kind, batch, tp, "none", fused, spread.cp)
         elif kind == "head":  # logits, and later their gradients, beside the softmax in fp32
-            extra += tokens * model.vocab_size / tp * model.element_bytes
+            gathered = model.hidden_size if model.sequence_parallel and tp > 1 else 0
+            extra += tokens * (model.vocab_size / tp + gathered) * model.element_bytes
         if kind == "layer":
             extra += backward_bytes(model, batch, tp, spread.cp)
         forward, backward, attention_f, attention_b = times

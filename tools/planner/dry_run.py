@@ -85,12 +85,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="gpu",
         help="gpu (default): layers as fused kernels run them; cpu: exactly what a run on CPUs over gloo does",
     )
+    parser.add_argument(
+        "--cuda",
+        action="store_true",
+        help="also watch the order of CUDA streams, and show where the host waits for the device",
+    )
 
 
 def dry_run(options: argparse.Namespace) -> int:
     """The command; returns 1 where a rank has no figures."""
     if options.out:
         check_target(options.out, "--out")
+    if options.cuda and options.kernels == "cpu":
+        raise PlannerError(
+            "command line", "--cuda", "--kernels cpu", "a run on CPUs has no CUDA device", "Use one of them"
+        )
     model = model_of(options)
     try:
         plan = load_plan(options.plan)
@@ -99,7 +108,7 @@ def dry_run(options: argparse.Namespace) -> int:
     check_model(plan, model, options.plan)
     flags = rank_flags(plan, model, options.plan, options.flags)
     kinds = _chosen(plan, options)
-    found = run_ranks([k.ranks[0] for k in kinds], flags, options.limit_s, options.kernels)
+    found = run_ranks([k.ranks[0] for k in kinds], flags, options.limit_s, options.kernels, cuda=options.cuda)
     rows = [_row(plan, kind, found.get(kind.ranks[0])) for kind in kinds]
     body = {"plan": options.plan, "world_size": plan.world_size, "kernels": options.kernels, "ranks": rows}
     if options.out:
@@ -137,7 +146,12 @@ def rank_flags(plan: Plan, model: Any, plan_file: str, more: Sequence[str]) -> l
 
 
 def run_ranks(
-    ranks: Sequence[int], flags: Sequence[str], limit_s: float, kernels: str, bound_s: float | None = None
+    ranks: Sequence[int],
+    flags: Sequence[str],
+    limit_s: float,
+    kernels: str,
+    bound_s: float | None = None,
+    cuda: bool = False,
 ) -> dict[int, dict[str, Any]]:
     """Dry runs of ranks, one after the other: rank to figures, or to ``{"error": text}``.
 
@@ -147,12 +161,13 @@ def run_ranks(
         limit_s: Seconds for each rank.
         kernels: ``gpu`` or ``cpu``.
         bound_s: Seconds for all of them with the start.
+        cuda: Fake tensors are on a CUDA device, and waits of the host for it are counted.
     """
     found: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="het-dry-run-") as folder:
         out = Path(folder)
         words = [sys.executable, "-m", "megatron_het.dry_run", "--kernels", kernels, "--limit-s", f"{limit_s:g}"]
-        words += ["--out", str(out / "rank-{rank}.json")]
+        words += ["--cuda"] * cuda + ["--out", str(out / "rank-{rank}.json")]
         for rank in ranks:
             words += ["--rank", str(rank)]
         longest_s = START_S + (limit_s + 1) * len(ranks)
@@ -223,7 +238,21 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Any]:
             row["memory"]["label"],
             f"{row['seconds']:.0f}",
         )
-    return [memory, work, *errors]
+    return [memory, work, *_host_waits(rows), *errors]
+
+
+def _host_waits(rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """Where the host waits for the device in an iteration, the most first; nothing where they were not counted."""
+    counted = [row for row in rows if "host_waits" in row and "stream_waits" in row]
+    if not counted:
+        return []
+    waits = table("Waits of the host for the device in one iteration", "rank", "during", "times", "what", "where")
+    for row in counted:
+        for wait in sorted(row["host_waits"], key=lambda w: (not w["during"], -w["calls"])):
+            during = wait["during"] or "between operations"
+            waits.add_row(str(row["rank"]), during, str(wait["calls"]), wait["what"], wait["where"])
+    inside = sum(wait["calls"] for row in counted for wait in row["host_waits"] if wait["during"])
+    return [waits, f"waits inside operations: {inside}" + (", each of which is a gap on the device" if inside else "")]
 
 
 def _moved(row: dict[str, Any], what: str | None) -> int:

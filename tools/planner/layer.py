@@ -93,7 +93,7 @@ def activation_bytes(
     tokens = batch * s / cp
     split = tp if model.sequence_parallel else 1
     if kind == "embedding":
-        return tokens * (e * h / split + 8)
+        return tokens * 8  # token ids; the output is the input of the first layer
     if kind == "head":
         rows = model.vocab_size / tp
         return tokens * (2 * e * h / split + rows * 4)  # the softmax in fp32
@@ -122,15 +122,22 @@ def activation_bytes(
 
 
 def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1) -> float:
-    """The largest gradients that the backward of a layer holds at once: those of the MLP's projections."""
+    """What the backward of a layer holds at once beside what the forward has kept.
+
+    Most is held in the MLP: the gradients of its first projection's outputs, or, where the sequence is divided, the
+    gathered gradient of its second projection's outputs and that of its inputs.  Megatron gathers the inputs of
+    projections into one buffer, which stays.
+    """
     width = float(model.ffn_hidden_size)
     if model.experts is not None:
         x = model.experts
         share = 1 - min(1.0, x.dense_layers / model.num_layers)
         width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - width)
-    split = tp if model.sequence_parallel else 1
-    inner = (2 if model.gated else 1) * width / tp
-    return batch * model.seq_length / cp * model.element_bytes * (inner + model.hidden_size / split)
+    h, inner = model.hidden_size, width / tp
+    most = (2 if model.gated else 1) * inner + h
+    if model.sequence_parallel and tp > 1:
+        most = max(most - h, inner + h) + h / tp + h
+    return batch * model.seq_length / cp * model.element_bytes * most
 
 
 def attention_matrix_bytes(model: Model, batch: int, tp: int, cp: int = 1) -> float:

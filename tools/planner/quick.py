@@ -15,6 +15,8 @@ from megatron_het.schedule.ir import Kind, Op, Shape
 
 from .errors import PlannerError
 
+_NOT_YET = -1.0
+
 
 def compute_orders(plan: Plan) -> tuple[Shape, tuple[tuple[Op, ...], ...]] | None:
     """What every replica computes, in order; None where the plan's program has further operations.
@@ -53,11 +55,13 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
     Raises:
         PlannerError: The operations wait for each other.
     """
-    stages, last = shape.stages, shape.stages * len(shape.layers[0]) - 1
-    wires = _Wires(costs, costs.message_bytes / shape.slices)
+    stages, count, slices = shape.stages, shape.microbatches, shape.slices
+    last = stages * len(shape.layers[0]) - 1
+    wires = _Wires(costs, costs.message_bytes / slices)
     of_stage = [[first + r for r in row] for first, row in zip(shape.first_device, shape.route)]
-    arrived: dict[tuple[bool, int, int, int], float] = {}
-    waiting: dict[tuple[bool, int, int, int], int] = {}
+    each = count * slices
+    arrived = [_NOT_YET] * (2 * (last + 1) * each)  # by direction, place in the model, microbatch, slice
+    waiting = [-1] * len(arrived)
     seconds: dict[tuple[int, Kind, int, int], float] = {}
     now, at = [0.0] * len(orders), [0] * len(orders)
     ready = list(range(len(orders)))[::-1]
@@ -67,17 +71,17 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
         while place < len(order):
             kind, microbatch, piece, chunk, *_ = order[place]
             back, virtual = kind is Kind.BACKWARD, chunk * stages + stage
-            key = back, virtual, microbatch, piece
             if virtual != (last if back else 0):
-                came = arrived.get(key)
-                if came is None:
+                key = (virtual + virtual + back) * each + microbatch * slices + piece
+                came = arrived[key]
+                if came < 0:
                     waiting[key] = d
                     break
                 if came > time_s:
                     time_s = came
             one = d, kind, piece, chunk
             if one not in seconds:
-                seconds[one] = _pass_s(costs, shape.slices, *one)
+                seconds[one] = _pass_s(costs, slices, *one)
             time_s += seconds[one]
             place += 1
             if virtual == (0 if back else last):
@@ -87,10 +91,10 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
             come = time_s if target == d else wires.carry(d, target, time_s)
             if come is None:
                 return None
-            key = back, to, microbatch, piece
+            key = (to + to + back) * each + microbatch * slices + piece
             arrived[key] = come
-            if key in waiting:
-                ready.append(waiting.pop(key))
+            if waiting[key] >= 0:
+                ready.append(waiting[key])
         now[d], at[d] = time_s, place
     if any(place < len(order) for place, order in zip(at, orders)):
         raise PlannerError("plan", "schedule", shape.stages, "its operations wait for each other")
@@ -111,26 +115,28 @@ def _pass_s(costs: Costs, slices: int, device: int, kind: Kind, piece: int, chun
 class _Wires:
     """The links between devices, and until when each is busy.
 
+    All messages of a link are sent by one device, in the order in which it computes them.
+
     Attributes:
         last_s: By sender, when the last of its messages arrives.
     """
 
     def __init__(self, costs: Costs, size: float) -> None:
         self._costs, self._size = costs, size
-        self._links: dict[tuple[int, int], tuple[float, float]] = {}
-        self._busy: dict[tuple[int, int], float] = {}
+        self._links: dict[tuple[int, int], list[float]] = {}
         self.last_s: dict[int, float] = {}
 
     def carry(self, source: int, target: int, time_s: float) -> float | None:
         """When a message that is ready at a time arrives; None where other pairs share the link."""
-        edge = source, target
-        if edge not in self._links:
+        known = self._links.get((source, target))
+        if known is None:
             link = self._costs.link(source, target)
             if link.shared:
                 return None
-            self._links[edge] = self._size / link.bytes_per_s, link.latency_s
-        wire, latency = self._links[edge]
-        end = max(time_s, self._busy.get(edge, 0.0)) + wire
-        self._busy[edge] = end
-        self.last_s[source] = max(self.last_s.get(source, 0.0), end + latency)
-        return end + latency
+            known = self._links[source, target] = [self._size / link.bytes_per_s, link.latency_s, 0.0]
+        wire, latency, busy = known
+        known[2] = end = (busy if busy > time_s else time_s) + wire
+        come = end + latency
+        if come > self.last_s.get(source, 0.0):
+            self.last_s[source] = come
+        return come

@@ -180,20 +180,31 @@ def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimat
         PlannerError: the schedule cannot run this shape.
     """
     plan = build_plan(estimator, candidate, estimate, one_block=True)
-    return _simulate(estimator, candidate, candidate.block(), estimate, plan, None)
+    return _simulate(estimator, candidate, candidate.block(), estimate, plan, _block_seats(estimator, candidate))
+
+
+def _block_seats(estimator: Estimator, candidate: Candidate) -> Seats:
+    """Where the first of the candidate's equal pipelines sits among the others: stages that fill nodes are apart."""
+    blocks, out = candidate.blocks, []
+    seated = seats(estimator.cluster, candidate.stages)
+    assert seated is not None  # the plan has been made of it
+    for stage, row in zip(candidate.stages, seated):
+        mine, first = [], 0
+        for g in stage.groups:
+            mine += row[first : first + g.count // blocks]
+            first += g.count
+        out.append(mine)
+    return out
 
 
 def block_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float:
-    """About the iteration time of :func:`simulate_block`, which it takes a fraction of the time to say.
-
-    Exactly that where every stage of the block has one replica.  Others may send in another order than they compute
-    in, which may make the iteration longer by per cent.
+    """The iteration time of :func:`simulate_block`, which it takes a fraction of the time to say.
 
     Raises:
         PlannerError: the schedule cannot run this shape.
     """
     plan = build_plan(estimator, candidate, estimate, one_block=True)
-    return _quick_s(estimator, candidate, candidate.block(), estimate, plan, None)
+    return _quick_s(estimator, candidate, candidate.block(), estimate, plan, _block_seats(estimator, candidate))
 
 
 def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats) -> float:
@@ -210,7 +221,7 @@ def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimat
         # Replicas of a stage gather together, whichever part they belong to.
         return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
     try:
-        return max(_seconds(*part) for part in _different_parts(estimator, candidate, estimate, plan, seated))
+        return max(_quick_s(*part) for part in _different_parts(estimator, candidate, estimate, plan, seated))
     except PlannerError:  # its generator orders parts together that it cannot order alone
         return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
 
@@ -218,7 +229,7 @@ def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimat
 def _different_parts(
     estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats
 ) -> Iterator[tuple[Estimator, Candidate, Candidate, Estimate, Plan, Seats]]:
-    """Arguments of ``_seconds`` for one part of each kind."""
+    """Arguments of ``_quick_s`` for one part of each kind."""
     flat = [seat for stage in seated for seat in stage]
     done: set[object] = set()
     most: dict[object, int] = {}
@@ -252,16 +263,6 @@ def simulate_candidate(
         PlannerError: the schedule cannot run this shape.
     """
     return _simulate(estimator, candidate, candidate, estimate, plan, seated)
-
-
-def _seconds(
-    estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None
-) -> float:
-    """The iteration time of a plan, in the quicker of two ways that say the same."""
-    plain = all(len(stage.replicas) == 1 for stage in plan.stages)
-    if plain:
-        return _quick_s(estimator, whole, candidate, estimate, plan, seated)
-    return _simulate(estimator, whole, candidate, estimate, plan, seated).iteration_s
 
 
 def _quick_s(

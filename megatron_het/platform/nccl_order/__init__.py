@@ -13,20 +13,25 @@ GPUs.  The rules:
 * communicators are connected at their first use, where the host waits for all members,
 * operations of all communicators of a rank start in the order of their launch (one hardware queue,
   ``CUDA_DEVICE_MAX_CONNECTIONS=1``), and only so many are on the device at once,
+* ``wait`` orders the compute stream after the operation and does not block the host; with a timeout, and for a
+  barrier, the host waits,
+* an operation is ordered after all that the compute stream was ordered after when it was posted,
+* tensors of an operation are touched only in order: what is read, written or freed without a ``wait``, or without
+  having seen the end of the operation, is an error even where the operation has ended by chance,
 * a tensor must not change between the post of an operation and its run,
 * ``abort`` ends what is open without waiting for other members, and a watchdog does so with operations that nobody
   waits for and that do not end.
 
-``wait`` blocks the host.  On a GPU ``wait`` only orders the compute stream after the operation, and the host
-runs ahead.  What the host posts then is ordered after the compute stream as well, so it starts no earlier
-there than it does here.
+The host plays the compute stream.  It runs ahead after ``wait``, posts further operations, and stands still where it
+touches a tensor that has not arrived (``compute.py``): there the compute stream of a GPU would stand still.
 
 Operations that wait for each other end in an error that says, for every rank, what runs and what waits.
 """
 
 from __future__ import annotations
 
-from megatron_het.platform.nccl_order.group import install, is_installed
-from megatron_het.platform.nccl_order.launch import Options, OrderError
+from megatron_het.platform.nccl_order.group import install, is_installed, synchronize
+from megatron_het.platform.nccl_order.items import OrderError
+from megatron_het.platform.nccl_order.launch import Options
 
-__all__ = ["Options", "OrderError", "install", "is_installed"]
+__all__ = ["Options", "OrderError", "install", "is_installed", "synchronize"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from megatron_het.platform.nccl_order.launch import Device, Item, OrderError
+from megatron_het.platform.nccl_order.items import Item, OrderError
+from megatron_het.platform.nccl_order.launch import Device
 
 _CLOSE_S = 5.0
-"""How long a queue that is closed may take to end what runs; after a failure a daemon thread stays."""
+"""How long a queue may take to end after a failure; then a daemon thread stays."""
 _HEADER, _DATA, _READY = 1, 2, 3
 """Tags of the three messages of a transfer; NCCL itself knows no tags."""
 
@@ -75,17 +77,25 @@ class Communicator:
         self._thread = threading.Thread(target=self._work, name=f"communicator {name}", daemon=True)
         self._thread.start()
 
-    def collective(self, method: str, size: int, inputs: tuple[torch.Tensor, ...], run: Callable[[Any], Any]) -> Item:
+    def collective(
+        self,
+        method: str,
+        size: int,
+        inputs: tuple[torch.Tensor, ...],
+        outputs: tuple[torch.Tensor, ...],
+        run: Callable[[Any], Any],
+    ) -> Item:
         """Queue a collective.
 
         Args:
             method: Name of the collective.
             size: Elements, equal on all members; -1 where members may differ.
             inputs: Tensors that it reads.
+            outputs: Tensors that it fills.
             run: Called with the group underneath; returns its work.
         """
         sequence = self._posted
-        item = Item(self.name, f"{method} number {sequence}", inputs)
+        item = Item(self.name, f"{method} number {sequence}", inputs, outputs)
         signature = zlib.crc32(method.encode()), size, sequence
 
         def execute() -> None:
@@ -99,8 +109,8 @@ class Communicator:
         """Queue sends and receives that start together."""
         what = " + ".join(f"{t.kind} {'to' if t.kind == 'send' else 'from'} rank {self._ranks[t.peer]}" for t in batch)
         inputs = tuple(t.tensor for t in batch if t.kind == "send")
-
-        item = Item(self.name, what, inputs)
+        outputs = tuple(t.tensor for t in batch if t.kind == "recv")
+        item = Item(self.name, what, inputs, outputs)
 
         def execute() -> None:
             self._transfer(item, batch)
@@ -110,7 +120,11 @@ class Communicator:
     def close(self) -> None:
         """End the queue's thread after what has been posted, and the connections underneath."""
         self._queue.put(None)
-        self._thread.join(_CLOSE_S)
+        deadline = time.monotonic() + max(_CLOSE_S, self._device.options.stall_s)
+        while self._thread.is_alive() and self._device.failure is None and time.monotonic() < deadline:
+            self._thread.join(0.1)
+        if self._device.failure is not None:
+            self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
             self.data.shutdown()
             del self.data  # its threads end here; at the end of the process they would abort it

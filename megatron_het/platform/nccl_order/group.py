@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_het.platform.nccl_order.communicator import Communicator, Transfer
-from megatron_het.platform.nccl_order.launch import Device, Item, Options, OrderError
+from megatron_het.platform.nccl_order.compute import watch_memory
+from megatron_het.platform.nccl_order.items import Item, OrderError
+from megatron_het.platform.nccl_order.launch import Device, Options
 
 BACKEND = "nccl_order"
 
@@ -45,23 +47,28 @@ _COLLECTIVES: dict[str, tuple[int | None, bool]] = {
 class OrderedWork(dist.Work):
     """The handle of one queued operation."""
 
-    def __init__(self, device: Device, item: Item) -> None:
+    def __init__(self, device: Device, item: Item, blocks: bool = False) -> None:
         super().__init__()
-        self._device, self._item = device, item
+        self._device, self._item, self._blocks = device, item, blocks
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation has ended; see the package's text for what NCCL does.
+        """Order the compute stream after the operation.  With a timeout, and for a barrier, the host waits.
 
         Raises:
             OrderError: The operation failed, or operations wait for each other.
         """
         seconds = timeout.total_seconds() if timeout else 0.0
-        self._device.await_end(self._item, seconds if seconds > 0 else None)
+        if seconds > 0 or self._blocks:
+            self._device.await_end(self._item, seconds if seconds > 0 else None)
+        else:
+            self._device.order_after(self._item)
         return True
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended."""
-        return self._item.done.is_set()
+        """Whether the operation has ended; if so, all that the host does from here on is ordered after it."""
+        done = self._item.done.is_set()
+        self._item.waited = self._item.waited or done
+        return done
 
     def is_success(self) -> bool:
         """Whether the operation has ended without an error."""
@@ -72,8 +79,8 @@ class OrderedWork(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """As ``wait``: the CPU has one stream."""
-        self.wait()
+        """As ``wait`` without a timeout: there is one compute stream."""
+        self._device.order_after(self._item)
 
 
 class OrderedGroup(dist.ProcessGroup):
@@ -158,13 +165,18 @@ class OrderedGroup(dist.ProcessGroup):
                 return _LISTS[method](data, self.rank(), *arguments)
             return getattr(data, method)(*arguments)
 
-        return OrderedWork(self._device, self._communicator(None).collective(method, size, inputs, start))
+        outputs = () if where is None else tuple(_tensors(arguments[0]))
+        if method == "broadcast" and arguments[1].rootRank == self.rank():
+            outputs = ()  # what the root sends is only read
+        item = self._communicator(None).collective(method, size, inputs, outputs, start)
+        return OrderedWork(self._device, item, blocks=method == "barrier")
 
     def close(self) -> None:
         """End the queues' threads."""
         for communicator in self._communicators.values():
             communicator.close()
         self._communicators.clear()
+        self._device.raise_untold()
 
     shutdown = close
 
@@ -278,6 +290,7 @@ def install(options: Options | None = None) -> None:
         return
     device = Device(options or Options())
     _DEVICES.append(device)
+    watch_memory(device)
 
     def create(group: Any, _options: Any = None) -> OrderedGroup:
         ranks = list(group.global_ranks_in_group) or list(range(group.group_size))
@@ -288,6 +301,16 @@ def install(options: Options | None = None) -> None:
     _rebind("new_group", _with_backend)
     _rebind("batch_isend_irecv", _batched)
     dist.get_backend = _named_nccl(dist.get_backend)
+
+
+def synchronize() -> None:
+    """Let the host wait for all operations of this process, as ``torch.cuda.synchronize`` does.
+
+    Raises:
+        OrderError: One of them failed, or operations wait for each other.
+    """
+    for device in _DEVICES:
+        device.synchronize()
 
 
 def _rebind(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

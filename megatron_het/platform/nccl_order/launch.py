@@ -7,18 +7,17 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron_het.platform.nccl_order.items import Item, OrderError
+from megatron_het.platform.nccl_order.memory import Use, Uses
+
 _POLL_S = 0.02
 _OTHERS_S = 3.0
 """How long a rank waits for the other ranks' states before it reports a stall."""
-
-
-class OrderError(RuntimeError):
-    """Operations that NCCL would not run, or would run wrongly; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,51 +44,6 @@ class Options:
             raise ValueError(f"resident = {self.resident}: at least one operation must fit on the device")
 
 
-@dataclass(slots=True, eq=False)
-class Item:
-    """One entry of a communicator's queue: a collective, a transfer, or a batch of transfers.
-
-    Attributes:
-        communicator: Name of the queue.
-        what: The operation with its peer, for messages.
-        inputs: Tensors that it reads.
-        number: Place in the order of launches of this rank.
-    """
-
-    communicator: str
-    what: str
-    inputs: tuple[torch.Tensor, ...]
-    number: int = -1
-    posted_s: float = field(default_factory=time.monotonic)
-    started: bool = False
-    error: Exception | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-    contents: tuple[int, ...] = ()
-
-    def remember(self) -> None:
-        """Note what the inputs hold."""
-        self.contents = tuple(map(_digest, self.inputs))
-
-    def check_unchanged(self) -> None:
-        """Raises OrderError when an input has changed since ``remember``."""
-        if self.contents and self.contents != tuple(map(_digest, self.inputs)):
-            raise OrderError(
-                f"{self.communicator}: a tensor of {self.what} was written to between its post and its run; "
-                "wait for the operation before the tensor is used again"
-            )
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    """A sum over the bits; an array of numpy over them would make the storage impossible to resize."""
-    flat = tensor.detach().reshape(-1).contiguous()
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return int(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))
-
-
 class Device:
     """Launch order, slots and open operations of this process.
 
@@ -106,7 +60,12 @@ class Device:
         self._started_early: set[int] = set()
         self._running = 0
         self._open: dict[int, Item] = {}
+        self._ahead: dict[int, Item] = {}
+        """What the compute stream is ordered after, and what has not ended."""
+        self.uses = Uses()
         self.failure: Exception | None = None
+        self.told = False
+        """Whether the host knows of the failure."""
         self.store: Any = None
         """The default store, through which ranks tell each other where they stand."""
         self._watchdog: threading.Thread | None = None
@@ -114,20 +73,103 @@ class Device:
     def launch(self, item: Item) -> None:
         """Give an item its place in the order of launches.
 
+        It is ordered after the compute stream, hence after all that the compute stream waits for.
+
         Raises:
-            OrderError: Another operation of this rank has failed, or the groups were aborted.
+            OrderError: Another operation of this rank has failed, or the groups were aborted, or a communicator of
+                another stream still uses a tensor.
         """
-        if self.options.check_changes:
+        arriving = self._check_posted(item)
+        if self.options.check_changes and not arriving:
             item.remember()
         with self._state:
             if self.failure is not None:
+                self.told = True
                 raise OrderError(f"{item.communicator}: {item.what} cannot start any more: {self.failure}")
+            self._ahead = {n: other for n, other in self._ahead.items() if not other.done.is_set()}
+            item.after = tuple(self._ahead.values())
             if self._watchdog is None:
                 self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
                 self._watchdog.start()
             item.number = self._launched
             self._launched += 1
             self._open[item.number] = item
+        self.uses.add(item, item.inputs, False)
+        self.uses.add(item, item.outputs, True)
+
+    def _check_posted(self, item: Item) -> bool:
+        """Whether something that the item reads is still to arrive; raises OrderError where nothing orders that."""
+        arriving = False
+        for tensors, writes in ((item.inputs, False), (item.outputs, True)):
+            for use in (use for tensor in tensors for use in self.uses.conflicts(tensor, writes)):
+                if not use.item.waited and use.item.communicator != item.communicator:
+                    raise self._unordered(use, f"{item.what} of {item.communicator}")
+                arriving = arriving or not use.item.done.is_set()
+        return arriving
+
+    def touch(self, tensor: torch.Tensor, writes: bool, who: object) -> None:
+        """The compute stream reads or writes a tensor: it stands still until what it waits for has ended.
+
+        Raises:
+            OrderError: An operation uses the tensor and has not been waited for.
+        """
+        found = self.uses.conflicts(tensor, writes)
+        if found:
+            self._order(found, who)
+
+    def touch_storage(self, storage: torch.UntypedStorage) -> None:
+        """The memory is freed or moved; see ``touch``."""
+        self._order(self.uses.of_storage(storage), "a change of its memory's size")
+
+    def _order(self, uses: list[Use], who: object) -> None:
+        for use in uses:
+            if not use.item.waited:
+                raise self._unordered(use, who)
+            self.await_end(use.item)
+            self.uses.drop(use.item)
+
+    def _unordered(self, use: Use, who: object) -> OrderError:
+        verb = "fills" if use.fills else "reads"
+        self.told = True
+        return OrderError(
+            f"{use.item.communicator}: {who} is not ordered after {use.item.what}, which {verb} the same tensor; "
+            "wait for the operation before the tensor is used again"
+        )
+
+    def order_after(self, item: Item) -> None:
+        """Order the compute stream after an item; the host goes on.
+
+        Raises:
+            OrderError: An operation of this rank has failed already.
+        """
+        with self._state:
+            item.waited = True
+            if not item.done.is_set():
+                self._ahead[item.number] = item
+            error = item.error or self.failure
+            if error is not None:
+                self.told = True
+                raise OrderError(str(error)) from error
+
+    def synchronize(self) -> None:
+        """Wait for everything that has been launched, as ``torch.cuda.synchronize``.
+
+        Raises:
+            OrderError: Something failed, or operations wait for each other.
+        """
+        with self._state:
+            items = [self._open[n] for n in sorted(self._open)]
+        for item in items:
+            self.await_end(item)
+        self.raise_untold()
+
+    def raise_untold(self) -> None:
+        """Raise the failure that nobody has been told of."""
+        with self._state:
+            if self.failure is None or self.told:
+                return
+            self.told = True
+            raise OrderError(str(self.failure)) from self.failure
 
     def begin(self, item: Item) -> None:
         """Wait until the device can start an item.
@@ -149,7 +191,9 @@ class Device:
             self._state.notify_all()
 
     def _can_start(self, item: Item) -> bool:
-        return self._running < self.options.resident and (not self.options.one_queue or item.number == self._next)
+        if self._running >= self.options.resident or not all(other.done.is_set() for other in item.after):
+            return False
+        return not self.options.one_queue or item.number == self._next
 
     def end(self, item: Item, error: Exception | None) -> None:
         """An item has ended; after an error nothing starts any more, as after NCCL's abort."""
@@ -159,6 +203,8 @@ class Device:
             if error is not None and self.failure is None:
                 self.failure = error
             item.error = item.error or error
+            item.inputs = item.outputs = ()
+            item.after = ()
             item.done.set()
             self._state.notify_all()
 
@@ -185,7 +231,7 @@ class Device:
                 self.abort(str(error))
 
     def await_end(self, item: Item, timeout_s: float | None = None) -> None:
-        """Block until an item has ended.
+        """Block the host until an item has ended; from then on all is ordered after it.
 
         Raises:
             OrderError: The item failed, or it waits longer than a deadlock takes.
@@ -194,7 +240,9 @@ class Device:
         while not item.done.wait(_POLL_S):
             if time.monotonic() - item.posted_s > limit:
                 raise self._stalled(item, limit)
+        item.waited = True
         if item.error is not None:
+            self.told = True
             raise OrderError(str(item.error)) from item.error
 
     def _stalled(self, item: Item, limit_s: float) -> OrderError:
@@ -220,6 +268,7 @@ class Device:
             lines.append(f"  not in a wait: ranks {', '.join(map(str, silent))}")
         error = OrderError("\n".join(lines))
         with self._state:
+            self.told = threading.current_thread() is not self._watchdog
             self.failure = self.failure or error
             self._state.notify_all()
         return error

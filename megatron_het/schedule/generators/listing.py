@@ -86,12 +86,19 @@ def merge(
     """
     deps = Dependencies(shape)
     ops = _MERGERS[order](deps, forward, backward, limits, speeds).run()
+    require_all(shape, ops, [len(f) + len(b) for f, b in zip(forward, backward)], limits, order)
+    return ops
+
+
+def require_all(
+    shape: Shape, ops: Sequence[Sequence[object]], wanted: Sequence[int], limits: Sequence[int], order: str
+) -> None:
+    """Raises a ValueError where a merge could not run all operations of a device."""
     for d, queue in enumerate(ops):
-        if len(queue) < len(forward[d]) + len(backward[d]):
+        if len(queue) < wanted[d]:
             raise ValueError(
                 f"device {shape.devices[d]}: with {limits[d]} forwards in flight and order {order} it waits forever"
             )
-    return ops
 
 
 class Loop:

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 
+from megatron_het.schedule.generators.fast_merge import fast_merge
 from megatron_het.schedule.generators.listing import (
     Speeds,
     alternate,
     compute_ops,
     forward_program,
-    merge,
     require,
+    require_all,
     require_order,
     single_replicas,
 )
@@ -103,9 +104,28 @@ def one_f_one_b(
         if single_replicas(part):
             warmup = [sum(depths[s:]) if depths else part.stages - 1 - s for s in range(part.stages)]
             return tuple(alternate(f, b, n) for f, b, n in zip(forward, backward, warmup))
-        return merge(part, forward, backward, in_flight_limits(part, slack, depths), Speeds.of(part, own), order)
+        return _merged(part, forward, backward, in_flight_limits(part, slack, depths), own, order)
 
     return Program("1f1b", shape, by_part(shape, parts_of(shape), given, make))
+
+
+def _merged(
+    shape: Shape,
+    forward: Sequence[Sequence[Op]],
+    backward: Sequence[Sequence[Op]],
+    limits: Sequence[int],
+    speeds: Sequence[float],
+    order: str,
+) -> tuple[tuple[Op, ...], ...]:
+    """What ``listing.merge`` says of these forwards and backwards."""
+    times = Speeds.of(shape, speeds)
+    ways = fast_merge(shape, limits, [f for (f,) in times.forward_s], [b for (b,) in times.backward_s], order)
+    require_all(shape, ways, [len(f) + len(b) for f, b in zip(forward, backward)], limits, order)
+    out = []
+    for f, b, way in zip(forward, backward, ways):
+        queues = iter(f), iter(b)
+        out.append(tuple([next(queues[back]) for back in way]))
+    return tuple(out)
 
 
 def gpipe(shape: Shape, *, forward_only: bool = False) -> Program:

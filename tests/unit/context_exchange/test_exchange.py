@@ -14,7 +14,7 @@ import torch
 
 from megatron_het.attention.kernels import Setting, choose_kernel
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.attention.slice_attention import NO_EXCHANGE, slice_attention
 from megatron_het.context_exchange.exchange import ContextExchange, ExchangeError
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram, lower
@@ -98,12 +98,23 @@ class Device:
     """Runs the program of one rank."""
 
     def __init__(
-        self, program: RankProgram, rank: int, layers: int, units: int, slices: int, wires: list[Wires], keep: bool
+        self,
+        program: RankProgram,
+        rank: int,
+        layers: int,
+        units: int,
+        slices: int,
+        wires: list[Wires],
+        keep: bool,
+        alone: int = 0,
     ) -> None:
         self.program, self.rank, self.slices = program, rank, slices
         chunks = len(program.backwards)
         self.modules = [
-            [SimpleNamespace(cache=KVCache(live_slices(program, c, slices)), exchange=None) for _ in range(layers)]
+            [
+                SimpleNamespace(cache=KVCache(live_slices(program, c, slices)), exchange=NO_EXCHANGE)
+                for _ in range(layers + alone)
+            ]
             for c in range(chunks)
         ]
         self.samples: dict[tuple[int, int, int], Sample] = {}
@@ -150,8 +161,9 @@ class Device:
 
 
 def devices(
-    stages: int, slices: int, chunks: int, microbatches: int, replicas: int = 1, **options: Any
+    stages: int, slices: int, chunks: int, microbatches: int, replicas: int = 1, alone: int = 0, **options: Any
 ) -> list[Device]:
+    """All devices; the chunks of rank r have ``r * alone`` layers more than those of rank 0."""
     words = (
         f"--num-layers {2 * stages * chunks} --hidden-size 64 --num-attention-heads 4 --seq-length {slices * TOKENS} "
         f"--micro-batch-size 1 --global-batch-size {microbatches} --pipeline-model-parallel-size {stages} "
@@ -169,7 +181,7 @@ def devices(
         device = program.shape.device(where.stage, where.replica)
         lowered = lower(program, boundaries, device, 0, rank)
         units, keep = parameters.get("exchange_units", 2), parameters.get("exchange_keep", False)
-        found.append(Device(lowered, rank, 2, units, slices, wires, keep))
+        found.append(Device(lowered, rank, 2, units, slices, wires, keep, rank * alone))
     return found
 
 
@@ -191,6 +203,12 @@ def test_exact(shape: tuple[int, int, int, int], options: dict[str, Any]) -> Non
     made = devices(*shape, **options)
     assert any(op.kind == Kind.ATTEND_HELP for d in made for op in d.program.ops)
     assert max(run_all(made)) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{}, ALL], ids=str)
+def test_chunks_of_unequal_layers(options: dict[str, Any]) -> None:
+    """The layers that the smallest chunk has are exchanged; those after them attend alone."""
+    assert max(run_all(devices(3, 6, 2, 2, alone=1, **options))) < 1e-12
 
 
 def test_separate_pipelines() -> None:

@@ -116,7 +116,7 @@ def test_a_rank_that_hangs_is_named_with_the_place(store):
     run = Run(store, checks)
     status, where, what = run.rows("one")[0]
     assert (status, where) == (Status.FAULT, "rank 2 (b)") and what.startswith("hangs") and "meeting.py" in what
-    assert run.rows("two") == [(Status.NOT_RUN, "all ranks", "it needs all ranks, and rank 2 (b) is lost")]
+    assert run.rows("two") == [(Status.NOT_RUN, "all ranks", "it needs all ranks, and rank 2 (b) gave no answer")]
     assert run.rows("three") == [(Status.OK, "ranks 0-1 (a)", "2 answers")]
     assert run.codes[0] == run.codes[1] == 1
 

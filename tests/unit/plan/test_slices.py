@@ -72,7 +72,7 @@ def test_other_parameters_refused() -> None:
         check_plan_alone(made)
 
 
-UNEVEN = replace(plan(PP4), stages=tuple(replace(s, layers=(n,)) for s, n in zip(plan(PP4).stages, (1, 3, 2, 2))))
+EMPTY_CHUNK = replace(plan(PP4), stages=tuple(replace(s, layers=(n,)) for s, n in zip(plan(PP4).stages, (2, 3, 0, 3))))
 MIXED = replace(
     plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
     stages=(
@@ -89,7 +89,7 @@ MIXED = replace(
         (plan(PP4), {"exchange_keep": True}, "exchange_keep = True: there is no context exchange"),
         (plan(PP4), {"context_exchange": True, "exchange_units": 3}, "--het-exchange-units = 3.*16 tokens of a slice"),
         (plan(PP4), {"context_exchange": True, "exchange_units": 0}, "whole number"),
-        (UNEVEN, {"context_exchange": True}, r"chunks have \[1, 2, 3\] layers.*layer by layer"),
+        (EMPTY_CHUNK, {"context_exchange": True}, "a chunk has no layers.*layer by layer"),
         (MIXED, {"context_exchange": True}, r"TP sizes \[1, 2\].*the same heads"),
     ],
 )
@@ -233,8 +233,8 @@ def vocabulary_arguments(**changed: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("more", "changed", "reason"),
     [
-        (PP4, {"overlap_param_gather": True}, "--overlap-param-gather.*outside of the model's forward"),
-        (PP4, {"use_mup": True}, "--use-mup"),
+        (PP4, {"fp16_lm_cross_entropy": True}, "--fp16-lm-cross-entropy.*computed in fp32"),
+        (PP4, {"init_model_with_meta_device": True}, "--init-model-with-meta-device"),
         (PP4, {"make_vocab_size_divisible_by": 30}, "must divide over 4 stages"),
         (f"{PP2V2} --tensor-model-parallel-size 2", {"padded_vocab_size": 130}, "over 2 stages of TP size 2"),
     ],

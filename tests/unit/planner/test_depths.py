@@ -73,6 +73,19 @@ def test_fast_links_keep_megatrons_order():
     assert deeper(prices, Goal(), plain) is plain
 
 
+def test_wide_stages_are_not_slow_links():
+    """A stage of many replicas takes a microbatch every moment, yet each replica takes as long as ever."""
+    nodes = (NodeGroup(gpu="A100-40", count=12, gpus_per_node=4, network_bytes_per_s=12.5e9),)
+    prices = estimator_of(Cluster(nodes=nodes), MODEL)
+    candidate = Candidate((Stage(8, (Group(0, 1, 24),)), Stage(8, (Group(0, 1, 16),))), 1)
+    estimate = prices.estimate(candidate)
+    wide = Found(candidate, estimate, simulate_block(prices, candidate, estimate).iteration_s)
+    calls = []
+    prices.estimate = calls.append
+    assert deeper(prices, Goal(), wide) is wide
+    assert not calls  # nothing was tried
+
+
 def test_memory_bounds_the_depth(monkeypatch):
     prices = estimator(0.08)
     plain = found(prices)

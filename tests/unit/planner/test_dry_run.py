@@ -61,7 +61,9 @@ def test_the_asked_for_ranks_run_with_the_users_flags_last(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def run_ranks(asked: list[int], flags: list[str], limit_s: float, kernels: str) -> dict[int, dict[str, Any]]:
+    def run_ranks(
+        asked: list[int], flags: list[str], limit_s: float, kernels: str, *, cuda: bool
+    ) -> dict[int, dict[str, Any]]:
         seen.update(ranks=asked, flags=flags)
         return {rank: {"error": "no figures"} for rank in asked}
 
@@ -78,6 +80,7 @@ def test_the_asked_for_ranks_run_with_the_users_flags_last(
         ("", ["--rank", "4"], "--rank"),
         ("hidden_size: 128", [], "model.hidden_size"),
         ("fp8: true\nprecision: bf16", [], "fp8"),
+        ("", ["--cuda", "--kernels", "cpu"], "--cuda"),
     ],
 )
 def test_what_cannot_run_is_refused(
@@ -105,3 +108,27 @@ def test_a_plan_without_such_a_rank_ends_before_torch_is_imported(
         with pytest.raises(SystemExit) as stop:
             run(["--rank", "9", "--out", "x.json", "--", *flags])
         assert stop.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_waits_of_the_host_are_shown(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those inside operations come first, and their sum is in a line of its own."""
+    waits = [
+        {"what": "value read", "where": "training.py:7", "during": "", "calls": 9},
+        {"what": "copy to pageable memory", "where": "channels.py:3", "during": "send_forward", "calls": 2},
+    ]
+    names = ("parameters", "gradients", "optimizer", "activations", "cache", "temporaries", "other")
+    memory = {"by_category": dict.fromkeys(names, 0), "total_bytes": 0, "label": "F1"}
+    row = {"stage": 0, "flops": {}, "traffic": [], "memory": memory, "seconds": 1.0, "host_waits": waits}
+
+    def run_ranks(asked: list[int], *_: object, cuda: bool) -> dict[int, dict[str, Any]]:
+        return {rank: row | ({"stream_waits": []} if cuda else {}) for rank in asked}
+
+    monkeypatch.setattr(dry_run, "run_ranks", run_ranks)
+    words.remove("--json")
+    assert main([*words, "--rank", "0", "--cuda"]) == 0
+    text = capsys.readouterr().out
+    assert text.index("send_forward") < text.index("training.py:7") and "waits inside operations: 2" in text
+    assert main([*words, "--rank", "0"]) == 0
+    assert "Waits of the host" not in capsys.readouterr().out

@@ -14,7 +14,7 @@ from tools.planner.model import Model, load_model
 from tools.planner.search.auto import search_auto
 from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Found
-from tools.planner.simulation import simulate_candidate, simulate_parts
+from tools.planner.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "llama"
 
@@ -108,3 +108,42 @@ def test_a_plan_is_read_back_in_the_zones_that_it_was_made_for():
     estimate = alone.estimate(candidate)
     assert estimate is not None
     assert "zone" not in str(build_plan(alone, candidate, estimate).to_json())
+
+
+def slow_network() -> Estimator:
+    """Four nodes whose links matter."""
+    model = Model(
+        num_layers=24,
+        hidden_size=2048,
+        ffn_hidden_size=8192,
+        num_attention_heads=16,
+        vocab_size=32000,
+        seq_length=4096,
+        global_batch_size=64,
+        micro_batch_sizes=(1,),
+    )
+    node = NodeGroup(gpu="H100-SXM", count=4, gpus_per_node=8, network_bytes_per_s=1.25e9)
+    return estimator_of(Cluster(nodes=(node,)), model)
+
+
+NODES = tuple(Stage(6, (Group(0, 1, 8),)) for _ in range(4))
+
+
+@pytest.mark.parametrize("slices", [4, 16])
+def test_slices_cut_what_is_sent(slices):
+    """The first message of a pipeline is a slice, so a slow link delays the later stages by a slice's transfer."""
+    estimator = slow_network()
+    candidate = Candidate(NODES, 1, schedule="slimpipe", slices=slices)
+    estimate = estimator.estimate(candidate)
+    assert estimate.iteration_s == pytest.approx(block_s(estimator, candidate, estimate), rel=0.08)
+
+
+def test_a_pipeline_sits_where_it_sits_among_the_others():
+    """Stages that fill nodes send between nodes, although one pipeline alone would fit into one node."""
+    estimator = slow_network()
+    candidate = Candidate(NODES, 1)
+    estimate = estimator.estimate(candidate)
+    plan = build_plan(estimator, candidate, estimate)
+    whole = simulate_candidate(estimator, candidate, estimate, plan).iteration_s
+    assert block_s(estimator, candidate, estimate) == pytest.approx(whole, rel=1e-9)
+    assert simulate_block(estimator, candidate, estimate).iteration_s == pytest.approx(whole, rel=1e-9)

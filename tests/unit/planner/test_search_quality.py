@@ -1,6 +1,7 @@
 """The searches: optimal on small clusters, never worse with more GPUs, and within all limits."""
 
 import random
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,9 +11,12 @@ from benchmarks.planner_quality import compare_case, estimator_of, random_case
 from tools.planner.build import build_plan, candidate_of, seats
 from tools.planner.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.model import Model
+from tools.planner.search import methods
 from tools.planner.search.auto import Effort, search_auto
 from tools.planner.search.goal import Goal
+from tools.planner.search.limit import cpu_limit
 from tools.planner.search.methods import METHODS, search
+from tools.planner.search.outcome import Outcome, Progress
 
 SETTINGS = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 ONE = Goal(schedules=("1f1b",))
@@ -195,19 +199,6 @@ def test_cuts_are_those_of_stoer_and_wagner(seed, parts):
     assert first and second and count == len(vertices)
 
 
-def test_poplar_allocations_use_the_whole_batch():
-    from tools.planner.search.poplar import Curve, allocate_accumulated, allocate_synchronised
-
-    fast = Curve((1, 2, 4, 8), (1.0, 1.2, 1.8, 3.2))
-    slow = Curve((1, 2), (3.0, 5.6))
-    plan = allocate_accumulated([fast, slow, slow], 61)
-    assert sum(size * (steps - 1) + last for size, steps, last in plan) == 61
-    assert plan[0][0] == 8
-    seconds, sizes, steps = allocate_synchronised([fast, slow], 64, 0.5)
-    assert sum(sizes) * steps >= 64
-    assert seconds == min(allocate_synchronised([fast, slow], 64, 0.5, tries=t)[0] for t in (50, 200))
-
-
 def test_an_interrupted_search_has_its_best_so_far(monkeypatch):
     from tools.planner.search import auto
 
@@ -278,3 +269,25 @@ def test_a_node_group_without_quota_is_left_out(method):
     ).best
     assert best is not None
     assert 0 not in best.candidate.gpus()
+
+
+def test_the_bound_is_within_the_time_limit(monkeypatch):
+    """A search that has used its time returns what it found: nothing long comes after it."""
+    progress = Progress(limit_s=0.05)
+
+    def spend(method: str, estimator: object, goal: object, given: Progress) -> Outcome:
+        while not given.spent:
+            time.process_time()
+        return Outcome(method)
+
+    class SlowBounds(methods.Bounds):
+        def __init__(self, *arguments: object) -> None:
+            assert not progress.spent, "the limit was over when the bound was asked for"
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(methods, "_search", spend)
+    monkeypatch.setattr(methods, "Bounds", SlowBounds)
+    estimator = estimator_of(*random_case(0, largest=6))
+    with cpu_limit(progress):
+        outcome = search("sailor", estimator, ONE, progress)
+    assert outcome.method == "sailor" and outcome.bound > 0

@@ -8,7 +8,9 @@ import time
 import pytest
 import torch
 
-from megatron_het.platform.nccl_order.launch import Device, Item, Options, OrderError
+from megatron_het.platform.nccl_order.compute import ComputeStream
+from megatron_het.platform.nccl_order.items import Item, OrderError
+from megatron_het.platform.nccl_order.launch import Device, Options
 
 
 def started(device: Device, item: Item) -> threading.Thread:
@@ -147,3 +149,84 @@ def test_the_watchdog_leaves_what_ends_in_time():
         time.sleep(0.3)
         device.end(item, None)
     assert device.failure is None
+
+
+def sent(device: Device, tensor: torch.Tensor, fills: bool = False, communicator: str = "pair") -> Item:
+    item = Item(communicator, "send to rank 1", (tensor,))
+    if fills:
+        item = Item(communicator, "recv from rank 1", (), (tensor,))
+    device.launch(item)
+    return item
+
+
+def test_a_wait_orders_the_stream_and_does_not_block_the_host():
+    device, tensor = Device(Options(stall_s=30.0)), torch.zeros(4)
+    item = sent(device, tensor, fills=True)
+    device.order_after(item)  # would never come back if it waited for the end
+    assert not item.done.is_set()
+    found: list[bool] = []
+    reader = threading.Thread(target=lambda: found.append(device.touch(tensor, False, "sum") is None), daemon=True)
+    reader.start()
+    reader.join(0.2)
+    assert not found, "the compute stream stands still where it touches what arrives"
+    device.touch(torch.zeros(4), True, "fill_")
+    device.end(item, None)
+    reader.join(5.0)
+    assert found == [True]
+
+
+def test_what_is_posted_after_a_wait_starts_after_what_was_waited_for():
+    device = Device(Options(one_queue=False))
+    (first,) = launched(device, 1)
+    device.begin(first)
+    device.order_after(first)
+    (second,) = launched(device, 1)
+    later = started(device, second)
+    later.join(0.2)
+    assert not second.started
+    device.end(first, None)
+    later.join(5.0)
+    assert second.started
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize(
+    ("fills", "writes", "wrong"), [(True, False, True), (False, True, True), (False, False, False)]
+)
+def test_a_tensor_in_use_is_touched_after_a_wait_only(ended: bool, fills: bool, writes: bool, wrong: bool):
+    """Whether the operation has ended by chance makes no difference."""
+    device, whole = Device(Options()), torch.zeros(8)
+    item = sent(device, whole[:4], fills)
+    if ended:
+        device.begin(item)
+        device.end(item, None)
+    device.touch(whole[4:], writes, "another part")
+    if wrong:
+        with pytest.raises(OrderError, match=r"mul_ is not ordered after (recv|send)"):
+            device.touch(whole[3:], writes, "mul_")
+    else:
+        device.touch(whole[3:], writes, "mul_")
+
+
+def test_what_arrives_is_passed_on_after_a_wait_or_on_the_same_communicator():
+    device, tensor = Device(Options()), torch.zeros(4)
+    item = sent(device, tensor, fills=True)
+    sent(device, tensor, communicator="pair")
+    with pytest.raises(OrderError, match="is not ordered after recv"):
+        sent(device, tensor, communicator="another")
+    device.order_after(item)
+    sent(device, tensor, communicator="another")
+
+
+def test_operators_of_the_host_are_watched():
+    device, tensor = Device(Options()), torch.zeros(4)
+    item = sent(device, tensor)
+    with ComputeStream(device):
+        assert tensor.sum() == 0 and tensor.view(2, 2).shape == (2, 2)
+        with pytest.raises(OrderError, match=r"aten.add_.* is not ordered after send"):
+            tensor.view(2, 2)[0].add_(1)
+        device.begin(item)
+        device.end(item, None)
+        device.order_after(item)
+        tensor.add_(1)
+        assert not device.uses, "nothing is kept of what is done"

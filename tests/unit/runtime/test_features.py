@@ -56,7 +56,7 @@ def executor(kinds: tuple[Kind, ...], features: list[RuntimeFeature]) -> Executo
 def test_operations_go_to_the_feature_that_executes_them() -> None:
     log: list[str] = []
     features = [Recorder("a", (Kind.ACT_OFFLOAD,), log), Recorder("b", (Kind.BACKWARD_WEIGHT,), log)]
-    config: Any = SimpleNamespace(no_sync_func=None)
+    config: Any = SimpleNamespace(no_sync_func=None, param_sync_func=None)
     call = Call(print, [None], [], config, 1, 1, 1, lambda m: 1, None, torch.float32, torch.device("cpu"), False, False)
     executor((Kind.BACKWARD_WEIGHT, Kind.ACT_OFFLOAD), list(features)).run(call)
     operations = ["b BACKWARD_WEIGHT", "a ACT_OFFLOAD"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron_het.config import apply_chunks, pipeline_layout
+from megatron_het.config import apply_after_validation, pipeline_layout
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.ranks import BoundaryMap, lower
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape
@@ -57,9 +57,9 @@ def test_chunks_of_a_single_stage_reach_the_arguments_after_validation() -> None
     plan = ministage_plan(((1, 0, 2),), (1,))
     assert pipeline_layout(plan) == "Et||ttL"
     args = SimpleNamespace(pipeline_model_parallel_layout=None, virtual_pipeline_model_parallel_size=None)
-    apply_chunks(plan, args)
+    apply_after_validation(plan, args)
     assert args.pipeline_model_parallel_layout == "Et||ttL"
     assert args.virtual_pipeline_model_parallel_size == 3
     other = SimpleNamespace(virtual_pipeline_model_parallel_size=2)
-    apply_chunks(ministage_plan(((1, 1), (1, 1)), (1, 1)), other)
+    apply_after_validation(ministage_plan(((1, 1), (1, 1)), (1, 1)), other)
     assert other.virtual_pipeline_model_parallel_size == 2

@@ -117,6 +117,21 @@ def test_a_slow_helper_pays_its_own_speed() -> None:
         assert event.end_s - event.start_s == pytest.approx(3.0 * (event.op.stop - event.op.start))
 
 
+def test_only_layers_that_the_smallest_chunk_has_are_exchanged() -> None:
+    """Of a chunk of three layers beside one of one layer, a third of the attention can move."""
+    shape = replace(Shape.uniform(2, 1, slices=4), layers=((1,), (3,)))
+    program = add_transfers(add_exchange(generate("slimpipe", shape), units=1, helping=True))
+    attention = ((10.0,), (30.0,))
+    events = list(simulate(program, Costs(((0.0,),) * 2, ((0.0,),) * 2, attention, attention)).events())
+    helps = [e for e in events if e.op.kind == Kind.ATTEND_HELP and e.device == 0]
+    gives = [op for op in program.ops[1] if op.kind == Kind.ATTEND_GIVE]
+    assert helps and gives
+    for event in helps:
+        assert event.end_s - event.start_s == pytest.approx(1.0 * (event.op.stop - event.op.start))
+    forwards = sum(e.end_s - e.start_s for e in events if e.op.kind == Kind.FORWARD and e.device == 1)
+    assert forwards == pytest.approx(30.0 - sum(op.stop - op.start for op in gives))
+
+
 def test_causes_of_idle_time_add_up() -> None:
     """Compute and all causes fill the makespan of every device."""
     shape = Shape(((3, 2), (2, 2), (1, 1)), ((0,) * 5, (0, 1, 0, 0, 1), (0,) * 5), (1, 2, 1))

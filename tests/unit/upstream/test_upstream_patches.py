@@ -65,7 +65,7 @@ def test_a_run_with_a_feature_stops_when_upstream_moved_under_it(monkeypatch):
     words = [*flags.split(), "--untie-embeddings-and-output-weights", "--use-distributed-optimizer"]
     plan, _ = plan_from_flags(words, 1, ScheduleSpec("ministage", {"window": True}))
     with pytest.raises(upstream.PatchError, match="the feature window.*_filter_grads_for_norm is different"):
-        hooks._install_plan(HetConfig(plan=plan), platform.activate(), None)
+        hooks._install_plan(HetConfig(plan=plan), platform.activate(), None, None)
 
 
 def test_installed_release_is_the_one_the_patches_name():

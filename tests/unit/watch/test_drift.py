@@ -131,3 +131,25 @@ def test_the_lower_median() -> None:
     assert lower_median([3.0, 1.0]) == 1.0
     assert lower_median([3.0, 1.0, 2.0]) == 2.0
     assert lower_median([4.0, 3.0, 1.0, 2.0]) == 2.0
+
+
+def test_a_link_that_is_waited_for_late_is_slow_since_then() -> None:
+    links = [Subject(f"rank {a} -> rank {b}", "link", "a -> a", {"transfer": 0.002}) for a, b in ((0, 1), (1, 2))]
+    watch = DriftWatch(links)
+    found = []
+    for iteration in range(3, 20):
+        rows = {"rank 1 -> rank 2": (0.002, 8.0)}
+        if iteration in (6, 9) or iteration >= 14:  # before it is slow, somebody waits for it now and then
+            rows["rank 0 -> rank 1"] = (0.002 if iteration < 14 else 0.06, 8.0)
+        found += watch.add(iteration, 0.4, {}, rows)
+    assert [(f.what, f.name, f.since) for f in found] == [("link", "rank 0 -> rank 1", 14)]
+
+
+def test_a_link_that_always_was_slow_is_slow_since_the_start() -> None:
+    links = [Subject(f"rank {a} -> rank {b}", "link", "a -> a", {"transfer": 0.002}) for a, b in ((0, 1), (1, 2))]
+    watch = DriftWatch(links)
+    found = []
+    for iteration in range(3, 20):
+        rows = {"rank 1 -> rank 2": (0.002, 8.0), "rank 0 -> rank 1": (0.06, 8.0)}
+        found += watch.add(iteration, 0.4, {}, rows)
+    assert [(f.what, f.name, f.since) for f in found] == [("link", "rank 0 -> rank 1", 0)]

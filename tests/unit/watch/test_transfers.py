@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.drift_stand_ins import SlowWire
+from benchmarks.slow_link import SlowLink
 from megatron_het.report.transfers import TransferLog
 from megatron_het.runtime import channels as channels_module
 from megatron_het.runtime.channels import Channels
@@ -87,8 +87,7 @@ def test_waiting_for_a_late_sender_is_not_a_slow_link(ends: list[Channels]) -> N
 
 
 def test_a_slow_wire_is_a_slow_link(ends: list[Channels], monkeypatch: pytest.MonkeyPatch) -> None:
-    wire = SlowWire()
-    wire.delay_s = _WIRE_S
+    wire = SlowLink(latency_s=_WIRE_S)
     isend = channels_module.dist.isend
     monkeypatch.setattr(
         channels_module.dist,

@@ -48,10 +48,17 @@ def arguments(**more: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**given, **more})
 
 
+def test_a_window_takes_the_place_of_megatrons_overlap() -> None:
+    plan = ministage_plan(((1, 1), (1, 1)), (1, 1), window=True)
+    given = arguments(overlap_grad_reduce=True, overlap_param_gather=True)
+    check_feature("window", plan, given)
+    Window().apply(plan, WindowOptions(), given)
+    assert not given.overlap_grad_reduce and not given.overlap_param_gather
+
+
 @pytest.mark.parametrize(
     ("options", "more", "what"),
     [
-        ({}, {"overlap_grad_reduce": True}, "--overlap-grad-reduce"),
         ({}, {"async_save": True}, "--async-save"),
         ({}, {"log_params_norm": True}, "--log-params-norm"),
         ({}, {"optimizer": "sgd"}, "--optimizer"),

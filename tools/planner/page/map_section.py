@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .data import ClusterMap, LinkOnMap, NodeOnMap, PoolOnMap
-from .markup import Html, scaled, share, size, tag, usd
+from .markup import Html, cell, scaled, share, size, table, tag, usd
 
 FULL = 0.5
 """Load of a link from which it is drawn as a busy one."""
@@ -23,7 +23,7 @@ def cluster_section(cluster: ClusterMap, hues: Sequence[int]) -> Iterator[Html]:
     zones = []
     for zone in cluster["zones"]:
         title = zone["name"] + (f" ({zone['region']})" if len(regions) > 1 and zone["region"] != zone["name"] else "")
-        pools = [_pool(p, cluster["pools"][p], hues) for p in zone["pools"]]
+        pools = [_pool(p, cluster["pools"], hues) for p in zone["pools"]]
         zones.append(tag("div", tag("h3", title), tag("div", *pools, class_="pools"), class_="zone"))
     drawing = Html('<svg class="links" aria-hidden="true"></svg>')
     yield tag("div", drawing, *zones, class_="map", id="map")
@@ -34,11 +34,12 @@ def cluster_section(cluster: ClusterMap, hues: Sequence[int]) -> Iterator[Html]:
         yield _links(cluster)
 
 
-def _pool(index: int, pool: PoolOnMap, hues: Sequence[int]) -> Html:
+def _pool(index: int, pools: Sequence[PoolOnMap], hues: Sequence[int]) -> Html:
+    pool = pools[index]
     price = pool["usd_per_gpu_hour"]
     network = pool["network_bytes_per_s"]
     each = f"{pool['gpus_per_node']} " if pool["gpus_per_node"] > 1 else ""
-    facts = [f"{pool['count']} × {each}{pool['gpu']}"]
+    facts = [f"{pool['count']} × {each}{_pool_name(index, pools)}"]
     if pool["used_gpus"] != pool["quota"]:
         facts.append(f"{pool['used_gpus']} of {pool['quota']} used")
     if network:
@@ -70,13 +71,20 @@ def _node(gpu: str, node: NodeOnMap, hues: Sequence[int]) -> Html:
     return tag("div", tag("div", *squares, class_="gpus"), tag("div", line, class_="load", data_tip=busy), class_=wide)
 
 
+_LINK_COLUMNS = ("between", "activations and gradients", "reductions and gathers", "bandwidth", "busiest link busy")
+
+
 def _links(cluster: ClusterMap) -> Html:
-    head = ("between", "activations and gradients", "reductions and gathers", "bandwidth", "busiest link busy")
-    names = [f"{pool['gpu']} #{p}" for p, pool in enumerate(cluster["pools"])]
+    names = [_pool_name(p, cluster["pools"]) for p in range(len(cluster["pools"]))]
     zones = {p: zone["name"] for zone in cluster["zones"] for p in zone["pools"]}
-    body = [tag("tr", *_link(link, names, zones)) for link in cluster["links"]]
-    columns = [tag("th", name, scope="col") for name in head]
-    return tag("div", tag("table", tag("thead", tag("tr", *columns)), tag("tbody", *body)), class_="scroll")
+    return table(_LINK_COLUMNS, (list(_link(link, names, zones)) for link in cluster["links"]))
+
+
+def _pool_name(index: int, pools: Sequence[PoolOnMap]) -> str:
+    """The kind of GPU, with a number where several pools have it."""
+    gpu = pools[index]["gpu"]
+    alike = [p for p, pool in enumerate(pools) if pool["gpu"] == gpu]
+    return f"{gpu} #{alike.index(index) + 1}" if len(alike) > 1 else gpu
 
 
 def _link(link: LinkOnMap, names: Sequence[str], zones: dict[int, str]) -> Iterator[Html]:
@@ -90,7 +98,7 @@ def _link(link: LinkOnMap, names: Sequence[str], zones: dict[int, str]) -> Itera
     load = link["load"]
     bar = tag("i", class_="c-full" if load > FULL else "c-compute", style=f"width:{100 * min(1.0, load):.2f}%")
     yield tag("th", text, scope="row")
-    yield tag("td", size(link["transfer_bytes"]), class_="number")
-    yield tag("td", size(link["collective_bytes"]), class_="number")
-    yield tag("td", scaled(link["bytes_per_s"], "B/s"), class_="number")
-    yield tag("td", tag("div", bar, class_="bar"), tag("small", share(load)), class_="wide")
+    yield cell(_LINK_COLUMNS[1], size(link["transfer_bytes"]))
+    yield cell(_LINK_COLUMNS[2], size(link["collective_bytes"]))
+    yield cell(_LINK_COLUMNS[3], scaled(link["bytes_per_s"], "B/s"))
+    yield cell(_LINK_COLUMNS[4], tag("div", bar, class_="bar"), tag("small", share(load)), class_="wide")

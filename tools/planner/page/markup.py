@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import Any
 
@@ -40,6 +40,23 @@ def join(children: Iterable[str]) -> Html:
     return Html("".join(c if isinstance(c, Html) else html.escape(c) for c in children))
 
 
+def table(head: Sequence[str], rows: Iterable[Sequence[Html]]) -> Html:
+    """A table; on a narrow screen every row becomes a block whose cells carry the names of their columns.
+
+    Args:
+        head: Names of the columns.
+        rows: Of cells, each of :func:`cell`, ``th`` or ``td``.
+    """
+    columns = join(tag("th", name, scope="col") for name in head)
+    body = (tag("tr", *row) for row in rows)
+    return tag("div", tag("table", tag("thead", tag("tr", columns)), tag("tbody", *body)), class_="scroll")
+
+
+def cell(column: str, *children: str, class_: str = "number") -> Html:
+    """A cell of a table that says the name of its column."""
+    return tag("td", *children, class_=class_, data_column=column)
+
+
 def embedded_json(value: Any) -> Html:
     """JSON for a script element: no character in it can end the element or begin a comment.
 
@@ -70,7 +87,9 @@ def size(value: float) -> str:
 
 def usd(value: float) -> str:
     """``$ 0.0342``; people read more digits of small prices."""
-    return f"$ {value:,.2f}" if value >= 100 else f"$ {significant(value)}"
+    if value >= 1000:
+        return f"$ {value:,.0f}"
+    return f"$ {value:.2f}" if value >= 100 else f"$ {significant(value)}"
 
 
 def share(value: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from .data import Figure, NodeGain, PageData, Row, StageRow, TimelineData
 from .map_section import cluster_section
-from .markup import Html, join, seconds, share, shown, significant, size, tag, usd
+from .markup import Html, cell, seconds, share, shown, significant, size, table, tag, usd
 
 _HUES = (215, 28, 150, 280, 0, 190, 52, 325)
 """Of up to eight stages; of more, the colour circle is divided."""
@@ -20,6 +20,7 @@ IDLE = {
     "gather": "waiting for gathers and copies",
     "tail": "reduction and update",
 }
+_USD = "USD per iteration"
 GROUPS = ("forward", "backward", "weight gradient", "other compute", "transfer", "collective", "host copy")
 
 
@@ -106,11 +107,10 @@ def _stages(rows: Sequence[StageRow], hues: Sequence[int]) -> Iterator[Html]:
     longest = max(max(r["total_bytes"], r["capacity_bytes"] or 0.0) for r in rows)
     found = {name for r in rows for name, value in r["memory_bytes"].items() if value > 0}
     names = sorted(found, key=lambda name: (MEMORY.index(name) if name in MEMORY else len(MEMORY), name))
-    yield tag(
-        "p",
-        "Memory of one GPU by category. The frame is the GPU's memory; the line is the most that a plan may use.",
-        class_="hint",
-    )
+    hint = "Memory of one GPU by category."
+    if any(r["limit_bytes"] for r in rows):
+        hint += " The frame is the GPU's memory; the line is the most that a plan may use."
+    yield tag("p", hint, class_="hint")
     yield _legend({name: name for name in names})
     yield tag("div", *(_stage(r, longest, hues) for r in rows), class_="stages")
 
@@ -217,7 +217,7 @@ def _comparison(rows: Sequence[Row]) -> Html:
     with_names = any(r["what"] for r in rows)
     with_usd = any(r["usd_per_iteration"] for r in rows)
     head = [*(["what"] if with_names else []), "iteration", "", "tokens/s"]
-    head += [*(["USD per iteration"] if with_usd else []), "GPUs", "plan"]
+    head += [*([_USD] if with_usd else []), "GPUs", "plan"]
     body = []
     for r in rows:
         cells = [tag("th", r["what"], scope="row")] if with_names else []
@@ -228,32 +228,26 @@ def _comparison(rows: Sequence[Row]) -> Html:
             ratio = f"× {taken / best:.2f}" if best else ""
             width = f"width:{100 * taken / longest:.2f}%"
             cells += [
-                tag("td", seconds(taken), tag("small", f" {ratio}"), class_="number"),
+                cell("iteration", seconds(taken), tag("small", f" {ratio}")),
                 tag("td", tag("div", tag("i", class_="c-compute", style=width), class_="bar"), class_="wide"),
-                tag("td", significant(r["tokens_per_s"]), class_="number"),
+                cell("tokens/s", significant(r["tokens_per_s"])),
             ]
             if with_usd:
-                cells.append(tag("td", usd(r["usd_per_iteration"] or 0.0), class_="number"))
-            cells.append(tag("td", str(r["gpus"] or ""), class_="number"))
+                cells.append(cell(_USD, usd(r["usd_per_iteration"] or 0.0)))
+            cells.append(cell("GPUs", str(r["gpus"] or "")))
             cells.append(tag("td", r["plan"] or "", class_="plan"))
-        body.append(tag("tr", *cells))
-    return _table(head, body)
+        body.append(cells)
+    return table(head, body)
 
 
 def _gains(rows: Sequence[NodeGain]) -> Html:
     body = [
-        tag(
-            "tr",
+        [
             tag("th", f"{r['gpu']} ({r['zone']})", scope="row"),
-            tag("td", seconds(r["iteration_s"]), class_="number"),
-            tag("td", f"{100 * r['change']:+.1f} %", class_="number"),
-            tag("td", usd(r["usd_per_iteration"]), class_="number"),
-        )
+            cell("iteration", seconds(r["iteration_s"])),
+            cell("change", f"{100 * r['change']:+.1f} %"),
+            cell(_USD, usd(r["usd_per_iteration"])),
+        ]
         for r in rows
     ]
-    return _table(["one node more of", "iteration", "change", "USD per iteration"], body)
-
-
-def _table(head: Sequence[str], body: Sequence[Html]) -> Html:
-    columns = join(tag("th", name, scope="col") for name in head)
-    return tag("div", tag("table", tag("thead", tag("tr", columns)), tag("tbody", *body)), class_="scroll")
+    return table(["one node more of", "iteration", "change", _USD], body)

@@ -81,7 +81,7 @@ class Schedule:
         forwards hide a part; the same holds at the end; and with ``k`` microbatches in flight, k of them
         take at least one round trip, halfway between mean and slowest replicas: backwards run in the
         order of the microbatches, so one on a slow replica holds up those after it.  Chunks and slices cut the
-        pieces that fill the pipeline.
+        pieces that fill the pipeline, slices what is sent as well.
 
         Args:
             stages: At their operating points.
@@ -90,18 +90,19 @@ class Schedule:
         """
         del total
         cut = candidate.chunks * candidate.slices
-        round_trip, slowest = _round_trips(stages, transfers, cut)
+        ways = [t / candidate.slices for t in transfers]
+        round_trip, slowest = _round_trips(stages, ways, cut)
         before, worst, busy, which = 0.0, 0.0, 0.0, 0
         drain, alone = 0.0, []
         for s, stage in enumerate(stages):
             rt = round_trip[s]
             if estimator.runtime.transfers_in_turn:  # ``busy_s`` and ``before`` both count the first transfers
-                stall = rt - (2 * transfers[s - 1] if s else 0.0)
+                stall = rt - (2 * ways[s - 1] if s else 0.0)
             else:
                 stall = _stall_s(stage, rt, slowest[s], cut, _link_time(s, transfers), candidate.chunks)
             end = before + stage.busy_s + stall
             alone.append(end - drain)
-            way = transfers[s] if s < len(transfers) else 0.0
+            way = ways[s] if s < len(ways) else 0.0
             drain += stage.backward_s / cut + way
             if end > worst:
                 worst, busy, which = end, stage.busy_s, s
@@ -153,7 +154,7 @@ class Schedule:
         ends, before, cut = [], 0.0, candidate.chunks * candidate.slices
         for s, stage in enumerate(stages):
             ends.append(found.end_s - before)
-            before += (stage.backward_s / cut) + (transfers[s] if s < len(transfers) else 0.0)
+            before += stage.backward_s / cut + (transfers[s] / candidate.slices if s < len(transfers) else 0.0)
         return ends
 
     def exposed(self, candidate: Candidate, sync_s: float, update_s: float) -> tuple[float, float]:

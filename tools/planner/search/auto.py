@@ -281,7 +281,7 @@ def _published_methods(outcome: Outcome, estimator: Estimator, goal: Goal, progr
     """The searches of Poplar, Zorse and Sailor: what they find joins the outcome; the best of all is taken.
 
     They leave out what certainly takes longer than the best plan so far, which makes them short except
-    Sailor's on clusters of very many kinds of nodes; each ends when it has taken a third of the time before it.
+    Sailor's on clusters of very many kinds of nodes; each ends when it has taken a tenth of the time before it.
     """
     from ..search.poplar import search_poplar
     from ..search.sailor import search_sailor
@@ -289,7 +289,7 @@ def _published_methods(outcome: Outcome, estimator: Estimator, goal: Goal, progr
 
     for search in (search_poplar, search_zorse, search_sailor):
         now = time.process_time() - progress.started
-        share = Progress(limit_s=min(progress.limit_s - now, max(2.0, now / 3)))
+        share = Progress(limit_s=min(progress.limit_s - now, max(2.0, now / 10)))
         progress.text = f"the method of {search.__name__.removeprefix('search_').capitalize()}"
         known_s = min(bound_s, outcome.best.iteration_s if outcome.best is not None else inf)
         known_s = known_s if goal.objective == "throughput" else inf

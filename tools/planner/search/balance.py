@@ -142,7 +142,7 @@ def layer_cap(
     if found is None:
         load = stage_load(estimator, groups, like, first, last)
         if c.slack != slack:
-            c = like.with_(slack=slack)
+            c = estimator.known_points.get(point) or estimator.known_points.setdefault(point, c.with_(slack=slack))
         found = known[key] = 0 if load is None else _cap(estimator, groups, load.units, later, total, first, last, c)
     return found
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_het.lowering.programs import schedule_shape
 from megatron_het.schedule.depths import choose_depths
 
-from ..build import build_plan, seats
+from ..candidate import Candidate
 from ..errors import PlannerError
 from ..estimate import Estimator
 from ..schedules import schedule_of
-from ..simulation import block_s, costs_of
+from ..simulation import block_s
 from .goal import Goal
 from .outcome import Found
 
@@ -40,30 +39,18 @@ def deeper(estimator: Estimator, goal: Goal, found: Found) -> Found:
             tried[depths] = replace(found, candidate=other, estimate=estimate, simulated_s=seconds)
         return tried[depths].iteration_s
 
-    try:
-        stages, transfers = _seconds(estimator, found)
-    except PlannerError:
-        return found
-    chosen = choose_depths(stages, transfers, time_of)
+    transfers = estimator.transfer_times(candidate)
+    chosen = choose_depths(_passes_s(estimator, candidate), transfers, time_of)
     return tried[chosen] if chosen else found
 
 
-def _seconds(estimator: Estimator, found: Found) -> tuple[list[float], list[float]]:
-    """By stage, seconds between two microbatches when all its replicas work; by boundary, of the slowest transfer.
+def _passes_s(estimator: Estimator, candidate: Candidate) -> list[float]:
+    """By stage, seconds of one microbatch, forward and backward, on its quickest replica.
 
-    Raises:
-        PlannerError: the schedule cannot run this shape.
+    What is in flight is counted per replica, so a stage of many replicas has no more need of it than one of few.
     """
-    whole, block = found.candidate, found.candidate.block()
-    plan = build_plan(estimator, whole, found.estimate, one_block=True)
-    costs = costs_of(estimator, whole, block, found.estimate, plan, seats(estimator.cluster, block.stages) or [])
-    shape = schedule_shape(plan)
-    rates = [0.0] * shape.stages
-    for d, device in enumerate(shape.devices):
-        rates[device.stage] += 1 / max(1e-12, costs.forward_s[d][0] + costs.backward_s[d][0])
-    transfers = [0.0] * (shape.stages - 1)
-    for s in range(shape.stages - 1):
-        for pair in set(zip(shape.route[s], shape.route[s + 1], strict=True)):
-            link = costs.link(shape.first_device[s] + pair[0], shape.first_device[s + 1] + pair[1])
-            transfers[s] = max(transfers[s], link.latency_s + costs.message_bytes / link.bytes_per_s)
-    return [1 / rate for rate in rates], transfers
+    last, out = candidate.head_stage, []
+    for s, stage in enumerate(candidate.stages):
+        units = [estimator.unit_of(candidate, g) for g in stage.groups]
+        out.append(min(u.both_s(stage.layers, s == 0, s == last) for u in units if u is not None))
+    return out

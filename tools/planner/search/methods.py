@@ -12,12 +12,15 @@ METHODS = ("auto", "zorse", "sailor", "poplar")
 
 def search(method: str, estimator: Estimator, goal: Goal, progress: Progress | None = None) -> Outcome:
     """Run one of ``METHODS``, and say what no plan can beat."""
+    progress = progress or Progress()
+    # Before the search, so that its time counts: on clusters of many pools the bound takes seconds.
+    bound = Bounds(estimator, goal).value(all_gpus(estimator))
     outcome = _search(method, estimator, goal, progress)
-    outcome.bound = Bounds(estimator, goal).value(all_gpus(estimator))
+    outcome.bound = bound
     return outcome
 
 
-def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress | None) -> Outcome:
+def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress) -> Outcome:
     """Modules are imported when needed."""
     if method == "zorse":
         from ..search.zorse import search_zorse

@@ -144,20 +144,63 @@ def _combinations(
                     yield ((p, n), (q, degree - n))
 
 
+class _Offers:
+    """What the stages of a pipeline with one data-parallel degree may be given, the most promising first.
+
+    Args:
+        tps: Per stage: TP by pool.
+        total: Microbatches of a pipeline.
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        layers: tuple[int, ...],
+        tps: list[dict[int, int]],
+        degree: int,
+        total: int,
+        like: Candidate,
+        bound_s: float,
+    ) -> None:
+        self._estimator, self._tps, self._degree, self._total = estimator, tps, degree, total
+        self._bound_s = bound_s
+        self._regions = list(dict.fromkeys(estimator.network.region))
+        last = len(layers) - 1
+        self._seconds: list[dict[int, float]] = []
+        for s, tp in enumerate(tps):
+            units = {p: estimator.unit(p, tp[p], like.micro_batch_size, like.recompute) for p in tp}
+            self._seconds.append({p: u.both_s(layers[s], s == 0, s == last) for p, u in units.items() if u is not None})
+        # What the stages after a stage take at least, on GPUs that nobody else has.
+        fastest = [min(seconds.values(), default=inf) for seconds in self._seconds]
+        self._sums = [sum(fastest[s + 1 :]) for s in range(last + 1)]
+        self._slowest = [max(fastest[s + 1 :], default=0.0) for s in range(last + 1)]
+
+    def of(self, s: int, free: tuple[int, ...]) -> list[tuple[float, float, tuple[tuple[int, int], ...]]]:
+        """(least value, seconds of the stage, resources) of stage ``s``, the least value first.
+
+        The least value is that of stages ``s`` to the last if nobody else needed a GPU.
+        """
+        out = []
+        seconds = self._seconds[s]
+        for region in self._regions:
+            in_region = [p for p in seconds if self._estimator.network.region[p] == region]
+            pools = [p for p in in_region if self._total * seconds[p] <= self._bound_s]
+            for combination in _combinations(self._degree, pools, free, self._tps[s]):
+                mine = max(seconds[pool] for pool, _ in combination)
+                least = (self._total - 1) * max(mine, self._slowest[s]) + mine + self._sums[s]
+                if least <= self._bound_s:
+                    out.append((least, mine, combination))
+        return sorted(out, key=lambda offer: offer[0])
+
+
 def _solve(
     book: Book, layers: tuple[int, ...], tps: list[dict[int, int]], degree: int, like: Candidate, bound_s: float
 ) -> Candidate | None:
     """Listing 1: the straggler time plus the stages' sum, minimal over the resources given to each stage."""
     estimator = book.estimator
     total = estimator.model.global_batch_size // like.micro_batch_size // degree
-    regions = list(dict.fromkeys(estimator.network.region))
+    offers = _Offers(estimator, layers, tps, degree, total, like, bound_s)
     last = len(layers) - 1
-
-    @cache
-    def seconds(s: int, pool: int) -> float:
-        u = estimator.unit(pool, tps[s][pool], like.micro_batch_size, like.recompute)
-        assert u is not None
-        return u.both_s(layers[s], s == 0, s == last)
 
     @cache
     def best(
@@ -169,20 +212,19 @@ def _solve(
         if book.progress.out_of_time:
             raise KeyboardInterrupt
         found = None
-        for region in regions:
-            pools = [p for p in tps[s] if estimator.network.region[p] == region and total * seconds(s, p) <= bound_s]
-            for combination in _combinations(degree, pools, free, tps[s]):
-                rest = list(free)
-                for pool, n in combination:
-                    rest[pool] -= n * tps[s][pool]
-                after = best(s + 1, tuple(rest))
-                if after is None:
-                    continue
-                mine = max(seconds(s, pool) for pool, _ in combination)
-                straggler, whole = max(mine, after[1]), mine + after[2]
-                value = (total - 1) * straggler + whole
-                if found is None or value < found[0]:
-                    found = (value, straggler, whole, (combination, *after[3]))
+        for least, mine, combination in offers.of(s, free):
+            if found is not None and least >= found[0]:
+                break
+            rest = list(free)
+            for pool, n in combination:
+                rest[pool] -= n * tps[s][pool]
+            after = best(s + 1, tuple(rest))
+            if after is None:
+                continue
+            straggler, whole = max(mine, after[1]), mine + after[2]
+            value = (total - 1) * straggler + whole
+            if found is None or value < found[0]:
+                found = (value, straggler, whole, (combination, *after[3]))
         return found
 
     solved = best(0, tuple(n.quota for n in estimator.cluster.nodes))

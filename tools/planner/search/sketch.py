@@ -45,13 +45,48 @@ class _Stage(NamedTuple):
     usd_per_s: float
 
 
+class _Known:
+    """A stage at one point of the search space.
+
+    Attributes:
+        stage: What it is taken for.
+        tail_s: Gradient reduction and update of a layer.
+        caps: Most layers that fit into memory, by the number of replicas of later stages.
+    """
+
+    __slots__ = ("caps", "stage", "tail_s")
+
+    def __init__(self, stage: _Stage, tail_s: float) -> None:
+        self.stage, self.tail_s = stage, tail_s
+        self.caps: dict[int, int] = {}
+
+
+class _Point:
+    """Everything of a candidate but its stages, and the stages that have been met there.
+
+    Attributes:
+        like: Without stages and slack.
+        mismatch: Of its schedule.
+        total: Microbatches.
+        known: By groups, and whether they are the first and the last stage; None where they cannot run.
+    """
+
+    __slots__ = ("known", "like", "mismatch", "schedule", "total")
+
+    def __init__(self, like: Candidate, total: int) -> None:
+        self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
+        self.mismatch = self.schedule.mismatch(like)
+        self.known: dict[tuple[tuple[Group, ...], bool, bool], _Known | None] = {}
+
+
 class Sketch:
     """Guesses of one search, in the goal's terms."""
 
     def __init__(self, estimator: Estimator, goal: Goal) -> None:
         self.estimator, self.goal = estimator, goal
-        self.known: dict[object, dict[object, _Stage | None]] = {}
-        self.tails: dict[object, float] = {}
+        self.costs_money = goal.objective == "cost"
+        self.points: dict[object, _Point] = {}
+        self.stages: dict[object, _Stage | None] = {}
 
     def value(self, groups: Groups, like: Candidate, most: float = inf) -> float:
         """About the seconds or USD of the best layers for these stages.
@@ -59,56 +94,87 @@ class Sketch:
         Returns:
             Infinite when they cannot run, or certainly look worse than ``most``.
         """
-        model, last = self.estimator.model, len(groups) - 1
-        if last >= model.num_layers or model.global_batch_size % like.micro_batch_size:
+        wanted, last, point = self.estimator.model.num_layers, len(groups) - 1, self._point(like)
+        if last >= wanted or point is None:
             return inf
-        total = model.global_batch_size // like.micro_batch_size
-        known = self.known.setdefault((like.micro_batch_size, like.recompute), {})
-        stages: list[_Stage] = []
+        known, found, rate = point.known, [], 0.0
         for s, groups_of in enumerate(groups):
             key = groups_of, s == 0, s == last
             if key not in known:
-                known[key] = self._priced(groups_of, like, total, s == 0, s == last)
-            found = known[key]
-            if found is None:
+                known[key] = self._meet(point, *key)
+            entry = known[key]
+            if entry is None:
                 return inf
-            stages.append(found)
-        usd = sum([s.usd_per_s for s in stages]) if self.goal.objective == "cost" else 1.0
-        if usd * model.num_layers > most * sum([1.0 / s.layer_s for s in stages]):
+            found.append(entry)
+            rate += 1.0 / entry.stage.layer_s
+        usd = sum([k.stage.usd_per_s for k in found]) if self.costs_money else 1.0
+        if usd * wanted > most * rate:
             return inf
-        later = sum([s.width for s in stages])
-        caps: list[int] = []
-        for s, groups_of in enumerate(groups):
-            later -= stages[s].width
-            caps.append(layer_cap(self.estimator, groups_of, like, later, total, s == 0, s == last, 0.0))
-        lacking = model.num_layers - sum(caps)
+        caps = self._caps(point, groups, found)
+        lacking = wanted - sum(caps)
         if lacking > 0:
-            factor = 1.05 if lacking <= DOUBTFUL * model.num_layers else TOO_LARGE * (1 + lacking)
-            usd, caps = usd * factor, [model.num_layers] * (last + 1)
-        return usd * self._seconds(groups, like, stages, caps, total)
+            factor = 1.05 if lacking <= DOUBTFUL * wanted else TOO_LARGE * (1 + lacking)
+            usd, caps = usd * factor, [wanted] * (last + 1)
+        return usd * self._seconds(groups, point, found, caps)
 
-    def _seconds(self, groups: Groups, like: Candidate, stages: list[_Stage], caps: list[int], total: int) -> float:
+    def _point(self, like: Candidate) -> _Point | None:
+        """The candidate's point; None where the batch does not divide."""
+        c = like
+        key = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.slack, c.cp
+        if key not in self.points:
+            total, rest = divmod(self.estimator.model.global_batch_size, c.micro_batch_size)
+            if rest:
+                return None
+            self.points[key] = _Point(c, total)
+        return self.points[key]
+
+    def _caps(self, point: _Point, groups: Groups, found: list[_Known]) -> list[int]:
+        """Most layers of each stage."""
+        last, later, caps = len(groups) - 1, 0, []
+        for s in range(last, -1, -1):
+            entry = found[s]
+            cap = entry.caps.get(later)
+            if cap is None:
+                total, first = point.total, s == 0
+                cap = layer_cap(self.estimator, groups[s], point.like, later, total, first, s == last, 0.0)
+                entry.caps[later] = cap
+            caps.append(cap)
+            later += entry.stage.width
+        caps.reverse()
+        return caps
+
+    def _seconds(self, groups: Groups, point: _Point, found: list[_Known], caps: list[int]) -> float:
+        like, schedule = point.like, point.schedule
+        stages = [k.stage for k in found]
         layers = divide([s.layer_s for s in stages], [s.ends for s in stages], caps, self.estimator.model.num_layers)
-        cut = like.chunks * like.slices
-        worst, busy_s, passes = 0, 0.0, 0.0
-        for i, (n, s) in enumerate(zip(layers, stages)):
-            all_s = (n + s.ends) * s.layer_s
-            passes += (n + s.ends) * s.pass_s
+        busy_s = passes = worst_pass_s = tail = 0.0
+        for n, k in zip(layers, found):
+            s = k.stage
+            all_s, pass_s, tail_s = (n + s.ends) * s.layer_s, (n + s.ends) * s.pass_s, (n + s.ends_size) * k.tail_s
+            passes += pass_s
             if all_s > busy_s:
-                worst, busy_s = i, all_s
-        passes -= (layers[worst] + stages[worst].ends) * stages[worst].pass_s
+                busy_s, worst_pass_s = all_s, pass_s
+            if tail_s > tail:
+                tail = tail_s
+        passes -= worst_pass_s
+        if len(groups) == 1:
+            return busy_s + passes / (like.chunks * like.slices) + tail
         ways = self.estimator.ways_s(groups, like.micro_batch_size, like.cp)
         widths = [s.width for s in stages]
-        each = total * like.chunks
-        link_s = max([way * each / min(a, b) for way, a, b in zip(ways, widths, widths[1:])], default=0.0)
-        schedule = schedule_of(like)
-        loss = 0.0
-        if len(groups) > 1:
-            loss = schedule.loss_of(schedule.mismatch(like), widths, any(len(g) > 1 for g in groups))
-        tail = 0.0
-        for n, s, groups_of in zip(layers, stages, groups):
-            tail = max(tail, (n + s.ends_size) * self._tail(groups_of, like))
-        return max(busy_s * (1 + loss), link_s) + passes / cut + 2 * sum(ways) + tail
+        each = point.total * like.chunks
+        link_s = max([way * each / (a if a < b else b) for way, a, b in zip(ways, widths, widths[1:])])
+        loss = schedule.loss_of(point.mismatch, widths, any(len(g) > 1 for g in groups))
+        fill_s = passes / (like.chunks * like.slices) + 2 * sum(ways) / like.slices
+        return max(busy_s * (1 + loss), link_s) + fill_s + tail
+
+    def _meet(self, point: _Point, groups: tuple[Group, ...], first: bool, last: bool) -> _Known | None:
+        """A stage that has not been met at this point."""
+        like = point.like
+        key = like.micro_batch_size, like.recompute, groups, first, last
+        if key not in self.stages:
+            self.stages[key] = self._priced(groups, like, point.total, first, last)
+        stage = self.stages[key]
+        return None if stage is None else _Known(stage, self._tail(groups, like))
 
     def _priced(self, groups: tuple[Group, ...], like: Candidate, total: int, first: bool, last: bool) -> _Stage | None:
         load = stage_load(self.estimator, groups, like, first, last)
@@ -126,13 +192,9 @@ class Sketch:
 
     def _tail(self, groups: tuple[Group, ...], like: Candidate) -> float:
         """Gradient reduction and update of a layer."""
-        key = groups, like.zero_stage, like.schedule, like.chunks
-        if key not in self.tails:
-            load = stage_load(self.estimator, groups, like, False, False)
-            assert load is not None  # the caller knows its load
-            one = like.with_(stages=(Stage(1, groups),) * 3)
-            self.tails[key] = tail_s(self.estimator, one, load.units, 1)
-        return self.tails[key]
+        load = stage_load(self.estimator, groups, like, False, False)
+        assert load is not None  # the caller knows its load
+        return tail_s(self.estimator, like.with_(stages=(Stage(1, groups),) * 3), load.units, 1)
 
 
 def divide(seconds: list[float], ends: list[float], caps: list[int], wanted: int) -> list[int]:
@@ -145,17 +207,25 @@ def divide(seconds: list[float], ends: list[float], caps: list[int], wanted: int
         wanted: Layers in all, at most the sum of ``caps``.
     """
     level = (wanted + sum(ends)) / sum([1.0 / t for t in seconds])
-    layers = [min(cap, max(1, int(level / t - e))) for t, e, cap in zip(seconds, ends, caps)]
+    layers = []
+    for t, e, cap in zip(seconds, ends, caps):
+        n = int(level / t - e)
+        n = 1 if n < 1 else n
+        layers.append(cap if n > cap else n)
     missing = wanted - sum(layers)
-    while missing < 0:  # stages that must have a layer although they are slow
-        at = max([i for i, n in enumerate(layers) if n > 1], key=lambda i: (layers[i] + ends[i]) * seconds[i])
-        layers[at] -= 1
-        missing += 1
-    while missing > 0:
-        open_stages = [i for i, n in enumerate(layers) if n < caps[i]]
-        if not open_stages:
-            return layers
-        at = min(open_stages, key=lambda i: (layers[i] + 1 + ends[i]) * seconds[i])
-        layers[at] += 1
-        missing -= 1
+    if missing < 0:  # stages that must have a layer although they are slow
+        now = [(n + e) * t if n > 1 else 0.0 for n, e, t in zip(layers, ends, seconds)]
+        for _ in range(-missing):
+            at = now.index(max(now))
+            layers[at] -= 1
+            now[at] = now[at] - seconds[at] if layers[at] > 1 else 0.0
+    elif missing:
+        more = [(n + 1 + e) * t if n < cap else inf for n, e, t, cap in zip(layers, ends, seconds, caps)]
+        for _ in range(missing):
+            least = min(more)
+            if least == inf:
+                break
+            at = more.index(least)
+            layers[at] += 1
+            more[at] = more[at] + seconds[at] if layers[at] < caps[at] else inf
     return layers

@@ -84,7 +84,7 @@
       ink.scale(ratio, ratio);
       ink.font = "11px system-ui, 'DejaVu Sans', sans-serif";
       ink.textBaseline = "middle";
-      gutter = Math.min(width / 4, 14 + Math.max(...data.lanes.map((lane) => ink.measureText(lane.name).width)));
+      gutter = Math.min(width / 3, 14 + Math.max(...data.lanes.map((lane) => ink.measureText(lane.name).width)));
       canvas.dataset.gutter = gutter;
       const [back, line, text] = dark() ? ["#1c2027", "#323843", "#e6e8ec"] : ["#f4f5f7", "#dcdfe5", "#1b1f27"];
       for (let l = 0; l < lanes; l++) {

@@ -1,0 +1,233 @@
+"""Plans that combine features: one for any pair of them, and few that cover all pairs.
+
+A row says of every parameter which value it has; values other than the first are features.  ``pair_row`` has a pair
+and what the pair needs besides, ``covering_rows`` fills rows with further features as long as no check refuses them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.cases import MICROBATCHES, Case, Row, build_plan, split_layers, with_schedule
+from benchmarks.poplar_cases import with_sizes
+from benchmarks.slimpipe_cases import with_context_parallel
+from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.lowering.programs import build
+from megatron_het.plan import PlanError
+from megatron_het.plan.validate import check_plan
+
+_LAYERS, _MAX_RANKS, _SLICES = 4, 8, 4
+_SIZES = (2, 1, 1, 2)
+ALONE = "data-parallel"
+_CHUNKS = {"interleaved": 2, "ministage": 2, "zb-v": 2, "v-half": 2}
+_SLICED = ("slimpipe", "seq1f1b", "terapipe")
+PARAMETERS: dict[str, Sequence[Any]] = {
+    "schedule": (
+        "1f1b",
+        "gpipe",
+        "interleaved",
+        "ministage",
+        "slimpipe",
+        "seq1f1b",
+        "terapipe",
+        "zb-h1",
+        "zb-v",
+        "v-half",
+        ALONE,
+    ),
+    "window": (False, "exact", "undo", "at-once", "per-ministage", "ZeRO-2", "ZeRO-3"),
+    "tp": ("equal", "by stage", "within a stage"),
+    "layers": ("even", "uneven"),
+    "routing": ("even", "uneven"),
+    "microbatches": ("equal", "unequal"),
+    "cp": (1, 2),
+    "context_exchange": (False, True),
+    "vocabulary": (False, True),
+    "offload_activations": (0.0, 0.75),
+    "recompute": ("none", "selective", "mlp", "full"),
+    "tied": (False, True),
+    "sequence_parallel": (False, True),
+    "distributed_optimizer": (False, True),
+    "precision": ("fp32", "bf16"),
+    "overlap": ("none", "gradients", "gradients and parameters"),
+}
+"""Values of each parameter.  The first one is not a feature, but for the schedule."""
+Feature = tuple[str, Any]
+Pair = tuple[Feature, Feature]
+
+
+def features() -> list[Feature]:
+    """All features, in the order of the table."""
+    return [(name, value) for name, values in PARAMETERS.items() for value in values[name != "schedule" :]]
+
+
+def pairs() -> list[Pair]:
+    """All pairs of features of two parameters."""
+    return [(a, b) for a, b in itertools.combinations(features(), 2) if a[0] != b[0]]
+
+
+def title(feature: Feature) -> str:
+    """Of a feature, for people."""
+    name, value = feature
+    if value is True:
+        return name.replace("_", " ")
+    return str(value) if name in ("schedule", "precision") else f"{name.replace('_', ' ')}: {value}"
+
+
+def needs(feature: Feature) -> Row:
+    """What else a feature asks for; a schedule is what it is a part of."""
+    name, value = feature
+    if name == "window":
+        return {"schedule": ALONE if str(value).startswith("ZeRO") else "ministage", "distributed_optimizer": True}
+    if name == "context_exchange":
+        return {"schedule": "slimpipe"}
+    if feature == ("overlap", "gradients and parameters"):
+        return {"distributed_optimizer": True}
+    return {}
+
+
+def are_of_two_schedules(pair: Pair) -> bool:
+    """Whether the pair is of a schedule and a part of another one, or of parts of two: there is nothing to combine."""
+    schedules = {value for name, value in pair if name == "schedule"}
+    parts = [needs(feature).get("schedule") for feature in pair]
+    return len({*schedules, *(part for part in parts if part)}) > 1
+
+
+def pair_row(pair: Iterable[Feature]) -> Row:
+    """The features, what they need, and nothing else."""
+    row: Row = {name: values[0] for name, values in PARAMETERS.items()}
+    for feature in pair:
+        row |= needs(feature)
+    return row | dict(pair)
+
+
+def tp_sizes(row: Row) -> list[list[int]]:
+    """TP size of every replica of every stage."""
+    last, first = [1], [1]
+    if row["tp"] == "within a stage":
+        last = [2, 1]
+    elif row["tp"] == "by stage":
+        first = [2]
+    elif row["sequence_parallel"]:
+        first, last = [2], [2]
+    if row["schedule"] == ALONE:
+        return [last if len(last) > 1 else last * 2]
+    if row["routing"] == "uneven" and len(last) == 1:
+        last = last * 2
+    elif len(last) == 1 and (row["distributed_optimizer"] or row["overlap"] != "none"):
+        first, last = first * 2, last * 2  # there is something to reduce
+    sizes = [first, last]
+    if sum(map(sum, sizes)) * row["cp"] > _MAX_RANKS:
+        sizes = [[tp] for tp, *_ in sizes]
+    return sizes
+
+
+def case_of(row: Row, name: str, seed: int) -> Case:
+    """The plan and the flags of a row.
+
+    Raises:
+        PlanError: The row contradicts itself, or the plan's checks refuse it.
+    """
+    rng = random.Random(f"{seed} {name}")
+    if row["schedule"] == ALONE and row["tp"] == "by stage":
+        raise PlanError("tp", "by stage", "there is one stage only")
+    sizes = tp_sizes(row)
+    plan = build_plan(
+        sizes,
+        split_layers(len(sizes), row["layers"] == "even", rng, _LAYERS),
+        rng,
+        even_routing=row["routing"] == "even",
+        tied=row["tied"],
+        precision=row["precision"],
+        sequence_parallel=row["sequence_parallel"],
+        recompute="selective" if row["recompute"] == "mlp" else row["recompute"],
+        distributed_optimizer=row["distributed_optimizer"],
+    )
+    plan = replace(plan, stages=with_context_parallel(plan.stages, row["cp"]))
+    own: tuple[str, ...] = ("--recompute-modules", "mlp") if row["recompute"] == "mlp" else ()
+    own += ("--overlap-param-gather",) if row["overlap"] == "gradients and parameters" else ()
+    chosen: Row = {"precision": row["precision"], "row": dict(row)}
+    window = _window(row)
+    if window:  # parameters after the last step are compared as well
+        chosen |= {"ministages": 2, "window": window}
+    clip = 0.0 if row["window"] == "at-once" else 1.0
+    case = Case(name, plan, clip=clip, overlap=row["overlap"] != "none", chosen=chosen, own=own)
+    parameters = {key: row[key] for key in ("context_exchange", "vocabulary", "offload_activations") if row[key]}
+    parameters |= window
+    if row["schedule"] in _SLICED:
+        parameters["slices"] = _SLICES
+    case = replace(with_schedule(case, row["schedule"], _chunks(row), parameters), name=name)
+    if row["layers"] == "uneven" and _chunks(row) > 1:  # among the chunks of a stage too
+        case = replace(case, plan=replace(case.plan, stages=tuple(_shifted(s) for s in case.plan.stages)))
+    if row["microbatches"] == "unequal":
+        case = replace(with_sizes(case, _SIZES, rng), name=name)
+    check_plan(case.plan)
+    check_plan_alone(case.plan)
+    build(case.plan)
+    return case
+
+
+def _window(row: Row) -> Row:
+    """Options of the window in the plan."""
+    if not row["window"]:
+        return {}
+    zero = str(row["window"]).removeprefix("ZeRO-")
+    return {"window": True, "zero": int(zero)} if zero.isdigit() else {"window": True, "update": row["window"]}
+
+
+def _chunks(row: Row) -> int:
+    if row["schedule"] == ALONE and row["tied"]:
+        return 1  # both ends of a single stage are in one chunk
+    return 2 if row["window"] else _CHUNKS.get(row["schedule"], 1)
+
+
+def _shifted(stage: Any) -> Any:
+    """One layer goes from the last chunk of a stage to the first."""
+    first, *middle, last = stage.layers
+    return replace(stage, layers=(first + 1, *middle, last - 1)) if last > 0 else stage
+
+
+def covering_rows(wanted: Iterable[Pair], refused: set[Pair], seed: int) -> list[Row]:
+    """Rows that hold all wanted pairs, and none of the refused ones.
+
+    Args:
+        wanted: Pairs that can be had.
+        refused: Pairs that no row may have.
+        seed: Of the order in which features are tried.
+    """
+    rng = random.Random(seed)
+    left, rows = list(wanted), []
+    bad = {frozenset(pair) for pair in refused}
+    while left:
+        row = pair_row(left[0])
+        fixed = {name for feature in left[0] for name in (feature[0], *needs(feature))}
+        others = [feature for feature in features() if feature[0] not in fixed]
+        rng.shuffle(others)
+        open_pairs = {frozenset(pair) for pair in left}
+        for feature in others:
+            if row[feature[0]] != PARAMETERS[feature[0]][0] or feature[0] == "schedule":
+                continue
+            more = {frozenset((feature, item)) for item in row.items()}
+            if more & bad or not more & open_pairs or needs(feature).items() - row.items():
+                continue
+            if _runs(row | dict([feature]), seed):
+                row |= dict([feature])
+        rows.append(row)
+        have = {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+        left = [pair for pair in left[1:] if frozenset(pair) not in have]
+    return rows
+
+
+def _runs(row: Row, seed: int) -> bool:
+    try:
+        case_of(row, "candidate", seed)
+    except (PlanError, ValueError):
+        return False
+    return True
+
+
+assert sum(_SIZES) == MICROBATCHES

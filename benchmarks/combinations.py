@@ -1,0 +1,221 @@
+"""Every pair of features trains as one process does, or is refused: ``python -m benchmarks.combinations --json OUT``.
+
+Pairs are those of ``combination_cases.PARAMETERS``.  A pair is refused where the checks of the start refuse the
+smallest plan that has it.  All other pairs are trained, many in one plan, against stock Megatron in one process
+(``parity.py``), and triples come with them.  ``--check`` stops before the training, ``--markdown FILE`` writes the
+table.
+
+Keys: ``pairs``; ``refused_pairs``, with the reason of each; ``of_two_schedules``, pairs of which one is a part of
+another schedule; ``plans`` that were trained, ``triples`` in them; ``failed``, names of plans that ended with an error
+or are further than 1e-5 from one process (bf16: losses 1e-3, gradients and norms 5e-2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Case, common_flags
+from benchmarks.combination_cases import (
+    Pair,
+    are_of_two_schedules,
+    case_of,
+    covering_rows,
+    features,
+    pair_row,
+    pairs,
+    title,
+)
+from benchmarks.machine import machine
+from benchmarks.parity import BAR, measure
+from benchmarks.runner import Job, Runner
+from megatron_het.plan import PlanError, save_plan
+
+# What sums over TP ranks and stages differ by when they round elsewhere; tensors that are mixed up differ by about 1.
+_BF16_BARS = {"loss": 1e-3, "validation": 1e-3, "gradient": 0.05, "norm": 0.05}
+_CHECK = "benchmarks.combinations:check_starts"
+_CHECKED = ("loss", "validation", "gradient", "norm")
+
+
+def refusals(wanted: Sequence[Pair], seed: int, folder: Path) -> dict[Pair, str]:
+    """Pairs that the checks of plan and flags refuse, each with the first reason."""
+    found: dict[Pair, str] = {}
+    cases: dict[Pair, Case] = {}
+    for pair in wanted:
+        try:
+            cases[pair] = case_of(pair_row(pair), "pair", seed)
+        except (PlanError, ValueError) as error:
+            found[pair] = str(error)
+    problems = argument_problems(list(cases.values()), folder)
+    found |= {pair: texts[0] for pair, texts in zip(cases, problems, strict=True) if texts}
+    return found
+
+
+def argument_problems(cases: Sequence[Case], folder: Path) -> list[list[str]]:
+    """What the start of each case would refuse, in one process that has Megatron."""
+    starts = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, case in enumerate(cases):
+        file = folder / f"plan-{number}.json"
+        save_plan(case.plan, file)
+        size = ("--micro-batch-size", str(case.plan.training.micro_batch_size))
+        # Updates that are never taken back need this flag, and others do not mind.
+        flags = (*common_flags(*case.reference), *size, "--rerun-mode", "disabled", "--mock-data")
+        starts.append((case.plan.world_size, [*flags, "--het-plan", str(file), *case.plan_flags()]))
+    asked, answer = folder / "starts.json", folder / "problems.json"
+    asked.write_text(json.dumps(starts), encoding="utf-8")
+    with Runner() as runner:
+        runner.run(Job("checks", 1, (str(asked), str(answer)), folder / "checks", _CHECK, timeout_s=900.0))
+    found: list[list[str]] = json.loads(answer.read_text(encoding="utf-8"))
+    return found
+
+
+def check_starts() -> None:
+    """In a process of the rank server: the problems of every start of a file, into another file."""
+    from megatron_het import platform, upstream
+    from megatron_het.doctor.flags import problems_of
+
+    asked, answer = map(Path, sys.argv[1:])
+    device = platform.activate()
+    upstream.install("stock")
+    found = []
+    for world_size, words in json.loads(asked.read_text(encoding="utf-8")):
+        os.environ["WORLD_SIZE"] = str(world_size)
+        missing, problems = problems_of(tuple(words), device)
+        found.append([*missing.values(), *problems])
+    answer.write_text(json.dumps(found), encoding="utf-8")
+
+
+def trained_cases(wanted: Sequence[Pair], refused: set[Pair], seed: int, folder: Path) -> list[Case]:
+    """Plans with all pairs that can be had; what only three features together contradict is left out."""
+    left, cases = [pair for pair in wanted if pair not in refused], list[Case]()
+    for attempt in range(2):
+        rows = covering_rows(left, refused, seed + attempt) if not attempt else [pair_row(pair) for pair in left]
+        drawn = [case_of(row, f"plan-{len(cases) + i:03}", seed) for i, row in enumerate(rows)]
+        problems = argument_problems(drawn, folder / f"attempt-{attempt}")
+        cases += [case for case, texts in zip(drawn, problems, strict=True) if not texts]
+        have = {frozenset(pair) for case in cases for pair in itertools.combinations(_chosen(case), 2)}
+        left = [pair for pair in left if frozenset(pair) not in have]
+        if not left:
+            return cases
+    raise AssertionError(f"no plan has {[' and '.join(map(title, pair)) for pair in left]}, and no check refuses them")
+
+
+def _chosen(case: Case) -> list[tuple[str, Any]]:
+    """The features of a case."""
+    row = case.chosen["row"]
+    return [feature for feature in features() if row[feature[0]] == feature[1]]
+
+
+def failures(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of the plans that did not train as one process does."""
+    found = []
+    for entry in entries:
+        is_exact = entry["chosen"]["precision"] == "fp32"
+        for name in _CHECKED:
+            value, bar = entry.get(f"relative_{name}_difference"), BAR if is_exact else _BF16_BARS[name]
+            # A gradient that is used up when the iteration ends is not compared: NaN, which is within no bar.
+            if name != "loss" and value is not None and math.isnan(value):
+                continue
+            if value is None or not value <= bar:
+                found.append(entry["name"])
+                break
+    return found
+
+
+def markdown(refused: dict[Pair, str]) -> str:
+    """The table: which features go together, and why the others do not."""
+    reasons = sorted(set(map(_reason, refused.values())))
+    number = {reason: i + 1 for i, reason in enumerate(reasons)}
+    by_pair = {frozenset(pair): number[_reason(text)] for pair, text in refused.items()}
+    shown = features()
+    lines = [
+        "# What goes with what",
+        "",
+        "`python -m benchmarks.combinations --json OUT --markdown docs/combinations.md` makes this page.",
+        "Without `--check` the command also trains every pair that is not refused, in some plan, and compares it with",
+        "stock Megatron in one process; benchmarks/results says of which pairs that has been done.",
+        "",
+        "- `+`: no check refuses it.",
+        "- a number: refused at the start, for the reason below.",
+        "- `.`: one of the two is a part of another schedule, or both are values of one setting.",
+        "",
+        "| | " + " | ".join(f[1] if f[0] == "schedule" else str(i + 1) for i, f in enumerate(shown)) + " |",
+        "|---|" + "---|" * len(shown),
+    ]
+    for i, one in enumerate(shown):
+        if one[0] == "schedule":  # a plan has one
+            continue
+        cells = []
+        for other in shown[: i + 1]:
+            pair = (other, one)
+            if one[0] == other[0] or are_of_two_schedules(pair):
+                cells.append(".")
+            else:
+                cells.append(str(by_pair.get(frozenset(pair), "+")))
+        lines.append(f"| {i + 1} {title(one)} | " + " | ".join(cells + [""] * (len(shown) - i - 1)) + " |")
+    lines += ["", "## Reasons", ""]
+    lines += [f"{i + 1}. {reason}" for i, reason in enumerate(reasons)]
+    return "\n".join(lines) + "\n"
+
+
+def _reason(text: str) -> str:
+    """A refusal without where it was met and what to do instead."""
+    return text.split(": ", 1)[1].split(". ")[0].rstrip(".") + "."
+
+
+def main() -> int:
+    """Command line; exit code 1 where a plan failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.combinations", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser.add_argument("--seed", type=int, default=0, help="of layers, routing and of which features a plan has")
+    parser.add_argument("--check", action="store_true", help="look for refused pairs, and train nothing")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="train the I-th of N parts of the plans")
+    parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
+    parser.add_argument("--markdown", type=Path, help="where to write the table")
+    options = parser.parse_args()
+    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="combinations-"))
+    wanted = [pair for pair in pairs() if not are_of_two_schedules(pair)]
+    try:
+        refused = refusals(wanted, options.seed, folder / "pairs")
+        cases = trained_cases(wanted, set(refused), options.seed, folder)
+        index, parts = map(int, options.part.split("/"))
+        chosen = [] if options.check else cases[index - 1 :: parts]
+        entries = measure(chosen, folder / "runs", options.at_once) if chosen else []
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    triples = {frozenset(t) for case in cases for t in itertools.combinations(_chosen(case), 3)}
+    report = {
+        "pairs": len(wanted),
+        "of_two_schedules": len(pairs()) - len(wanted),
+        "refused": len(refused),
+        "refused_pairs": {" and ".join(map(title, pair)): text for pair, text in refused.items()},
+        "plans": len(cases),
+        "trained": len(entries),
+        "triples": len(triples),
+        "failed": failures(entries),
+        "seed": options.seed,
+        "elapsed_s": round(time.monotonic() - start_s, 1),
+        "machine": machine(),
+        "cases": entries,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.markdown is not None:
+        options.markdown.write_text(markdown(refused), encoding="utf-8")
+    print(json.dumps({key: value for key, value in report.items() if key != "cases"}, indent=1))
+    return 1 if report["failed"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

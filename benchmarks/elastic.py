@@ -1,0 +1,338 @@
+"""Changes of the pool with and without a restart: ``python -m benchmarks.elastic --json OUT``.
+
+Real training over gloo on this machine; a node is an agent with one worker.  In each round a job of three nodes is
+joined by a fourth one, loses a worker to SIGKILL, and is left by a node on notice.  Then the same training is killed
+and started again from its newest checkpoint under the next plan, in new processes.  A pause is the time from the event
+(for a join or a leave: from the last iteration before it) to the end of the first iteration after it, less the time of
+one iteration.
+
+Keys: ``pause_ratio`` (restart over kill-free, by kind of change; at least 5 for death, 10 for join and leave),
+``pause_s`` (by kind, whole and by phase), ``restart_s``, ``lost_iterations`` (iterations that were done twice in a
+round with all three changes; at most 1), ``copy_overhead`` (of the copies in memory, as a share of an iteration; at
+most 0.03), ``loss_difference`` (largest relative one to an undisturbed run; at most 1e-5).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Weights, common_flags
+from benchmarks.machine import machine
+from benchmarks.runner import REPOSITORY
+from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
+
+_LAYERS, _HIDDEN, _SEQUENCE, _BATCH = 5, 128, 256, 12
+_LIMIT_S = 200.0
+_LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(\d+)/")
+Lines = list[tuple[float, int]]
+"""When each iteration was logged (seconds since the epoch), and its number; in the order of time."""
+
+
+def plan_of(replicas: int) -> Plan:
+    """Two stages; so many replicas of the second one, with a divided optimizer."""
+    routes = [tuple(range(q, _BATCH, replicas)) for q in range(replicas)]
+    second = tuple(Replica((1 + q,), route) for q, route in enumerate(routes))
+    return Plan(
+        ModelShape(_LAYERS, _HIDDEN, 8, 4, _SEQUENCE, 3 * _HIDDEN // 2),
+        TrainingShape(1, _BATCH, distributed_optimizer=True),
+        (Stage((2,), (Replica((0,), tuple(range(_BATCH))),)), Stage((3,), second)),
+    )
+
+
+def flags(iterations: int, out: Path) -> list[str]:
+    """Of the training."""
+    size = f"--hidden-size {_HIDDEN} --ffn-hidden-size {3 * _HIDDEN // 2} --seq-length {_SEQUENCE}"
+    size += f" --max-position-embeddings {_SEQUENCE} --global-batch-size {_BATCH}"
+    common = [*common_flags(Weights(layers=_LAYERS), steps=iterations), *size.split()]
+    return [*common, "--mock-data", "--eval-interval", "1000", "--eval-iters", "0", "--het-report", str(out)]
+
+
+def environment() -> dict[str, str]:
+    """Of every process."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    own = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **threads, **own}
+
+
+def lines_of(logs: list[Path]) -> Lines:
+    """What Megatron logged in any of the files."""
+    text = "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
+    return sorted((datetime.fromisoformat(when).timestamp(), int(number)) for when, number in _LINE.findall(text))
+
+
+def losses_of(folder: Path) -> dict[int, list[float]]:
+    """All losses that reports below a folder have, by iteration."""
+    found: dict[int, list[float]] = {}
+    for file in sorted(folder.rglob("rank-*.json")):
+        for iteration, loss in json.loads(file.read_text(encoding="utf-8"))["losses"]:
+            found.setdefault(iteration, []).append(loss)
+    return found
+
+
+class ElasticJob:
+    """A controller and agents as processes of this machine; a context manager.
+
+    Args:
+        folder: An empty folder.
+        iterations: Of the training.
+        copy_every: See ``het-run --help``.
+    """
+
+    def __init__(self, folder: Path, iterations: int, copy_every: int) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        plans = [folder / f"plan-{n}.json" for n in (3, 2, 1)]
+        for file, replicas in zip(plans, (3, 2, 1), strict=True):
+            save_plan(plan_of(replicas), file)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self._base = [sys.executable, "-m", "megatron_het.elastic", "--controller", f"127.0.0.1:{port}"]
+        self._base += ["--folder", str(folder / "job"), "--copy-every", str(copy_every), "--leave-s", "10"]
+        self._flags = flags(iterations, folder / "report")
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._open("controller", ["--controller-only", "--nodes", "3", "--plans", *map(str, plans)])
+        _until((folder / "job" / "token").exists, "the controller's token")
+        for node in "abc":
+            self.start(node)
+
+    def start(self, node: str) -> None:
+        """Start a node; a worker that is killed stays away, so that a death is one change."""
+        self._open(node, ["--node", node, "--workers", "1", "--restarts", "0", "--", *self._flags])
+
+    def _open(self, name: str, words: list[str]) -> None:
+        with (self.folder / f"{name}.txt").open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                [*self._base, *words], cwd=REPOSITORY, env=environment(), stdout=log, stderr=log
+            )
+
+    def kill_worker(self, node: str) -> float:
+        """SIGKILL; when it was sent."""
+        agent = self._processes[node].pid
+        worker = int(Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split()[0])
+        os.kill(worker, signal.SIGKILL)
+        return time.time()
+
+    def notify(self, node: str) -> float:
+        """SIGTERM to the agent; when it was sent."""
+        self._processes[node].terminate()
+        return time.time()
+
+    def lines(self) -> Lines:
+        """What was logged."""
+        return lines_of(sorted((self.folder / "job").glob("node-*/worker-*/log.txt")))
+
+    def history(self) -> list[dict[str, Any]]:
+        """Of the controller's state file."""
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            return list(json.loads((self.folder / "job" / "state.json").read_text(encoding="utf-8"))["history"])
+        return []
+
+    def has_logged(self, number: int) -> bool:
+        """Whether so many iterations were logged."""
+        return len(self.lines()) >= number
+
+    def has_opened(self, generation: int) -> bool:
+        """Whether a generation has done an iteration."""
+        return any(entry["generation"] == generation and "opened" in entry for entry in self.history())
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait, in bounded time, while the controller lives."""
+        controller = self._processes["controller"]
+        _until(lambda: condition() or controller.poll() is not None, what)
+        if not condition():
+            raise RuntimeError(f"{what}: the job ended, see {self.folder}")
+
+    def end(self) -> None:
+        """Wait until the training is over."""
+        code = self._processes["controller"].wait(_LIMIT_S)
+        if code:
+            raise RuntimeError(f"the job failed, see {self.folder}")
+
+    def __enter__(self) -> ElasticJob:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + _LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"{what} did not come within {_LIMIT_S:g} s")
+        time.sleep(0.05)
+
+
+def pause(lines: Lines, event_s: float, planned_s: float, *, from_line: bool) -> float:
+    """See the module's text.
+
+    Args:
+        lines: Of the job.
+        event_s: When the change was asked for, or the worker killed.
+        planned_s: When the next generation was written down, or the new processes were started.
+        from_line: Whether the pause begins with the last iteration before the change, as nothing was lost.
+    """
+    before = [when for when, _ in lines if when < planned_s]
+    after = next(when for when, _ in lines if when > planned_s)
+    iteration_s = statistics.median(b - a for a, b in zip(before[-5:], before[-4:], strict=False))
+    return after - (before[-1] if from_line else event_s) - iteration_s
+
+
+def elastic_round(folder: Path, iterations: int) -> tuple[dict[str, Any], int, dict[int, list[float]]]:
+    """Join, death and leave in one job; pauses with phases, iterations that were done twice, and all losses."""
+    with ElasticJob(folder, iterations, 1) as job:
+        job.until(functools.partial(job.has_logged, 4), "the first iterations")
+        job.start("d")
+        events = [("join", time.time())]
+        for kind, act in (("death", lambda: job.kill_worker("b")), ("leave", lambda: job.notify("c"))):
+            done = len(events)
+            job.until(functools.partial(job.has_opened, done), f"the {events[-1][0]}")
+            seen = len(job.lines())
+            job.until(functools.partial(job.has_logged, seen + 4), "iterations after a change")
+            events.append((kind, act()))
+        job.until(functools.partial(job.has_opened, 3), "the leave")
+        job.end()
+        lines, history = job.lines(), job.history()
+    found = {}
+    for (kind, event_s), entry in zip(events, history[1:], strict=True):
+        whole = pause(lines, event_s, entry["planned"], from_line=kind != "death")
+        found[kind] = {"whole": whole} | phases(event_s if kind == "death" else entry["seen"], entry)
+    return found, len(lines) - len({number for _, number in lines}), losses_of(folder / "report")
+
+
+def phases(event_s: float, entry: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a change by phase, of the slowest process."""
+    times = [opened["times"] for opened in entry["opened"].values()]
+    built, loaded, first = (max(t[name] for t in times) for name in ("built", "loaded", "first_step"))
+    return {
+        "detect": entry["seen"] - event_s,
+        "leave": entry["left"] - entry["seen"],
+        "plan": entry["planned"] - entry["left"],
+        "groups_and_model": built - entry["planned"],
+        "state": loaded - built,
+        "first_step": first - loaded,
+    }
+
+
+@contextlib.contextmanager
+def ranks(folder: Path, plan: Plan, words: list[str]) -> Iterator[Callable[[], Lines]]:
+    """Plain ranks of a plan, killed at the end; gives what they have logged."""
+    folder.mkdir(parents=True)
+    save_plan(plan, folder / "plan.json")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    logs = [folder / f"rank-{rank}.log" for rank in range(plan.world_size)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.world_size)}
+            where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            command = [sys.executable, "-m", "megatron_het.pretrain_gpt", *words]
+            with log.open("wb") as out:
+                processes.append(
+                    subprocess.Popen(
+                        [*command, "--het-plan", str(folder / "plan.json")],
+                        cwd=REPOSITORY,
+                        env=environment() | where,
+                        stdout=out,
+                        stderr=out,
+                    )
+                )
+        yield lambda: lines_of(logs)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def restart_round(folder: Path, iterations: int) -> dict[str, float]:
+    """Kill everything and start again from the newest checkpoint, which is of every other iteration."""
+    folder.mkdir(parents=True)
+    saving = ["--save", str(folder / "saved"), "--save-interval", "2"]
+    with ranks(folder / "before", plan_of(2), [*flags(iterations, folder / "report"), *saving]) as lines:
+        _until(lambda: len(lines()) >= 7, "iterations before the restart")
+        killed_s, before = time.time(), lines()
+    again = [*flags(iterations, folder / "report"), *saving, "--load", str(folder / "saved")]
+    with ranks(folder / "after", plan_of(1), again) as lines:
+        _until(lambda: bool(lines()), "iterations after the restart")
+        after = lines()
+    whole = pause(before + after, killed_s, killed_s, from_line=False)
+    return {"whole": whole, "lost_iterations": before[-1][1] - after[0][1] + 1}
+
+
+def copy_overhead(folder: Path, iterations: int) -> tuple[float, dict[int, list[float]]]:
+    """Share of an iteration that copies take, and the losses of the undisturbed run."""
+    gaps: dict[int, list[float]] = {0: [], 1: []}
+    for turn, every in enumerate((0, 1, 1, 0)):  # in turns: the machine does other work as well
+        with ElasticJob(folder / str(turn), iterations, every) as job:
+            job.end()
+            times = [when for when, _ in job.lines()][3:]
+        gaps[every] += [b - a for a, b in itertools.pairwise(times)]
+    return statistics.median(gaps[1]) / statistics.median(gaps[0]) - 1.0, losses_of(folder / "0" / "report")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
+    options = parser.parse_args()
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="elastic-"))
+    changes, restarts, lost, losses = [], [], [], []
+    for turn in range(options.rounds):
+        found, repeated, seen = elastic_round(folder / f"elastic-{turn}", options.iterations)
+        changes.append(found)
+        lost.append(repeated)
+        losses.append(seen)
+        restarts.append(restart_round(folder / f"restart-{turn}", options.iterations))
+    overhead, undisturbed = copy_overhead(folder / "copies", options.iterations)
+    restart_s = statistics.median(r["whole"] for r in restarts)
+    pauses = {
+        kind: {phase: statistics.median(c[kind][phase] for c in changes) for phase in changes[0][kind]}
+        for kind in changes[0]
+    }
+    document = {
+        "machine": machine(),
+        "load_average": os.getloadavg()[0],
+        "pause_ratio": {kind: restart_s / pauses[kind]["whole"] for kind in pauses},
+        "pause_s": pauses,
+        "restart_s": restart_s,
+        "restart_lost_iterations": [r["lost_iterations"] for r in restarts],
+        "lost_iterations": lost,
+        "copy_overhead": overhead,
+        "loss_difference": max(
+            abs(value - undisturbed[i][0]) / undisturbed[i][0] for seen in losses for i in seen for value in seen[i]
+        ),
+        "iterations_seen": [sorted(seen) == list(range(1, options.iterations + 1)) for seen in losses],
+    }
+    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    if options.keep is None:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Changes of plan by a script, without a controller: what a rank of a test or a measurement runs.
+
+Every process of a job reads the same list of steps: a plan, the processes that are its ranks, the iteration after
+which all of them leave (none: until the training is over), and the processes whose state is lost before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+_WAIT_S = 60.0
+
+
+def run() -> None:
+    """The entry of every process: go through the steps of the script that HET_SCRIPT names."""
+    import sys
+
+    import torch.distributed as dist
+
+    from megatron_het import pretrain_gpt
+    from megatron_het.elastic.boundary import ElasticBoundary, open_links
+    from megatron_het.elastic.copies import Copies
+    from megatron_het.elastic.datasets import Kept
+    from megatron_het.elastic.generation import Generation
+    from megatron_het.elastic.sessions import run_session
+    from megatron_het.elastic.state import give
+    from megatron_het.plan import load_plan
+
+    script = json.loads(Path(os.environ["HET_SCRIPT"]).read_text(encoding="utf-8"))
+    process, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    flags, folder = sys.argv[1:], Path(os.environ["HET_SCRIPT"]).parent
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store = dist.TCPStore(*address, size, is_master=process == 0, timeout=timedelta(seconds=_WAIT_S))
+    copies = Copies(every=0)
+    datasets: Kept = {}
+    vocabulary, holders = None, ()
+    for number, step in enumerate(script):
+        ranks = tuple(step["ranks"])
+        generation = Generation(number, load_plan(step["plan"]), ranks, holders, loads=number > 0)
+        holders = ranks
+        own = folder / f"process-{process}"
+        own.mkdir(exist_ok=True)
+        if process in step.get("lost", ()):
+            copies = Copies(every=0)
+        if process in ranks:
+            leaves = functools.partial(int.__eq__, step["until"]) if step["until"] else lambda _: False
+            boundary = ElasticBoundary(generation, process, store, _WAIT_S, copies, leaves, vocabulary, datasets)
+            outcome = run_session(boundary, flags, own, pretrain_gpt.main)
+            if outcome.how == "failed":
+                raise SystemExit(f"step {number} failed: {outcome.error}")
+            left = _models_left()
+            if left:
+                raise SystemExit(f"step {number} is over and left {left} models in the process")
+            copies = Copies(every=0)
+            if outcome.snapshot is not None:
+                copies.add(outcome.snapshot)
+            vocabulary = boundary.padded_vocab_size
+        elif process in generation.movers:
+            links = open_links(generation, process, store, _WAIT_S)
+            give(links, copies.snapshots)
+            links.close()
+    store.add("ended", 1)
+    deadline_s = time.monotonic() + _WAIT_S
+    while process == 0 and store.add("ended", 0) < size and time.monotonic() < deadline_s:
+        time.sleep(0.05)  # the store is here
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # as a worker does: threads may wait in the store
+
+
+def _models_left() -> int:
+    """Models that a closed session has not let go: they hold memory and connections."""
+    import gc
+
+    from megatron.core.distributed import DistributedDataParallel
+
+    return sum(isinstance(found, DistributedDataParallel) for found in gc.get_objects())

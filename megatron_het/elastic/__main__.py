@@ -1,0 +1,279 @@
+"""``het-run``: elastic training from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_het.elastic.pool import GivenPlans, Planner
+from megatron_het.elastic.searched import Search, SearchedPlans
+from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.plan import Plan, PlanError, load_plan
+from megatron_het.untrusted import FileError, check_target, read_text
+
+_TOKEN_BYTES = 16
+_LONGEST_S = 86400.0
+_COMMANDS = ("status", "leave", "replan")
+
+
+class UsageError(ValueError):
+    """A command line that cannot work; the message says what to do."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code: 0 done, 1 the job failed, 2 bad input."""
+    words = list(sys.argv[1:] if words is None else words)
+    try:
+        if words[:1] and words[0] in _COMMANDS:
+            return _ask(words)
+        return _run(words)
+    except (UsageError, PlanError, FileError) as error:
+        sys.stderr.write(f"het-run: {error}\n")
+        return 2
+    except RuntimeError as error:
+        sys.stderr.write(f"het-run: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="het-run",
+        description="Elastic training: start it with the same command on every node, on one of them with "
+        "--start-controller. Commands for a job that runs: het-run status, het-run leave NODE, het-run replan "
+        "(each with --controller and --token-file).",
+        usage="het-run --controller HOST:PORT --token-file FILE [options] -- FLAGS OF pretrain_gpt.py",
+    )
+    _connection(parser)
+    parser.add_argument("--node", default=socket.gethostname(), help="name of this node (default: its host name)")
+    parser.add_argument("--device", default="", help="kind of its GPUs, as plans and the cluster file call it")
+    parser.add_argument("--workers", type=int, default=0, help="workers of this node (default: its GPUs, or 1)")
+    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="how often a device gets another worker "
+                        "after one was ended by a signal (default 3)")  # fmt: skip
+    parser.add_argument("--copy-every", type=int, default=1, metavar="K", help="iterations between copies of the state "
+                        "in the memory of another node, 0 for none (default 1)")  # fmt: skip
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="bound on every wait of a change (default 60)")
+    parser.add_argument("--folder", type=Path, default=Path("elastic"), help="for logs and state (default ./elastic)")
+    own = parser.add_argument_group("controller")
+    own.add_argument("--start-controller", action="store_true", help="this node runs the controller as well")
+    own.add_argument("--controller-only", action="store_true", help="this command is the controller, without workers")
+    own.add_argument("--nodes", type=int, default=1, help="nodes to wait for at the start (default 1)")
+    own.add_argument("--plans", nargs="+", type=Path, default=[], metavar="FILE", help="plans, the best one first")
+    own.add_argument("--cluster", type=Path, help="cluster file, to search plans instead")
+    own.add_argument("--model", type=Path, help="model file, with --cluster")
+    own.add_argument("--profile", type=Path, help="measured profile, with --cluster")
+    own.add_argument("--plan-limit-s", type=float, default=60.0, help="bound on a search (default 60)")
+    own.add_argument("--lost-s", type=float, default=30.0, help="without a sign of life a worker is lost (default 30)")
+    own.add_argument("--leave-s", type=float, default=30.0, help="for survivors to leave a session (default 30)")
+    own.add_argument("--return-s", type=float, default=60.0, help="for workers to come back where there is no plan "
+                     "without those that were lost (default 60)")  # fmt: skip
+    return parser
+
+
+def _connection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--controller", required=True, metavar="HOST:PORT", help="where the controller listens")
+    parser.add_argument("--token-file", type=Path, help="file with the job's token; written by --start-controller "
+                        "if it is not there (default FOLDER/token)")  # fmt: skip
+
+
+def _run(words: Sequence[str]) -> int:
+    """A node, a controller, or both."""
+    own, flags = (list(words), []) if "--" not in words else _split(words)
+    options = _parser().parse_args(own)
+    host, port = _address(options.controller)
+    controls = options.start_controller or options.controller_only
+    planner = _planner(options) if controls else None
+    if not options.controller_only:
+        _check_flags(flags)
+    _check_numbers(options)
+    token = _token(options.token_file or options.folder / "token", create=controls)
+    if options.controller_only:
+        assert planner is not None
+        return _control(options, host, port, token, planner)
+    helper = None
+    if options.start_controller:
+        command = [sys.executable, "-m", "megatron_het.elastic", *own, "--controller-only"]
+        helper = subprocess.Popen([word for word in command if word != "--start-controller"])
+    try:
+        return _serve_node(options, host, port, token, flags)
+    finally:
+        if helper is not None:
+            try:
+                helper.wait(timeout=20.0)
+            except subprocess.TimeoutExpired:
+                helper.terminate()
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    at = list(words).index("--")
+    return list(words[:at]), list(words[at + 1 :])
+
+
+def _control(options: Any, host: str, port: int, token: str, planner: Planner) -> int:
+    from megatron_het.elastic.board import Board
+    from megatron_het.elastic.controller import Bounds, Controller, JobError
+
+    board = Board(host, port, token, serve=True)
+    bounds = Bounds(options.lost_s, options.leave_s, return_s=options.return_s)
+    state = options.folder / "state.json"
+    try:
+        Controller(board, planner, state, options.nodes, bounds, _say).run()
+    except JobError as error:
+        _say(str(error))
+        _linger(board)
+        return 1
+    _linger(board)
+    return 0
+
+
+def _linger(board: Any) -> None:
+    """Agents read how the job ended; they have gone when their workers have."""
+    import time
+
+    time.sleep(3.0)
+    del board
+
+
+def _serve_node(options: Any, host: str, port: int, token: str, flags: list[str]) -> int:
+    from megatron_het.elastic.agent import Agent, Node
+    from megatron_het.elastic.worker import Setting
+
+    setting = Setting(
+        host, port, token, 0, options.node, options.device, "", options.copy_every, options.timeout_s, _signature(flags)
+    )
+    workers = options.workers or _devices()
+    folder = options.folder / f"node-{options.node}"
+    return Agent(Node(setting, workers, folder, tuple(flags), options.restarts), _say).run()
+
+
+def _devices() -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _signature(flags: Sequence[str]) -> str:
+    """What all nodes must have in common: the release and the flags."""
+    from importlib.metadata import version
+
+    text = json.dumps([list(flags), version("megatron-core"), _release()])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _release() -> str:
+    import megatron_het
+
+    return str(getattr(megatron_het, "__version__", ""))
+
+
+def _ask(words: Sequence[str]) -> int:
+    """A command for a job that runs."""
+    parser = argparse.ArgumentParser(prog=f"het-run {words[0]}")
+    _connection(parser)
+    parser.add_argument("--folder", type=Path, default=Path("elastic"))
+    if words[0] == "leave":
+        parser.add_argument("node", help="name of the node that is to leave")
+    options = parser.parse_args(list(words[1:]))
+    host, port = _address(options.controller)
+    token = _token(options.token_file or options.folder / "token", create=False)
+    from megatron_het.elastic.board import Board
+
+    board = Board(host, port, token, patience_s=5.0)
+    status = board.get("status")
+    if words[0] == "status":
+        sys.stdout.write(json.dumps(status, indent=1) + "\n")
+        return 0
+    if words[0] == "leave":
+        nodes = sorted({member["node"] for member in (status or {}).get("members", [])})
+        if options.node not in nodes:
+            raise UsageError(f"no node of the job is called {options.node!r}; its nodes are {', '.join(nodes)}")
+        board.post({"type": "leave", "node": options.node})
+    else:
+        board.post({"type": "replan"})
+    return 0
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"--controller {text!r} is not HOST:PORT; for one machine take 127.0.0.1:29400")
+    return host, int(port)
+
+
+def _check_flags(flags: Sequence[str]) -> None:
+    if not flags:
+        raise UsageError("no flags of the training: give those of pretrain_gpt.py after --")
+    for word in flags:
+        if word.split("=")[0] in ("--het-plan", "--het-auto-batch"):
+            raise UsageError(f"{word}: the plan comes from the controller; give it --plans or --cluster instead")
+
+
+def _check_numbers(options: Any) -> None:
+    for name in ("timeout_s", "lost_s", "leave_s", "return_s", "plan_limit_s"):
+        if not 0 < getattr(options, name) <= _LONGEST_S:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {getattr(options, name)} is not above 0 and at most {_LONGEST_S:g} seconds"
+            )
+    if not options.node.strip() or not options.node.isprintable() or "/" in options.node:
+        raise UsageError(f"--node {options.node!r} is no name of a node; a folder is named after it")
+    for name, least in (("nodes", 1), ("workers", 0), ("copy_every", 0), ("restarts", 0)):
+        if getattr(options, name) < least:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)} is less than {least}")
+
+
+def _token(file: Path, *, create: bool) -> str:
+    if create and not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        check_target(file)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            out.write(secrets.token_hex(_TOKEN_BYTES) + "\n")
+    token = read_text(file).strip()
+    if len(token) < _TOKEN_BYTES:
+        raise UsageError(f"the token in {file} is shorter than {_TOKEN_BYTES} characters; let the controller write one")
+    return token
+
+
+def _planner(options: Any) -> Planner:
+    if options.plans:
+        plans = [load_plan(file) for file in options.plans]
+        _check_plans(options.plans, plans)
+        return GivenPlans(plans)
+    if options.cluster is None or options.model is None:
+        raise UsageError("the controller needs plans: give --plans, or --cluster and --model to search them")
+    search = Search(options.cluster, options.model, options.profile, options.folder, options.plan_limit_s)
+    return SearchedPlans(options.cluster, search.run)
+
+
+def _check_plans(files: Sequence[Path], plans: Sequence[Plan]) -> None:
+    """Every plan is valid, and a change of plan changes neither model nor batch nor numerics."""
+    for file, plan in zip(files, plans, strict=True):
+        check_plan_alone(plan)
+        for name, mine, first in (
+            ("model", plan.model, plans[0].model),
+            ("training.global_batch_size", plan.training.global_batch_size, plans[0].training.global_batch_size),
+            ("training.precision", plan.training.precision, plans[0].training.precision),
+        ):
+            if mine != first:
+                raise PlanError(
+                    name, mine, f"{file} differs in it from {files[0]} ({first})", "Give plans for one training"
+                )
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"het-run: {line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The agent of a node: starts one worker per device once, watches over them, and passes on what happens."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_het.elastic.board import Board
+from megatron_het.elastic.worker import ENVIRONMENT, Setting
+
+_POLL_S = 0.02
+_END_S = 20.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+@dataclass(frozen=True)
+class Node:
+    """What an agent is told about its node.
+
+    Attributes:
+        setting: Of every worker, but for its process number and folder.
+        workers: How many to start.
+        folder: For logs.
+        flags: Of the training.
+        restarts: How often a device gets another worker after one was ended by a signal.
+    """
+
+    setting: Setting
+    workers: int
+    folder: Path
+    flags: tuple[str, ...]
+    restarts: int
+
+
+class Agent:
+    """Runs the workers of a node.
+
+    Args:
+        node: What to start.
+        say: Writes one line of progress.
+    """
+
+    def __init__(self, node: Node, say: Callable[[str], None]) -> None:
+        setting = node.setting
+        self._node, self._say = node, say
+        self._board = Board(setting.host, setting.port, setting.token, patience_s=setting.timeout_s)
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._slots: dict[int, int] = {}
+        self._restarts = [node.restarts] * node.workers
+        self._asked = False
+
+    def run(self) -> int:
+        """Until the job is over or no worker is left; returns the exit code."""
+        signal.signal(signal.SIGTERM, self._ask_to_leave)
+        try:
+            for slot in range(self._node.workers):
+                self._start(slot)
+            while self._workers:
+                over = self._board.get("over")
+                if over is not None:
+                    self._wait_for_ends()
+                    if over["error"]:
+                        self._say(f"the job ended: {over['error']}")
+                    return 1 if over["error"] else 0
+                self._look_after()
+                time.sleep(_POLL_S)
+        finally:
+            for worker in self._workers.values():
+                worker.kill()
+        self._say("no worker is left on this node")
+        return 0 if self._asked else 1
+
+    def _ask_to_leave(self, *_unused: Any) -> None:
+        """SIGTERM is a notice: the node leaves after the running iteration."""
+        self._asked = True
+
+    def _start(self, slot: int) -> None:
+        number = self._board.count("processes")
+        self._slots[number] = slot
+        folder = self._node.folder / f"worker-{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        setting = replace(self._node.setting, process=number, folder=str(folder))
+        environment = dict(os.environ)
+        environment.update({ENVIRONMENT: setting.to_text(), "LOCAL_RANK": str(slot), "PYTHONUNBUFFERED": "1"})
+        with (folder / "log.txt").open("ab") as log:
+            self._workers[number] = subprocess.Popen(
+                [sys.executable, "-m", "megatron_het.elastic.worker", *self._node.flags],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_die_with_parent if _LIBC else None,  # noqa: PLW1509  one prctl, no lock
+            )
+        self._say(f"worker {number} started, its log is {folder / 'log.txt'}")
+
+    def _look_after(self) -> None:
+        name = self._node.setting.node
+        if self._asked and not self._board.has(f"asked/{name}"):
+            self._board.put(f"asked/{name}", True)
+            self._board.post({"type": "leave", "node": name})
+        for number, worker in list(self._workers.items()):
+            if self._board.has(f"refused/{number}"):
+                self._say(f"worker {number} was refused: {self._board.get(f'refused/{number}')}")
+                self._restarts[self._slots[number]] = 0
+                worker.kill()
+            elif self._board.has(f"kill/{number}"):
+                worker.kill()
+            elif self._board.has(f"gone/{number}"):
+                self._asked = True
+                worker.kill()
+            if worker.poll() is not None:
+                del self._workers[number]
+                self._board.post({"type": "exit", "process": number, "node": name, "why": _why(worker.returncode)})
+                self._perhaps_restart(self._slots.pop(number), worker.returncode)
+
+    def _perhaps_restart(self, slot: int, code: int) -> None:
+        """A worker that was ended by a signal comes back as a newcomer; one that ended by itself would do so again."""
+        if code < 0 and not self._asked and self._restarts[slot] > 0:
+            self._restarts[slot] -= 1
+            self._start(slot)
+
+    def _wait_for_ends(self) -> None:
+        deadline_s = time.monotonic() + _END_S
+        for worker in self._workers.values():
+            try:
+                worker.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.kill()
+
+
+def _why(code: int) -> str:
+    """An exit code in words."""
+    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end the worker when its agent is killed: nobody would look after it."""
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

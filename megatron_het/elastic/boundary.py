@@ -1,0 +1,144 @@
+"""What an elastic run does between iterations: leave together, and take over the state of an earlier generation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_het.elastic.copies import Copies
+from megatron_het.elastic.datasets import Kept, remembered
+from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.links import Links
+from megatron_het.elastic.state import Restored, Snapshot, Trainee, restore, take
+from megatron_het.runtime.boundary import Boundary
+
+LeavesAt = Callable[[int], bool]
+
+
+class Leave(BaseException):
+    """Ends ``pretrain`` at an iteration boundary; no error, hence no ``Exception``.
+
+    Args:
+        snapshot: This rank's state.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__(f"leaves after iteration {snapshot.iteration}")
+        self.snapshot = snapshot
+
+
+class ElasticBoundary(Boundary):
+    """The boundary of one generation in one process.
+
+    Args:
+        generation: The generation.
+        process: This process's number.
+        store: Where everybody meets; its keys are those of the job.
+        timeout_s: Bound on every wait of the change, in seconds.
+        copies: What this process holds of earlier generations and is to hold of this one.
+        leaves_at: Whether all ranks leave at a boundary; the same answer on all ranks.
+        padded_vocab_size: Of the first generation; None in it.
+        datasets: Of earlier sessions of this process.
+    """
+
+    restores = True
+    outlives_sessions = True
+
+    def __init__(
+        self,
+        generation: Generation,
+        process: int,
+        store: Any,
+        timeout_s: float,
+        copies: Copies,
+        leaves_at: LeavesAt,
+        padded_vocab_size: int | None,
+        datasets: Kept,
+    ) -> None:
+        self.generation, self.process, self._timeout_s = generation, process, timeout_s
+        self._job_store = store
+        self.store = dist.PrefixStore(f"{generation.number}/world", store)
+        self._copies, self._leaves_at = copies, leaves_at
+        self.padded_vocab_size = padded_vocab_size
+        self._datasets = datasets
+        self.trainee: Trainee | None = None
+        self.restored: Restored | None = None
+        self.iteration: int | None = None
+        """Iterations that are done, as far as this session knows."""
+        self.times: dict[str, float] = {}
+        """Wall-clock times of what a change waits for."""
+
+    def prepare(self, args: Any) -> None:
+        """All generations have one vocabulary: its padding depends on TP, and padded rows take part in the loss."""
+        if self.padded_vocab_size is not None and args.padded_vocab_size is None:
+            args.padded_vocab_size = self.padded_vocab_size
+
+    def remember(self, provider: Callable[..., Any]) -> Callable[..., Any]:
+        """Datasets stay."""
+        return remembered(provider, self._datasets)
+
+    def load(self, session: Any, args: Any, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
+        """Take over the state, if there is one."""
+        self.times["built"] = time.time()
+        self.padded_vocab_size = args.padded_vocab_size
+        rank = self.generation.rank_of(self.process)
+        assert rank is not None
+        self.trainee = Trainee(self.generation.plan, rank, models, optimizer, scheduler, args)
+        if self.generation.loads:
+            session.materialise_parameters()
+            links = open_links(self.generation, self.process, self._job_store, self._timeout_s)
+            try:
+                self.restored = restore(links, self._copies.snapshots, self.trainee)
+            finally:
+                links.close()
+        self.times["loaded"] = time.time()
+        self._open_copies(rank)
+        if self.restored is not None:
+            self._copies.restored(self.restored.iteration)
+            return self.restored.iteration, self.restored.flops
+        if self.generation.loads:
+            _load_newest_checkpoint(args)
+        return None
+
+    def reached(self, session: Any, iteration: int) -> None:
+        """Leave, if it is time."""
+        if self.iteration is not None:
+            self.times.setdefault("first_step", time.time())
+        self.iteration = iteration
+        if self._leaves_at(iteration):
+            session.materialise_parameters()
+            assert self.trainee is not None
+            self._copies.wait()
+            raise Leave(take(self.trainee, iteration))
+        assert self.trainee is not None
+        self._copies.keep(session, self.trainee, iteration)
+
+    def closed(self) -> None:
+        """The session is over, however it ended."""
+        self._copies.close()
+        self.trainee = None
+
+    def _open_copies(self, rank: int) -> None:
+        if self._copies.every:
+            prefix = dist.PrefixStore(f"{self.generation.number}/copies", self._job_store)
+            links = Links(prefix, rank, len(self.generation.ranks), self._timeout_s)
+            self._copies.open(self.generation, rank, links)
+
+
+def open_links(generation: Generation, process: int, store: Any, timeout_s: float) -> Links:
+    """The connections over which the state of a generation moves.  Collective over its movers."""
+    movers = generation.movers
+    prefix = dist.PrefixStore(f"{generation.number}/movers", store)
+    return Links(prefix, movers.index(process), len(movers), timeout_s)
+
+
+def _load_newest_checkpoint(args: Any) -> None:
+    """Nobody holds a complete state: go on from what this job has saved, else as the flags say."""
+    from megatron.training import checkpointing
+
+    if args.save and checkpointing.checkpoint_exists(args.save):
+        args.load, args.finetune, args.no_load_optim, args.no_load_rng = args.save, False, False, False
+        args.ckpt_step = None

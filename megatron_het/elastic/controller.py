@@ -1,0 +1,375 @@
+"""The controller: membership, plan and generation of a job.  It is no rank and moves no state.
+
+It reads what agents and workers post and what their signs of life say, decides, and writes the next generation.  What
+it has decided is in a file as well, so that it can be started again while the job trains on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_het.elastic.board import Board, BoardError
+from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.pool import NoPlanError, Planner, Process
+from megatron_het.untrusted import read_json, write_text
+
+_POLL_S = 0.02
+_FAILURES = 3
+_SHOW_S = 1.0
+
+
+class JobError(RuntimeError):
+    """The job cannot go on; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long the controller waits, in seconds.
+
+    Attributes:
+        lost_s: Without a sign of life a process or a node counts as lost.
+        leave_s: For the ranks of a session to end once one of them has died.
+        start_s: For the first nodes to come.
+        return_s: For workers to come back where there is no plan without those that were lost.
+    """
+
+    lost_s: float = 30.0
+    leave_s: float = 30.0
+    start_s: float = 600.0
+    return_s: float = 60.0
+
+
+@dataclass
+class _Member:
+    """A worker as the controller knows it."""
+
+    process: Process
+    iteration: int = 0
+    beats: int = -1
+    seen_s: float = field(default_factory=time.monotonic)
+
+
+class Controller:
+    """Decides which generation comes next.
+
+    Args:
+        board: Served by this process.
+        planner: Makes plans.
+        state: File with what was decided.
+        nodes: Nodes to wait for before the first generation.
+        bounds: How long to wait.
+        say: Writes one line of progress.
+    """
+
+    def __init__(
+        self, board: Board, planner: Planner, state: Path, nodes: int, bounds: Bounds, say: Callable[[str], None]
+    ) -> None:
+        self._board, self._planner, self._state, self._nodes = board, planner, state, nodes
+        self._bounds, self._say = bounds, say
+        self._members: dict[int, _Member] = {}
+        self._leaving: set[str] = set()
+        self._generation: Generation | None = None
+        self._ended: dict[int, dict[str, Any]] = {}
+        self._wanted: tuple[str, float] | None = None
+        self._failed_since: float | None = None
+        self._failures = 0
+        self._progress = 0
+        self._signature: str | None = None
+        self._considered: frozenset[int] = frozenset()
+        self._prepared: frozenset[int] = frozenset()
+        self._asked = False
+        self._waits = False
+        self._shown_s = 0.0
+        self._read = 0
+        self._started_s = time.monotonic()
+        self.history: list[dict[str, Any]] = []
+        """One entry per change: why, and when what was done (wall clock)."""
+        self._recover()
+
+    def run(self) -> None:
+        """Until the job is over.
+
+        Raises:
+            JobError: It cannot go on.
+        """
+        try:
+            while not self._step():
+                time.sleep(_POLL_S)
+        except JobError as error:
+            self._end(str(error))
+            raise
+        self._end("")
+
+    def _step(self) -> bool:
+        """One round; whether the job is over."""
+        self._listen()
+        self._watch()
+        self._prepare()
+        generation = self._generation
+        if generation is None:
+            self._perhaps_start()
+            return False
+        alive = [process for process in generation.ranks if process in self._members]
+        if all(self._ended.get(process, {}).get("how") == "finished" for process in generation.ranks):
+            return True
+        if len(alive) < len(generation.ranks) or any(e["how"] == "failed" for e in self._ended.values()):
+            self._after_failure(generation, alive)
+        elif self._wanted is not None and all(process in self._ended for process in alive):
+            if any(self._ended[process]["how"] == "finished" for process in alive):
+                return True  # the last iteration came before the change
+            reason, since_s = self._wanted
+            self._next(reason, since_s)
+        elif self._wanted is None:
+            self._perhaps_change(generation)
+        return False
+
+    # -- what others say -------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while self._board.has(f"inbox/{self._read + 1}"):
+            self._read += 1
+            try:
+                message = self._board.get(f"inbox/{self._read}")
+                self._board.drop(f"inbox/{self._read}")
+                self._hear(message)
+            except (BoardError, KeyError, TypeError, ValueError) as error:
+                self._say(f"a message that makes no sense is left out: {error}")
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "ready":
+            self._welcome(message)
+        elif kind == "exit":
+            self._lose(int(message["process"]), f"worker {message['process']} on {message['node']} {message['why']}")
+        elif kind == "ended" and self._generation is not None and message["generation"] == self._generation.number:
+            self._ended[int(message["process"])] = message
+            self._progress = max(self._progress, int(message["iteration"]))
+        elif kind == "opened":
+            self._note_opened(message)
+        elif kind == "leave":
+            self._leaving.add(str(message["node"]))
+            self._say(f"node {message['node']} is to leave")
+        elif kind == "replan":
+            self._planner.renew()
+            self._asked, self._considered, self._prepared = True, frozenset(), frozenset()
+
+    def _welcome(self, message: dict[str, Any]) -> None:
+        number, signature = int(message["process"]), str(message["signature"])
+        self._signature = self._signature or signature
+        if signature != self._signature:
+            self._board.put(
+                f"refused/{number}",
+                "it was started with other flags, another model or another version than the first node; start all "
+                "nodes of a job with the same command",
+            )
+            return
+        self._leaving.discard(str(message["node"]))
+        self._members[number] = _Member(Process(number, str(message["node"]), str(message["device"])))
+        self._say(f"worker {number} on {message['node']} is ready")
+
+    def _note_opened(self, message: dict[str, Any]) -> None:
+        if message["padded_vocab_size"] is not None:
+            self._board.put("padded_vocab_size", message["padded_vocab_size"])
+        if self.history and self._generation is not None and message["generation"] == self._generation.number:
+            self._failures = 0
+            self._release(self._generation)
+            entry = self.history[-1]
+            entry.setdefault("opened", {})[str(message["process"])] = {
+                key: message[key] for key in ("iteration", "times", "sent_bytes")
+            }
+            self._save()
+
+    def _release(self, generation: Generation) -> None:
+        """The next generation trains: nodes that leave have nothing any more that somebody needs."""
+        for number, member in list(self._members.items()):
+            if member.process.node in self._leaving and number not in generation.ranks:
+                del self._members[number]
+                self._board.put(f"gone/{number}", True)
+                self._say(f"worker {number} on {member.process.node} has left")
+
+    def _watch(self) -> None:
+        """Signs of life."""
+        now = time.monotonic()
+        if now - self._shown_s > _SHOW_S:
+            self._shown_s = now
+            self._board.put("status", self.status())
+        for number, member in list(self._members.items()):
+            beat = self._board.get(f"beat/{number}")
+            if beat is not None and beat["beats"] != member.beats:
+                member.beats, member.seen_s, member.iteration = beat["beats"], now, int(beat["iteration"])
+            elif now - member.seen_s > self._bounds.lost_s:
+                self._board.put(f"kill/{number}", "no sign of life")
+                self._lose(number, f"worker {number} on {member.process.node} gives no sign of life")
+
+    def _lose(self, number: int, why: str) -> None:
+        member = self._members.pop(number, None)
+        if member is None:
+            return
+        self._say(why)
+        if self._generation is not None and number in self._generation.ranks and self._failed_since is None:
+            self._failed_since = time.time()
+
+    # -- decisions -------------------------------------------------------------------------------
+
+    def _pool(self) -> list[Process]:
+        return [m.process for m in self._members.values() if m.process.node not in self._leaving]
+
+    def _prepare(self) -> None:
+        """Have plans made for the pool that is there, and for what is left when any one node is lost."""
+        pool = self._pool()
+        numbers = frozenset(process.number for process in pool)
+        if numbers == self._prepared or len({p.node for p in pool}) < (self._nodes if self._generation is None else 1):
+            return
+        self._prepared = numbers
+        without = ([p for p in pool if p.node != node] for node in sorted({p.node for p in pool}))
+        self._planner.prepare([pool, *(left for left in without if left)])
+
+    def _perhaps_start(self) -> None:
+        if len({p.node for p in self._pool()}) >= self._nodes:
+            self._next("start", time.time())
+        elif time.monotonic() - self._started_s > self._bounds.start_s:
+            found = sorted({p.node for p in self._pool()})
+            raise JobError(
+                f"only {len(found)} of {self._nodes} nodes came in {self._bounds.start_s:g} s ({', '.join(found)}). "
+                "Start the agents of the others, or ask for fewer with --nodes"
+            )
+
+    def _perhaps_change(self, generation: Generation) -> None:
+        """Nodes that leave, and newcomers with whom there is a better plan; every pool is looked at once."""
+        pool = self._pool()
+        staying = frozenset(process.number for process in pool)
+        if staying == self._considered or not self._planner.is_ready(pool):
+            return  # the training goes on while a plan is made
+        self._considered = staying
+        if self._asked:
+            self._asked = False
+            self._want("a new plan was asked for")
+        elif any(process not in staying for process in generation.ranks):
+            self._want("a node leaves")
+        elif staying - set(generation.ranks):
+            try:
+                plan, _ = self._planner.plan(pool)
+            except NoPlanError:
+                return
+            if self._planner.is_better(plan, generation.plan):
+                self._want("a node joins")
+
+    def _want(self, reason: str) -> None:
+        if self._generation is None or self._wanted is not None:
+            return
+        try:
+            self._planner.plan(self._pool())  # while the training goes on; a change without one would end the job
+        except NoPlanError as error:
+            self._say(f"{reason}, and nothing changes: {error}")
+            return
+        self._wanted = (reason, time.time())
+        self._board.put(f"{self._generation.number}/wanted", reason)
+        self._say(f"{reason}: all ranks leave after the running iteration")
+
+    def _after_failure(self, generation: Generation, alive: Sequence[int]) -> None:
+        """Wait until the survivors have left their session, in bounded time, then go on with them."""
+        self._failed_since = self._failed_since or time.time()
+        running = [process for process in alive if process not in self._ended]
+        if running and time.time() - self._failed_since < self._bounds.leave_s:
+            return
+        for process in running:
+            self._board.put(f"kill/{process}", "it did not leave its session")
+            self._lose(process, f"worker {process} did not leave its session in {self._bounds.leave_s:g} s")
+        if not self._can_go_on(self._failed_since):
+            return
+        reached = max([self._progress, *(member.iteration for member in self._members.values())])
+        self._failures += 1
+        if self._failures > _FAILURES:
+            errors = {e["error"] for e in self._ended.values() if e["error"]}
+            raise JobError(
+                f"{self._failures} generations failed one after the other, at iteration {reached}: "
+                f"{'; '.join(sorted(errors)) or 'workers died'}. The workers' logs say more"
+            )
+        dead = len(generation.ranks) - len(alive)
+        self._next(f"{dead} ranks were lost" if dead else "a session failed", self._failed_since)
+
+    def _can_go_on(self, since_s: float) -> bool:
+        """Whether there is a plan for what is left; for a while the agents' new workers are waited for."""
+        try:
+            self._planner.plan(self._pool())
+        except NoPlanError as error:
+            if time.time() - since_s >= self._bounds.return_s:
+                return True  # the next step says so
+            if not self._waits:
+                self._say(f"{error}. Workers may come back for {self._bounds.return_s:g} s")
+            self._waits = True
+            return False
+        self._waits = False
+        return True
+
+    def _next(self, reason: str, since_s: float) -> None:
+        """Write the next generation."""
+        before = self._generation
+        left_s = time.time()
+        try:
+            plan, ranks = self._planner.plan(self._pool())
+        except NoPlanError as error:
+            raise JobError(f"{reason}, and there is no plan for what is left: {error}") from None
+        number = 0 if before is None else before.number + 1
+        holders = () if before is None else tuple(p for p in before.movers if p in self._members)
+        nodes = tuple(self._members[process].process.node for process in ranks)
+        self._generation = Generation(number, plan, ranks, holders, nodes, loads=before is not None)
+        self._ended, self._wanted, self._failed_since = {}, None, None
+        self._considered = frozenset()
+        self.history.append({"generation": number, "why": reason, "seen": since_s, "left": left_s})
+        self._board.put(f"{number}/generation", self._generation.to_json())
+        self._board.put("latest", number)
+        self.history[-1]["planned"] = time.time()
+        self._save()
+        self._say(f"generation {number} ({reason}): {len(ranks)} ranks on {len(set(nodes))} nodes")
+
+    # -- what is kept ----------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """What ``het-run status`` shows; JSON values."""
+        generation = self._generation
+        return {
+            "generation": None if generation is None else generation.to_json(),
+            "signature": self._signature,
+            "members": [
+                {"process": n, "node": m.process.node, "device": m.process.device, "iteration": m.iteration}
+                for n, m in sorted(self._members.items())
+            ],
+            "leaving": sorted(self._leaving),
+            "history": self.history,
+        }
+
+    def _save(self) -> None:
+        document = self.status()
+        write_text(self._state, json.dumps(document, indent=1))
+        self._board.put("status", document)
+
+    def _recover(self) -> None:
+        """Go on with the job that the file describes, if there is one."""
+        if not self._state.exists():
+            return
+        document = read_json(self._state)
+        if document["generation"] is None or document.get("over"):
+            return
+        self._generation = Generation.from_json(document["generation"])
+        self._signature, self.history = document["signature"], document["history"]
+        for member in document["members"]:
+            process = Process(int(member["process"]), member["node"], member["device"])
+            self._members[process.number] = _Member(process)
+        self._leaving = set(document["leaving"])
+        number = self._generation.number
+        self._board.put(f"{number}/generation", self._generation.to_json())
+        self._board.put("latest", number)
+        self._board.start_count("processes", max(self._members, default=0))
+        self._say(f"goes on with generation {number} and {len(self._members)} workers")
+
+    def _end(self, error: str) -> None:
+        document = {**self.status(), "over": True, "error": error}
+        write_text(self._state, json.dumps(document, indent=1))
+        self._board.put("status", document)
+        self._board.put("over", {"error": error})

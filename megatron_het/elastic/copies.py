@@ -1,0 +1,249 @@
+"""The in-memory tier: every rank's state after every K iterations, in its own host memory and in that of another node.
+
+A rank packs its state into one block of host memory and goes on training; a thread sends the block to the rank's
+keeper on another node.  Parts that ranks of other nodes hold anyway (plain replicas) are not sent.  Three iterations
+are kept: while the newest is being copied somewhere, the one before may be, too, but the one before that is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.links import Links
+from megatron_het.elastic.pieces import Blocks, blocks_of, collect
+from megatron_het.elastic.ranges import Piece, common
+from megatron_het.elastic.state import Snapshot, Trainee, described
+
+_KEPT = 3
+_ALIGNED = 16
+
+Identity = tuple[str, str, tuple[int, ...], int]
+"""What tells a rank's own pieces apart."""
+
+
+class Copies:
+    """What this process holds for the case of a death; outlives sessions.
+
+    Args:
+        every: Copy after every so many iterations; 0 never.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._snapshots: list[Snapshot] = []
+        self._links: Links | None = None
+        self._thread: threading.Thread | None = None
+        self._keeper: int | None = None
+        self._clients: tuple[int, ...] = ()
+        self._shared: set[Identity] = set()
+        self._kept = 0
+        self._broken = False
+        self._blocks: Blocks | None = None  # of the session's models
+        self._generation: Generation | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """Everything that is held, own and others'."""
+        with self._lock:
+            return list(self._snapshots)
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Hold one more."""
+        with self._lock:
+            self._snapshots.append(snapshot)
+
+    def open(self, generation: Generation, rank: int, links: Links) -> None:
+        """A session begins; ``links`` connect its ranks."""
+        self._generation, self._links = generation, links
+        self._shared, self._kept, self._broken = set(), 0, False
+        keepers = keepers_of(generation.nodes)
+        self._keeper = keepers[rank]
+        self._clients = tuple(client for client, keeper in enumerate(keepers) if keeper == rank)
+
+    def restored(self, iteration: int) -> None:
+        """The session goes on from an iteration: what was done after it counts no more."""
+        with self._lock:
+            self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.iteration <= iteration]
+
+    def keep(self, session: Any, trainee: Trainee, iteration: int) -> None:
+        """At a boundary: copy the state, if it is time.  All ranks call it at the same boundaries.
+
+        Args:
+            session: The open session.
+            trainee: What is trained.
+            iteration: Iterations that are done.
+        """
+        if not self.every or iteration % self.every or self._links is None:
+            return
+        self.wait()
+        session.materialise_parameters()
+        if self._blocks is None:
+            self._blocks = blocks_of(trainee.models, trainee.args)
+        state = collect(trainee.models, trainee.optimizer, trainee.args, self._blocks)
+        self._note_shared([piece for piece, _ in state.pieces])
+        shared = self._shared
+        pieces = sorted(state.pieces, key=lambda entry: _identity(entry[0]) in shared)
+        number = sum(_identity(piece) not in shared for piece, _ in pieces)
+        block, views = _packed(pieces)
+        snapshot = described(trainee, iteration, state, views)
+        self._forget_old()
+        self.add(snapshot)
+        if not self._broken and (self._keeper is not None or self._clients):
+            task = self._links, snapshot, block, number
+            self._thread = threading.Thread(target=self._exchange, args=task, daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Until the copy that is under way has arrived or failed; bounded by the timeout of the links."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """The session is over; what is held stays.
+
+        Nobody waits here for a copy that is under way.  It may wait for a rank whose training waits for this one, and
+        this one's connections are closed after this call.
+        """
+        links, self._links, self._blocks, self._thread = self._links, None, None, None
+        if links is not None:
+            links.close()
+
+    def _forget_old(self) -> None:
+        with self._lock:
+            newest = sorted({snapshot.iteration for snapshot in self._snapshots})[1 - _KEPT :]
+            self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.iteration in newest]
+
+    def _note_shared(self, own: Sequence[Piece]) -> None:
+        """Ask at the first, second, fourth, eighth, ... copy what others hold.  Collective over the session's ranks.
+
+        Optimizers make their state in the first step that is not skipped, which may be any.  What nobody has been
+        asked about is sent.
+        """
+        self._kept += 1
+        if self._kept & (self._kept - 1) or self._broken:
+            return
+        try:
+            self._shared = self._held_elsewhere(own)
+        except RuntimeError:
+            self._break(self._links)
+
+    def _break(self, links: Links | None) -> None:
+        """Somebody has gone.  The training notices by itself; no more copies are sent until the next session.
+
+        Others may wait for a message of this rank, so the connections are closed.
+        """
+        self._broken = self._broken or links is self._links
+        if links is not None:
+            links.close()
+
+    def _held_elsewhere(self, own: Sequence[Piece]) -> set[Identity]:
+        """Which own pieces ranks of other nodes hold as well.  Collective over the session's ranks."""
+        assert self._links is not None and self._generation is not None
+        nodes = self._generation.nodes
+        alone = len(set(nodes)) == 1  # then every process is what may fail
+        here = nodes[self._links.rank]
+        elsewhere: dict[tuple[str, str], list[Piece]] = {}
+        for rank, documents in enumerate(self._links.gather([piece.to_json() for piece in own])):
+            if rank != self._links.rank and (alone or nodes[rank] != here):
+                for piece in map(Piece.from_json, documents):
+                    elsewhere.setdefault(piece.name, []).append(piece)
+        found = set()
+        for piece in own:
+            left = piece.runs()
+            for other in elsewhere.get(piece.name, ()):
+                if len(left):
+                    left = common(left, other.runs())[2]
+            if not len(left):
+                found.add(_identity(piece))
+        return found
+
+    def _exchange(self, links: Links, snapshot: Snapshot, block: torch.Tensor, number: int) -> None:
+        """On the thread: give the keeper this rank's copy, and take those of the clients."""
+        try:
+            self._swap(links, snapshot, block, number)
+            return
+        except RuntimeError:
+            pass  # whatever the error refers to is let go first
+        self._break(links)
+
+    def _swap(self, links: Links, snapshot: Snapshot, block: torch.Tensor, number: int) -> None:
+        sent = snapshot.pieces[:number]
+        size = _end(sent)
+        head = _bytes(_head(snapshot, sent))
+        receivers = [] if self._keeper is None else [self._keeper]
+        counts = [(client, torch.empty(2, dtype=torch.int64)) for client in self._clients]
+        links.swap([(r, torch.tensor([len(head), size])) for r in receivers], counts)
+        heads = [(client, torch.empty(int(count[0]), dtype=torch.uint8)) for client, count in counts]
+        links.swap([(r, head) for r in receivers], heads)
+        blocks = [(client, torch.empty(int(count[1]), dtype=torch.uint8)) for client, count in counts]
+        filled = [(client, tensor) for client, tensor in blocks if tensor.numel()]
+        links.swap([(r, block[:size]) for r in receivers if size], filled)
+        for (_, text), (_, body) in zip(heads, blocks, strict=True):
+            if self._links is not links:
+                return  # the session is over, and others may have agreed without this copy
+            self.add(_unpacked(json.loads(text.numpy().tobytes()), body))
+
+
+def keepers_of(nodes: Sequence[str]) -> list[int | None]:
+    """For each rank the rank that keeps its copy: the next one on another node, or the next one on a single node."""
+    size = len(nodes)
+    found: list[int | None] = []
+    for rank in range(size):
+        others = [(rank + step) % size for step in range(1, size)]
+        away = [other for other in others if nodes[other] != nodes[rank]]
+        # Ranks of a node choose different keepers.
+        place = sum(node == nodes[rank] for node in nodes[:rank])
+        found.append(away[place % len(away)] if away else next(iter(others), None))
+    return found
+
+
+def _identity(piece: Piece) -> Identity:
+    return piece.key, piece.kind, piece.offset, piece.start
+
+
+def _packed(pieces: Sequence[tuple[Piece, torch.Tensor]]) -> tuple[torch.Tensor, list[tuple[Piece, torch.Tensor]]]:
+    """All pieces in one block of host memory, and each of them as a view of it."""
+    sizes = [_aligned(tensor.nbytes) for _, tensor in pieces]
+    block = torch.empty(sum(sizes), dtype=torch.uint8)
+    views, at = [], 0
+    for (piece, tensor), size in zip(pieces, sizes, strict=True):
+        view = block[at : at + tensor.nbytes].view(tensor.dtype)
+        view.copy_(tensor)
+        views.append((piece, view))
+        at += size
+    return block, views
+
+
+def _unpacked(head: dict[str, Any], body: torch.Tensor) -> Snapshot:
+    pieces, at = [], 0
+    for document in head.pop("pieces"):
+        piece = Piece.from_json(document)
+        dtype = getattr(torch, piece.dtype)
+        pieces.append((piece, body[at : at + piece.size * dtype.itemsize].view(dtype)))
+        at += _aligned(piece.size * dtype.itemsize)
+    return Snapshot(**head, pieces=pieces)
+
+
+def _head(snapshot: Snapshot, sent: Sequence[tuple[Piece, torch.Tensor]]) -> dict[str, Any]:
+    names = ("iteration", "rank", "topology", "common", "numbers", "random")
+    return {name: getattr(snapshot, name) for name in names} | {"pieces": [piece.to_json() for piece, _ in sent]}
+
+
+def _bytes(document: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+
+
+def _end(pieces: Sequence[tuple[Piece, torch.Tensor]]) -> int:
+    return sum(_aligned(tensor.nbytes) for _, tensor in pieces)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

@@ -1,0 +1,65 @@
+"""One generation: a plan, the processes that run it, and those whose state it begins with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_het.plan import Plan
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What every process is told about a generation.  Processes are known by numbers that never change.
+
+    Attributes:
+        number: Ascending from 0.
+        plan: The plan.
+        ranks: Process of each rank of the plan.
+        holders: Processes that may hold state of an earlier generation.
+        nodes: Name of the node of each rank.
+        loads: Whether the state comes from them; the first generation starts as the flags say.
+    """
+
+    number: int
+    plan: Plan
+    ranks: tuple[int, ...]
+    holders: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    loads: bool = False
+
+    @property
+    def movers(self) -> tuple[int, ...]:
+        """Processes that take part in moving the state."""
+        return tuple(sorted({*self.ranks, *self.holders}))
+
+    def rank_of(self, process: int) -> int | None:
+        """The process's rank; None if it has none."""
+        return self.ranks.index(process) if process in self.ranks else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "number": self.number,
+            "plan": self.plan.to_json(),
+            "ranks": list(self.ranks),
+            "holders": list(self.holders),
+            "nodes": list(self.nodes),
+            "loads": self.loads,
+        }
+
+    @staticmethod
+    def from_json(document: dict[str, Any]) -> Generation:
+        """What :meth:`to_json` described.
+
+        Raises:
+            PlanError: The plan is not one.
+        """
+        return Generation(
+            int(document["number"]),
+            Plan.from_json(document["plan"]),
+            tuple(int(process) for process in document["ranks"]),
+            tuple(int(process) for process in document["holders"]),
+            tuple(str(node) for node in document["nodes"]),
+            bool(document["loads"]),
+        )

@@ -1,0 +1,237 @@
+"""This rank's state as pieces: parameters, main parameters and optimizer state by global name and range.
+
+Where a parameter lies in the whole one is asked of the module's own sharded state dict, which checkpoints use too.
+So whatever Megatron or a feature can save, by whatever cuts, can move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_het.elastic.ranges import Piece
+
+PARAMETER, MAIN = "parameter", "main"
+
+
+class StateError(RuntimeError):
+    """State that cannot be moved; the message says which and why."""
+
+
+@dataclass
+class LocalState:
+    """What a rank holds, or is to be filled.
+
+    Attributes:
+        pieces: What is held, with the elements as flat views of the tensors themselves.
+        numbers: Of the optimizer, by parameter name: what its state has besides tensors, such as the step.
+    """
+
+    pieces: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all pieces together."""
+        return sum(tensor.nbytes for _, tensor in self.pieces)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows of a parameter and the block of the whole tensor that they are."""
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    block: tuple[int, ...]
+    first: int
+    """Element of the flat parameter at which the block begins."""
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.block).numel()
+
+
+Blocks = dict[int, tuple[torch.Tensor, list[_Block]]]
+
+
+@torch.no_grad()
+def collect(models: Sequence[torch.nn.Module], optimizer: Any, args: Any, blocks: Blocks | None = None) -> LocalState:
+    """This rank's state as it is now.
+
+    Args:
+        models: The model chunks as Megatron trains them.
+        optimizer: Megatron's.
+        args: Megatron's arguments.
+        blocks: What :func:`blocks_of` returned for these models, if it is known.
+
+    Raises:
+        StateError: An optimizer that keeps its state in a form that is not known here.
+    """
+    blocks = blocks or blocks_of(models, args)
+    found = LocalState()
+    for tensor, parts in blocks.values():
+        _add(found, parts, PARAMETER, tensor, 0)
+    for inner, pairs in optimizers(optimizer):
+        for parameter, main, start in pairs:
+            parts = blocks[id(parameter)][1]
+            if main.dtype != parameter.dtype:
+                _add(found, parts, MAIN, main, start)
+            elif main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                _add(found, parts, PARAMETER, main, start)  # the same values, kept apart by a parameter window
+            for name, value in inner.state.get(main, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    _add(found, parts, name, value, start)
+                elif value is not None:
+                    found.numbers.setdefault(parts[0].key, {})[name] = float(value)
+            group = _group_step(inner, main)
+            if group is not None:
+                found.numbers.setdefault(parts[0].key, {})["group.step"] = float(group)
+    return found
+
+
+@torch.no_grad()
+def prepare(
+    models: Sequence[torch.nn.Module], optimizer: Any, args: Any, kinds: Mapping[str, Sequence[str]]
+) -> LocalState:
+    """The state that a new rank needs, with room for it: the optimizer's state is made where it is lazy.
+
+    Args:
+        models: The model chunks as Megatron trains them.
+        optimizer: Megatron's.
+        args: Megatron's arguments.
+        kinds: Names of the optimizer's states with their data types, by parameter name, as those who hold them say.
+    """
+    blocks = blocks_of(models, args)
+    for inner, pairs in optimizers(optimizer):
+        for parameter, main, _ in pairs:
+            state = inner.state[main]
+            for entry in kinds.get(blocks[id(parameter)][1][0].key, ()):
+                name, _, dtype = entry.partition(":")
+                if name not in state:
+                    state[name] = torch.zeros_like(main, dtype=getattr(torch, dtype))
+    return collect(models, optimizer, args, blocks)
+
+
+def forget(optimizer: Any) -> None:
+    """Take back the room that :func:`prepare` made: an optimizer that nothing was moved into begins as a new one."""
+    for inner, _ in optimizers(optimizer):
+        inner.state.clear()
+
+
+@torch.no_grad()
+def set_numbers(models: Sequence[torch.nn.Module], optimizer: Any, args: Any, numbers: Mapping[str, Any]) -> None:
+    """Give the optimizer the numbers that belong to its state, such as the count of steps."""
+    blocks = blocks_of(models, args)
+    for inner, pairs in optimizers(optimizer):
+        for parameter, main, _ in pairs:
+            for name, value in numbers.get(blocks[id(parameter)][1][0].key, {}).items():
+                if name == "group.step":
+                    _set_group_step(inner, main, int(value))
+                else:
+                    inner.state[main][name] = torch.tensor(value, dtype=torch.float32)
+
+
+def optimizers(optimizer: Any) -> Iterator[tuple[Any, list[tuple[torch.Tensor, torch.Tensor, int]]]]:
+    """Each inner optimizer with its parameters.
+
+    Yields:
+        torch's optimizer, and per parameter of this rank: the model's parameter, the tensor that is optimized in its
+        place, and at which of the parameter's elements that begins.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:  # nothing of this rank is optimized
+            continue
+        if getattr(part.config, "use_precision_aware_optimizer", False):
+            raise StateError("--use-precision-aware-optimizer keeps its main parameters where elastic training cannot")
+        if hasattr(part, "shard_fp32_from_float16_groups"):  # the distributed optimizer
+            groups = (
+                *zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True),
+                *zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True),
+            )
+            pairs = [
+                (model, main, part._get_model_param_range_map(model)["param"].start)
+                for models, mains in groups
+                for model, main in zip(models, mains, strict=True)
+            ]
+        elif hasattr(part, "fp32_from_float16_groups"):
+            groups = (
+                *zip(part.float16_groups, part.fp32_from_float16_groups, strict=True),
+                *zip(part.fp32_from_fp32_groups, part.fp32_from_fp32_groups, strict=True),
+            )
+            pairs = [(model, main, 0) for a, b in groups for model, main in zip(a, b, strict=True)]
+        else:
+            pairs = [(p, p, 0) for group in inner.param_groups for p in group["params"]]
+        yield inner, pairs
+
+
+def blocks_of(models: Sequence[torch.nn.Module], args: Any) -> Blocks:
+    """By the id of each parameter and buffer that is saved: the tensor, and the blocks that it consists of."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.utils import unwrap_model
+    from megatron.training.checkpointing import _build_sharded_state_dict_metadata
+
+    metadata = _build_sharded_state_dict_metadata(args) | {"non_homogeneous_layers": True}
+    found: Blocks = {}
+    for model in unwrap_model(list(models)):
+        for entry in nested_values(model.sharded_state_dict(metadata=metadata)):
+            if isinstance(entry, ShardedTensorFactory):
+                found[id(entry.data)] = entry.data, _blocks_of_factory(entry)
+            elif isinstance(entry, ShardedTensor) and entry.data is not None:
+                found[id(entry.data)] = entry.data, [_block(entry, 0)]
+    return found
+
+
+def _block(entry: Any, first: int) -> _Block:
+    """A sharded tensor's place; dimensions that only the whole has are of size 1 here."""
+    extra = len(entry.global_shape) - len(entry.local_shape)
+    block = (*(1,) * extra, *entry.local_shape)
+    return _Block(entry.key, tuple(entry.global_shape), tuple(entry.global_offset), block, first)
+
+
+def _blocks_of_factory(factory: Any) -> list[_Block]:
+    """What a factory makes of a parameter, found by letting it cut the numbers of the rows."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    data = factory.data
+    width = data.numel() // max(1, data.shape[0])
+    rows = torch.arange(data.shape[0]).view(-1, *(1,) * (data.dim() - 1)).expand(data.shape)
+    blocks = []
+    for entry in nested_values(factory.build_fn(factory.key, rows, factory.replica_id, None)):
+        cut = entry.data.reshape(entry.data.shape[0], -1)[:, 0]
+        first = int(cut[0])
+        whole_rows = entry.data.numel() == len(cut) * width
+        if not whole_rows or not torch.equal(cut, torch.arange(first, first + len(cut))):
+            raise StateError(f"{factory.key}: its checkpoint form is not cut along rows, so it cannot be moved")
+        blocks.append(_block(entry, first * width))
+    return blocks
+
+
+def _add(found: LocalState, parts: Sequence[_Block], kind: str, tensor: torch.Tensor, start: int) -> None:
+    """A tensor that holds elements from ``start`` on of a parameter that consists of blocks."""
+    flat = tensor.detach().view(-1)
+    stop = start + flat.numel()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    for part in parts:
+        lo, hi = max(start, part.first), min(stop, part.first + part.size)
+        if lo < hi:
+            piece = Piece(part.key, kind, dtype, part.shape, part.offset, part.block, lo - part.first, hi - part.first)
+            found.pieces.append((piece, flat[lo - start : hi - start]))
+
+
+def _group_step(inner: Any, main: torch.Tensor) -> Any:
+    """Steps of the group of a parameter, in optimizers that count per group (Apex, Transformer Engine)."""
+    return _group_of(inner, main).get("step")
+
+
+def _set_group_step(inner: Any, main: torch.Tensor, value: int) -> None:
+    _group_of(inner, main)["step"] = value
+
+
+def _group_of(inner: Any, main: torch.Tensor) -> dict[str, Any]:
+    return next((group for group in inner.param_groups if any(main is p for p in group["params"])), {})

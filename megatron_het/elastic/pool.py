@@ -1,0 +1,121 @@
+"""Which processes there are, and a plan with its ranks for those that are left."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_het.plan import Plan
+
+
+@dataclass(frozen=True)
+class Process:
+    """A worker.
+
+    Attributes:
+        number: Never given again.
+        node: Name of its node, which is what fails as a whole.
+        device: Kind of its device, as plans and cluster files call it; may be empty.
+    """
+
+    number: int
+    node: str
+    device: str = ""
+
+
+class NoPlanError(RuntimeError):
+    """There is no plan for the processes that are left."""
+
+
+class Planner(Protocol):
+    """Makes plans."""
+
+    def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
+        """A plan for a pool, and the process of each of its ranks.
+
+        Raises:
+            NoPlanError: There is none.
+        """
+
+    def is_better(self, plan: Plan, present: Plan) -> bool:
+        """Whether a change from the present plan to another one pays."""
+
+    def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
+        """Make plans ahead for pools that may come, the most likely ones first; returns at once."""
+
+    def is_ready(self, pool: Sequence[Process]) -> bool:
+        """Whether :meth:`plan` answers at once for a pool."""
+
+    def renew(self) -> None:
+        """Forget the plans that were made: what they were made from has changed."""
+
+
+class GivenPlans:
+    """Takes the best plan of a list that the pool can run.
+
+    Args:
+        plans: In the order of preference.
+    """
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self._plans = plans
+
+    def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
+        """See :class:`Planner`."""
+        for plan in self._plans:
+            ranks = assign(plan, pool)
+            if ranks is not None:
+                return plan, ranks
+        sizes = ", ".join(str(plan.world_size) for plan in self._plans)
+        raise NoPlanError(
+            f"no plan of the list fits {len(pool)} processes on {len({p.node for p in pool})} nodes (the plans have "
+            f"{sizes} ranks). Give a plan for fewer ranks, or bring nodes back"
+        )
+
+    def is_better(self, plan: Plan, present: Plan) -> bool:
+        """See :class:`Planner`; the list is in the order of preference."""
+        # A controller that is started again may have another list than the one whose plan runs.
+        return present not in self._plans or self._plans.index(plan) < self._plans.index(present)
+
+    def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
+        """See :class:`Planner`; there is nothing to make."""
+
+    def is_ready(self, pool: Sequence[Process]) -> bool:
+        """See :class:`Planner`; always."""
+        return True
+
+    def renew(self) -> None:
+        """See :class:`Planner`; the list stays."""
+
+
+def assign(plan: Plan, pool: Sequence[Process]) -> tuple[int, ...] | None:
+    """The process of each rank: of the replica's kind of device, and a tensor-parallel group inside of a node.
+
+    Args:
+        plan: The plan.
+        pool: Processes to choose from.  Kinds count where every process and every replica has one.
+
+    Returns:
+        Process numbers by rank; None where the pool cannot run the plan.
+    """
+    replicas = [replica for stage in plan.stages for replica in stage.replicas]
+    by_kind = all(p.device for p in pool) and all(r.device for r in replicas)
+    free: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for process in sorted(pool, key=lambda p: p.number):
+        free[process.device if by_kind else ""][process.node].append(process.number)
+    found: dict[int, int] = {}
+    # The largest groups first: they are the ones that a divided node cannot take.
+    for replica in sorted(replicas, key=lambda r: (-r.tp, r.ranks)):
+        nodes = free[replica.device if by_kind else ""]
+        for part in range(replica.cp):
+            group = replica.tp_group(part)
+            fitting = [name for name, numbers in nodes.items() if len(numbers) >= len(group)]
+            if not fitting:
+                return None
+            # The fullest node that is just large enough keeps room for other groups.
+            chosen = min(fitting, key=lambda name: (len(nodes[name]), name))
+            for rank in group:
+                found[rank] = nodes[chosen].pop(0)
+    return tuple(found[rank] for rank in range(plan.world_size))

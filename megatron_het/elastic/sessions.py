@@ -1,0 +1,102 @@
+"""Sessions one after the other in one process: enter Megatron's training under a plan, leave it, enter it again."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_het.elastic.boundary import ElasticBoundary, Leave
+from megatron_het.elastic.state import Snapshot
+from megatron_het.plan import save_plan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a session ended.
+
+    Attributes:
+        how: ``finished`` (the training is over), ``left`` (at a boundary, as agreed) or ``failed`` (something that it
+            needed broke).
+        snapshot: This rank's state where it left.
+        error: What failed.
+    """
+
+    how: str
+    snapshot: Snapshot | None = None
+    error: str = ""
+
+
+def run_session(
+    boundary: ElasticBoundary, flags: Sequence[str], folder: Path, entry: Callable[[ElasticBoundary], None]
+) -> Outcome:
+    """Train under the plan of a generation until it ends, leaves or fails.
+
+    Args:
+        boundary: Of the generation.
+        flags: Command line of the training, without a plan.
+        folder: Where this process may write the plan.
+        entry: Runs the training, with the flags in ``sys.argv``.
+
+    Returns:
+        How it ended; nothing of the session is left in the process then.
+
+    Raises:
+        SystemExit: The flags are wrong.
+    """
+    generation = boundary.generation
+    plan = folder / f"plan-{generation.number}.json"
+    save_plan(generation.plan, plan)
+    rank = generation.ranks.index(boundary.process)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(generation.ranks)))
+    sys.argv = ["megatron_het.elastic", *_with_own_folders(flags, generation.number), "--het-plan", str(plan)]
+    try:
+        entry(boundary)
+    except Leave as leave:
+        traceback.clear_frames(leave.__traceback__)
+        return Outcome("left", leave.snapshot)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            raise
+    except RuntimeError as error:  # what torch.distributed raises when a peer has gone
+        text = "".join(traceback.format_exception_only(error)).strip()
+        traceback.clear_frames(error.__traceback__)
+        return Outcome("failed", error=text)
+    finally:
+        boundary.closed()
+        end_session()
+    return Outcome("finished")
+
+
+def _with_own_folders(flags: Sequence[str], number: int) -> list[str]:
+    """The flags with reports and traces of every generation in a folder of its own: ranks change their meaning."""
+    found = list(flags)
+    for i, word in enumerate(found):
+        name, equals, value = word.partition("=")
+        if name not in ("--het-report", "--het-trace"):
+            continue
+        if equals:
+            found[i] = f"{name}={Path(value) / f'generation-{number}'}"
+        elif i + 1 < len(found):
+            found[i + 1] = str(Path(found[i + 1]) / f"generation-{number}")
+    return found
+
+
+def end_session() -> None:
+    """Take out of the process what a closed session leaves in it; all connections are closed, so that others notice."""
+    from megatron_het import upstream
+
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+    if "megatron.training.training" in sys.modules:
+        sys.modules["megatron.training.training"].destroy_global_state()
+    upstream.uninstall()
+    gc.collect()

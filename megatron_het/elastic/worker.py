@@ -1,0 +1,240 @@
+"""A worker: one rank's process.  It imports once, then goes through generations until the job is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_het.elastic.board import Board, BoardError
+from megatron_het.elastic.boundary import ElasticBoundary, open_links
+from megatron_het.elastic.copies import Copies
+from megatron_het.elastic.datasets import Kept
+from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.sessions import Outcome, run_session
+from megatron_het.elastic.state import give
+
+_POLL_S = 0.02
+_BEAT_S = 0.5
+_AWAY_S = 5.0
+ENVIRONMENT = "HET_ELASTIC_WORKER"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an agent tells a worker that it starts.
+
+    Attributes:
+        host, port: Of the controller.
+        token: Of the job.
+        process: This process's number.
+        node: Name of the node.
+        device: Kind of the device.
+        folder: For files of its own.
+        copy_every: See :class:`Copies`.
+        timeout_s: Bound on every wait of a change.
+        signature: What all workers of a job must have in common.
+    """
+
+    host: str
+    port: int
+    token: str
+    process: int
+    node: str
+    device: str
+    folder: str
+    copy_every: int
+    timeout_s: float
+    signature: str
+
+    def to_text(self) -> str:
+        """For an environment variable."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_text(text: str) -> Setting:
+        """What :meth:`to_text` wrote."""
+        return Setting(**json.loads(text))
+
+
+class Worker:
+    """Goes through generations.
+
+    Args:
+        setting: From the agent.
+        flags: Of the training, without a plan.
+        entry: Runs the training.
+    """
+
+    def __init__(self, setting: Setting, flags: list[str], entry: Callable[[ElasticBoundary], None]) -> None:
+        self._setting, self._flags, self._entry = setting, flags, entry
+        self._board = self._connect(setting.timeout_s)
+        self._copies = Copies(setting.copy_every)
+        self._datasets: Kept = {}
+        self._iteration = 0
+        self._padded_vocab_size: int | None = None
+
+    def _connect(self, patience_s: float) -> Board:
+        setting = self._setting
+        return Board(setting.host, setting.port, setting.token, patience_s=patience_s)
+
+    def run(self) -> int:
+        """Until the job is over; returns the exit code."""
+        setting = self._setting
+        threading.Thread(target=self._beat, daemon=True).start()
+        about = {"process": setting.process, "node": setting.node, "device": setting.device}
+        self._board.post({"type": "ready", **about, "signature": setting.signature})
+        number = -1
+        while (generation := self._next(number)) is not None:
+            number = generation.number
+            self._take_part(generation)
+        return 0
+
+    def _next(self, after: int) -> Generation | None:
+        """Wait for the generation after a number; None when the job is over."""
+        while True:
+            if self._board.has("over"):
+                return None
+            latest = self._board.get("latest")
+            if latest is not None and latest > after:
+                return Generation.from_json(self._board.get(f"{latest}/generation"))
+            time.sleep(_POLL_S)
+
+    def _take_part(self, generation: Generation) -> None:
+        process = self._setting.process
+        if process in generation.ranks:
+            outcome, boundary = self._train(generation)
+            if outcome.snapshot is not None:
+                self._copies.add(outcome.snapshot)
+            self._board.post(
+                {
+                    "type": "ended",
+                    "process": process,
+                    "generation": generation.number,
+                    "how": outcome.how,
+                    "error": outcome.error[-2000:],
+                    "iteration": boundary.iteration or 0,
+                }
+            )
+        elif process in generation.movers:
+            try:
+                links = open_links(generation, process, self._board.store, self._setting.timeout_s)
+                give(links, self._copies.snapshots)
+                links.close()
+            except RuntimeError:
+                return  # a member has gone: the next generation tries again, with what is still held here
+
+    def _train(self, generation: Generation) -> tuple[Outcome, ElasticBoundary]:
+        setting = self._setting
+        vocabulary = self._padded_vocab_size or self._board.get("padded_vocab_size")
+        watch = _Watch(self._connect, generation, generation.ranks.index(setting.process) == 0)
+        boundary = ElasticBoundary(
+            generation,
+            setting.process,
+            self._board.store,
+            setting.timeout_s,
+            self._copies,
+            watch.leaves_at,
+            vocabulary,
+            self._datasets,
+        )
+        watch.opened = lambda: self._opened(boundary)
+        try:
+            outcome = run_session(boundary, self._flags, Path(setting.folder), self._entry)
+        finally:
+            self._padded_vocab_size = boundary.padded_vocab_size
+        return outcome, boundary
+
+    def _opened(self, boundary: ElasticBoundary) -> None:
+        """At every boundary: note progress; after the first iteration say how long the phases took."""
+        self._iteration = boundary.iteration or 0
+        if "first_step" in boundary.times and "told" not in boundary.times:
+            boundary.times["told"] = time.time()
+            restored = boundary.restored
+            self._board.post(
+                {
+                    "type": "opened",
+                    "process": self._setting.process,
+                    "generation": boundary.generation.number,
+                    "iteration": restored.iteration if restored else 0,
+                    "sent_bytes": restored.sent_bytes if restored else 0,
+                    "times": boundary.times,
+                    "padded_vocab_size": boundary.padded_vocab_size,
+                }
+            )
+
+    def _beat(self) -> None:
+        """On a thread: a sign of life, over a connection of its own."""
+        beats = 0
+        board = None
+        while True:
+            beats += 1
+            try:
+                board = board or self._connect(1.0)
+                board.put(f"beat/{self._setting.process}", {"beats": beats, "iteration": self._iteration})
+            except BoardError:
+                board = None
+            time.sleep(_BEAT_S)
+
+
+class _Watch:
+    """Whether all ranks of a generation leave at a boundary.
+
+    The first rank sees at a boundary that a change is wanted, and writes down that everybody leaves at the next one.
+    No rank gets there without the first rank's part in the iteration between, so each of them finds it written.
+    """
+
+    def __init__(self, connect: Callable[[float], Board], generation: Generation, is_first: bool) -> None:
+        self._connect, self._number, self._is_first = connect, generation.number, is_first
+        self._board: Board | None = None
+        self._away_until_s = 0.0
+        self.opened: Callable[[], Any] = lambda: None
+
+    def leaves_at(self, iteration: int) -> bool:
+        """The same answer on all ranks; False while the controller is away."""
+        if time.monotonic() < self._away_until_s:
+            return False
+        try:
+            self.opened()
+            if self._board is None:
+                self._board = self._connect(0.0)
+            if self._is_first and self._board.has(f"{self._number}/wanted") and not self._board.has(self._stop):
+                self._board.put(self._stop, iteration + 1)
+            stop = self._board.get(self._stop)
+            return stop is not None and iteration >= stop
+        except BoardError:
+            self._board, self._away_until_s = None, time.monotonic() + _AWAY_S
+            return False
+
+    @property
+    def _stop(self) -> str:
+        return f"{self._number}/stop"
+
+
+def main() -> None:
+    """The process that an agent starts."""
+    import sys
+
+    setting = Setting.from_text(os.environ.pop(ENVIRONMENT))
+    from megatron_het import platform
+    from megatron_het.pretrain_gpt import main as train
+
+    platform.activate()
+    import megatron.training  # noqa: F401 - what takes seconds is done before the worker says that it is ready
+
+    code = 1
+    with suppress(BoardError):
+        code = Worker(setting, sys.argv[1:], train).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads may wait in the store
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""One operation of a communicator's queue, and the error of those that NCCL would not run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+class OrderError(RuntimeError):
+    """Operations that NCCL would not run, or would run wrongly; the message says which."""
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One entry of a communicator's queue: a collective, a transfer, or a batch of transfers.
+
+    Attributes:
+        communicator: Name of the queue.
+        what: The operation with its peer, for messages.
+        inputs: Tensors that it reads.
+        outputs: Tensors that it fills.
+        number: Place in the order of launches of this rank.
+        waited: Whether the compute stream is ordered after it.
+        after: Operations that the compute stream was ordered after when this one was posted.
+    """
+
+    communicator: str
+    what: str
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...] = ()
+    number: int = -1
+    waited: bool = False
+    after: tuple[Item, ...] = ()
+    posted_s: float = field(default_factory=time.monotonic)
+    started: bool = False
+    error: Exception | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    contents: tuple[int, ...] = ()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended well, and all is ordered after it."""
+        return self.waited and self.done.is_set() and self.error is None
+
+    def remember(self) -> None:
+        """Note what the inputs hold."""
+        with _disable_current_modes():
+            self.contents = tuple(map(_digest, self.inputs))
+
+    def check_unchanged(self) -> None:
+        """Raises OrderError when an input has changed since ``remember``."""
+        if self.contents and self.contents != tuple(map(_digest, self.inputs)):
+            raise OrderError(
+                f"{self.communicator}: a tensor of {self.what} was written to between its post and its run; "
+                "wait for the operation before the tensor is used again"
+            )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """A sum over the bits; an array of numpy over them would make the storage impossible to resize."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return int(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))

@@ -1,0 +1,76 @@
+"""Features together: the table of what is refused is true, and plans that hold many pairs equal one process.
+
+``benchmarks/combinations.py`` trains every pair.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.combination_cases import PARAMETERS, are_of_two_schedules, case_of, pair_row, pairs
+from benchmarks.combinations import markdown, refusals
+from benchmarks.compare import compare
+from benchmarks.lab import Lab
+from benchmarks.runner import Finished
+from tests.functional.selected import run_selected
+
+BAR = 1e-5
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "combinations.md"
+ROWS: dict[str, dict[str, Any]] = {
+    "sliced": {
+        "schedule": "slimpipe",
+        "vocabulary": True,
+        "cp": 2,
+        "layers": "uneven",
+        "microbatches": "unequal",
+        "distributed_optimizer": True,
+        "overlap": "gradients and parameters",
+        "recompute": "mlp",
+    },
+    "interleaved": {
+        "schedule": "interleaved",
+        "tp": "within a stage",
+        "tied": True,
+        "offload_activations": 0.75,
+        "routing": "uneven",
+        "sequence_parallel": True,
+        "recompute": "selective",
+    },
+    "v": {
+        "schedule": "zb-v",
+        "tp": "by stage",
+        "cp": 2,
+        "tied": True,
+        "layers": "uneven",
+        "routing": "uneven",
+        "recompute": "full",
+    },
+}
+CASES = {name: case_of(pair_row(row.items()), name, 0) for name, row in ROWS.items()}
+
+
+def test_values_are_of_the_table() -> None:
+    for row in ROWS.values():
+        assert all(value in PARAMETERS[name][name != "schedule" :] for name, value in row.items())
+
+
+def test_the_table_is_true(tmp_path: Path) -> None:
+    """``python -m benchmarks.combinations --check --json OUT --markdown docs/combinations.md`` makes it again."""
+    wanted = [pair for pair in pairs() if not are_of_two_schedules(pair)]
+    assert markdown(refusals(wanted, 0, tmp_path)) == TABLE.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
+    """The runs of all selected cases, two at a time."""
+    return run_selected(CASES, lab, request)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
+    case, done = CASES[name], finished[name].check()
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert max(found.loss, found.validation, found.gradient) <= BAR, found

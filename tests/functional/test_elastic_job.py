@@ -1,0 +1,174 @@
+"""A job whose pool changes: a node joins, a rank is killed, a node leaves; it ends as an undisturbed run does."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cases import Weights, build_plan, common_flags
+from benchmarks.lab import Lab
+from benchmarks.runner import Finished, Job
+from megatron_het.elastic.board import Board
+from megatron_het.elastic.controller import Bounds, Controller, JobError
+from megatron_het.elastic.pool import GivenPlans
+from megatron_het.plan import Plan
+
+STEPS, TOKEN = 16, "0123456789abcdef"
+LIMIT_S = 240.0
+
+
+def plan(sizes: list[list[int]], layers: list[int]) -> Plan:
+    # The optimizer is divided, so that nobody but its owner has a rank's part of it.
+    return build_plan(sizes, layers, random.Random(0), even_routing=False, distributed_optimizer=True)
+
+
+PLANS = [plan([[1], [1, 1, 1]], [2, 3]), plan([[1], [1, 1]], [3, 2]), plan([[1], [1]], [2, 3])]
+
+
+class Running:
+    """A controller in this process, and workers of the rank server.
+
+    Args:
+        lab: Shared data.
+        folder: An empty folder.
+        workers: Node of every worker, and the file for which it waits before it comes.
+        kill: Worker, iteration and forward step at which it kills itself.
+    """
+
+    def __init__(self, lab: Lab, folder: Path, workers: list[tuple[str, str]], kill: tuple[int, int, int]) -> None:
+        self._lab, self.folder = lab, folder
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        described = [{"process": i + 1, "node": node, "after": after} for i, (node, after) in enumerate(workers)]
+        document = {"port": self.port, "token": TOKEN, "timeout_s": 40.0, "workers": described}
+        (folder / "job.json").write_text(json.dumps(document))
+        board = Board("127.0.0.1", self.port, TOKEN, serve=True)
+        first = sum(not after for _, after in workers)
+        bounds = Bounds(lost_s=8.0, leave_s=30.0)
+        self.lines: list[str] = []
+        self.controller = Controller(board, GivenPlans(PLANS), folder / "state.json", first, bounds, self.lines.append)
+        self.error: JobError | None = None
+        self.finished: Finished | None = None
+        options = {"out": None, "kill": kill}
+        job = Job(
+            "elastic job",
+            len(workers),
+            (*common_flags(Weights(), steps=STEPS), *lab.start_flags(Weights()), "--het-report", str(folder)),
+            folder,
+            "benchmarks.elastic_job:work",
+            ("benchmarks.probe:observe", options),
+            {"HET_JOB": str(folder / "job.json")},
+            timeout_s=LIMIT_S,
+            grace_s=LIMIT_S,
+        )
+        self._threads = [threading.Thread(target=self._control, daemon=True)]
+        self._threads.append(threading.Thread(target=self._work, args=(job,), daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def _control(self) -> None:
+        try:
+            self.controller.run()
+        except JobError as error:
+            self.error = error
+
+    def _work(self, job: Job) -> None:
+        self.finished = self._lab.runner.run(job, check=False)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline_s and self._threads[0].is_alive(), f"{what}: {self.lines} {self.error}"
+            time.sleep(0.05)
+
+    def iteration(self) -> int:
+        return max((member["iteration"] for member in self.controller.status()["members"]), default=0)
+
+    def end(self) -> Finished:
+        for thread in self._threads:
+            thread.join(LIMIT_S)
+        assert self.finished is not None, self.lines
+        return self.finished
+
+
+def losses_of(folder: Path) -> list[dict[int, float]]:
+    """By generation; every rank of the last stage knows them."""
+    found = []
+    for generation in sorted(folder.glob("generation-*")):
+        kept: dict[int, float] = {}
+        for file in generation.glob("rank-*.json"):
+            kept |= dict(json.loads(file.read_text())["losses"])
+        found.append(kept)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    from tests.functional.test_elastic_state import run
+
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (losses,) = run(lab, folder, Weights(), [(PLANS[1], [0, 1, 2], None)], steps=STEPS)
+    return losses
+
+
+def test_join_death_and_leave(lab: Lab, tmp_path: Path, undisturbed: dict[int, float]):
+    nodes = [("a", ""), ("b", ""), ("c", ""), ("d", "come")]
+    job = Running(lab, tmp_path, nodes, kill=(1, 8, 0))
+    job.until(lambda: job.iteration() >= 2, "start")
+    (tmp_path / "come").touch()
+    job.until(lambda: len(job.controller.history) >= 3, "join and death")
+    start = job.iteration()
+    job.until(lambda: job.iteration() > start, "after the death")
+    Board("127.0.0.1", job.port, TOKEN).post({"type": "leave", "node": "a"})
+    finished = job.end()
+    assert job.error is None, job.error
+    assert [entry["why"] for entry in job.controller.history] == [
+        "start",
+        "a node joins",
+        "1 ranks were lost",
+        "a node leaves",
+    ], job.lines
+    assert sorted(finished.returncodes) == [-9, 0, 0, 0]
+    check_losses(losses_of(tmp_path), undisturbed)
+
+
+def test_a_death_in_the_first_generation(lab: Lab, tmp_path: Path, undisturbed: dict[int, float]):
+    # The optimizer has no state yet when the first copy is taken; the shard of the rank that dies must be copied later.
+    job = Running(lab, tmp_path, [("a", ""), ("b", ""), ("c", "")], kill=(1, 5, 0))
+    job.until(lambda: len(job.controller.history) >= 2, "death")
+    finished = job.end()
+    assert job.error is None, job.error
+    assert [entry["why"] for entry in job.controller.history] == ["start", "1 ranks were lost"], job.lines
+    assert sorted(finished.returncodes) == [-9, 0, 0]
+    check_losses(losses_of(tmp_path), undisturbed)
+
+
+def check_losses(found: list[dict[int, float]], undisturbed: dict[int, float]) -> None:
+    """Those of the undisturbed run, and at most one iteration was done twice."""
+    done: dict[int, int] = {}
+    for generation in found:
+        for iteration, loss in generation.items():
+            done[iteration] = done.get(iteration, 0) + 1
+            assert loss == pytest.approx(undisturbed[iteration], rel=1e-5, abs=0.0), (iteration, found)
+    assert sorted(done) == list(range(1, STEPS + 1))
+    assert sum(done.values()) - STEPS <= 1, "more than one iteration was lost"
+
+
+def test_a_document_without_the_token_is_not_believed():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    board = Board("127.0.0.1", port, TOKEN, serve=True)
+    board.put("latest", 1)
+    board.store.set("latest", "0" * 64 + "2")
+    with pytest.raises(RuntimeError, match="token"):
+        board.get("latest")
+    stranger: Any = Board("127.0.0.1", port, "another token 123", patience_s=1.0)
+    assert stranger.get("latest") is None

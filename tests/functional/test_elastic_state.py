@@ -1,0 +1,101 @@
+"""A plan changes in running processes: state moves by ranges, and the losses are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cases import Weights, common_flags
+from benchmarks.lab import Lab
+from benchmarks.runner import Job
+from megatron_het.plan import Placement, Plan, save_plan
+from tests.functional.test_checkpoint import KINDS, plan
+
+STEPS = 6
+DIVIDED = {"distributed_optimizer": True}
+
+
+def losses_of(folder: Path, plan: Plan) -> dict[int, float]:
+    stage, _ = Placement(plan).last
+    last = plan.stages[stage].replicas[0].ranks[0]
+    return dict(json.loads((folder / f"rank-{last}.json").read_text())["losses"])
+
+
+def run(
+    lab: Lab,
+    folder: Path,
+    weights: Weights,
+    changes: list[tuple[Plan, list[int], int | None]],
+    steps: int = STEPS,
+    lost: dict[int, list[int]] | None = None,
+) -> Any:
+    """Go through steps of (plan, processes, until); returns the losses by iteration of every step.
+
+    ``lost`` says before which step which processes lose what they hold.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    script = []
+    for i, (under, ranks, until) in enumerate(changes):
+        save_plan(under, folder / f"plan-{i}.json")
+        script.append(
+            {"plan": str(folder / f"plan-{i}.json"), "ranks": ranks, "until": until, "lost": (lost or {}).get(i, [])}
+        )
+    (folder / "script.json").write_text(json.dumps(script))
+    size = max(max(ranks) for _, ranks, _ in changes) + 1
+    flags = (*common_flags(weights, steps=steps), *lab.start_flags(weights), "--het-report", str(folder))
+    lab.runner.run(
+        Job(
+            "elastic",
+            size,
+            flags,
+            folder,
+            "benchmarks.elastic_script:run",
+            environment={"HET_SCRIPT": str(folder / "script.json")},
+            timeout_s=200.0,
+        )
+    )
+    return [losses_of(folder / f"generation-{i}", under) for i, (under, _, _) in enumerate(changes)]
+
+
+# Each chain is one training; its plans follow each other in the same processes.
+CHAINS = {
+    # TP cut and put together, other shards of the optimizer, ministages with unequal shares under a window.
+    "untied": [KINDS["ministages"].first, plan("b", [[2], [1, 1]], [1, 4], **DIVIDED), KINDS["ministages"].second],
+    # Without and with the distributed optimizer, a vocabulary over all stages, chunks in a V.
+    "tied": [KINDS["tied"].first, KINDS["split-vocabulary"].first, KINDS["chunks-in-a-v"].first],
+    "bf16": [KINDS["bf16"].first, KINDS["bf16"].second],
+}
+
+
+@pytest.mark.parametrize("name", list(CHAINS))
+def test_a_change_of_plan_keeps_the_losses(lab: Lab, tmp_path: Path, name: str):
+    plans = CHAINS[name]
+    model = plans[0].model
+    weights = Weights(plans[0].training.precision, model.tied_embeddings, model.num_layers)
+    reference = plan("one", [[1], [1]], [2, 3], tied=weights.tied, precision=weights.precision, **DIVIDED)
+    (whole,) = run(lab, tmp_path / "whole", weights, [(reference, [0, 1], None)])
+    changes: list[tuple[Plan, list[int], int | None]] = []
+    for i, under in enumerate(plans):
+        first = i % 2  # process 0 comes and goes, and others change their rank
+        last = i == len(plans) - 1
+        changes.append((under, list(range(first, first + under.world_size)), None if last else 2 * (i + 1)))
+    found = run(lab, tmp_path / "changed", weights, changes)
+    assert [sorted(losses) for losses in found[:-1]] == [[2 * i + 1, 2 * i + 2] for i in range(len(plans) - 1)]
+    assert sorted(iteration for losses in found for iteration in losses) == list(range(1, STEPS + 1))
+    bar = 2e-3 if weights.precision == "bf16" else 1e-5
+    for losses in found:
+        for iteration, loss in losses.items():
+            assert loss == pytest.approx(whole[iteration], rel=bar, abs=0.0), iteration
+
+
+def test_an_incomplete_state_leaves_nothing_behind(lab: Lab, tmp_path: Path):
+    # Every rank of a stage holds the only copy of its weights, so nothing is complete once one of them is lost.
+    weights = Weights("fp32", False, 5)
+    two = plan("two", [[1], [1]], [2, 3], **DIVIDED)
+    before, after = run(lab, tmp_path, weights, [(two, [0, 1], 2), (two, [0, 1], None)], steps=3, lost={1: [0]})
+    assert sorted(after) == [1, 2, 3], "the training begins as its flags say"
+    for iteration, loss in before.items():
+        assert loss == pytest.approx(after[iteration], rel=1e-6, abs=0.0), iteration

@@ -1,0 +1,81 @@
+"""What the controller decides, and what an agent does with workers that end."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_het.elastic import agent as agents
+from megatron_het.elastic.agent import Agent, Node
+from megatron_het.elastic.controller import Bounds, Controller, JobError
+from megatron_het.elastic.pool import GivenPlans
+from megatron_het.elastic.worker import Setting
+from tests.unit.elastic.notes import Notes
+from tests.unit.elastic.test_pool import plan
+
+
+def controller_of(board: Any, folder: Path, return_s: float) -> Controller:
+    """Two workers train; the first has left the session because the second one was lost."""
+    bounds = Bounds(return_s=return_s)
+    controller = Controller(board, GivenPlans([plan([[1], [1]])]), folder / "state.json", 2, bounds, lambda _: None)
+    for number in (1, 2):
+        come(board, number, f"n{number}")
+    controller._step()
+    assert board.get("latest") == 0
+    board.post({"type": "exit", "process": 2, "node": "n2", "why": "was ended by signal 9"})
+    ended = {"process": 1, "generation": 0, "how": "failed", "error": "connection closed", "iteration": 3}
+    board.post({"type": "ended", **ended})
+    return controller
+
+
+def come(board: Any, number: int, node: str) -> None:
+    board.post({"type": "ready", "process": number, "node": node, "device": "", "signature": "s"})
+
+
+def test_a_worker_that_comes_back_is_waited_for(tmp_path: Path):
+    board: Any = Notes()
+    controller = controller_of(board, tmp_path, return_s=600.0)
+    for _ in range(5):
+        assert not controller._step()
+    come(board, 3, "n2")
+    controller._step()
+    assert board.get("latest") == 1
+    assert board.get("1/generation")["ranks"] == [1, 3]
+    assert board.get("1/generation")["holders"] == [1]
+    assert [entry["why"] for entry in controller.history] == ["start", "1 ranks were lost"]
+
+
+def test_without_a_plan_the_job_ends_in_bounded_time(tmp_path: Path):
+    board: Any = Notes()
+    controller = controller_of(board, tmp_path, return_s=0.0)
+    with pytest.raises(JobError, match="1 ranks were lost, and there is no plan for what is left"):
+        controller._step()
+
+
+@pytest.mark.parametrize(
+    ("ends", "started"),
+    [
+        (["kill -9 $$", "kill -11 $$", "exit 3"], 3),  # a crash is repaired, an end of its own is not
+        (["kill -9 $$"] * 9, 4),
+    ],
+)
+def test_workers_that_crash_are_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: list[str], started: int
+):
+    board: Any = Notes()
+    scripts = iter(ends)
+    run = subprocess.Popen
+
+    def start(_: list[str], **options: Any) -> Any:
+        return run(["sh", "-c", next(scripts)], stdin=options["stdin"])
+
+    monkeypatch.setattr(agents, "Board", lambda *_, **__: board)
+    monkeypatch.setattr(agents.subprocess, "Popen", start)
+    setting = Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s")
+    agent = Agent(Node(setting, 1, tmp_path, (), 3), lambda _: None)
+    assert agent.run() == 1
+    posted = [document for key, document in board.documents.items() if key.startswith("inbox/")]
+    assert [document["process"] for document in posted] == list(range(1, started + 1))

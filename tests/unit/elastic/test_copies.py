@@ -1,0 +1,42 @@
+"""A copy that fails holds nobody."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_het.elastic.copies import Copies
+from megatron_het.elastic.links import Links
+from megatron_het.elastic.state import Snapshot
+
+TIMEOUT_S, SOON_S = 60.0, 20.0
+
+
+def together(*calls: Any) -> list[Any]:
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+    return [thread.is_alive() for thread in threads]
+
+
+def test_nobody_waits_for_a_rank_whose_copy_failed():
+    store, links = dist.HashStore(), {}
+
+    def connect(rank: int) -> None:
+        links[rank] = Links(store, rank, 4, TIMEOUT_S)
+
+    assert not any(together(*(lambda r=rank: connect(r) for rank in range(4))))
+    generation: Any = SimpleNamespace(nodes=("a", "b", "c", "d"))
+    copies = {rank: Copies(1) for rank in (0, 1, 3)}
+    for rank, mine in copies.items():
+        mine.open(generation, rank, links[rank])
+    links.pop(2).close()  # rank 1 gives to it, rank 3 takes from it; rank 0 takes from rank 3
+    snapshot: Any = Snapshot(1, 0, "", {}, {}, {})
+    block: Any = None
+    alive = together(*(lambda m=m, r=r: m._exchange(links[r], snapshot, block, 0) for r, m in copies.items()))
+    assert not any(alive)
