@@ -348,7 +348,9 @@ def main(boundary: Any = None) -> None:
     Args:
         boundary: What happens between iterations of a run with a plan (``runtime/boundary.py``).
     """
+    from megatron_het import platform
     from megatron_het.hooks import install
+    from megatron_het.runtime.leaving import leaving_together
 
     install(boundary=boundary)
     main_entry_s = time.time()
@@ -363,14 +365,15 @@ def main(boundary: Any = None) -> None:
         wrapped_pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    wrapped_pretrain(
-        container,
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        store=store,
-        get_embedding_ranks=embedding_ranks,
-    )
+    with leaving_together(over_gloo=boundary is None and not platform.activate().is_cuda):
+        wrapped_pretrain(
+            container,
+            datasets_provider,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            store=store,
+            get_embedding_ranks=embedding_ranks,
+        )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_het.elastic.boundary import ElasticBoundary, Leave
 from megatron_het.elastic.state import Snapshot
 from megatron_het.plan import save_plan
+from megatron_het.runtime.leaving import flush_logs
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def end_session() -> None:
     """Take out of the process what a closed session leaves in it; all connections are closed, so that others notice."""
     from megatron_het import upstream
 
+    with contextlib.suppress(OSError):
+        flush_logs()  # the next session has a writer of its own
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

@@ -1,0 +1,78 @@
+"""What a rank does after its last iteration."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_het.runtime.leaving import leaving_together
+
+_EVENTS = 8
+
+
+def _steps(folder: Path) -> list[int]:
+    (file,) = folder.iterdir()
+    return [event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")]
+
+
+@pytest.fixture
+def alone(tmp_path: Path):
+    """A world of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch):
+    write = RecordWriter.write
+
+    def slow_write(self: Any, data: bytes) -> None:
+        time.sleep(0.05)
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", slow_write)
+
+
+@pytest.mark.usefixtures("alone", "slow_disk")
+@pytest.mark.parametrize("stop", [None, SystemExit(0)], ids=["end", "planned stop"])
+def test_all_events_are_in_the_file_and_no_group_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stop: BaseException | None
+):
+    writer = SummaryWriter(str(tmp_path / "events"))
+    held = SimpleNamespace(_GLOBAL_TENSORBOARD_WRITER=writer)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", held)
+    try:
+        with leaving_together(over_gloo=True):
+            for step in range(_EVENTS):
+                writer.add_scalar("loss", 1.0, step)
+            if stop is not None:
+                raise stop
+    except SystemExit:
+        assert stop is not None
+    assert _steps(tmp_path / "events") == list(range(_EVENTS))
+    assert not dist.is_initialized()
+    writer.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a peer has gone"), SystemExit(1)], ids=["failure", "exit code 1"])
+def test_after_a_failure_nobody_is_waited_for(alone: None, error: BaseException):
+    with pytest.raises(type(error)), leaving_together(over_gloo=True):
+        raise error
+    assert dist.is_initialized()
+
+
+def test_groups_of_nccl_are_left_to_megatron(alone: None):
+    with leaving_together(over_gloo=False):
+        pass
+    assert dist.is_initialized()
