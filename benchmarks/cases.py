@@ -45,6 +45,44 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "mup": (*_LLAMA, "--use-mup", "--mup-base-hidden-size", "32"),
     "softmax-offset": (*_LLAMA, "--softmax-type", "learnable"),
 }
+_MOE = (*_LLAMA, *words("--num-experts 4 --moe-token-dispatcher-type alltoall"))
+# Layers of experts, by how tokens are routed and the experts balanced; {rest} is the number of layers but the first.
+EXPERT_FAMILIES: dict[str, tuple[str, ...]] = {
+    "mixtral": (
+        *_MOE,
+        *words("--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"),
+    ),
+    "sequence-balance": (
+        *_MOE,
+        *words(
+            "--moe-router-topk 2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 "
+            "--moe-z-loss-coeff 1e-3 --moe-router-pre-softmax"
+        ),
+    ),
+    "deepseek": (
+        *_MOE,
+        *words(
+            "--moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+            "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 64 --moe-ffn-hidden-size 48 "
+            "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 1.5 "
+            "--moe-layer-freq [0]+[1]*{rest}"
+        ),
+    ),
+    "capacity": (
+        *_MOE,
+        *words(
+            "--moe-router-topk 1 --moe-router-pre-softmax --moe-expert-capacity-factor 1.0 "
+            "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-layer-freq 2"
+        ),
+    ),
+    "qwen3-moe": (
+        *_MOE,
+        *words(
+            "--qk-layernorm --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
+            "--moe-router-dtype fp32"
+        ),
+    ),
+}
 TRAINING_FLAGS = words(
     f"""
     --micro-batch-size 1 --global-batch-size {MICROBATCHES} --calculate-per-token-loss
@@ -127,7 +165,14 @@ def common_flags(
     weights: Weights, clip: float = 1.0, extra: tuple[str, ...] = (), *, by_samples: bool = False, steps: int = STEPS
 ) -> tuple[str, ...]:
     """Everything but data, checkpoints and the plan."""
-    flags = [*MODEL_FLAGS, *FAMILIES[weights.family], *TRAINING_FLAGS, *machine_flags(), "--clip-grad", str(clip)]
+    flags = [
+        *MODEL_FLAGS,
+        *(w.replace("{rest}", str(weights.layers - 1)) for w in (FAMILIES | EXPERT_FAMILIES)[weights.family]),
+        *TRAINING_FLAGS,
+        *machine_flags(),
+        "--clip-grad",
+        str(clip),
+    ]
     flags += ["--num-layers", str(weights.layers)]
     flags += [] if weights.tied else ["--untie-embeddings-and-output-weights"]
     flags += [] if weights.precision == "fp32" else [f"--{weights.precision}"]
@@ -206,18 +251,11 @@ def is_valid(row: Row) -> bool:
     mixed = row["tp"] == "within a stage"
     if row["overlap"] and (mixed or (row["tied"] and row["stages"] > 1)):
         return False
-    return flags_fit(row, mixed)
+    return flags_fit(row)
 
 
-def flags_fit(row: Row, mixed: bool) -> bool:
-    """Whether a row's architecture and flags go with the rest of it.
-
-    Args:
-        row: The row.
-        mixed: Whether a stage has replicas of different TP.
-    """
-    if row["family"] == "qk-norm" and mixed:
-        return False
+def flags_fit(row: Row) -> bool:
+    """Whether a row's flags go with the rest of it."""
     if row["flags"] == "sgd":
         return not row["distributed_optimizer"]
     return row["flags"] != "gathered late" or (row["distributed_optimizer"] and row["overlap"])
@@ -345,7 +383,7 @@ def random_case(name: str, rng: random.Random) -> Case:
     mixed = any(len(set(s)) > 1 for s in sizes)
     if row["overlap"] and (row["tied"] or mixed):
         row["overlap"] = False
-    if not flags_fit(row, mixed):
+    if not flags_fit(row):
         row.update(family="gpt", flags="none")
     plan = build_plan(
         sizes,

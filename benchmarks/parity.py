@@ -18,12 +18,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import PARAMETERS, Case, case_from_row, is_valid, random_case, with_schedule
 from benchmarks.compare import compare
+from benchmarks.expert_cases import with_experts
 from benchmarks.lab import Lab
 from benchmarks.pairwise import pairwise
 from benchmarks.poplar_cases import poplar_cases
@@ -39,6 +40,8 @@ _LATER = ("max_relative_later_norm_difference",)
 _MIN_PAIRWISE, _BF16, _FP16, _RANDOM = 40, 10, 5, 20
 # Schedules that the executor runs: chunks per stage and parameters of the generator.
 SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {"1f1b": (1, {}), "gpipe": (1, {})}
+MODELS: dict[str, Callable[[list[Case], int], list[Case]]] = {"dense": lambda cases, seed: cases, "moe": with_experts}
+"""What the cases of a schedule train: from those of a dense model and a seed."""
 
 
 def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[str]]:
@@ -153,12 +156,19 @@ def main() -> int:
         choices=sorted([*SCHEDULES, "data-parallel", "ministage", "slimpipe", "unequal-microbatches", "zero-bubble"]),
         default="1f1b",
     )
+    parser.add_argument(
+        "--model",
+        choices=sorted(MODELS),
+        default="dense",
+        help="dense (default), or moe: layers of experts, in fp32, because rounding of 16 bits chooses other experts",
+    )
     parser.add_argument("--only", metavar="NAME", default="*", help="cases by name; * stands for anything")
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
     parser.add_argument("--keep", type=Path, help="keep logs and gradients in this folder")
     options = parser.parse_args()
     start_s = time.monotonic()
     cases, impossible = all_cases(options.seed, options.schedule, options.quick)
+    cases = MODELS[options.model](cases, options.seed)
     cases = [case for case in cases if fnmatch.fnmatchcase(case.name, options.only)]
     if not cases:
         parser.error(f"--only {options.only}: no such case")
@@ -178,6 +188,7 @@ def main() -> int:
         "bar": BAR,
         "passed": not failed and worst is not None and worst <= BAR,
         "schedule": options.schedule,
+        "model": options.model,
         "seed": options.seed,
         **by_precision,
         "failed": failed,

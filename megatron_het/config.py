@@ -49,8 +49,6 @@ def _more_than_one(value: Any) -> bool:
 
 
 _REFUSED = (
-    Refusal("num_experts", "mixture of experts is not supported with a plan yet"),
-    Refusal("expert_model_parallel_size", "expert parallelism is not supported with a plan yet", _more_than_one),
     Refusal("use_torch_fsdp2", "FSDP replaces the process groups that a plan sets up"),
     Refusal("use_megatron_fsdp", "FSDP replaces the process groups that a plan sets up"),
     Refusal("fp8", "fp8 scaling statistics are reduced over groups that a plan does not have"),
@@ -78,7 +76,6 @@ _REFUSED = (
     Refusal("account_for_loss_in_pipeline_split", "the plan says which layers go where"),
     Refusal("gtp_weight_remat_size", "weight rematerialisation groups are not supported with a plan", _more_than_one),
     Refusal("optimizer_cuda_graph", "CUDA graphs capture groups that a plan rebuilds"),
-    Refusal("moe_expert_rank_capacity_factor", "mixture of experts is not supported with a plan yet"),
 )
 
 
@@ -217,8 +214,6 @@ def _check_mixed(plan: Plan, args: Any) -> None:
             f"{what}: gradients must be summed across TP classes before Megatron reduces them inside a class",
             "Leave the flag out",
         )
-    if mixed and getattr(args, "qk_layernorm", False):
-        raise PlanError("--qk-layernorm", True, f"stage {mixed[0]} has replicas of different TP")
 
 
 def check_skipping(plan: Plan, args: Any) -> None:

@@ -89,6 +89,8 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     sys.argv = ["dry_run", *_defaults(flags), *flags, *needed, *backend, *_LAST]
     hooks.install(make_session=make_session)
     args = _parse()
+    if not setting.measured:
+        _check_values(args)
     session = sessions[0]
     start_s = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -135,6 +137,20 @@ def _parse() -> Any:
     args.exit_interval = ITERATIONS
     args.do_train = True  # Megatron reads it from a broadcast
     return args
+
+
+def _check_values(args: Any) -> None:
+    """Where tokens go in a layer of experts depends on values, and a dry run has none.
+
+    Raises:
+        SystemExit: The model has such layers.
+    """
+    if args.num_experts:
+        sys.stderr.write(
+            f"megatron_het.dry_run: --num-experts {args.num_experts}: how many tokens an expert gets depends on values, "
+            "which a dry run does not have. Use the planner's estimate of memory\n"
+        )
+        raise SystemExit(2)
 
 
 def _train(args: Any) -> None:

@@ -13,6 +13,7 @@ from megatron_het.features.activation_offload import ActivationOffload
 from megatron_het.features.base import Feature
 from megatron_het.features.context_exchange import ContextExchange
 from megatron_het.features.context_parallel import ContextParallel
+from megatron_het.features.experts import Experts
 from megatron_het.features.initial_weights import InitialWeights
 from megatron_het.features.slices import Slices
 from megatron_het.features.thrifty_layers import ThriftyLayers
@@ -32,6 +33,7 @@ FEATURES: tuple[Feature, ...] = (
     ThriftyLayers(),
     ZeroBubble(),
     InitialWeights(),
+    Experts(),
     Watch(),
 )
 """All features, in the order of their flags, checks and passes."""

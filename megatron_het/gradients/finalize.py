@@ -8,14 +8,14 @@ Gradients are sums over microbatches and ranks, divided once by the global numbe
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_het.features import features_of
-from megatron_het.gradients.resharding import ShardExchange, TpClass, sharded_parameters
+from megatron_het.gradients.resharding import ShardedParameter, ShardExchange, TpClass, sharded_parameters
 from megatron_het.plan import Placement, Plan
 from megatron_het.topology import PlanGroups
 
@@ -89,8 +89,8 @@ class GradientFinalizer:
             The same, as Megatron expects it of a hook.
         """
         copies = self._tied_weights(model)
-        for exchange, named, sequence_parallel in self._exchanges(model, copies):
-            exchange.copy_weights(sharded_parameters(named, lambda p: p.data, sequence_parallel))
+        for exchange, named, config in self._exchanges(model, copies):
+            exchange.copy_weights(_described(named, lambda p: p.data, config))
         for copy in copies[1:]:
             copy.data.copy_(copies[0].data)
         return model
@@ -99,8 +99,8 @@ class GradientFinalizer:
         copies = self._tied_weights(model)
         for copy in copies[1:]:
             copies[0].main_grad.add_(copy.main_grad)
-        for exchange, named, sequence_parallel in self._exchanges(model, copies):
-            exchange.sum_gradients(sharded_parameters(named, operator.attrgetter("main_grad"), sequence_parallel))
+        for exchange, named, config in self._exchanges(model, copies):
+            exchange.sum_gradients(_described(named, operator.attrgetter("main_grad"), config))
         for copy in copies[1:]:
             copy.main_grad.copy_(copies[0].main_grad)
 
@@ -116,18 +116,28 @@ class GradientFinalizer:
 
     def _exchanges(
         self, model: list[torch.nn.Module], copies: Sequence[torch.nn.Parameter]
-    ) -> Iterator[tuple[ShardExchange, Iterator[tuple[str, torch.nn.Parameter]], bool]]:
-        """Tied weights first (one copy of them on every rank, of all classes), then the rest of the stage."""
+    ) -> Iterator[tuple[ShardExchange, Iterator[tuple[str, torch.nn.Parameter]], Any]]:
+        """Tied weights first (one copy of them on every rank, of all classes), then the rest of the stage.
+
+        Each with the names of its parameters and the model's configuration.
+        """
         from megatron.core.utils import get_model_config, unwrap_model
 
         chunks = unwrap_model(model)
-        sequence_parallel = get_model_config(chunks[0]).sequence_parallel
+        config = get_model_config(chunks[0])
         if self._tied_exchange is not None:
-            yield self._tied_exchange, iter([("tied embedding", copies[0])]), sequence_parallel
+            yield self._tied_exchange, iter([("tied embedding", copies[0])]), config
         if self._stage_exchange is not None:
             tied = {id(copy) for copy in copies}
             rest = ((n, p) for chunk in chunks for n, p in chunk.named_parameters() if id(p) not in tied)
-            yield self._stage_exchange, rest, sequence_parallel
+            yield self._stage_exchange, rest, config
+
+
+def _described(
+    named: Iterator[tuple[str, torch.nn.Parameter]], select: Callable[[torch.nn.Parameter], torch.Tensor], config: Any
+) -> list[ShardedParameter]:
+    """The parameters for an exchange, by the model's configuration."""
+    return sharded_parameters(named, select, config.sequence_parallel, config.qk_layernorm)
 
 
 def _exchange(groups: PlanGroups, stages: list[int], role: str) -> ShardExchange:

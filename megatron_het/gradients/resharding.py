@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_het.lowering.shards import Overlap, Segment, overlaps, segments
 
+_HEAD_NORMS = ("q_layernorm", "k_layernorm")  # as upstream knows them in finalize_model_grads
 _BUCKET_BYTES = 64 * 2**20  # bounds the extra memory of the exchange
 
 
@@ -41,7 +42,7 @@ class ShardedParameter:
         dim: Partition dimension, or -1 when every TP rank holds the whole parameter.
         stride: See ``shards.segments``.
         partial: Every TP rank holds one summand of the gradient (norms under sequence
-            parallelism); only the sum over the TP group means something.
+            parallelism, norms of queries and keys); only the sum over the TP group means something.
     """
 
     name: str
@@ -216,6 +217,7 @@ def sharded_parameters(
     named: Iterator[tuple[str, torch.nn.Parameter]],
     select: Callable[[torch.nn.Parameter], torch.Tensor],
     sequence_parallel: bool,
+    qk_layernorm: bool,
 ) -> list[ShardedParameter]:
     """Describe parameters by the attributes that Megatron's layers set on them.
 
@@ -223,6 +225,8 @@ def sharded_parameters(
         named: Names and parameters, in the model's order (equal on all classes).
         select: The tensor to exchange, e.g. the main gradient.
         sequence_parallel: Whether norms hold partial gradients on this rank.
+        qk_layernorm: Whether queries and keys are normalised: one weight for all heads, whose gradient each TP rank
+            has of its own heads.
     """
     found = []
     for name, parameter in named:
@@ -230,6 +234,7 @@ def sharded_parameters(
             continue
         partitioned = getattr(parameter, "tensor_model_parallel", False)
         partial = sequence_parallel and getattr(parameter, "sequence_parallel", False)
+        partial = partial or (qk_layernorm and any(norm in name for norm in _HEAD_NORMS))
         found.append(
             ShardedParameter(
                 name,

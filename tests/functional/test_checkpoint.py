@@ -31,11 +31,12 @@ class Kind:
 
     first: Plan
     second: Plan
+    family: str = "llama"
 
     @property
     def weights(self) -> Weights:
         model = self.first.model
-        return Weights(self.first.training.precision, model.tied_embeddings, model.num_layers)
+        return Weights(self.first.training.precision, model.tied_embeddings, model.num_layers, self.family)
 
 
 def _kind(first: tuple[list, list], second: tuple[list, list], **more: Any) -> Kind:
@@ -74,6 +75,12 @@ KINDS = {
     "chunks-in-a-v": Kind(
         in_a_v(plan("first", [[2, 1], [1]], [3, 2], tied=True, distributed_optimizer=True), ((1, 2), (0, 2))),
         plan("second", [[1], [1, 1]], [2, 3], tied=True, distributed_optimizer=True),
+    ),
+    # Dense layers and layers of experts, with biases that Megatron moves apart from the optimizer.
+    "experts": Kind(
+        plan("first", [[1], [2, 1]], [2, 3], distributed_optimizer=True, sequence_parallel=True),
+        plan("second", [[2, 1], [1], [1, 1]], [1, 2, 2], distributed_optimizer=True, sequence_parallel=True),
+        family="deepseek",
     ),
     # Rank 0, which writes what is common, keeps no state.
     "ministages": Kind(

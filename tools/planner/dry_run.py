@@ -133,13 +133,9 @@ def rank_flags(plan: Plan, model: Any, plan_file: str, more: Sequence[str]) -> l
     """Megatron's flags of a rank: of the model, of the plan, and the user's own, which count where they repeat one.
 
     Raises:
-        PlannerError: A model that no run with a plan has yet.
+        PlannerError: A model that a dry run cannot train.
     """
-    if model.not_run:
-        name = model.not_run[0]
-        raise PlannerError(
-            "model", name, getattr(model, name), "is priced, but no run with a plan has it yet", "A dry run is a run"
-        )
+    model.check_dry_run("Use the planner's estimates")
     words = model_arguments(plan, model_options(model)) + plan_arguments(plan)
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size)]
     return [*words, "--het-plan", os.path.abspath(plan_file), *more]

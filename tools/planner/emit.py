@@ -230,6 +230,8 @@ def model_options(model: Any) -> ModelOptions:
         biases=model.biases,
         learned_positions=model.learned_positions,
         vocab_size=model.vocab_size,
+        head_size=model.head_size,
+        experts=model.experts,
     )
 
 

@@ -20,6 +20,8 @@ _MANAGED = (
     # Megatron's flags that the plan, the model file or the scripts set: a second value would contradict them.
     *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "group-query-attention"),
     *("num-query-groups", "seq-length", "encoder-seq-length", "max-position-embeddings", "normalization"),
+    *("kv-channels", "num-experts", "moe-router-topk", "moe-ffn-hidden-size", "moe-layer-freq"),
+    *("moe-shared-expert-intermediate-size", "expert-model-parallel-size", "expert-tensor-parallel-size"),
     *("position-embedding-type", "swiglu", "disable-bias-linear", "untie-embeddings-and-output-weights"),
     *("micro-batch-size", "global-batch-size", "calculate-per-token-loss", "bf16", "fp16", "sequence-parallel"),
     *("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations"),

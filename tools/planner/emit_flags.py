@@ -10,6 +10,7 @@ from megatron_het.config import pipeline_layout
 from megatron_het.features import features_of
 from megatron_het.plan import Plan, plan_hash
 
+from .model_parts import Experts
 from .names import comment, default_of
 from .schedules import STOCK
 
@@ -24,6 +25,8 @@ class ModelOptions:
         biases: Linear layers with biases.
         learned_positions: Rows of a learned position table; 0 = rotary embeddings.
         vocab_size: For the tokenizer flags; 0 = leave them out.
+        head_size: Width of one attention head, where Megatron's own would be another.
+        experts: Layers of experts; every replica holds all of them.
     """
 
     normalization: str = "RMSNorm"
@@ -31,6 +34,8 @@ class ModelOptions:
     biases: bool = False
     learned_positions: int = 0
     vocab_size: int = 0
+    head_size: int | None = None
+    experts: Experts | None = None
 
 
 def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
@@ -58,6 +63,8 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
         words += ["--ffn-hidden-size", str(model.ffn_hidden_size)]
     if model.num_query_groups != model.num_attention_heads:
         words += ["--group-query-attention", "--num-query-groups", str(model.num_query_groups)]
+    if options.head_size is not None:
+        words += ["--kv-channels", str(options.head_size)]
     words += ["--position-embedding-type", "learned_absolute" if options.learned_positions else "rope"]
     if options.swiglu:
         words.append("--swiglu")
@@ -65,6 +72,19 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
         words.append("--disable-bias-linear")
     if not model.tied_embeddings:
         words.append("--untie-embeddings-and-output-weights")
+    return words + ([] if options.experts is None else _expert_arguments(options.experts, model.num_layers))
+
+
+def _expert_arguments(experts: Experts, num_layers: int) -> list[str]:
+    """Flags of the layers of experts; how tokens are balanced is the user's, in ``emit --extra``."""
+    words = ["--num-experts", str(experts.count), "--moe-router-topk", str(experts.top_k)]
+    words += ["--moe-ffn-hidden-size", str(experts.ffn_hidden_size), "--moe-token-dispatcher-type", "alltoall"]
+    if experts.top_k == 1:
+        words.append("--moe-router-pre-softmax")  # a softmax over one expert has no gradient
+    if experts.shared_ffn_hidden_size:
+        words += ["--moe-shared-expert-intermediate-size", str(experts.shared_ffn_hidden_size)]
+    if experts.dense_layers:
+        words += ["--moe-layer-freq", f"[0]*{experts.dense_layers}+[1]*{num_layers - experts.dense_layers}"]
     return words
 
 

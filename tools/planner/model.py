@@ -38,7 +38,7 @@ class Model(BaseModel):
         gated: SwiGLU or similar (three matrices in the MLP instead of two).
         learned_positions: Rows of a learned position table, at least ``seq_length``; 0 without one (RoPE).
         distributed_optimizer: Whether optimizer state may be sharded over data parallelism.
-        sequence_parallel: Whether norms and residuals are split over TP.
+        sequence_parallel: Whether norms and residuals are split over TP; on by default with experts.
         recompute: Allowed activation recompute granularities.
         attention: ``flash`` where GPU and precision (fp16, bf16) have it, else unfused; ``unfused`` everywhere;
             or ``fused`` everywhere.
@@ -77,6 +77,14 @@ class Model(BaseModel):
     experts: Experts | None = None
     latent: Latent | None = None
     fp8: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _experts_need_sequence_parallel(cls, given: Any) -> Any:
+        """Megatron trains experts with TP under sequence parallelism only: on, unless the file says otherwise."""
+        if isinstance(given, dict) and given.get("experts") is not None:
+            return {"sequence_parallel": True, **given}
+        return given
 
     @field_validator("name")
     @classmethod
@@ -128,7 +136,20 @@ class Model(BaseModel):
     @property
     def not_run(self) -> list[str]:
         """Fields of this model that are priced, but that no run with a plan has yet."""
-        return [key for key in ("head_size", "attention_window", "experts", "latent", "fp8") if getattr(self, key)]
+        parts = [key for key in ("attention_window", "latent", "fp8") if getattr(self, key)]
+        return parts + (["experts"] if self.experts is not None and not self.experts.runs else [])
+
+    def check_dry_run(self, hint: str) -> None:
+        """Raise a PlannerError when a dry run cannot train the model.
+
+        Args:
+            hint: What to do.
+        """
+        problem = "is priced, but no run with a plan has it yet"
+        if not self.not_run and self.experts is not None:
+            problem = "how many tokens an expert gets depends on values, which a dry run does not have"
+        for name in (*self.not_run, *(["experts"] if self.experts is not None else [])):
+            raise PlannerError("model", name, str(getattr(self, name)), problem, hint)
 
     @property
     def kv_size(self) -> int:

@@ -16,6 +16,7 @@ class Experts(BaseModel):
         ffn_hidden_size: Width of one expert.
         shared_ffn_hidden_size: Width of the expert that every token passes, 0 without one.
         dense_layers: Layers with an ordinary MLP (of the model's ``ffn_hidden_size``) instead.
+        dense_first: Whether these are the first layers of the model.
         dropless: All tokens reach their experts; else each expert has a fixed capacity.
     """
 
@@ -26,7 +27,13 @@ class Experts(BaseModel):
     ffn_hidden_size: int = Field(ge=1)
     shared_ffn_hidden_size: int = Field(default=0, ge=0)
     dense_layers: int = Field(default=0, ge=0)
+    dense_first: bool = True
     dropless: bool = True
+
+    @property
+    def runs(self) -> bool:
+        """Whether plans train it: what a rank drops depends on its TP size, and other patterns are not told apart."""
+        return self.dropless and (self.dense_first or not self.dense_layers)
 
     @model_validator(mode="after")
     def _consistent(self) -> Experts:

@@ -99,16 +99,21 @@ def _mixtral(config: Config, file: str) -> dict[str, Any]:
 def _qwen_experts(config: Config, file: str) -> dict[str, Any]:
     layers, step = _need(config, "num_hidden_layers", file), config.get("decoder_sparse_step") or 1
     only = set(config.get("mlp_only_layers") or ())
-    dense = sum(layer in only or (layer + 1) % step != 0 for layer in range(min(layers, 10_000)))
+    dense = [layer for layer in range(min(layers, 10_000)) if layer in only or (layer + 1) % step != 0]
     return {
         "experts": {
             "count": _need(config, "num_experts", file),
             "top_k": _need(config, "num_experts_per_tok", file),
             "ffn_hidden_size": _need(config, "moe_intermediate_size", file),
             "shared_ffn_hidden_size": config.get("shared_expert_intermediate_size") or 0,
-            "dense_layers": dense,
+            "dense_layers": len(dense),
+            "dense_first": _are_first(dense),
         }
     }
+
+
+def _are_first(layers: list[int]) -> bool:
+    return layers == list(range(len(layers)))
 
 
 def _deepseek(config: Config, file: str) -> dict[str, Any]:
@@ -226,12 +231,16 @@ def _parts(arguments: Mapping[str, Any], number: Callable[..., Any], document: C
         found["head_size"] = width
     if arguments.get("num_experts"):
         pattern = arguments.get("moe_layer_freq")
+        if isinstance(pattern, int) and isinstance(document["num_layers"], int) and pattern > 0:
+            pattern = [int(layer % pattern == 0) for layer in range(min(document["num_layers"], 10_000))]
+        dense = [i for i, sparse in enumerate(pattern) if not sparse] if isinstance(pattern, list) else []
         found["experts"] = {
             "count": arguments["num_experts"],
             "top_k": number("moe_router_topk", 2),
             "ffn_hidden_size": number("moe_ffn_hidden_size", document["ffn_hidden_size"]),
             "shared_ffn_hidden_size": number("moe_shared_expert_intermediate_size", 0),
-            "dense_layers": sum(not layer for layer in pattern) if isinstance(pattern, list) else 0,
+            "dense_layers": len(dense),
+            "dense_first": _are_first(dense),
         }
     if latent:
         found["latent"] = {

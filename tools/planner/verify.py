@@ -110,14 +110,11 @@ class Verifier:
         limit_s: Seconds that all dry runs together may take.
 
     Raises:
-        PlannerError: A model that no run with a plan has yet.
+        PlannerError: A model that a dry run cannot train.
     """
 
     def __init__(self, model: Model, limit_s: float) -> None:
-        if model.not_run:
-            name = model.not_run[0]
-            problem = "is priced, but no run with a plan has it yet, so there is nothing to verify with"
-            raise PlannerError("model", name, getattr(model, name), problem, "Leave out --verify")
+        model.check_dry_run("Leave out --verify")
         self._model, self._limit_s = model, limit_s
         self._start_s = time.monotonic()
         self._spent_s = 0.0

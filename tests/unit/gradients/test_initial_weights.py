@@ -33,7 +33,7 @@ class Model(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = SimpleNamespace(sequence_parallel=False)
+        self.config = SimpleNamespace(sequence_parallel=False, qk_layernorm=False)
         self.norm = torch.nn.LayerNorm(4, device="meta")
         self.embedding = torch.nn.Embedding(8, 4, device="meta")
         self.decoder = torch.nn.Module()

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_het import hooks
 from megatron_het.config import check_arguments
+from megatron_het.features.experts import Experts
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
 from megatron_het.features.zero_bubble import ZeroBubble
 from megatron_het.lowering.programs import build
@@ -66,7 +67,16 @@ def test_accepted() -> None:
         ({"hierarchical_context_parallel_sizes": [1, 2]}, "--hierarchical-context-parallel-sizes.*the plan's own"),
         ({"step_batch_size_schedule": "0:8"}, "--step-batch-size-schedule.*fixed number of microbatches"),
         ({"decoder_seq_length": 32}, "--decoder-seq-length = 32.*length of --seq-length = 64"),
-        ({"num_experts": 2}, "mixture of experts"),
+        (
+            {"num_experts": 2, "expert_model_parallel_size": 2},
+            "--expert-model-parallel-size = 2.*every replica holds all experts",
+        ),
+        (
+            {"num_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
+            "global_aux_loss.*replicas may have different numbers of passes",
+        ),
+        ({"num_experts": 2, "moe_use_upcycling": True}, "--moe-use-upcycling.*convert it before"),
+        ({"num_experts": 2, "expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size = 2.*has TP 1"),
         (
             {"save": "folder", "ckpt_format": "torch_dist", "non_persistent_ckpt_type": "local"},
             "--non-persistent-ckpt-type = 'local'.*Use global",
@@ -88,6 +98,43 @@ def more_stages(stages: int, *, tp: int = 1, chunks: int = 1, **training: Any) -
         stages=tuple(Stage((layers,) * chunks, (replica,)) for replica in replicas),
         training=replace(plan.training, **training),
     )
+
+
+BALANCED = {"num_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+
+
+def in_slices() -> Plan:
+    return replace(more_stages(2), schedule=ScheduleSpec("slimpipe", {"slices": 4}))
+
+
+def sharing_sequences() -> Plan:
+    stages = tuple(Stage((2,), (Replica((2 * s, 2 * s + 1), tuple(range(8)), cp=2),)) for s in range(2))
+    return replace(more_stages(2), stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("plan", "changed", "reason"),
+    [
+        (more_stages(2), BALANCED, None),
+        (in_slices(), BALANCED, "aux_loss.*product of two sums.*one slice"),
+        (sharing_sequences(), BALANCED, "aux_loss.*product of two sums.*context parallelism"),
+        (in_slices(), {**BALANCED, "moe_aux_loss_coeff": 0.0}, None),
+        (in_slices(), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor.*slice"),
+        (more_stages(2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, None),
+        (more_stages(2, tp=2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "TP 2.*tokens of one TP rank"),
+        (more_stages(2, tp=2), {"num_experts": 2}, "sequence_parallel.*Add --sequence-parallel"),
+        (more_stages(2, tp=2, sequence_parallel=True), {"num_experts": 2}, None),
+        (more_stages(2, tp=2), {}, None),
+    ],
+)
+def test_experts(plan: Plan, changed: dict[str, Any], reason: str | None) -> None:
+    """What is refused with layers of experts; dense models are not asked."""
+    given = arguments(**changed)
+    if reason is None:
+        Experts().check_any_arguments(plan, given)
+    else:
+        with pytest.raises(PlanError, match=reason):
+            Experts().check_any_arguments(plan, given)
 
 
 @pytest.mark.parametrize(

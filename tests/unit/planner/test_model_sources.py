@@ -6,10 +6,12 @@ import json
 import os
 import pickle
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from megatron_het.plan import ModelShape
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
 from tools.planner.model import load_model
@@ -88,13 +90,13 @@ def write(folder, config, name="config.json"):
     [
         (LLAMA, 8.03, []),
         (QWEN, 8.19, []),
-        (MIXTRAL, 46.7, ["experts"]),
-        (DEEPSEEK, 671.0, ["experts", "latent"]),
+        (MIXTRAL, 46.7, []),
+        (DEEPSEEK, 671.0, ["latent"]),
         ({**QWEN, "hidden_size": 5120, "num_attention_heads": 64, "intermediate_size": 25600,
-          "num_hidden_layers": 64}, 32.8, ["head_size"]),
+          "num_hidden_layers": 64}, 32.8, []),
         ({**QWEN, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_key_value_heads": 4,
           "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-         30.5, ["head_size", "experts"]),
+         30.5, []),
     ],
 )  # fmt: skip
 def test_published_sizes(tmp_path, config, billions, parts):
@@ -136,9 +138,7 @@ def test_windows():
 CLUSTER = {"nodes": [{"gpu": "H200", "count": 16, "gpus_per_node": 8, "network_bytes_per_s": 4e11}]}
 
 
-@pytest.mark.parametrize(
-    ("config", "word"), [(LLAMA, None), (QWEN, None), (MIXTRAL, "experts"), (DEEPSEEK, "experts, latent")]
-)
+@pytest.mark.parametrize(("config", "word"), [(LLAMA, None), (QWEN, None), (DEEPSEEK, "latent")])
 def test_commands_take_a_config(tmp_path, capsys, config, word):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
     common = ["--cluster", str(tmp_path / "c.yaml"), "--model", str(write(tmp_path, config))]
@@ -154,6 +154,49 @@ def test_commands_take_a_config(tmp_path, capsys, config, word):
         for command in (["plan", *common, *plan, "--verify"], ["dry-run", str(tmp_path / "p.json"), *common[2:]]):
             assert main(command) == 2
             assert "no run with a plan has it yet" in capsys.readouterr().err
+
+
+def test_a_plan_for_experts_is_emitted_with_their_flags(tmp_path, capsys):
+    """Mixtral from its config.json to launch files; a dry run says why it cannot."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
+    common = ["--cluster", str(tmp_path / "c.yaml"), "--model", str(write(tmp_path, MIXTRAL))]
+    common += ["--seq-length", "4096", "--global-batch-size", "128"]
+    plan = ["--out", str(tmp_path / "p.json"), "--schedules", "1f1b", "--limit-s", "30"]
+    assert main(["plan", *common, *plan]) == 0
+    assert "cannot train it yet" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "p.json").read_text())["training"]["sequence_parallel"] is True
+    assert main(["emit", str(tmp_path / "p.json"), *common, "--out", str(tmp_path / "run"), "--train-iters", "5"]) == 0
+    written = (tmp_path / "run" / "args.sh").read_text()
+    for line in ("--num-experts 8", "--moe-router-topk 2", "--moe-ffn-hidden-size 14336", "--sequence-parallel"):
+        assert f"    {line}\n" in written, line
+    capsys.readouterr()
+    for command in (["plan", *common, *plan, "--verify"], ["dry-run", str(tmp_path / "p.json"), *common[2:]]):
+        assert main(command) == 2
+        assert "how many tokens an expert gets depends on values" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("experts", "flags", "runs"),
+    [
+        ({"count": 4, "top_k": 2, "ffn_hidden_size": 64}, "--moe-ffn-hidden-size 64", True),
+        ({"count": 4, "top_k": 1, "ffn_hidden_size": 64}, "--moe-router-pre-softmax", True),
+        (
+            {"count": 4, "top_k": 2, "ffn_hidden_size": 64, "shared_ffn_hidden_size": 32, "dense_layers": 3},
+            "--moe-shared-expert-intermediate-size 32 --moe-layer-freq [0]*3+[1]*2",
+            True,
+        ),
+        ({"count": 4, "top_k": 2, "ffn_hidden_size": 64, "dropless": False}, "", False),
+        ({"count": 4, "top_k": 2, "ffn_hidden_size": 64, "dense_layers": 3, "dense_first": False}, "", False),
+    ],
+)
+def test_flags_of_experts(experts, flags, runs):
+    from tools.planner.emit_flags import ModelOptions, model_arguments
+    from tools.planner.model_parts import Experts
+
+    made = Experts(**experts)
+    plan = SimpleNamespace(model=ModelShape(5, 64, 4, 4, 32, 96, None, False))
+    assert made.runs == runs
+    assert not runs or flags in " ".join(model_arguments(plan, ModelOptions(experts=made)))
 
 
 class Colour(enum.Enum):

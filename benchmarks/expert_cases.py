@@ -1,0 +1,47 @@
+"""Mixture of experts under every schedule: the plans of the dense cases with layers of experts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.cases import EXPERT_FAMILIES, Case
+from megatron_het.plan import Plan
+
+_UNBALANCED = ("deepseek",)
+"""Families whose balancing does not look at whole sequences."""
+
+
+def _sizes(plan: Plan) -> list[int]:
+    return [replica.tp for stage in plan.stages for replica in stage.replicas]
+
+
+def families_for(plan: Plan) -> list[str]:
+    """The families that a plan can train."""
+    cuts_sequences = plan.schedule.parameters.get("slices", 1) != 1 or any(
+        replica.cp > 1 for stage in plan.stages for replica in stage.replicas
+    )
+    if cuts_sequences:
+        return list(_UNBALANCED)
+    return [name for name in EXPERT_FAMILIES if name != "capacity" or max(_sizes(plan)) == 1]
+
+
+def with_experts(cases: Sequence[Case], seed: int) -> list[Case]:
+    """The cases with a family of experts each, under sequence parallelism where they have TP.
+
+    Args:
+        cases: Of a dense model; those in fp32 count.
+        seed: Of the choice.
+    """
+    rng, found = random.Random(seed), []
+    for case in cases:
+        plan = case.plan
+        if plan.training.precision != "fp32":
+            continue
+        if max(_sizes(plan)) > 1:
+            plan = replace(plan, training=replace(plan.training, sequence_parallel=True))
+        family = rng.choice(families_for(plan))
+        chosen = {**case.chosen, "family": family, "sequence_parallel": plan.training.sequence_parallel}
+        found.append(replace(case, plan=plan, family=family, chosen=chosen))
+    return found

@@ -1,0 +1,1 @@
+"""Layers of experts on a rank of a plan."""

@@ -1,0 +1,57 @@
+"""Mixture of experts as a feature of a rank: what Megatron's layers report, summed over a plan's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_het.runtime.feature import OpenContext, RuntimeFeature
+
+_SYNC = "_sync_metrics"
+
+
+class ExpertMetrics(RuntimeFeature):
+    """Balancing losses in the log are those of one process.
+
+    Megatron sums them over a pipeline group and takes means over equal replicas.  Here stages have different numbers
+    of ranks, and replicas different numbers of microbatches: what all ranks have recorded is summed, each layer's on
+    the ranks that have it, and Megatron divides by the number of microbatches of the batch.
+
+    Args:
+        tp: TP size of this rank's replica.
+    """
+
+    def __init__(self, tp: int) -> None:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        self._tp = tp
+        self._tracker: Any = get_moe_metrics_tracker()
+        setattr(self._tracker, _SYNC, self._sync)
+
+    def _sync(self, metric_names: Sequence[str], pg_collection: Any = None) -> None:
+        """In place of the tracker's own."""
+        del pg_collection
+        for name in metric_names:
+            entry = self._tracker.metrics.get(name)
+            if entry is None:
+                continue
+            values: torch.Tensor = entry.values
+            if entry.avg_group is not None:  # a mean over the tokens of each TP rank, not this rank's share of a sum
+                values /= self._tp
+            dist.all_reduce(values)
+
+    def close(self) -> None:
+        """See :class:`RuntimeFeature`."""
+        vars(self._tracker).pop(_SYNC, None)
+        self._tracker.metrics.clear()  # a later session may have other layers
+
+
+def open_feature(context: OpenContext) -> RuntimeFeature:
+    """The feature on this rank."""
+    if not getattr(context.args, "num_experts", None):
+        return RuntimeFeature()
+    where = context.placement.locate(context.rank)
+    return ExpertMetrics(context.placement.replica(where.stage, where.replica).tp)

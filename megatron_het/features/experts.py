@@ -1,0 +1,141 @@
+"""Mixture of experts: what a plan can train of it, and why not the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_het.features.base import Feature, Refusal, flag_of
+from megatron_het.plan import Plan, PlanError
+
+_MOE = "megatron.core.transformer.moe"
+_BALANCED_BY_MICROBATCH = ("aux_loss", "seq_aux_loss")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsOptions:
+    """There is nothing to choose: Megatron's own flags say what the layers are."""
+
+
+def _more_than_one(value: Any) -> bool:
+    return value is not None and value != 1
+
+
+class Experts(Feature):
+    """Layers of experts, all of them on every replica, cut like dense layers by its TP.
+
+    Sequences of one microbatch are routed on one replica, so capacities and the losses that balance the experts are
+    those of one process.
+    """
+
+    name = "experts"
+    runtime = "megatron_het.experts.feature"
+    title = "mixture of experts"
+    options = ExpertsOptions
+    refused_by_plans = (
+        Refusal("expert_model_parallel_size", "every replica holds all experts", _more_than_one),
+        Refusal("expert_gtp_weight_remat_size", "weight rematerialisation groups are not supported", _more_than_one),
+        Refusal("moe_expert_rank_capacity_factor", "it drops tokens by the number of ranks that share experts"),
+        Refusal("overlap_moe_expert_parallel_comm", "it orders the passes of a pipeline itself"),
+        Refusal("moe_use_upcycling", "a dense checkpoint is turned into experts by one layout; convert it before"),
+    )
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        f"{_MOE}.moe_logging.MoEMetricsTracker._sync_metrics": (
+            "b85205f45dba6e808c12de633b15a25f0b124bb7dd3fa8c12cf00549aa0a8eb0"
+        ),
+        f"{_MOE}.router.TopKRouter.attach_and_log_load_balancing_loss": (
+            "77cc758f506e750cdf0b11a580f98bbac0e9aa67f99eb5dee64a2be3a009761c"
+        ),
+        f"{_MOE}.router.TopKRouter.apply_z_loss": ("00c83a903d28df13273e0bb71c0cde460ae34e3dea0f2bf4a98b8ba657f0fe60"),
+    }
+
+    def options_of(self, plan: Plan) -> ExpertsOptions:
+        """On with every plan; models without experts give it nothing to do."""
+        del plan
+        return ExpertsOptions()
+
+    def check(self, plan: Plan) -> None:
+        """A plan says nothing of experts."""
+
+    def check_any_arguments(self, plan: Plan, args: Any) -> None:
+        """Refuse what no plan can have, and what this plan cannot."""
+        if not getattr(args, "num_experts", None):
+            return
+        super().check_any_arguments(plan, args)
+        _check_tensor_parallel(plan, args)
+        _check_balancing(plan, args)
+
+
+def _check_tensor_parallel(plan: Plan, args: Any) -> None:
+    """Experts are cut as the rest of a replica is, and Megatron wants sequence parallelism there."""
+    size = getattr(args, "expert_tensor_parallel_size", None)
+    for s, stage in enumerate(plan.stages):
+        for q, replica in enumerate(stage.replicas):
+            if size is not None and size != replica.tp:
+                raise PlanError(
+                    "--expert-tensor-parallel-size",
+                    size,
+                    f"replica {q} of stage {s} has TP {replica.tp}, which cuts its experts too",
+                    "Leave the flag out",
+                )
+            capacity = getattr(args, "moe_expert_capacity_factor", None)
+            if replica.tp > 1 and capacity is not None:
+                raise PlanError(
+                    "--moe-expert-capacity-factor",
+                    capacity,
+                    f"replica {q} of stage {s} has TP {replica.tp}: a capacity counts the tokens of one TP rank, so "
+                    "other tokens would be dropped",
+                    "Leave the flag out, or use a plan with TP 1",
+                )
+            if replica.tp > 1 and not plan.training.sequence_parallel:
+                raise PlanError(
+                    "training.sequence_parallel",
+                    False,
+                    f"replica {q} of stage {s} has TP {replica.tp}: Megatron trains experts with TP under sequence "
+                    "parallelism only",
+                    "Add --sequence-parallel",
+                )
+
+
+def _check_balancing(plan: Plan, args: Any) -> None:
+    """Balancing over more than the tokens of one replica's pass would not be that of one process."""
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    if "global_aux_loss" in kinds:
+        raise PlanError(
+            "--moe-router-load-balancing-type",
+            "global_aux_loss",
+            "it sums over all replicas in every forward pass, and replicas may have different numbers of passes",
+            "Use aux_loss, seq_aux_loss, or --moe-router-enable-expert-bias",
+        )
+    parts = _parts_of_a_sequence(plan)
+    if not parts:
+        return
+    losses = [kind for kind in kinds if kind in _BALANCED_BY_MICROBATCH and _coefficient(args, kinds, kind)]
+    if losses:
+        raise PlanError(
+            "--moe-router-load-balancing-type",
+            " ".join(losses),
+            f"the loss is a product of two sums over a whole sequence, and {parts}",
+            "Use --moe-router-load-balancing-type none with --moe-router-enable-expert-bias",
+        )
+    for attribute in ("moe_expert_capacity_factor",):
+        value = getattr(args, attribute, None)
+        if value is not None:
+            raise PlanError(flag_of(attribute), value, f"capacities count the tokens of a whole sequence, and {parts}")
+
+
+def _coefficient(args: Any, kinds: list[str], kind: str) -> float:
+    given = getattr(args, "moe_aux_loss_coeff", 0.0)
+    return given[kinds.index(kind)] if isinstance(given, list | tuple) else given
+
+
+def _parts_of_a_sequence(plan: Plan) -> str:
+    """What cuts sequences; empty if nothing does."""
+    slices = plan.schedule.parameters.get("slices", 1)
+    if slices and slices != 1:
+        return "a pass has one slice of it"
+    if any(replica.cp > 1 for stage in plan.stages for replica in stage.replicas):
+        return "a rank has a part of it (context parallelism)"
+    return ""

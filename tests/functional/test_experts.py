@@ -1,0 +1,85 @@
+"""Layers of experts under plans equal stock Megatron in one process: losses, gradients, and what Megatron logs of them.
+
+``benchmarks/parity.py --model moe`` has more plans, of every schedule.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.cases import Case, build_plan, with_schedule
+from benchmarks.compare import compare
+from benchmarks.lab import Lab
+from benchmarks.runner import Finished
+from tests.functional.selected import run_selected
+
+BAR = 1e-5
+_LOGGED = re.compile(r" iteration +(\d+)/.*?((?:seq_)?load_balancing_loss): (\S+).*?(?:z_loss: (\S+))? \| ")
+
+
+def make(name: str, family: str, sizes: list[list[int]], layers: list[int], **plan: Any) -> Case:
+    more = {"even_routing": False, "sequence_parallel": True, **plan}
+    options = {key: more.pop(key) for key in ("clip", "overlap") if key in more}
+    return Case(name, build_plan(sizes, layers, random.Random(name), **more), family=family, **options)
+
+
+def with_chunks(case: Case, schedule: str, layers: tuple[tuple[int, ...], ...]) -> Case:
+    stages = tuple(replace(s, layers=cut) for s, cut in zip(case.plan.stages, layers, strict=True))
+    plan = replace(case.plan, stages=stages, schedule=replace(case.plan.schedule, name=schedule))
+    return replace(case, plan=plan)
+
+
+CASES = [
+    make("mixed-tp", "mixtral", [[1], [2, 1]], [2, 3], distributed_optimizer=True, clip=0.05),
+    make("dense-first-with-biases", "deepseek", [[2], [1, 1]], [1, 4], distributed_optimizer=True),
+    make("norms-of-heads-in-mixed-tp", "qwen3-moe", [[1, 2], [1]], [3, 2], tied=True),
+    make("sequence-balance", "sequence-balance", [[2, 1], [2]], [3, 2], recompute="full"),
+    make("capacity", "capacity", [[1, 1], [1]], [3, 2], overlap=True),
+    with_chunks(make("in-a-v", "mixtral", [[1], [1, 1]], [2, 3]), "zb-v", ((1, 1), (2, 1))),
+    with_chunks(make("interleaved", "deepseek", [[1], [1]], [3, 2]), "interleaved", ((2, 1), (1, 1))),
+    with_schedule(make("slices", "deepseek", [[1], [1]], [3, 2]), "slimpipe", 1, {"slices": 4}),
+]
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
+    """The runs of all selected cases, two at a time."""
+    return run_selected(BY_NAME, lab, request)
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
+    case, done = BY_NAME[name], finished[name].check()
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found
+
+
+def logged(text: str) -> dict[int, list[float]]:
+    """Balancing losses by iteration."""
+    return {int(i): [float(v) for v in values if v] for i, _, *values in _LOGGED.findall(text)}
+
+
+@pytest.mark.parametrize("name", ["mixed-tp", "sequence-balance"])
+def test_balancing_losses_in_the_log_are_those_of_one_process(
+    name: str, lab: Lab, finished: dict[str, Finished]
+) -> None:
+    """Sums over stages and over replicas with different numbers of microbatches."""
+    case, done = BY_NAME[name], finished[name].check()
+    stock = logged((lab.reference(case) / "rank-0.log").read_text())
+    mine = logged(done.log(case.plan.world_size - 1))
+    assert stock and sorted(mine) == sorted(stock)
+    for iteration, values in stock.items():
+        assert mine[iteration] == pytest.approx(values, rel=1e-5), iteration
+
+
+def test_a_refusal_names_the_flag_before_anything_starts(lab: Lab) -> None:
+    case = BY_NAME["mixed-tp"]
+    done = lab.runner.run(lab.job(case, "--moe-router-load-balancing-type", "global_aux_loss"), check=False)
+    assert set(done.returncodes) == {2}
+    assert "replicas may have different numbers of passes" in done.log(0)
