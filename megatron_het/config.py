@@ -317,8 +317,8 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     where = placement.locate(rank)
     tp = placement.replica(where.stage, where.replica).tp
     args.tensor_model_parallel_size = tp
-    # There are no experts; Megatron's memory estimate divides the world by this size all the same,
-    # and by TP if it is left open, which may exceed the ranks per stage.
+    # Megatron's memory estimate divides the world by this size, with experts or without, and by TP if it is left open,
+    # which may exceed the ranks per stage. Layers of experts read the model's configuration (experts/feature.py).
     args.expert_tensor_parallel_size = 1
     args.pipeline_model_parallel_size = placement.num_stages
     if placement.num_stages > 1:

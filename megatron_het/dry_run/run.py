@@ -147,8 +147,8 @@ def _check_values(args: Any) -> None:
     """
     if args.num_experts:
         sys.stderr.write(
-            f"megatron_het.dry_run: --num-experts {args.num_experts}: how many tokens an expert gets depends on values, "
-            "which a dry run does not have. Use the planner's estimate of memory\n"
+            f"megatron_het.dry_run: --num-experts {args.num_experts}: how many tokens an expert gets depends on "
+            "values, which a dry run does not have. Use the planner's estimate of memory\n"
         )
         raise SystemExit(2)
 

@@ -13,10 +13,10 @@ from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 _SYNC = "_sync_metrics"
 
 
-class ExpertMetrics(RuntimeFeature):
-    """Balancing losses in the log are those of one process.
+class Experts(RuntimeFeature):
+    """Sizes of this rank's experts, and balancing losses in the log that are those of one process.
 
-    Megatron sums them over a pipeline group and takes means over equal replicas.  Here stages have different numbers
+    Megatron sums losses over a pipeline group and takes means over equal replicas.  Here stages have different numbers
     of ranks, and replicas different numbers of microbatches: what all ranks have recorded is summed, each layer's on
     the ranks that have it, and Megatron divides by the number of microbatches of the batch.
 
@@ -30,6 +30,10 @@ class ExpertMetrics(RuntimeFeature):
         self._tp = tp
         self._tracker: Any = get_moe_metrics_tracker()
         setattr(self._tracker, _SYNC, self._sync)
+
+    def prepare_config(self, model_config: Any) -> None:
+        """Experts are cut by TP as dense layers are: Megatron keeps their gradients and state with the rest."""
+        model_config.transformer.expert_tensor_parallel_size = self._tp
 
     def _sync(self, metric_names: Sequence[str], pg_collection: Any = None) -> None:
         """In place of the tracker's own."""
@@ -54,4 +58,4 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     if not getattr(context.args, "num_experts", None):
         return RuntimeFeature()
     where = context.placement.locate(context.rank)
-    return ExpertMetrics(context.placement.replica(where.stage, where.replica).tp)
+    return Experts(context.placement.replica(where.stage, where.replica).tp)

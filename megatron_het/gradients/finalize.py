@@ -47,6 +47,10 @@ class GradientFinalizer:
         tied_across = tied_embeddings and placement.first != placement.last and self._where.stage in ends
         self._tied_exchange = _exchange(groups, ends, "ends") if tied_across else None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientFinalizer:
+        """Itself: Megatron copies configurations, with their hooks, for layers of experts."""
+        return self
+
     def __call__(
         self,
         model: list[torch.nn.Module],

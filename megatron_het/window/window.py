@@ -55,6 +55,10 @@ class ParameterWindow:
 
     # -- life ----------------------------------------------------------------------------------
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterWindow:
+        """Itself: Megatron copies configurations, with their hooks, for layers of experts."""
+        return self
+
     def adopt(self, models: list[Any]) -> list[Any]:
         """Take over chunks that Megatron's DDP has just wrapped, and close them.
 
