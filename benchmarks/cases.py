@@ -44,6 +44,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "qk-norm": (*_LLAMA, "--qk-layernorm"),
     "mup": (*_LLAMA, "--use-mup", "--mup-base-hidden-size", "32"),
     "softmax-offset": (*_LLAMA, "--softmax-type", "learnable"),
+    "sliding-window": (*_LLAMA, *words("--window-size 8,0 --window-attn-skip-freq 2")),
 }
 _MOE = (*_LLAMA, *words("--num-experts 4 --moe-token-dispatcher-type alltoall"))
 # Layers of experts, by how tokens are routed and the experts balanced; {rest} is the number of layers but the first.

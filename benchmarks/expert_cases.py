@@ -13,6 +13,15 @@ _UNBALANCED = ("deepseek",)
 """Families whose balancing does not look at whole sequences."""
 
 
+def is_routed(case: Case) -> bool:
+    """Whether tokens are routed by the largest of scores.
+
+    Scores that are equal up to rounding may be ordered differently.  A token in another expert does not show in losses,
+    but in the moments that Adam keeps of the few tokens of an expert.
+    """
+    return case.family in EXPERT_FAMILIES
+
+
 def _sizes(plan: Plan) -> list[int]:
     return [replica.tp for stage in plan.stages for replica in stage.replicas]
 

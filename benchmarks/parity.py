@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.cases import PARAMETERS, Case, case_from_row, is_valid, random_case, with_schedule
 from benchmarks.compare import compare
-from benchmarks.expert_cases import with_experts
+from benchmarks.expert_cases import is_routed, with_experts
 from benchmarks.lab import Lab
 from benchmarks.pairwise import pairwise
 from benchmarks.poplar_cases import poplar_cases
@@ -109,7 +109,7 @@ def _measure(cases: list[Case], folder: Path, at_once: int, lab_type: type[Lab])
             try:
                 finished.check()
                 figures = compare(job.log_dir, case.plan, lab.reference(case), gradients=keeps_gradients(case))
-                if isinstance(lab, MinistageLab):
+                if isinstance(lab, MinistageLab) and not is_routed(case):
                     entry["relative_parameter_difference"] = lab.parameter_difference(case)
             except (AssertionError, OSError, KeyError) as error:
                 entry["error"] = str(error)
