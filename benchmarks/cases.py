@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.families import EXPERT_FAMILIES, FAMILIES
 from benchmarks.pairwise import Row
 from benchmarks.runner import words
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
@@ -26,64 +27,6 @@ MODEL_FLAGS = words(
     --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32
     """
 )
-_LLAMA = words("--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear")
-# Architectures: what decides which parameters there are and how they are used.
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "llama": _LLAMA,
-    "gpt": words("--normalization LayerNorm --position-embedding-type learned_absolute"),
-    "qkv-bias": (*_LLAMA, "--add-qkv-bias"),
-    "squared-relu": words(
-        "--normalization LayerNorm --squared-relu --position-embedding-type rope --disable-bias-linear"
-    ),
-    "layernorm-1p": words(
-        "--normalization LayerNorm --apply-layernorm-1p --squared-relu --position-embedding-type rope "
-        "--rotary-percent 0.5 --disable-bias-linear"
-    ),
-    "kv-channels": (*_LLAMA, "--kv-channels", "16"),
-    "output-gate": (*_LLAMA, "--attention-output-gate"),
-    "qk-norm": (*_LLAMA, "--qk-layernorm"),
-    "mup": (*_LLAMA, "--use-mup", "--mup-base-hidden-size", "32"),
-    "softmax-offset": (*_LLAMA, "--softmax-type", "learnable"),
-    "sliding-window": (*_LLAMA, *words("--window-size 8,0 --window-attn-skip-freq 2")),
-}
-_MOE = (*_LLAMA, *words("--num-experts 4 --moe-token-dispatcher-type alltoall"))
-# Layers of experts, by how tokens are routed and the experts balanced; {rest} is the number of layers but the first.
-EXPERT_FAMILIES: dict[str, tuple[str, ...]] = {
-    "mixtral": (
-        *_MOE,
-        *words("--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"),
-    ),
-    "sequence-balance": (
-        *_MOE,
-        *words(
-            "--moe-router-topk 2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 "
-            "--moe-z-loss-coeff 1e-3 --moe-router-pre-softmax"
-        ),
-    ),
-    "deepseek": (
-        *_MOE,
-        *words(
-            "--moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-            "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 64 --moe-ffn-hidden-size 48 "
-            "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 1.5 "
-            "--moe-layer-freq [0]+[1]*{rest}"
-        ),
-    ),
-    "capacity": (
-        *_MOE,
-        *words(
-            "--moe-router-topk 1 --moe-router-pre-softmax --moe-expert-capacity-factor 1.0 "
-            "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-layer-freq 2"
-        ),
-    ),
-    "qwen3-moe": (
-        *_MOE,
-        *words(
-            "--qk-layernorm --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
-            "--moe-router-dtype fp32"
-        ),
-    ),
-}
 TRAINING_FLAGS = words(
     f"""
     --micro-batch-size 1 --global-batch-size {MICROBATCHES} --calculate-per-token-loss

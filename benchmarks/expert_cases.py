@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.cases import EXPERT_FAMILIES, Case
+from benchmarks.cases import Case
+from benchmarks.families import EXPERT_FAMILIES
 from megatron_het.plan import Plan
 
 _UNBALANCED = ("deepseek",)

@@ -169,7 +169,7 @@ class _End(torch.nn.Module):
 
     def __init__(self, weight: float, gradient: float) -> None:
         super().__init__()
-        self.config = SimpleNamespace(sequence_parallel=False)
+        self.config = SimpleNamespace(sequence_parallel=False, qk_layernorm=False)
         self.weight: Any = torch.nn.Parameter(torch.full((2,), weight))
         self.weight.main_grad = torch.full((2,), gradient)
 
