@@ -12,6 +12,8 @@ from megatron_het.plan import Plan
 
 _UNBALANCED = ("deepseek",)
 """Families whose balancing does not look at whole sequences."""
+_BY_SEQUENCE = ("deepseek", "sequence-balance")
+"""Families whose balancing does not depend on the sizes of microbatches."""
 
 
 def is_routed(case: Case) -> bool:
@@ -34,6 +36,8 @@ def families_for(plan: Plan) -> list[str]:
     )
     if cuts_sequences:
         return list(_UNBALANCED)
+    if max(plan.training.micro_batch_sizes or (plan.training.micro_batch_size,)) > 1:
+        return list(_BY_SEQUENCE)  # the reference has microbatches of one sequence
     return [name for name in EXPERT_FAMILIES if name != "capacity" or max(_sizes(plan)) == 1]
 
 

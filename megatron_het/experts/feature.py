@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.runtime.feature import OpenContext, RuntimeFeature
+from megatron_het.gradients.finalize import GradientFinalizer
+from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature
 
 _SYNC = "_sync_metrics"
 
@@ -46,6 +47,18 @@ class Experts(RuntimeFeature):
             if entry.avg_group is not None:  # a mean over the tokens of each TP rank, not this rank's share of a sum
                 values /= self._tp
             dist.all_reduce(values)
+
+    def finish(self, call: Call, state: Iteration) -> None:
+        """Move the biases of the experts, unless Megatron's own function does it, with which gradients end."""
+        if call.forward_only or isinstance(call.config.finalize_model_grads_func, GradientFinalizer):
+            return
+        from megatron.core import parallel_state
+        from megatron.core.distributed import finalize_model_grads as upstream
+
+        if call.config.moe_router_enable_expert_bias:
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+            upstream._update_router_expert_bias(call.models, call.config, tp_dp_cp_group=group)
+        upstream.reset_model_temporary_tensors(call.config, call.models)
 
     def close(self) -> None:
         """See :class:`RuntimeFeature`."""

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_het.features.base import Feature, Refusal, flag_of
+from megatron_het.features.base import Feature, Refusal
 from megatron_het.plan import Plan, PlanError
 
 _MOE = "megatron.core.transformer.moe"
-_BALANCED_BY_MICROBATCH = ("aux_loss", "seq_aux_loss")
+_FINALIZE = "megatron.core.distributed.finalize_model_grads"
+_OF_A_SEQUENCE = ("aux_loss", "seq_aux_loss")
+_OF_A_MICROBATCH = ("aux_loss",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,10 @@ class Experts(Feature):
             "77cc758f506e750cdf0b11a580f98bbac0e9aa67f99eb5dee64a2be3a009761c"
         ),
         f"{_MOE}.router.TopKRouter.apply_z_loss": ("00c83a903d28df13273e0bb71c0cde460ae34e3dea0f2bf4a98b8ba657f0fe60"),
+        f"{_FINALIZE}._update_router_expert_bias": "fb4e285510fc83b570f4c89eb6f3acaccae8dfd9e233657e2f353ebb9cbaafe8",
+        f"{_FINALIZE}.reset_model_temporary_tensors": (
+            "2b65786f613b8d1da64b72795f22e8682d455dd41b853d6bcfbaf7f99ddd97be"
+        ),
     }
 
     def options_of(self, plan: Plan) -> ExpertsOptions:
@@ -109,21 +115,29 @@ def _check_balancing(plan: Plan, args: Any) -> None:
             "it sums over all replicas in every forward pass, and replicas may have different numbers of passes",
             "Use aux_loss, seq_aux_loss, or --moe-router-enable-expert-bias",
         )
-    parts = _parts_of_a_sequence(plan)
-    if not parts:
-        return
-    losses = [kind for kind in kinds if kind in _BALANCED_BY_MICROBATCH and _coefficient(args, kinds, kind)]
-    if losses:
-        raise PlanError(
-            "--moe-router-load-balancing-type",
-            " ".join(losses),
-            f"the loss is a product of two sums over a whole sequence, and {parts}",
-            "Use --moe-router-load-balancing-type none with --moe-router-enable-expert-bias",
-        )
-    for attribute in ("moe_expert_capacity_factor",):
-        value = getattr(args, attribute, None)
-        if value is not None:
-            raise PlanError(flag_of(attribute), value, f"capacities count the tokens of a whole sequence, and {parts}")
+    for parts, whole, affected, instead in (
+        (_parts_of_a_sequence(plan), "sequence", _OF_A_SEQUENCE, "none"),
+        (_unequal(plan), "microbatch", _OF_A_MICROBATCH, "seq_aux_loss, or none"),
+    ):
+        losses = [kind for kind in kinds if kind in affected and _coefficient(args, kinds, kind)]
+        if parts and losses:
+            raise PlanError(
+                "--moe-router-load-balancing-type",
+                " ".join(losses),
+                f"the loss is a product of two sums over a whole {whole}, and {parts}",
+                f"Use --moe-router-load-balancing-type {instead} with --moe-router-enable-expert-bias",
+            )
+        capacity = getattr(args, "moe_expert_capacity_factor", None)
+        if parts and capacity is not None:
+            raise PlanError(
+                "--moe-expert-capacity-factor", capacity, f"capacities count the tokens of a whole {whole}, and {parts}"
+            )
+
+
+def _unequal(plan: Plan) -> str:
+    """Whether microbatches differ, in words; empty if they do not."""
+    sizes = sorted(set(plan.training.micro_batch_sizes))
+    return f"microbatches have {sizes} sequences" if len(sizes) > 1 else ""
 
 
 def _coefficient(args: Any, kinds: list[str], kind: str) -> float:

@@ -107,6 +107,10 @@ def in_slices() -> Plan:
     return replace(more_stages(2), schedule=ScheduleSpec("slimpipe", {"slices": 4}))
 
 
+def of_different_sizes() -> Plan:
+    return more_stages(2, micro_batch_size=3, micro_batch_sizes=(3, 1, 3, 1))
+
+
 def sharing_sequences() -> Plan:
     stages = tuple(Stage((2,), (Replica((2 * s, 2 * s + 1), tuple(range(8)), cp=2),)) for s in range(2))
     return replace(more_stages(2), stages=stages)
@@ -119,6 +123,8 @@ def sharing_sequences() -> Plan:
         (in_slices(), BALANCED, "aux_loss.*product of two sums.*one slice"),
         (sharing_sequences(), BALANCED, "aux_loss.*product of two sums.*context parallelism"),
         (in_slices(), {**BALANCED, "moe_aux_loss_coeff": 0.0}, None),
+        (of_different_sizes(), BALANCED, r"aux_loss.*product of two sums.*\[1, 3\] sequences"),
+        (of_different_sizes(), {**BALANCED, "moe_router_load_balancing_type": "seq_aux_loss"}, None),
         (in_slices(), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor.*slice"),
         (more_stages(2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, None),
         (more_stages(2, tp=2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "TP 2.*tokens of one TP rank"),
