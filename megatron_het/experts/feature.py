@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_het.gradients.finalize import GradientFinalizer
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature
 
 _SYNC = "_sync_metrics"
+_FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
 
 class Experts(RuntimeFeature):
@@ -53,8 +55,8 @@ class Experts(RuntimeFeature):
         if call.forward_only or isinstance(call.config.finalize_model_grads_func, GradientFinalizer):
             return
         from megatron.core import parallel_state
-        from megatron.core.distributed import finalize_model_grads as upstream
 
+        upstream = importlib.import_module(_FINALIZE)  # its package shows a function of the same name
         if call.config.moe_router_enable_expert_bias:
             group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
             upstream._update_router_expert_bias(call.models, call.config, tp_dp_cp_group=group)

@@ -16,6 +16,7 @@ from benchmarks.cases import Case, build_plan, with_schedule
 from benchmarks.compare import compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished
+from megatron_het.plan import ScheduleSpec
 from tests.functional.selected import run_selected
 
 BAR = 1e-5
@@ -28,9 +29,9 @@ def make(name: str, family: str, sizes: list[list[int]], layers: list[int], **pl
     return Case(name, build_plan(sizes, layers, random.Random(name), **more), family=family, **options)
 
 
-def with_chunks(case: Case, schedule: str, layers: tuple[tuple[int, ...], ...]) -> Case:
+def with_chunks(case: Case, schedule: str, layers: tuple[tuple[int, ...], ...], **parameters: Any) -> Case:
     stages = tuple(replace(s, layers=cut) for s, cut in zip(case.plan.stages, layers, strict=True))
-    plan = replace(case.plan, stages=stages, schedule=replace(case.plan.schedule, name=schedule))
+    plan = replace(case.plan, stages=stages, schedule=ScheduleSpec(schedule, parameters))
     return replace(case, plan=plan)
 
 
@@ -43,6 +44,13 @@ CASES = [
     make("capacity", "capacity", [[1, 1], [1]], [3, 2], overlap=True),
     with_chunks(make("in-a-v", "mixtral", [[1], [1, 1]], [2, 3]), "zb-v", ((1, 1), (2, 1))),
     with_chunks(make("interleaved", "deepseek", [[1], [1]], [3, 2]), "interleaved", ((2, 1), (1, 1))),
+    with_chunks(
+        make("window", "deepseek", [[1, 1], [1]], [3, 2], distributed_optimizer=True),
+        "ministage",
+        ((2, 1), (1, 1)),
+        window=True,
+        update="exact",
+    ),
     with_schedule(make("slices", "deepseek", [[1], [1]], [3, 2]), "slimpipe", 1, {"slices": 4}),
 ]
 BY_NAME = {case.name: case for case in CASES}
