@@ -68,23 +68,16 @@ class Model(BaseModel):
     tied_embeddings: bool = False
     learned_positions: int = Field(default=0, ge=0, le=LARGEST["seq_length"])
     distributed_optimizer: bool = False
-    sequence_parallel: bool = False
+    experts: Experts | None = None
+    # Megatron trains experts with TP under sequence parallelism only.
+    sequence_parallel: bool = Field(default_factory=lambda given: given.get("experts") is not None)
     recompute: tuple[Recompute, ...] = ("none", "full")
     attention: Literal["flash", "unfused", "fused"] = "flash"
     head_size: int | None = Field(default=None, ge=1)
     attention_window: int | None = Field(default=None, ge=1)
     windowed_layers: float = Field(default=0.0, ge=0, le=1)
-    experts: Experts | None = None
     latent: Latent | None = None
     fp8: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _experts_need_sequence_parallel(cls, given: Any) -> Any:
-        """Megatron trains experts with TP under sequence parallelism only: on, unless the file says otherwise."""
-        if isinstance(given, dict) and given.get("experts") is not None:
-            return {"sequence_parallel": True, **given}
-        return given
 
     @field_validator("name")
     @classmethod
