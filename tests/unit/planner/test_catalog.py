@@ -167,7 +167,10 @@ def test_what_is_priced_only_is_not_emitted():
     """Launch files for a model whose parts no run has would train another model."""
     from tools.planner.errors import PlannerError
 
-    Model(**SHAPE).check_run("m.yaml")
-    for changes in ({"fp8": True}, {"head_size": 64}, {"experts": Experts(count=8, top_k=2, ffn_hidden_size=1024)}):
+    experts = Experts(count=8, top_k=2, ffn_hidden_size=1024)
+    for model in (Model(**SHAPE), Model(**SHAPE, experts=experts), Model(**SHAPE, head_size=64)):
+        model.check_run("m.yaml")
+    dropping = experts.model_copy(update={"dropless": False})
+    for changes in ({"fp8": True}, {"attention_window": 64}, {"experts": dropping}):
         with pytest.raises(PlannerError, match=next(iter(changes))):
             Model(**SHAPE, **changes).check_run("m.yaml")
