@@ -12,12 +12,13 @@ from benchmarks.runner import Finished
 
 
 def run_selected(by_name: Mapping[str, Case], lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
-    """The runs of the cases for which ``test_equals_one_process`` of the asking file runs, two at a time."""
-    selected = [
-        by_name[item.callspec.params["name"]]
+    """The runs of the cases that selected tests of the asking file have as their ``name``, two at a time."""
+    wanted = [
+        item.callspec.params.get("name")
         for item in request.session.items
-        if item.path == request.path and getattr(item, "originalname", "") == "test_equals_one_process"
+        if item.path == request.path and hasattr(item, "callspec")
     ]
+    selected = [case for name, case in by_name.items() if name in wanted]
     for case in selected:
         lab.reference(case)
     jobs = [lab.job(case) for case in selected]

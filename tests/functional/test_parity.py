@@ -52,6 +52,7 @@ CASES = [
         sequence_parallel=True,
         distributed_optimizer=True,
     ),
+    make("norms-of-heads", [[1], [2, 1]], [2, 3], {"family": "qk-norm"}, even_routing=False),
     make("mixed-tp-tied", [[2, 1], [1]], [1, 4], {"by_samples": True, "clip": 0.05}, even_routing=False, tied=True),
     make("one-stage-mixed-tied", [[4, 1, 2]], [5], tied=True, even_routing=False),
     make("four-stages", [[1], [1], [1], [1]], [2, 1, 1, 1], recompute="selective"),
