@@ -44,6 +44,10 @@ class HetConfig:
         return self.trace_dir / f"trace-rank-{rank}.json" if self.trace_dir else None
 
 
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
 def _more_than_one(value: Any) -> bool:
     return value is not None and value != 1
 
@@ -74,7 +78,7 @@ _REFUSED = (
     Refusal("pipeline_model_parallel_layout", "the plan says which layers go where"),
     Refusal("account_for_embedding_in_pipeline_split", "the plan says which layers go where"),
     Refusal("account_for_loss_in_pipeline_split", "the plan says which layers go where"),
-    Refusal("gtp_weight_remat_size", "weight rematerialisation groups are not supported with a plan", _more_than_one),
+    Refusal("tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", _is_given),
     Refusal("optimizer_cuda_graph", "CUDA graphs capture groups that a plan rebuilds"),
 )
 

@@ -25,12 +25,13 @@ class Experts(RuntimeFeature):
 
     Args:
         tp: TP size of this rank's replica.
+        parts: Into how many passes and ranks of equal size a microbatch is divided: slices x CP x TP.
     """
 
-    def __init__(self, tp: int) -> None:
+    def __init__(self, tp: int, parts: int) -> None:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        self._tp = tp
+        self._tp, self._parts = tp, parts
         self._tracker: Any = get_moe_metrics_tracker()
         setattr(self._tracker, _SYNC, self._sync)
 
@@ -46,8 +47,8 @@ class Experts(RuntimeFeature):
             if entry is None:
                 continue
             values: torch.Tensor = entry.values
-            if entry.avg_group is not None:  # a mean over the tokens of each TP rank, not this rank's share of a sum
-                values /= self._tp
+            if entry.avg_group is not None:  # a mean over the tokens of every pass and rank, not a share of a sum
+                values /= self._parts
             dist.all_reduce(values)
 
     def finish(self, call: Call, state: Iteration) -> None:
@@ -73,4 +74,5 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     if not getattr(context.args, "num_experts", None):
         return RuntimeFeature()
     where = context.placement.locate(context.rank)
-    return Experts(context.placement.replica(where.stage, where.replica).tp)
+    replica = context.placement.replica(where.stage, where.replica)
+    return Experts(replica.tp, replica.tp * replica.cp * context.programs[False].shape.slices)

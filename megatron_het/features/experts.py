@@ -13,6 +13,11 @@ _MOE = "megatron.core.transformer.moe"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _OF_A_SEQUENCE = ("aux_loss", "seq_aux_loss")
 _OF_A_MICROBATCH = ("aux_loss",)
+_NOT_BALANCED = {
+    "global_aux_loss": "it sums over replicas in every forward pass, and these may have different numbers of passes",
+    "sinkhorn": "it normalises over the tokens of a rank, which depend on TP and on slices",
+    "quantile_balancing": "it takes the mean of replicas, which may have different numbers of microbatches",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,10 @@ class ExpertsOptions:
 
 def _more_than_one(value: Any) -> bool:
     return value is not None and value != 1
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
 
 
 class Experts(Feature):
@@ -37,7 +46,11 @@ class Experts(Feature):
     options = ExpertsOptions
     refused_by_plans = (
         Refusal("expert_model_parallel_size", "every replica holds all experts", _more_than_one),
-        Refusal("expert_gtp_weight_remat_size", "weight rematerialisation groups are not supported", _more_than_one),
+        Refusal("expert_tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", _is_given),
+        Refusal("moe_router_force_load_balancing", "it draws experts at random on every rank"),
+        Refusal("moe_single_grouped_weight", "replicas of different TP exchange the experts one by one"),
+        Refusal("moe_single_grouped_bias", "replicas of different TP exchange the experts one by one"),
+        Refusal("moe_mlp_glu_interleave_size", "replicas of different TP take the halves of a gated MLP for whole"),
         Refusal("moe_expert_rank_capacity_factor", "it drops tokens by the number of ranks that share experts"),
         Refusal("overlap_moe_expert_parallel_comm", "it orders the passes of a pipeline itself"),
         Refusal("moe_use_upcycling", "a dense checkpoint is turned into experts by one layout; convert it before"),
@@ -94,6 +107,13 @@ def _check_tensor_parallel(plan: Plan, args: Any) -> None:
                     "other tokens would be dropped",
                     "Leave the flag out, or use a plan with TP 1",
                 )
+            if replica.tp > 1 and getattr(args, "add_bias_linear", False):
+                raise PlanError(
+                    "--disable-bias-linear",
+                    False,
+                    f"replica {q} of stage {s} has TP {replica.tp}: Megatron adds biases of experts on each TP rank",
+                    "Add --disable-bias-linear, or use a plan with TP 1",
+                )
             if replica.tp > 1 and not plan.training.sequence_parallel:
                 raise PlanError(
                     "training.sequence_parallel",
@@ -108,12 +128,21 @@ def _check_balancing(plan: Plan, args: Any) -> None:
     """Balancing over more than the tokens of one replica's pass would not be that of one process."""
     kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    if "global_aux_loss" in kinds:
+    for kind in kinds:
+        if kind not in ("none", *_OF_A_SEQUENCE):
+            raise PlanError(
+                "--moe-router-load-balancing-type",
+                kind,
+                _NOT_BALANCED.get(kind, "is not known to give what one process gives"),
+                "Use aux_loss, seq_aux_loss, or none with --moe-router-enable-expert-bias",
+            )
+    coefficients = getattr(args, "moe_aux_loss_coeff", 0.0)
+    if isinstance(coefficients, list | tuple) and len(coefficients) != len(kinds):
         raise PlanError(
-            "--moe-router-load-balancing-type",
-            "global_aux_loss",
-            "it sums over all replicas in every forward pass, and replicas may have different numbers of passes",
-            "Use aux_loss, seq_aux_loss, or --moe-router-enable-expert-bias",
+            "--moe-aux-loss-coeff",
+            " ".join(map(str, coefficients)),
+            f"there are {len(coefficients)} coefficients for {len(kinds)} losses",
+            "Give one for each value of --moe-router-load-balancing-type",
         )
     for parts, whole, affected, instead in (
         (_parts_of_a_sequence(plan), "sequence", _OF_A_SEQUENCE, "none"),

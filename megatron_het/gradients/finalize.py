@@ -163,14 +163,19 @@ def mark_sharded(model: list[torch.nn.Module]) -> None:
     """Say of parameters which TP cuts that it does, where Megatron's own layers forget to.
 
     The learnable softmax offset has one number per attention head of its rank.  Without the attributes it
-    would be taken for a copy: in the exchange between TP classes, and in norms.
+    would be taken for a copy: in the exchange between TP classes, and in norms.  And Transformer Engine's layers of
+    experts do not say that their gated projection is cut in two halves.
     """
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+    from megatron.core.utils import get_model_config
 
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             if name.endswith(".softmax_offset") and not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+            gated = ".experts." in name and ".linear_fc1." in name and get_model_config(chunk).gated_linear_unit
+            if gated and getattr(parameter, "tensor_model_parallel", False):
+                parameter.partition_stride = 2  # type: ignore[attr-defined]
 
 
 def count_once_in_params_norm(model: list[torch.nn.Module], groups: PlanGroups) -> None:

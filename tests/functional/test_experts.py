@@ -95,4 +95,4 @@ def test_a_refusal_names_the_flag_before_anything_starts(lab: Lab) -> None:
     case = BY_NAME["mixed-tp"]
     done = lab.runner.run(lab.job(case, "--moe-router-load-balancing-type", "global_aux_loss"), check=False)
     assert set(done.returncodes) == {2}
-    assert "replicas may have different numbers of passes" in done.log(0)
+    assert "these may have different numbers of passes" in done.log(0)

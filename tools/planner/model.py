@@ -109,6 +109,8 @@ class Model(BaseModel):
             raise ValueError("recompute must allow at least one of none, selective, full")
         if self.fp8 and self.precision not in ("bf16", "fp16"):
             raise ValueError(f"fp8 = true needs precision bf16 or fp16 for the rest, not {self.precision}")
+        if self.experts is not None:
+            self.experts.check_layers(self.num_layers)
         return self
 
     @property
@@ -138,11 +140,12 @@ class Model(BaseModel):
         Args:
             hint: What to do.
         """
-        problem = "is priced, but no run with a plan has it yet"
-        if not self.not_run and self.experts is not None:
-            problem = "how many tokens an expert gets depends on values, which a dry run does not have"
-        for name in (*self.not_run, *(["experts"] if self.experts is not None else [])):
+        if self.not_run:
+            name, problem = self.not_run[0], "is priced, but no run with a plan has it yet"
             raise PlannerError("model", name, str(getattr(self, name)), problem, hint)
+        if self.experts is not None:
+            problem = "how many tokens an expert gets depends on values, which a dry run does not have"
+            raise PlannerError("model", "experts.count", self.experts.count, problem, hint)
 
     @property
     def kv_size(self) -> int:
@@ -266,6 +269,14 @@ class Model(BaseModel):
                 "the planner prices this, but runs with a plan do not have it yet",
                 f"Remove {', '.join(self.not_run)} to write launch files",
             )
+        if self.experts is not None and not self.sequence_parallel:
+            problem = "with experts Megatron trains TP under sequence parallelism only"
+            raise PlannerError(
+                file, "sequence_parallel", False, problem, "Set sequence_parallel to true and plan again"
+            )
+        if self.experts is not None and self.biases:
+            problem = "with experts Megatron trains biases under TP 1 only"
+            raise PlannerError(file, "biases", True, problem, "Set biases to false and plan again")
 
     def check_profile(self, other: ProfiledModel, file: str) -> None:
         """Raise a PlannerError when a profile belongs to another model or precision."""

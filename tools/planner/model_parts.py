@@ -35,6 +35,11 @@ class Experts(BaseModel):
         """Whether plans train it: what a rank drops depends on its TP size, and other patterns are not told apart."""
         return self.dropless and (self.dense_first or not self.dense_layers)
 
+    def check_layers(self, num_layers: int) -> None:
+        """Raise a ValueError when a model has fewer layers than dense ones."""
+        if self.dense_layers > num_layers:
+            raise ValueError(f"experts.dense_layers = {self.dense_layers} is more than num_layers = {num_layers}")
+
     @model_validator(mode="after")
     def _consistent(self) -> Experts:
         if self.top_k > self.count:

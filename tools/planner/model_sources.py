@@ -211,7 +211,8 @@ def from_arguments(arguments: Mapping[str, Any], file: str) -> dict[str, Any]:
         "biases": switched("add_bias_linear"),
         "tied_embeddings": not switched("untie_embeddings_and_output_weights"),
         "distributed_optimizer": switched("use_distributed_optimizer"),
-        "sequence_parallel": switched("sequence_parallel"),
+        # Megatron clears it where TP is 1, and with experts TP needs it.
+        "sequence_parallel": switched("sequence_parallel") or bool(arguments.get("num_experts")),
     }
     for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"):
         document[name] = number(name)

@@ -73,8 +73,26 @@ def test_accepted() -> None:
         ),
         (
             {"num_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
-            "global_aux_loss.*replicas may have different numbers of passes",
+            "global_aux_loss.*these may have different numbers of passes",
         ),
+        ({"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*tokens of a rank"),
+        ({"num_experts": 2, "moe_router_load_balancing_type": "quantile_balancing"}, "mean of replicas"),
+        ({"num_experts": 2, "moe_router_load_balancing_type": ["new"]}, "'new'.*not known"),
+        (
+            {
+                "num_experts": 2,
+                "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+                "moe_aux_loss_coeff": [0.1],
+            },
+            "--moe-aux-loss-coeff = '0.1'.*1 coefficients for 2 losses",
+        ),
+        (
+            {"num_experts": 2, "expert_tensor_parallel_num_weight_shards": 2},
+            "--expert-tensor-parallel-num-weight-shards",
+        ),
+        ({"tensor_parallel_num_weight_shards": 2}, "--tensor-parallel-num-weight-shards = 2.*makes groups"),
+        ({"num_experts": 2, "moe_router_force_load_balancing": True}, "at random"),
+        ({"num_experts": 2, "moe_mlp_glu_interleave_size": 32}, "halves of a gated MLP"),
         ({"num_experts": 2, "moe_use_upcycling": True}, "--moe-use-upcycling.*convert it before"),
         ({"num_experts": 2, "expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size = 2.*has TP 1"),
         (
@@ -128,6 +146,12 @@ def sharing_sequences() -> Plan:
         (in_slices(), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor.*slice"),
         (more_stages(2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, None),
         (more_stages(2, tp=2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "TP 2.*tokens of one TP rank"),
+        (
+            more_stages(2, tp=2, sequence_parallel=True),
+            {"num_experts": 2, "add_bias_linear": True},
+            "--disable-bias-linear.*TP 2.*each TP rank",
+        ),
+        (more_stages(2), {"num_experts": 2, "add_bias_linear": True}, None),
         (more_stages(2, tp=2), {"num_experts": 2}, "sequence_parallel.*Add --sequence-parallel"),
         (more_stages(2, tp=2, sequence_parallel=True), {"num_experts": 2}, None),
         (more_stages(2, tp=2), {}, None),
