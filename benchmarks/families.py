@@ -43,7 +43,7 @@ EXPERT_FAMILIES: dict[str, tuple[str, ...]] = {
             "--moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
             "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 64 --moe-ffn-hidden-size 48 "
             "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 1.5 "
-            "--moe-layer-freq [0]+[1]*{rest}"
+            "--moe-layer-freq [0]+[1]*{rest} --moe-z-loss-coeff 1e-3"
         ),
     ),
     "capacity": (

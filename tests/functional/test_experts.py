@@ -77,11 +77,11 @@ def logged(text: str) -> dict[int, dict[str, float]]:
     }
 
 
-@pytest.mark.parametrize("name", ["mixed-tp", "sequence-balance"])
+@pytest.mark.parametrize("name", ["mixed-tp", "sequence-balance", "slices"])
 def test_balancing_losses_in_the_log_are_those_of_one_process(
     name: str, lab: Lab, finished: dict[str, Finished]
 ) -> None:
-    """Sums over stages and over replicas with different numbers of microbatches."""
+    """Sums over stages, slices, and replicas with different numbers of microbatches."""
     case, done = BY_NAME[name], finished[name].check()
     stock = logged((lab.reference(case) / "rank-0.log").read_text())
     mine = logged(done.log(case.plan.world_size - 1))

@@ -171,6 +171,12 @@ def test_what_is_priced_only_is_not_emitted():
     for model in (Model(**SHAPE), Model(**SHAPE, experts=experts), Model(**SHAPE, head_size=64)):
         model.check_run("m.yaml")
     dropping = experts.model_copy(update={"dropless": False})
-    for changes in ({"fp8": True}, {"attention_window": 64}, {"experts": dropping}):
+    for changes in (
+        {"fp8": True},
+        {"attention_window": 64},
+        {"experts": dropping},
+        {"sequence_parallel": False, "experts": experts},
+        {"biases": True, "experts": experts},
+    ):
         with pytest.raises(PlannerError, match=next(iter(changes))):
             Model(**SHAPE, **changes).check_run("m.yaml")

@@ -250,6 +250,7 @@ def test_arguments_of_a_checkpoint(tmp_path):
                                   moe_layer_freq=[0, 1, 1, 1, 1, 1], position_embedding_type="learned_absolute",
                                   bf16=False, kv_channels=32))  # fmt: skip
     assert other.experts is not None and (other.experts.dense_layers, other.experts.ffn_hidden_size) == (1, 99)
+    assert other.sequence_parallel and not model.sequence_parallel
     assert (other.learned_positions, other.precision, other.head_size) == (1024, "fp32", 32)
 
 
