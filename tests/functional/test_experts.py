@@ -77,7 +77,7 @@ def logged(text: str) -> dict[int, dict[str, float]]:
     }
 
 
-@pytest.mark.parametrize("name", ["mixed-tp", "sequence-balance", "slices"])
+@pytest.mark.parametrize("name", ["mixed-tp", "sequence-balance", "slimpipe-slices"])
 def test_balancing_losses_in_the_log_are_those_of_one_process(
     name: str, lab: Lab, finished: dict[str, Finished]
 ) -> None:

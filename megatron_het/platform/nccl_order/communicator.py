@@ -145,7 +145,9 @@ class Communicator:
             error: Exception | None = None
             try:
                 self._device.begin(item)
-                execute()
+                # gloo copies into results here, which autograd, on in a new thread, would take for a part of the model.
+                with torch.no_grad():
+                    execute()
             except Exception as failure:  # kept for whoever waits for the item
                 error = failure
             self._device.end(item, error)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_het.platform.nccl_order.communicator import Communicator
 from megatron_het.platform.nccl_order.compute import ComputeStream
 from megatron_het.platform.nccl_order.items import Item, OrderError
 from megatron_het.platform.nccl_order.launch import Device, Options
@@ -230,3 +233,19 @@ def test_operators_of_the_host_are_watched():
         device.order_after(item)
         tensor.add_(1)
         assert not device.uses, "nothing is kept of what is done"
+
+
+def test_results_do_not_become_a_part_of_the_model():
+    """gloo copies a reduce-scatter's result in the queue's thread, perhaps after the model has used the tensor."""
+    communicator = Communicator("alone", Device(Options()), dist.HashStore(), [0], 0, timedelta(seconds=20))
+    result = torch.nn.Parameter(torch.ones(2)) * 1
+    before = result.grad_fn
+
+    class Copies:
+        def wait(self, _timeout: timedelta) -> None:
+            result.copy_(torch.zeros(2))
+
+    item = communicator.collective("reduce_scatter", 2, (), (result,), lambda _data: Copies())
+    assert item.done.wait(20) and item.error is None
+    communicator.close()
+    assert result.tolist() == [0, 0] and result.grad_fn is before
