@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.features import FEATURES, features_of
-from megatron_het.features.base import Refusal, flag_of
+from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.plan import Placement, Plan, PlanError
 
 
@@ -44,14 +44,6 @@ class HetConfig:
         return self.trace_dir / f"trace-rank-{rank}.json" if self.trace_dir else None
 
 
-def _is_given(value: Any) -> bool:
-    return value is not None
-
-
-def _more_than_one(value: Any) -> bool:
-    return value is not None and value != 1
-
-
 _REFUSED = (
     Refusal("use_torch_fsdp2", "FSDP replaces the process groups that a plan sets up"),
     Refusal("use_megatron_fsdp", "FSDP replaces the process groups that a plan sets up"),
@@ -61,7 +53,7 @@ _REFUSED = (
     Refusal("step_batch_size_schedule", "a plan routes a fixed number of microbatches"),
     Refusal("mtp_num_layers", "multi-token prediction is not supported with a plan"),
     Refusal("hybrid_layer_pattern", "hybrid models are not supported with a plan"),
-    Refusal("num_distributed_optimizer_instances", "a plan has one optimizer instance per TP class", _more_than_one),
+    Refusal("num_distributed_optimizer_instances", "a plan has one optimizer instance per TP class", more_than_one),
     Refusal("data_parallel_random_init", "replicas must start from the same weights"),
     Refusal("full_validation", "evaluation must have the plan's number of microbatches"),
     Refusal("multiple_validation_sets", "evaluation must have the plan's number of microbatches"),
@@ -78,7 +70,7 @@ _REFUSED = (
     Refusal("pipeline_model_parallel_layout", "the plan says which layers go where"),
     Refusal("account_for_embedding_in_pipeline_split", "the plan says which layers go where"),
     Refusal("account_for_loss_in_pipeline_split", "the plan says which layers go where"),
-    Refusal("tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", _is_given),
+    Refusal("tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
     Refusal("optimizer_cuda_graph", "CUDA graphs capture groups that a plan rebuilds"),
 )
 

@@ -90,6 +90,16 @@ def option(parameter: str, default: Any, **described: Any) -> Any:
     return field(default=default, metadata={"option": Option(parameter, **described)})
 
 
+def is_given(value: Any) -> bool:
+    """Whether an argument without a default has a value."""
+    return value is not None
+
+
+def more_than_one(value: Any) -> bool:
+    """Whether a size is given and divides something."""
+    return value is not None and value != 1
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A value of Megatron's arguments that cannot go with something else.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_het.features.base import Feature, Refusal
+from megatron_het.features.base import Feature, Refusal, is_given, more_than_one
 from megatron_het.plan import Plan, PlanError
 
 _MOE = "megatron.core.transformer.moe"
@@ -25,14 +25,6 @@ class ExpertsOptions:
     """There is nothing to choose: Megatron's own flags say what the layers are."""
 
 
-def _more_than_one(value: Any) -> bool:
-    return value is not None and value != 1
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None
-
-
 class Experts(Feature):
     """Layers of experts, all of them on every replica, cut like dense layers by its TP.
 
@@ -45,8 +37,8 @@ class Experts(Feature):
     title = "mixture of experts"
     options = ExpertsOptions
     refused_by_plans = (
-        Refusal("expert_model_parallel_size", "every replica holds all experts", _more_than_one),
-        Refusal("expert_tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", _is_given),
+        Refusal("expert_model_parallel_size", "every replica holds all experts", more_than_one),
+        Refusal("expert_tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
         Refusal("moe_router_force_load_balancing", "it draws experts at random on every rank"),
         Refusal("moe_single_grouped_weight", "replicas of different TP exchange the experts one by one"),
         Refusal("moe_single_grouped_bias", "replicas of different TP exchange the experts one by one"),
