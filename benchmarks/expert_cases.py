@@ -25,6 +25,15 @@ def is_routed(case: Case) -> bool:
     return case.family in EXPERT_FAMILIES
 
 
+def divided(plan: Plan, sizes: Sequence[Sequence[int]]) -> Plan:
+    """The plan with the EP sizes ``sizes[s][q]`` of replica q of stage s."""
+    stages = tuple(
+        replace(s, replicas=tuple(replace(r, ep=ep) for r, ep in zip(s.replicas, eps, strict=True)))
+        for s, eps in zip(plan.stages, sizes, strict=True)
+    )
+    return replace(plan, stages=stages)
+
+
 def _sizes(plan: Plan) -> list[int]:
     return [replica.tp for stage in plan.stages for replica in stage.replicas]
 

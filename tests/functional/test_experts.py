@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.cases import Case, build_plan, with_schedule
 from benchmarks.compare import compare
+from benchmarks.expert_cases import divided
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished
 from megatron_het.plan import ScheduleSpec
@@ -28,6 +29,10 @@ def make(name: str, family: str, sizes: list[list[int]], layers: list[int], **pl
     more = {"even_routing": False, "sequence_parallel": True, **plan}
     options = {key: more.pop(key) for key in ("clip", "overlap") if key in more}
     return Case(name, build_plan(sizes, layers, random.Random(name), **more), family=family, **options)
+
+
+def with_ep(case: Case, sizes: list[list[int]], **more: Any) -> Case:
+    return replace(case, plan=divided(case.plan, sizes), **more)
 
 
 def with_chunks(case: Case, schedule: str, layers: tuple[tuple[int, ...], ...], **parameters: Any) -> Case:
@@ -51,6 +56,10 @@ CASES = [
         ((2, 1), (1, 1)),
         window=True,
         update="exact",
+    ),
+    # In one stage a rank has half of the experts cut in two, or all of them whole.
+    with_ep(
+        make("ep-in-mixed-tp", "deepseek", [[2], [4, 1]], [2, 3], distributed_optimizer=True, clip=0.05), [[2], [2, 1]]
     ),
     with_schedule(make("slices", "deepseek", [[1], [1]], [3, 2]), "slimpipe", 1, {"slices": 4}),
 ]
