@@ -1,7 +1,6 @@
 """Collectives whose parts have different sizes: layers of experts exchange as many tokens as there happen to be.
 
-NCCL has all of them.  gloo takes split sizes as lists only, gathers parts of one size only, and reduces and scatters
-lists not at all.
+NCCL has all of them.  gloo takes split sizes as lists only, and in lists of tensors parts of one size only.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def _reduce_scatter(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Every member's part is reduced to the member; equal parts too, of which gloo takes none in a list."""
-    if async_op or dist.get_backend(group) != "gloo":
+    """Every member's part is reduced to the member."""
+    if async_op or not _is_for_gloo(input_list, group):
         return _scatter(output, input_list, op=op, group=group, async_op=async_op)
     parts = [part.clone() for part in input_list]  # a reduction may leave anything on ranks that it is not for
     for part, owner in _owned(parts, group):
