@@ -70,7 +70,7 @@ class Experts(Feature):
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """Refuse what no plan can have, and what this plan cannot."""
-        _check_expert_parallel(plan, args)
+        check_expert_parallel(plan, getattr(args, "num_experts", None) or 0)
         if not getattr(args, "num_experts", None):
             return
         super().check_any_arguments(plan, args)
@@ -78,16 +78,23 @@ class Experts(Feature):
         _check_balancing(plan, args)
 
 
-def _check_expert_parallel(plan: Plan, args: Any) -> None:
-    """Experts of a layer are divided evenly."""
-    experts = getattr(args, "num_experts", None) or 0
+def check_expert_parallel(plan: Plan, experts: int) -> None:
+    """Refuse EP sizes that do not divide the experts of a layer.
+
+    Args:
+        plan: A checked plan.
+        experts: Of a layer of the model; 0 without layers of experts.
+
+    Raises:
+        PlanError: A replica cannot divide the experts.
+    """
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
             if replica.ep > 1 and (not experts or experts % replica.ep):
                 raise PlanError(
                     f"stages[{s}].replicas[{q}].ep",
                     replica.ep,
-                    f"does not divide --num-experts {experts}" if experts else "the model has no experts to divide",
+                    f"does not divide the {experts} experts of a layer" if experts else "the model has no experts",
                     "Use an EP size that divides the experts of a layer" if experts else "Leave it out",
                 )
 

@@ -16,6 +16,7 @@ from benchmarks.cases import Case, build_plan, with_schedule
 from benchmarks.compare import compare
 from benchmarks.expert_cases import divided
 from benchmarks.lab import Lab
+from benchmarks.nccl_order import in_nccl_order
 from benchmarks.runner import Finished
 from megatron_het.plan import ScheduleSpec
 from tests.functional.selected import run_selected
@@ -46,7 +47,11 @@ CASES = [
     # More TP than ranks per stage in the mean.
     make("dense-first-with-biases", "deepseek", [[2], [1], [1, 1]], [1, 2, 2], distributed_optimizer=True),
     make("norms-of-heads-in-mixed-tp", "qwen3-moe", [[1, 2], [1]], [3, 2], tied=True),
-    make("sequence-balance", "sequence-balance", [[2, 1], [2]], [3, 2], recompute="full"),
+    with_ep(
+        make("sequence-balance", "sequence-balance", [[2, 1], [2]], [3, 2], recompute="full"),
+        [[2, 1], [1]],
+        own=("--moe-token-dispatcher-type", "allgather"),
+    ),
     make("capacity", "capacity", [[1, 1], [1]], [3, 2], overlap=True),
     with_chunks(make("in-a-v", "mixtral", [[1], [1, 1]], [2, 3]), "zb-v", ((1, 1), (2, 1))),
     with_chunks(make("interleaved", "deepseek", [[1], [1]], [3, 2]), "interleaved", ((2, 1), (1, 1))),
@@ -77,6 +82,13 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) 
     case, done = BY_NAME[name], finished[name].check()
     found = compare(done.job.log_dir, case.plan, lab.reference(case))
     assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found
+
+
+def test_divided_experts_in_nccls_order(lab: Lab) -> None:
+    case = BY_NAME["ep-in-mixed-tp"]
+    done = lab.runner.run(in_nccl_order(lab.job(case)))
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert max(found.loss, found.gradient) <= BAR, found
 
 
 def logged(text: str) -> dict[int, dict[str, float]]:

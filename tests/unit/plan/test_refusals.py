@@ -154,8 +154,8 @@ def sharing_sequences() -> Plan:
         (more_stages(2, tp=2, sequence_parallel=True), {"num_experts": 2}, None),
         (more_stages(2, tp=2), {}, None),
         (more_stages(2, tp=2, ep=2, sequence_parallel=True), {"num_experts": 2}, None),
-        (more_stages(2, tp=2, ep=2, sequence_parallel=True), {"num_experts": 3}, "ep = 2.*divide --num-experts 3"),
-        (more_stages(2, tp=2, ep=2), {}, r"replicas\[0\].ep = 2.*no experts to divide"),
+        (more_stages(2, tp=2, ep=2, sequence_parallel=True), {"num_experts": 3}, "ep = 2.*divide the 3 experts"),
+        (more_stages(2, tp=2, ep=2), {}, r"replicas\[0\].ep = 2.*model has no experts"),
         (
             more_stages(2, tp=4, ep=2, sequence_parallel=True),
             {"num_experts": 2, "expert_tensor_parallel_size": 4},
