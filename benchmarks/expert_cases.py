@@ -25,6 +25,26 @@ def is_routed(case: Case) -> bool:
     return case.family in EXPERT_FAMILIES
 
 
+def divided(plan: Plan, sizes: Sequence[Sequence[int]]) -> Plan:
+    """The plan with the EP sizes ``sizes[s][q]`` of replica q of stage s."""
+    stages = tuple(
+        replace(s, replicas=tuple(replace(r, ep=ep) for r, ep in zip(s.replicas, eps, strict=True)))
+        for s, eps in zip(plan.stages, sizes, strict=True)
+    )
+    return replace(plan, stages=stages)
+
+
+def _draw_ep(case: Case, rng: random.Random) -> Plan:
+    """The case's plan with an EP size for every replica with TP, the same in a stage where it has to be."""
+    plan = case.plan
+    alike = case.overlap or "window" in plan.schedule.parameters
+    sizes = []
+    for stage in plan.stages:
+        found = [rng.choice([ep for ep in (1, 2, 4) if replica.tp % ep == 0]) for replica in stage.replicas]
+        sizes.append([found[0]] * len(found) if alike else found)
+    return divided(plan, sizes)
+
+
 def _sizes(plan: Plan) -> list[int]:
     return [replica.tp for stage in plan.stages for replica in stage.replicas]
 
@@ -42,13 +62,13 @@ def families_for(plan: Plan) -> list[str]:
 
 
 def with_experts(cases: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with a family of experts each, under sequence parallelism where they have TP.
+    """The cases with a family of experts each, under sequence parallelism and EP where they have TP.
 
     Args:
         cases: Of a dense model; those in fp32 count.
         seed: Of the choice.
     """
-    rng, found = random.Random(seed), []
+    rng, parts, found = random.Random(seed), random.Random(f"parts of experts {seed}"), []
     for case in cases:
         plan = case.plan
         if plan.training.precision != "fp32":
@@ -56,6 +76,15 @@ def with_experts(cases: Sequence[Case], seed: int) -> list[Case]:
         if max(_sizes(plan)) > 1:
             plan = replace(plan, training=replace(plan.training, sequence_parallel=True))
         family = rng.choice(families_for(plan))
-        chosen = {**case.chosen, "family": family, "sequence_parallel": plan.training.sequence_parallel}
-        found.append(replace(case, plan=plan, family=family, chosen=chosen))
+        plan = _draw_ep(replace(case, plan=plan), parts)
+        gathers = family != "capacity" and parts.random() < 1 / 3
+        own = (*case.own, "--moe-token-dispatcher-type", "allgather") if gathers else case.own
+        chosen = {
+            **case.chosen,
+            "family": family,
+            "sequence_parallel": plan.training.sequence_parallel,
+            "ep": [[replica.ep for replica in stage.replicas] for stage in plan.stages],
+            "dispatcher": "allgather" if gathers else "alltoall",
+        }
+        found.append(replace(case, plan=plan, family=family, own=own, chosen=chosen))
     return found

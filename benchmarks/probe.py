@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.experts\.)(local_experts\.)(\d+)")
 Step = Callable[..., Any]
 
 
@@ -189,7 +190,8 @@ def _named_parameters(model: Any) -> Iterator[tuple[str, Any]]:
     from megatron.core.utils import unwrap_model
 
     for chunk in unwrap_model(model if isinstance(model, list) else [model]):
-        for name, parameter in chunk.named_parameters():
+        for own, parameter in chunk.named_parameters():
+            name = _EXPERT.sub(functools.partial(_of_layer, chunk.config), own)
             match = _LAYER.match(name)
             if match:
                 layer = chunk.decoder.layers[int(match[1])].layer_number - 1
@@ -198,6 +200,14 @@ def _named_parameters(model: Any) -> Iterator[tuple[str, Any]]:
                 yield "embedding.word_embeddings.weight", parameter  # the last stage's copy
             else:
                 yield name, parameter
+
+
+def _of_layer(config: Any, match: re.Match[str]) -> str:
+    """An expert by its number in the layer."""
+    from megatron.core import parallel_state
+
+    mine = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    return f"{match[1]}{parallel_state.get_expert_model_parallel_rank() * mine + int(match[2])}"
 
 
 def _kill_in_forward(iteration: int, operation: int, observer: Observer) -> None:

@@ -168,7 +168,12 @@ def _check_batch(plan: Plan, args: Any) -> None:
 
 def _check_parallelism(plan: Plan, args: Any) -> None:
     sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
-    for name, fits in (("tensor_model_parallel_size", sizes), ("pipeline_model_parallel_size", [len(plan.stages)])):
+    experts = sorted({r.ep for s in plan.stages for r in s.replicas})
+    for name, fits in (
+        ("tensor_model_parallel_size", sizes),
+        ("pipeline_model_parallel_size", [len(plan.stages)]),
+        ("expert_model_parallel_size", experts),
+    ):
         value = getattr(args, name)
         if value not in (1, *fits):
             raise PlanError(flag_of(name), value, f"the plan says {fits}", "Leave the flag out")
@@ -203,11 +208,11 @@ def _check_mixed(plan: Plan, args: Any) -> None:
     mixed = [s for s in range(placement.num_stages) if placement.is_mixed(s)]
     tied = plan.model.tied_embeddings and placement.num_stages > 1
     if args.overlap_grad_reduce and (mixed or tied):
-        what = f"stage {mixed[0]} has replicas of different TP" if mixed else "tied embeddings are in two chunks"
+        what = f"stage {mixed[0]} has replicas of different TP or EP" if mixed else "tied embeddings are in two chunks"
         raise PlanError(
             "--overlap-grad-reduce",
             True,
-            f"{what}: gradients must be summed across TP classes before Megatron reduces them inside a class",
+            f"{what}: gradients must be summed across classes of replicas before Megatron reduces them inside one",
             "Leave the flag out",
         )
 
@@ -311,8 +316,9 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
         TP size, so that the data-parallel size, by which microbatches are counted, becomes 1.
     """
     where = placement.locate(rank)
-    tp = placement.replica(where.stage, where.replica).tp
-    args.tensor_model_parallel_size = tp
+    cut = placement.replica(where.stage, where.replica).cut
+    tp = args.tensor_model_parallel_size = cut.tp
+    args.expert_model_parallel_size = cut.ep
     # Megatron's memory estimate divides the world by this size, with experts or without, and by TP if it is left open,
     # which may exceed the ranks per stage. Layers of experts read the model's configuration (experts/feature.py).
     args.expert_tensor_parallel_size = 1
@@ -332,7 +338,8 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     for feature, options in features_of(plan):
         feature.apply(plan, options, args)
     _apply_recompute(plan, args)
-    sizes = {r.tp for s in plan.stages for r in s.replicas}
+    cuts = {r.cut for s in plan.stages for r in s.replicas}
+    sizes = {found.tp for found in cuts}
     if args.padded_vocab_size is None:
         # Padding depends on TP; one multiple for all gives one vocabulary for all.
         args.make_vocab_size_divisible_by *= math.lcm(*sizes) // tp
@@ -340,7 +347,7 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
         # Megatron's cache of who saves what is empty on ranks without replicas; from the second save on these
         # would wait for a collective that the others skip.
         args.ckpt_fully_parallel_save = False
-    if len(sizes) > 1 or plan.model.tied_embeddings:
+    if len(cuts) > 1 or plan.model.tied_embeddings:
         # Several local shapes or copies per key: right under a plan, an error to this check.
         args.ckpt_load_validate_sharding_integrity = False
     return tp * placement.num_stages
@@ -349,9 +356,9 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
 def _has_unequal_classes(placement: Placement) -> bool:
     """Whether some ranks share their weights with replicas and others do not."""
     counts = {
-        len(placement.class_ranks(stage, tp, 0)) > 1
+        len(placement.class_ranks(stage, cut, 0)) > 1
         for stage in range(placement.num_stages)
-        for tp in placement.class_sizes(stage)
+        for cut in placement.classes(stage)
     }
     return len(counts) > 1
 

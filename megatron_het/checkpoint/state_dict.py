@@ -34,7 +34,7 @@ class StateDictHook:
         where = placement.locate(groups.rank)
         replica = placement.replica(where.stage, where.replica)
         self._groups = groups
-        self._writes = replica.tp == placement.class_sizes(where.stage)[0]
+        self._writes = replica.cut == placement.classes(where.stage)[0]
         has_copy = placement.first != placement.last and where.stage == placement.last[0]
         self._has_tied_copy = tied_embeddings and has_copy
         self._topology = topology_hash(placement.plan)

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.gradients.finalize import GradientFinalizer
+from megatron_het.lowering.experts import expert_name
+from megatron_het.plan import Cut
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature
 
 _SYNC = "_sync_metrics"
@@ -24,20 +26,31 @@ class Experts(RuntimeFeature):
     the ranks that have it, and Megatron divides by the number of microbatches of the batch.
 
     Args:
-        tp: TP size of this rank's replica.
+        cut: How this rank's replica cuts weights.
         parts: Into how many passes and ranks of equal size a microbatch is divided: slices x CP x TP.
     """
 
-    def __init__(self, tp: int, parts: int) -> None:
+    def __init__(self, cut: Cut, parts: int) -> None:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        self._tp, self._parts = tp, parts
+        self._cut, self._parts = cut, parts
         self._tracker: Any = get_moe_metrics_tracker()
         setattr(self._tracker, _SYNC, self._sync)
 
     def prepare_config(self, model_config: Any) -> None:
-        """Experts are cut by TP as dense layers are: Megatron keeps their gradients and state with the rest."""
-        model_config.transformer.expert_tensor_parallel_size = self._tp
+        """One expert is cut over the ranks that share it; the number of parts came with the arguments."""
+        model_config.transformer.expert_tensor_parallel_size = self._cut.expert_tp
+
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        """Keep gradients and state of the experts with those of all other weights.
+
+        Megatron gives divided experts buffers and an optimizer of their own, for replicas of theirs.  Under a plan
+        experts have the replicas that everything else has, and ranks without such experts take part in every norm.
+        """
+        for model in models:
+            for name, parameter in model.named_parameters():
+                if expert_name(name) is not None:
+                    parameter.allreduce = True  # type: ignore[attr-defined]
 
     def _sync(self, metric_names: Sequence[str], pg_collection: Any = None) -> None:
         """In place of the tracker's own."""
@@ -75,4 +88,4 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
         return RuntimeFeature()
     where = context.placement.locate(context.rank)
     replica = context.placement.replica(where.stage, where.replica)
-    return Experts(replica.tp, replica.tp * replica.cp * context.programs[False].shape.slices)
+    return Experts(replica.cut, replica.tp * replica.cp * context.programs[False].shape.slices)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_het.features.base import Feature, Refusal, is_given, more_than_one
+from megatron_het.features.base import Feature, Refusal, is_given
 from megatron_het.plan import Plan, PlanError
 
 _MOE = "megatron.core.transformer.moe"
@@ -26,7 +26,7 @@ class ExpertsOptions:
 
 
 class Experts(Feature):
-    """Layers of experts, all of them on every replica, cut like dense layers by its TP.
+    """Layers of experts, all of them on every replica, divided over its ranks by EP and TP.
 
     Sequences of one microbatch are routed on one replica, so capacities and the losses that balance the experts are
     those of one process.
@@ -37,7 +37,6 @@ class Experts(Feature):
     title = "mixture of experts"
     options = ExpertsOptions
     refused_by_plans = (
-        Refusal("expert_model_parallel_size", "every replica holds all experts", more_than_one),
         Refusal("expert_tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
         Refusal("moe_router_force_load_balancing", "it draws experts at random on every rank"),
         Refusal("moe_single_grouped_weight", "replicas of different TP exchange the experts one by one"),
@@ -67,10 +66,11 @@ class Experts(Feature):
         return ExpertsOptions()
 
     def check(self, plan: Plan) -> None:
-        """A plan says nothing of experts."""
+        """A plan says over how many ranks experts are divided, which ``plan.validate`` checks."""
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """Refuse what no plan can have, and what this plan cannot."""
+        check_expert_parallel(plan, getattr(args, "num_experts", None) or 0)
         if not getattr(args, "num_experts", None):
             return
         super().check_any_arguments(plan, args)
@@ -78,16 +78,37 @@ class Experts(Feature):
         _check_balancing(plan, args)
 
 
+def check_expert_parallel(plan: Plan, experts: int) -> None:
+    """Refuse EP sizes that do not divide the experts of a layer.
+
+    Args:
+        plan: A checked plan.
+        experts: Of a layer of the model; 0 without layers of experts.
+
+    Raises:
+        PlanError: A replica cannot divide the experts.
+    """
+    for s, stage in enumerate(plan.stages):
+        for q, replica in enumerate(stage.replicas):
+            if replica.ep > 1 and (not experts or experts % replica.ep):
+                raise PlanError(
+                    f"stages[{s}].replicas[{q}].ep",
+                    replica.ep,
+                    f"does not divide the {experts} experts of a layer" if experts else "the model has no experts",
+                    "Use an EP size that divides the experts of a layer" if experts else "Leave it out",
+                )
+
+
 def _check_tensor_parallel(plan: Plan, args: Any) -> None:
-    """Experts are cut as the rest of a replica is, and Megatron wants sequence parallelism there."""
+    """Sizes of the parts of an expert, and what goes with TP only in some ways."""
     size = getattr(args, "expert_tensor_parallel_size", None)
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
-            if size is not None and size != replica.tp:
+            if size is not None and size != replica.cut.expert_tp:
                 raise PlanError(
                     "--expert-tensor-parallel-size",
                     size,
-                    f"replica {q} of stage {s} has TP {replica.tp}, which cuts its experts too",
+                    f"replica {q} of stage {s} has {replica.cut}, so {replica.cut.expert_tp} ranks cut an expert",
                     "Leave the flag out",
                 )
             capacity = getattr(args, "moe_expert_capacity_factor", None)

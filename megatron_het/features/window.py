@@ -225,9 +225,9 @@ class Window(Feature):
             if placement.is_mixed(stage):
                 raise PlanError(
                     f"stages[{stage}].replicas",
-                    placement.class_sizes(stage),
-                    "replicas of different TP cannot share the shards of a parameter window",
-                    "Give the replicas one TP size, or plan without a window",
+                    [str(cut) for cut in placement.classes(stage)],
+                    "replicas of different TP or EP cannot share the shards of a parameter window",
+                    "Give the replicas one TP and one EP size, or plan without a window",
                 )
         _check_zero(plan, options)
         per_stage = [{len(r.microbatches) for r in stage.replicas} for stage in plan.stages]

@@ -1,4 +1,4 @@
-"""Finalising gradients under a plan: sums across TP classes, tied embeddings, one token count.
+"""Finalising gradients under a plan: sums across classes of replicas, tied embeddings, one token count.
 
 Gradients are sums over microbatches and ranks, divided once by the global number of tokens
 (``--calculate-per-token-loss``), so any split of microbatches over replicas gives the same result
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.features import features_of
-from megatron_het.gradients.resharding import ShardedParameter, ShardExchange, TpClass, sharded_parameters
+from megatron_het.gradients.parameters import ShardedParameter, sharded_parameters, with_all_experts
+from megatron_het.gradients.resharding import ReplicaClass, ShardExchange
 from megatron_het.plan import Placement, Plan
 from megatron_het.topology import PlanGroups
 
@@ -39,6 +40,7 @@ class GradientFinalizer:
     def __init__(self, groups: PlanGroups, tied_embeddings: bool) -> None:
         placement = groups.placement
         self._where = placement.locate(groups.rank)
+        self._cut = placement.replica(self._where.stage, self._where.replica).cut
         self._has_loss = self._where.stage == placement.last[0]
         stages = [self._where.stage] if placement.is_mixed(self._where.stage) else []
         self._stage_exchange = _exchange(groups, stages, "leaders") if stages else None
@@ -94,7 +96,7 @@ class GradientFinalizer:
         """
         copies = self._tied_weights(model)
         for exchange, named, config in self._exchanges(model, copies):
-            exchange.copy_weights(_described(named, lambda p: p.data, config))
+            exchange.copy_weights(self._described(named, lambda p: p.data, config))
         for copy in copies[1:]:
             copy.data.copy_(copies[0].data)
         return model
@@ -104,9 +106,19 @@ class GradientFinalizer:
         for copy in copies[1:]:
             copies[0].main_grad.add_(copy.main_grad)
         for exchange, named, config in self._exchanges(model, copies):
-            exchange.sum_gradients(_described(named, operator.attrgetter("main_grad"), config))
+            exchange.sum_gradients(self._described(named, operator.attrgetter("main_grad"), config))
         for copy in copies[1:]:
             copy.main_grad.copy_(copies[0].main_grad)
+
+    def _described(
+        self,
+        named: Iterator[tuple[str, torch.nn.Parameter]],
+        select: Callable[[torch.nn.Parameter], torch.Tensor],
+        config: Any,
+    ) -> list[ShardedParameter]:
+        """The parameters for an exchange, by the model's configuration."""
+        found = sharded_parameters(named, select, self._cut, config.sequence_parallel, config.qk_layernorm)
+        return with_all_experts(found, self._cut, self._where.tp_rank)
 
     def _tied_weights(self, model: list[torch.nn.Module]) -> list[Any]:
         """This rank's copies of tied weights: two of them where both ends of the model are on one stage."""
@@ -137,25 +149,18 @@ class GradientFinalizer:
             yield self._stage_exchange, rest, config
 
 
-def _described(
-    named: Iterator[tuple[str, torch.nn.Parameter]], select: Callable[[torch.nn.Parameter], torch.Tensor], config: Any
-) -> list[ShardedParameter]:
-    """The parameters for an exchange, by the model's configuration."""
-    return sharded_parameters(named, select, config.sequence_parallel, config.qk_layernorm)
-
-
 def _exchange(groups: PlanGroups, stages: list[int], role: str) -> ShardExchange:
     placement: Placement = groups.placement
     where = placement.locate(groups.rank)
-    tp = placement.replica(where.stage, where.replica).tp
-    classes: list[TpClass] = []
+    own = placement.replica(where.stage, where.replica).cut
+    classes: list[ReplicaClass] = []
     mine = -1
     for stage in stages:
-        for size in placement.class_sizes(stage):
-            if stage == where.stage and size == tp:
+        for cut in placement.classes(stage):
+            if stage == where.stage and cut == own:
                 mine = len(classes)
-            leaders = tuple(placement.class_ranks(stage, size, t)[0] for t in range(size))
-            classes.append(TpClass(size, leaders))
+            leaders = tuple(placement.class_ranks(stage, cut, t)[0] for t in range(cut.tp))
+            classes.append(ReplicaClass(cut, leaders))
     return ShardExchange(classes, mine, where.tp_rank, groups["class"], groups["tp"], groups.get(role))
 
 
@@ -201,12 +206,12 @@ def mark_duplicates(model: list[torch.nn.Module], groups: PlanGroups, distribute
 
     Upstream sums over the WORLD (see ``topology/stage_state.py``) and skips ``shared`` parameters.
     With the distributed optimizer the replicas of a class hold disjoint shards; without it they
-    hold copies, of which one counts.  Of several TP classes the primary one counts.
+    hold copies, of which one counts.  Of several classes the primary one counts.
     """
     placement = groups.placement
     where = placement.locate(groups.rank)
-    primary = placement.class_sizes(where.stage)[0]
-    counts = placement.replica(where.stage, where.replica).tp == primary
+    primary = placement.classes(where.stage)[0]
+    counts = placement.replica(where.stage, where.replica).cut == primary
     if not distributed_optimizer:
         counts = counts and groups["class"].rank() == 0
     if not counts:

@@ -1,6 +1,6 @@
-"""Moving weights and summing gradients between replicas whose TP sizes differ.
+"""Moving weights and summing gradients between replicas that cut weights in different ways (TP and EP sizes).
 
-Inside a TP class Megatron's own reduction is enough.  Across classes, and between the first and
+Inside a class of replicas Megatron's own reduction is enough.  Across classes, and between the first and
 the last stage for tied embeddings, shards are cut differently, so the *leaders* (first member of
 each class at each TP rank) exchange the intersections of their shards and add them in one fixed
 order.  Every class therefore holds the same bits afterwards.
@@ -18,42 +18,24 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_het.gradients.parameters import ShardedParameter
+from megatron_het.lowering.experts import expert_segments
 from megatron_het.lowering.shards import Overlap, Segment, overlaps, segments
+from megatron_het.plan import Cut
 
-_HEAD_NORMS = ("q_layernorm", "k_layernorm")  # as upstream knows them in finalize_model_grads
 _BUCKET_BYTES = 64 * 2**20  # bounds the extra memory of the exchange
 
 
 @dataclass(frozen=True, slots=True)
-class TpClass:
-    """Replicas with one TP size: ``leaders[t]`` is the world rank that speaks for TP rank t."""
+class ReplicaClass:
+    """Replicas that cut weights alike: ``leaders[t]`` is the world rank that speaks for TP rank t."""
 
-    tp: int
+    cut: Cut
     leaders: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedParameter:
-    """What the exchange needs to know about a parameter on this rank.
-
-    Attributes:
-        name: For messages.
-        tensor: The local tensor (a gradient or a weight), modified in place.
-        dim: Partition dimension, or -1 when every TP rank holds the whole parameter.
-        stride: See ``shards.segments``.
-        partial: Every TP rank holds one summand of the gradient (norms under sequence
-            parallelism, norms of queries and keys); only the sum over the TP group means something.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    dim: int
-    stride: int
-    partial: bool = False
-
-
 class ShardExchange:
-    """Exchange between the leaders of several TP classes.
+    """Exchange between the leaders of several classes.
 
     Args:
         classes: All classes in the order in which contributions are added.
@@ -66,7 +48,7 @@ class ShardExchange:
 
     def __init__(
         self,
-        classes: Sequence[TpClass],
+        classes: Sequence[ReplicaClass],
         mine: int,
         tp_rank: int,
         class_group: dist.ProcessGroup,
@@ -83,7 +65,7 @@ class ShardExchange:
 
     def sum_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
         """Replace local gradients so that reducing them inside each class gives the global sum."""
-        for bucket in _buckets(parameters, self._classes[self._mine].tp):
+        for bucket in _buckets(parameters):
             self._sum_partial(bucket)
             self._reduce_to_leader(bucket)
             if self._is_leader:
@@ -92,7 +74,7 @@ class ShardExchange:
 
     def copy_weights(self, parameters: Sequence[ShardedParameter]) -> None:
         """Overwrite the weights of every class with those of the first one."""
-        for bucket in _buckets(parameters, self._classes[self._mine].tp):
+        for bucket in _buckets(parameters):
             if self._is_leader:
                 received = self._swap(bucket, senders=[0])
                 if self._mine != 0:
@@ -145,11 +127,11 @@ class ShardExchange:
                 if c == self._mine:
                     continue
                 if self._mine in senders:
-                    flat = self._pack(bucket, cls.tp, t)
+                    flat = self._pack(bucket, cls.cut, t)
                     if flat.numel():
                         outgoing.append((peer, flat))
                 if c in senders:
-                    layout = self._layout(bucket, cls.tp, t)
+                    layout = self._layout(bucket, cls.cut, t)
                     size = sum(_size(p, overlap) for p, overlap in layout)
                     if size:
                         buffer = bucket[0].tensor.new_empty(size)
@@ -176,89 +158,57 @@ class ShardExchange:
                 work.wait()
 
     def _layout(
-        self, bucket: Sequence[ShardedParameter], tp: int, tp_rank: int
+        self, bucket: Sequence[ShardedParameter], cut: Cut, tp_rank: int
     ) -> list[tuple[ShardedParameter, Overlap | None]]:
-        """What (tp, tp_rank) of another class sends to me; ``mine`` rows are my local rows.
+        """What rank ``tp_rank`` of another class sends to me; ``mine`` rows are my local rows.
 
         A parameter that is not partitioned comes whole, from the peer at my TP rank modulo its TP.
         """
         layout: list[tuple[ShardedParameter, Overlap | None]] = []
-        my_tp = self._classes[self._mine].tp
+        my_cut = self._classes[self._mine].cut
         for parameter in bucket:
             if parameter.dim < 0:
-                if tp_rank == self._tp_rank % tp:
+                if tp_rank == self._tp_rank % cut.tp:
                     layout.append((parameter, None))
                 continue
-            mine = self._segments(parameter, my_tp, self._tp_rank)
-            theirs = self._segments(parameter, tp, tp_rank)
+            mine = _segments(parameter, my_cut, self._tp_rank)
+            theirs = _segments(parameter, cut, tp_rank)
             layout.extend((parameter, overlap) for overlap in overlaps(mine, theirs))
         return layout
 
-    def _pack(self, bucket: Sequence[ShardedParameter], tp: int, tp_rank: int) -> torch.Tensor:
-        """The flat message for (tp, tp_rank) of another class, in the order it expects."""
-        my_tp, parts = self._classes[self._mine].tp, []
+    def _pack(self, bucket: Sequence[ShardedParameter], cut: Cut, tp_rank: int) -> torch.Tensor:
+        """The flat message for rank ``tp_rank`` of another class, in the order it expects."""
+        my_cut, parts = self._classes[self._mine].cut, []
         for parameter in bucket:
             if parameter.dim < 0:
-                if self._tp_rank == tp_rank % my_tp:
+                if self._tp_rank == tp_rank % my_cut.tp:
                     parts.append(parameter.tensor.reshape(-1))
                 continue
-            theirs = self._segments(parameter, tp, tp_rank)
-            mine = self._segments(parameter, my_tp, self._tp_rank)
+            theirs = _segments(parameter, cut, tp_rank)
+            mine = _segments(parameter, my_cut, self._tp_rank)
             for overlap in overlaps(theirs, mine):
                 parts.append(_rows(parameter, parameter.tensor, overlap, "theirs").reshape(-1))
         return torch.cat(parts) if parts else bucket[0].tensor.new_empty(0)
 
-    def _segments(self, parameter: ShardedParameter, tp: int, tp_rank: int) -> list[Segment]:
-        full = parameter.tensor.shape[parameter.dim] * self._classes[self._mine].tp
-        return segments(full, tp, tp_rank, parameter.stride)
+
+def _segments(parameter: ShardedParameter, cut: Cut, tp_rank: int) -> list[Segment]:
+    """What a rank of a class holds of a parameter."""
+    if parameter.expert is None:
+        return segments(parameter.full, cut.tp, tp_rank, parameter.stride)
+    return expert_segments(parameter.full, cut, tp_rank, parameter.stride, parameter.expert, parameter.experts)
 
 
-def sharded_parameters(
-    named: Iterator[tuple[str, torch.nn.Parameter]],
-    select: Callable[[torch.nn.Parameter], torch.Tensor],
-    sequence_parallel: bool,
-    qk_layernorm: bool,
-) -> list[ShardedParameter]:
-    """Describe parameters by the attributes that Megatron's layers set on them.
-
-    Args:
-        named: Names and parameters, in the model's order (equal on all classes).
-        select: The tensor to exchange, e.g. the main gradient.
-        sequence_parallel: Whether norms hold partial gradients on this rank.
-        qk_layernorm: Whether queries and keys are normalised: one weight for all heads, whose gradient each TP rank
-            has of its own heads.
-    """
-    found = []
-    for name, parameter in named:
-        if not parameter.requires_grad:
-            continue
-        partitioned = getattr(parameter, "tensor_model_parallel", False)
-        partial = sequence_parallel and getattr(parameter, "sequence_parallel", False)
-        partial = partial or (qk_layernorm and any(norm in name for norm in _HEAD_NORMS))
-        found.append(
-            ShardedParameter(
-                name,
-                select(parameter),
-                int(getattr(parameter, "partition_dim", -1)) if partitioned else -1,
-                getattr(parameter, "partition_stride", 1) if partitioned else 1,
-                partial and not partitioned,
-            )
-        )
-    return found
-
-
-def _buckets(parameters: Sequence[ShardedParameter], tp: int) -> Iterator[list[ShardedParameter]]:
+def _buckets(parameters: Sequence[ShardedParameter]) -> Iterator[list[ShardedParameter]]:
     """Runs of parameters of one dtype, bounded by their *full* size, so that all ranks agree."""
     bucket: list[ShardedParameter] = []
     size = 0
     for parameter in parameters:
-        full = parameter.tensor.nbytes * (tp if parameter.dim >= 0 else 1)
         other_dtype = bucket and parameter.tensor.dtype != bucket[0].tensor.dtype
-        if bucket and (other_dtype or size + full > _BUCKET_BYTES):
+        if bucket and (other_dtype or size + parameter.full_bytes > _BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
         bucket.append(parameter)
-        size += full
+        size += parameter.full_bytes
     if bucket:
         yield bucket
 
@@ -272,7 +222,7 @@ def _rows(parameter: ShardedParameter, tensor: torch.Tensor, overlap: Overlap | 
 def _size(parameter: ShardedParameter, overlap: Overlap | None) -> int:
     if overlap is None:
         return parameter.tensor.numel()
-    return parameter.tensor.numel() // parameter.tensor.shape[parameter.dim] * overlap.length
+    return parameter.row_elements * overlap.length
 
 
 def _in_one_message(tensors: Sequence[torch.Tensor], operation: Callable[[torch.Tensor], object]) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from megatron_het.initial_weights.draw import Draw, fill
+from megatron_het.lowering.experts import expert_name, held_experts
 from megatron_het.lowering.shards import Segment, segments
+from megatron_het.plan import Cut
 from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 
 _FUNCTIONS = ("init_method", "output_layer_init_method", "embedding_init_method")
@@ -45,13 +47,15 @@ class InitialWeightsByName(RuntimeFeature):
 
     Args:
         seed: Of the run.
-        tp: TP size of this rank's replica.
+        cut: How this rank's replica cuts weights.
         tp_rank: This rank's TP rank.
+        experts: Of a layer; 0 without layers of experts.
         in_blocks: Whether the values do not depend on the size of the tensor that they are drawn in.
     """
 
-    def __init__(self, seed: int, tp: int, tp_rank: int, in_blocks: bool) -> None:
-        self._seed, self._tp, self._tp_rank, self._in_blocks = seed, tp, tp_rank, in_blocks
+    def __init__(self, seed: int, cut: Cut, tp_rank: int, experts: int, in_blocks: bool) -> None:
+        self._seed, self._cut, self._tp_rank, self._in_blocks = seed, cut, tp_rank, in_blocks
+        self._experts = experts
         self._noted: dict[int, tuple[torch.Tensor, Draw]] = {}
         self._replaced: list[tuple[Any, str, Draw]] = []
 
@@ -75,14 +79,18 @@ class InitialWeightsByName(RuntimeFeature):
     def _fill(self, name: str, parameter: torch.Tensor, owner: torch.nn.Module, draw: Draw) -> None:
         shard = getattr(owner, "shard", None)  # rows of a vocabulary that is split over stages
         dim = 0
+        tp, tp_rank = self._cut.tp, self._tp_rank
+        own = expert_name(name)
+        if own is not None:
+            name = own.of(held_experts(self._experts, self._cut, tp_rank)[own.expert])
+            tp, tp_rank = self._cut.expert_tp, tp_rank % self._cut.expert_tp
         if shard is not None:
             size = shard.stages * shard.tp * shard.rows
             parts = [Segment(0, shard.first, shard.rows)]
         elif getattr(parameter, "tensor_model_parallel", False):
             dim = parameter.partition_dim  # type: ignore[attr-defined]
-            size = parameter.shape[dim] * self._tp
-            stride = getattr(parameter, "partition_stride", 1)
-            parts = segments(size, self._tp, self._tp_rank, stride)
+            size = parameter.shape[dim] * tp
+            parts = segments(size, tp, tp_rank, getattr(parameter, "partition_stride", 1))
         else:
             size = parameter.shape[0]
             parts = [Segment(0, 0, size)]
@@ -112,5 +120,6 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     where = context.placement.locate(context.rank)
     args = context.args
     uniform = getattr(args, "init_method_xavier_uniform", False)  # bounds depend on the whole tensor
-    tp = context.placement.replica(where.stage, where.replica).tp
-    return InitialWeightsByName(args.seed, tp, where.tp_rank, not uniform)
+    cut = context.placement.replica(where.stage, where.replica).cut
+    experts = getattr(args, "num_experts", None) or 0
+    return InitialWeightsByName(args.seed, cut, where.tp_rank, experts, not uniform)

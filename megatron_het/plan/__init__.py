@@ -13,6 +13,7 @@ from megatron_het.plan.placement import Location, Placement
 from megatron_het.plan.schema import (
     PLAN_FORMAT,
     PLAN_VERSION,
+    Cut,
     ModelShape,
     Plan,
     Prediction,
@@ -26,6 +27,7 @@ from megatron_het.plan.schema import (
 __all__ = [
     "PLAN_FORMAT",
     "PLAN_VERSION",
+    "Cut",
     "DeviceCosts",
     "LinkCosts",
     "Location",

@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int)
     for name in ("global-batch-size", "ffn-hidden-size", "num-query-groups"):
         parser.add_argument(f"--{name}", type=int)
-    for name in ("tensor-model", "pipeline-model", "context"):
+    for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1)
     for name in _CHUNK_FLAGS:
         parser.add_argument(name, type=int)
@@ -131,6 +131,7 @@ def _stages(flags: argparse.Namespace, world_size: int) -> tuple[Stage, ...]:
                         tuple(range(first + q * size, first + (q + 1) * size)),
                         tuple(range(q, microbatches, replicas)),
                         cp=flags.context_parallel_size,
+                        ep=flags.expert_model_parallel_size,
                     )
                     for q in range(replicas)
                 ),

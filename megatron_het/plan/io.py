@@ -70,7 +70,7 @@ def topology_hash(plan: Plan) -> str:
 
 
 def _ranks(replica: Replica) -> list[int]:
-    return [*replica.ranks, *((-replica.cp,) if replica.cp > 1 else ())]
+    return [*replica.ranks, *((-replica.cp,) if replica.cp > 1 else ()), *((-replica.ep, 0) if replica.ep > 1 else ())]
 
 
 def _digest(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_het.plan.schema import Plan, Replica
+from megatron_het.plan.schema import Cut, Plan, Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Location:
 class Placement:
     """Lookup tables of a plan.  Everything here is a pure function of the plan.
 
-    A *TP class* is the set of replicas of one stage that have the same TP size: Megatron's own
-    data parallelism and distributed optimizer run inside a class.
+    A *class* is the set of replicas of one stage that cut weights alike (one TP and one EP size):
+    Megatron's own data parallelism and distributed optimizer run inside a class.
 
     Attributes:
         plan: The plan.
@@ -84,26 +84,26 @@ class Placement:
         """All ranks of a stage, ascending."""
         return sorted(k for r in self.plan.stages[stage].replicas for k in r.ranks)
 
-    def class_sizes(self, stage: int) -> list[int]:
-        """The TP sizes found in a stage, with the class of its first replica first.
+    def classes(self, stage: int) -> list[Cut]:
+        """How each class of a stage cuts weights, with the class of its first replica first.
 
         The first class is the *primary* one: it counts in norms and writes checkpoints.
         """
         replicas = self.plan.stages[stage].replicas
-        first = replicas[0].tp
-        return [first, *sorted({r.tp for r in replicas} - {first})]
+        first = replicas[0].cut
+        return [first, *sorted({r.cut for r in replicas} - {first})]
 
     def is_mixed(self, stage: int) -> bool:
-        """Whether replicas of the stage have different TP sizes."""
-        return len(self.class_sizes(stage)) > 1
+        """Whether replicas of the stage cut weights in different ways."""
+        return len(self.classes(stage)) > 1
 
-    def class_ranks(self, stage: int, tp: int, tp_rank: int) -> list[int]:
-        """Ranks at position ``tp_rank`` of all replicas of one TP class, ascending.
+    def class_ranks(self, stage: int, cut: Cut, tp_rank: int) -> list[int]:
+        """Ranks at position ``tp_rank`` of all replicas of one class, ascending.
 
         All context-parallel ranks are among them: to gradients, tokens elsewhere in a sequence are
         like other sequences.
         """
-        replicas = (r for r in self.plan.stages[stage].replicas if r.tp == tp)
+        replicas = (r for r in self.plan.stages[stage].replicas if r.cut == cut)
         return sorted(rank for r in replicas for rank in r.cp_group(tp_rank))
 
     def max_tp(self) -> int:

@@ -10,7 +10,7 @@ import dataclasses
 import types
 import typing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_het.plan.costs import PlannedCosts
 from megatron_het.plan.errors import PlanError
@@ -83,6 +83,26 @@ class ScheduleSpec:
     parameters: dict[str, Any] = field(default_factory=dict)
 
 
+class Cut(NamedTuple):
+    """Over how many ranks a replica cuts its weights.
+
+    Attributes:
+        tp: Tensor-parallel size.
+        ep: Expert-parallel size; the experts of a layer are divided over so many parts of the tensor-parallel group.
+    """
+
+    tp: int
+    ep: int = 1
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that cut one expert."""
+        return self.tp // self.ep
+
+    def __str__(self) -> str:
+        return f"TP {self.tp}" + (f" with EP {self.ep}" if self.ep > 1 else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Replica:
     """One copy of a stage: a tensor-parallel group on one kind of device inside one node.
@@ -110,11 +130,18 @@ class Replica:
     state_share: float = field(default=1.0, metadata={"omit_default": True})
     """How much of the stage's parameters, gradients and optimizer state this replica keeps under a
     parameter window, relative to the other replicas of the stage; 0 keeps nothing."""
+    ep: int = field(default=1, metadata={"omit_default": True})
+    """Expert-parallel size: the experts of a layer are divided over so many parts of every tensor-parallel group."""
 
     @property
     def tp(self) -> int:
         """Tensor-parallel size of this replica."""
         return len(self.ranks) // self.cp
+
+    @property
+    def cut(self) -> Cut:
+        """How this replica cuts weights."""
+        return Cut(self.tp, self.ep)
 
     def tp_group(self, cp_rank: int = 0) -> tuple[int, ...]:
         """World ranks of the tensor-parallel group of a context-parallel rank."""
@@ -123,6 +150,15 @@ class Replica:
     def cp_group(self, tp_rank: int) -> tuple[int, ...]:
         """World ranks of the context-parallel group of a tensor-parallel rank."""
         return self.ranks[tp_rank :: self.tp]
+
+    def ep_group(self, tp_rank: int, cp_rank: int = 0) -> tuple[int, ...]:
+        """World ranks that together have all experts, each its own, of a tensor-parallel rank."""
+        return self.tp_group(cp_rank)[tp_rank % self.cut.expert_tp :: self.cut.expert_tp]
+
+    def expert_tp_group(self, ep_rank: int, cp_rank: int = 0) -> tuple[int, ...]:
+        """World ranks that have the same experts, each a part of them."""
+        size = self.cut.expert_tp
+        return self.tp_group(cp_rank)[ep_rank * size : (ep_rank + 1) * size]
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,8 @@ def rank_shares(placement: Placement, rank: int) -> tuple[float, ...] | None:
     shares = state_shares(stage)
     if shares is None:
         return None
-    tp = stage.replicas[where.replica].tp
-    owners = [placement.locate(r).replica for r in placement.class_ranks(where.stage, tp, where.tp_rank)]
+    cut = stage.replicas[where.replica].cut
+    owners = [placement.locate(r).replica for r in placement.class_ranks(where.stage, cut, where.tp_rank)]
     return tuple(shares[q] / stage.replicas[q].cp for q in owners)
 
 

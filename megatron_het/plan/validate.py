@@ -7,7 +7,7 @@ import math
 
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.limits import check_limits, check_sizes
-from megatron_het.plan.schema import ModelShape, Plan, Replica, Stage, TrainingShape
+from megatron_het.plan.schema import Cut, ModelShape, Plan, Replica, Stage, TrainingShape
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 RECOMPUTE = ("none", "selective", "full")
@@ -79,6 +79,7 @@ def _check_ranks(plan: Plan) -> None:
             if not replica.ranks:
                 raise PlanError(where, [], "a replica needs at least one rank")
             _check_context_parallel(replica, f"stages[{s}].replicas[{q}].cp", plan.context_parallel)
+            _check_expert_parallel(replica, f"stages[{s}].replicas[{q}].ep")
             for rank in replica.ranks:
                 if rank in seen:
                     raise PlanError(
@@ -116,15 +117,25 @@ def _check_context_parallel(replica: Replica, where: str, expected: int) -> None
         )
 
 
+def _check_expert_parallel(replica: Replica, where: str) -> None:
+    if replica.ep < 1 or replica.tp % replica.ep:
+        raise PlanError(
+            where,
+            replica.ep,
+            f"must divide the TP size of the replica, which is {replica.tp}: experts are divided over its ranks",
+            "Leave it out, or give the replica more ranks",
+        )
+
+
 def _check_crossing_ranks(stage: Stage, s: int) -> None:
-    """Replicas of equal TP must come in one order at every TP rank.
+    """Replicas that cut weights alike must come in one order at every TP rank.
 
     Megatron's distributed optimizer gives the n-th replica of a data-parallel group the n-th shard,
     and sums norm gradients over TP groups shard by shard: both need one n for a whole replica.
     """
-    classes: dict[int, list[int]] = {}
+    classes: dict[Cut, list[int]] = {}
     for q, replica in enumerate(stage.replicas):
-        classes.setdefault(replica.tp, []).append(q)
+        classes.setdefault(replica.cut, []).append(q)
     for members in classes.values():
         # In the order of their first ranks, neighbours decide: "comes first" is transitive.
         members.sort(key=lambda q: stage.replicas[q].ranks)

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from megatron_het.platform import unequal_parts
+
 _CPU = torch.device("cpu")
 
 _FACTORIES = [
@@ -60,6 +62,7 @@ def install() -> None:
     _memory_queries()
     _tensor_placement()
     _tensor_type_names()
+    unequal_parts.install()
 
 
 def _keep_freed_memory() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from megatron_het.plan import Placement
+from megatron_het.plan import Placement, Stage
 from megatron_het.topology.creation import create_group
 from megatron_het.topology.pairs import PairGroups
 
@@ -17,8 +18,10 @@ class GroupSpec:
     """One group: its role and its world ranks, ascending.
 
     Roles: ``self`` (one rank), ``tp`` (a replica, or the part of it with one part of the sequence),
-    ``cp`` (the ranks of a replica that share sequences), ``class`` (equal TP rank over the replicas of
-    one TP class of a stage: Megatron's data-parallel group), ``stage`` (all ranks of a stage),
+    ``cp`` (the ranks of a replica that share sequences), ``ep`` (ranks of a ``tp`` group that together have
+    all experts), ``expert-tp`` (ranks of a ``tp`` group that have parts of the same experts, where these are
+    neither one rank nor the whole group), ``class`` (equal TP rank over the replicas of
+    one class of a stage: Megatron's data-parallel group), ``stage`` (all ranks of a stage),
     ``leaders`` (first member of each class group of a stage), ``ends`` (leaders of the stages of the
     model's first and last chunk, for tied embeddings), ``loss`` (the rank that knows the whole loss and
     those that Megatron logs it on, where these are elsewhere).
@@ -38,8 +41,9 @@ def group_specs(placement: Placement, tied_embeddings: bool = False) -> list[Gro
         specs.append(GroupSpec("stage", tuple(placement.stage_ranks(s))))
         specs.extend(GroupSpec("tp", r.tp_group(c)) for r in stage.replicas for c in range(r.cp))
         specs.extend(GroupSpec("cp", r.cp_group(t)) for r in stage.replicas if r.cp > 1 for t in range(r.tp))
-        for tp in placement.class_sizes(s):
-            specs.extend(GroupSpec("class", tuple(placement.class_ranks(s, tp, t))) for t in range(tp))
+        specs.extend(_expert_groups(stage))
+        for cut in placement.classes(s):
+            specs.extend(GroupSpec("class", tuple(placement.class_ranks(s, cut, t))) for t in range(cut.tp))
         if placement.is_mixed(s):
             specs.append(GroupSpec("leaders", tuple(leaders_of_stage(placement, s))))
     if tied_embeddings and placement.first != placement.last:
@@ -51,6 +55,18 @@ def group_specs(placement: Placement, tied_embeddings: bool = False) -> list[Gro
     return specs
 
 
+def _expert_groups(stage: Stage) -> Iterator[GroupSpec]:
+    """Groups of replicas whose TP ranks divide the experts."""
+    for replica in stage.replicas:
+        cut = replica.cut
+        if cut.ep == 1:
+            continue
+        for c in range(replica.cp):
+            yield from (GroupSpec("ep", replica.ep_group(t, c)) for t in range(cut.expert_tp))
+            if cut.expert_tp > 1:
+                yield from (GroupSpec("expert-tp", replica.expert_tp_group(e, c)) for e in range(cut.ep))
+
+
 def loss_source(placement: Placement) -> int:
     """The rank that tells the loss to the stage on which Megatron logs it."""
     return placement.stage_ranks(placement.last[0])[0]
@@ -58,7 +74,7 @@ def loss_source(placement: Placement) -> int:
 
 def leaders_of_stage(placement: Placement, stage: int) -> list[int]:
     """First rank of every class group of a stage, ascending."""
-    return sorted(placement.class_ranks(stage, tp, t)[0] for tp in placement.class_sizes(stage) for t in range(tp))
+    return sorted(placement.class_ranks(stage, cut, t)[0] for cut in placement.classes(stage) for t in range(cut.tp))
 
 
 @dataclass

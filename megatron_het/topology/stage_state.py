@@ -8,8 +8,9 @@ the module's globals, so on every rank they are set to what is true *for its own
   and success flags are global without further code.
 - the data-parallel *size* seen by the microbatch calculator is 1: microbatches are routed by the
   plan, every rank counts all of them.
-- axes of size one (experts, weight rematerialisation) get a group of one rank, and so does the context
-  axis: ranks that share sequences are like data-parallel ones to everything but attention.
+- experts are divided over the ranks of a replica only, so their data axis is that of all other weights.
+- axes of size one (weight rematerialisation, experts that are not divided) get a group of one rank, and so does
+  the context axis: ranks that share sequences are like data-parallel ones to everything but attention.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from megatron_het.plan import Placement
+from megatron_het.plan import Cut, Placement
 from megatron_het.topology.axis import Axis
 from megatron_het.topology.groups import PlanGroups
 
@@ -45,9 +46,9 @@ _CLASS_GLOO_GROUPS = (
 _REPLICA_GROUPS = (
     "_TENSOR_MODEL_PARALLEL_GROUP",
     "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
-    "_EXPERT_TENSOR_PARALLEL_GROUP",
     "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
 )
+_EXPERT_GROUPS = ("_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_PARALLEL_GROUP")
 _WORLD_GROUPS = (
     "_MODEL_PARALLEL_GROUP",
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
@@ -55,12 +56,7 @@ _WORLD_GROUPS = (
     "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
 )
 _STAGE_GROUPS = ("_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
-_SELF_GROUPS = (
-    "_CONTEXT_PARALLEL_GROUP",
-    "_GTP_WEIGHT_REMAT_GROUP",
-    "_EXPERT_GTP_WEIGHT_REMAT_GROUP",
-    "_EXPERT_MODEL_PARALLEL_GROUP",
-)
+_SELF_GROUPS = ("_CONTEXT_PARALLEL_GROUP", "_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GROUP")
 # Left as they are after import (None or empty), each because its axis is not used.
 _UNSET = (
     "_EMBEDDING_GROUP",
@@ -102,6 +98,7 @@ KNOWN_STATE = frozenset(
         *_CLASS_GROUPS,
         *_CLASS_GLOO_GROUPS,
         *_REPLICA_GROUPS,
+        *_EXPERT_GROUPS,
         *_WORLD_GROUPS,
         *_STAGE_GROUPS,
         *_SELF_GROUPS,
@@ -117,7 +114,7 @@ def stage_state(groups: PlanGroups) -> dict[str, Any]:
     placement: Placement = groups.placement
     where = placement.locate(groups.rank)
     replica = placement.replica(where.stage, where.replica)
-    class_ranks = placement.class_ranks(where.stage, replica.tp, where.tp_rank)
+    class_ranks = placement.class_ranks(where.stage, replica.cut, where.tp_rank)
     me, world = [groups.rank], list(range(placement.world_size))
     positions = placement.positions(where.stage)
     chunks = len(positions)
@@ -130,7 +127,7 @@ def stage_state(groups: PlanGroups) -> dict[str, Any]:
         "_CONTEXT_PARALLEL_GLOBAL_RANKS": me,
         "_GTP_WEIGHT_REMAT_GLOBAL_RANKS": me,
         "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": me,
-        "_EXPERT_MODEL_PARALLEL_RANKS": me,
+        "_EXPERT_MODEL_PARALLEL_RANKS": list(replica.ep_group(where.tp_rank, where.cp_rank)),
         "_PIPELINE_MODEL_PARALLEL_GROUP": Axis(where.stage, placement.num_stages, by_chunk),
         "_PIPELINE_GLOBAL_RANKS": [placement.replica(s, 0).ranks[0] for s in range(placement.num_stages)],
         "_MPU_PIPELINE_MODEL_PARALLEL_RANK": where.stage,
@@ -148,7 +145,15 @@ def stage_state(groups: PlanGroups) -> dict[str, Any]:
         (_SELF_GROUPS, groups["self"]),
     ):
         state.update(dict.fromkeys(names, group))
+    state.update(zip(_EXPERT_GROUPS, _expert_groups(groups, replica.cut), strict=True))
     return state
+
+
+def _expert_groups(groups: PlanGroups, cut: Cut) -> tuple[Any, Any]:
+    """The ranks that together have all experts, and those that have parts of the same ones."""
+    if cut.ep == 1:
+        return groups["self"], groups["tp"]
+    return groups["ep"], groups["expert-tp"] if cut.expert_tp > 1 else groups["self"]
 
 
 def install_stage_state(groups: PlanGroups, module: ModuleType | None = None) -> None:

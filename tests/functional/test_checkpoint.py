@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.cases import MICROBATCHES, Weights, build_plan, common_flags
+from benchmarks.expert_cases import divided
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job
 from benchmarks.zorse_cases import with_shares
@@ -76,10 +77,15 @@ KINDS = {
         in_a_v(plan("first", [[2, 1], [1]], [3, 2], tied=True, distributed_optimizer=True), ((1, 2), (0, 2))),
         plan("second", [[1], [1, 1]], [2, 3], tied=True, distributed_optimizer=True),
     ),
-    # Dense layers and layers of experts, with biases that Megatron moves apart from the optimizer.
+    # Dense layers and layers of experts, with biases that Megatron moves apart from the optimizer.  Experts are halves
+    # or quarters of a replica's ranks, or on every rank.
     "experts": Kind(
-        plan("first", [[1], [2, 1]], [2, 3], distributed_optimizer=True, sequence_parallel=True),
-        plan("second", [[2, 1], [1], [1, 1]], [1, 2, 2], distributed_optimizer=True, sequence_parallel=True),
+        divided(
+            plan("first", [[1], [2, 1]], [2, 3], distributed_optimizer=True, sequence_parallel=True), [[1], [2, 1]]
+        ),
+        divided(
+            plan("second", [[4], [1, 1]], [3, 2], distributed_optimizer=True, sequence_parallel=True), [[4], [1, 1]]
+        ),
         family="deepseek",
     ),
     # Rank 0, which writes what is common, keeps no state.

@@ -14,7 +14,9 @@ import pytest
 
 from benchmarks.cases import Case, build_plan, with_schedule
 from benchmarks.compare import compare
+from benchmarks.expert_cases import divided
 from benchmarks.lab import Lab
+from benchmarks.nccl_order import in_nccl_order
 from benchmarks.runner import Finished
 from megatron_het.plan import ScheduleSpec
 from tests.functional.selected import run_selected
@@ -30,6 +32,10 @@ def make(name: str, family: str, sizes: list[list[int]], layers: list[int], **pl
     return Case(name, build_plan(sizes, layers, random.Random(name), **more), family=family, **options)
 
 
+def with_ep(case: Case, sizes: list[list[int]], **more: Any) -> Case:
+    return replace(case, plan=divided(case.plan, sizes), **more)
+
+
 def with_chunks(case: Case, schedule: str, layers: tuple[tuple[int, ...], ...], **parameters: Any) -> Case:
     stages = tuple(replace(s, layers=cut) for s, cut in zip(case.plan.stages, layers, strict=True))
     plan = replace(case.plan, stages=stages, schedule=ScheduleSpec(schedule, parameters))
@@ -41,7 +47,11 @@ CASES = [
     # More TP than ranks per stage in the mean.
     make("dense-first-with-biases", "deepseek", [[2], [1], [1, 1]], [1, 2, 2], distributed_optimizer=True),
     make("norms-of-heads-in-mixed-tp", "qwen3-moe", [[1, 2], [1]], [3, 2], tied=True),
-    make("sequence-balance", "sequence-balance", [[2, 1], [2]], [3, 2], recompute="full"),
+    with_ep(
+        make("sequence-balance", "sequence-balance", [[2, 1], [2]], [3, 2], recompute="full"),
+        [[2, 1], [1]],
+        own=("--moe-token-dispatcher-type", "allgather"),
+    ),
     make("capacity", "capacity", [[1, 1], [1]], [3, 2], overlap=True),
     with_chunks(make("in-a-v", "mixtral", [[1], [1, 1]], [2, 3]), "zb-v", ((1, 1), (2, 1))),
     with_chunks(make("interleaved", "deepseek", [[1], [1]], [3, 2]), "interleaved", ((2, 1), (1, 1))),
@@ -51,6 +61,10 @@ CASES = [
         ((2, 1), (1, 1)),
         window=True,
         update="exact",
+    ),
+    # In one stage a rank has half of the experts cut in two, or all of them whole.
+    with_ep(
+        make("ep-in-mixed-tp", "deepseek", [[2], [4, 1]], [2, 3], distributed_optimizer=True, clip=0.05), [[2], [2, 1]]
     ),
     with_schedule(make("slices", "deepseek", [[1], [1]], [3, 2]), "slimpipe", 1, {"slices": 4}),
 ]
@@ -68,6 +82,13 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) 
     case, done = BY_NAME[name], finished[name].check()
     found = compare(done.job.log_dir, case.plan, lab.reference(case))
     assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found
+
+
+def test_divided_experts_in_nccls_order(lab: Lab) -> None:
+    case = BY_NAME["ep-in-mixed-tp"]
+    done = lab.runner.run(in_nccl_order(lab.job(case)))
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert max(found.loss, found.gradient) <= BAR, found
 
 
 def logged(text: str) -> dict[int, dict[str, float]]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.cases import Case, build_plan, common_flags, with_schedule, words
+from benchmarks.expert_cases import divided
 from benchmarks.lab import Lab
 from benchmarks.runner import Job
 from megatron_het.plan import save_plan
@@ -21,8 +22,9 @@ from megatron_het.plan import save_plan
 STEP = words("--lr 0 --min-lr 0 --weight-decay 0 --save-interval 1 --exit-interval 1 --het-transport gloo")
 
 
-def case(name: str, sizes: list[list[int]], layers: list[int], **plan: Any) -> Case:
-    return Case(name, build_plan(sizes, layers, random.Random(name), distributed_optimizer=True, **plan))
+def case(name: str, sizes: list[list[int]], layers: list[int], eps: list[list[int]] | None = None, **more: Any) -> Case:
+    plan = build_plan(sizes, layers, random.Random(name), distributed_optimizer=True, **more)
+    return Case(name, plan if eps is None else divided(plan, eps))
 
 
 CASES = {
@@ -38,6 +40,9 @@ CASES = {
             name="vocabulary",
         ),
         case("tied", [[2, 1], [1]], [1, 4], tied=True),
+        replace(
+            case("experts", [[4], [2, 1]], [3, 2], sequence_parallel=True, eps=[[2], [2, 1]]), family="sequence-balance"
+        ),
         replace(with_schedule(case("in-a-v", [[2, 1], [1]], [2, 1], tied=True), "zb-v", 2, {}), name="in-a-v"),
     )
 }
@@ -59,10 +64,11 @@ def alone(lab: Lab) -> Callable[[Case], Path]:
     """What a plan of one rank starts with, for the model of a case."""
 
     @functools.cache
-    def of_model(tied: bool, layers: int) -> Path:
-        return checkpoint(lab, case(f"alone-{layers}-{tied}", [[1]], [layers], tied=tied))
+    def of_model(tied: bool, layers: int, family: str) -> Path:
+        found = case(f"alone-{layers}-{tied}-{family}", [[1]], [layers], tied=tied)
+        return checkpoint(lab, replace(found, family=family))
 
-    return lambda case: of_model(case.plan.model.tied_embeddings, case.plan.model.num_layers)
+    return lambda case: of_model(case.plan.model.tied_embeddings, case.plan.model.num_layers, case.family)
 
 
 def difference(lab: Lab, first: Path, second: Path, out: Path) -> float:

@@ -184,6 +184,7 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
     from megatron_het.plan import PlanError, load_plan
 
     from .build import model_shape
+    from .emit_checks import check_experts
 
     estimator = estimator_from(options)
     try:
@@ -207,6 +208,8 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
             made.training.global_batch_size,
             f"{options.model} says {estimator.model.global_batch_size}",
         )
+    experts = estimator.model.experts
+    check_experts(made, experts.count if experts else 0, str(options.plan))
     return estimator, made
 
 

@@ -20,7 +20,7 @@ from megatron_het.doctor.expectations import Expectations
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 
-from .emit_checks import check_launch, check_training, extra_flags
+from .emit_checks import check_experts, check_launch, check_training, extra_flags
 from .emit_flags import ModelOptions, args_sh, extension_reasons, layout_string, model_arguments, stock_arguments
 from .emit_nodes import Node, NodeKind, place
 from .emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
@@ -202,6 +202,7 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     except PlanError as error:
         raise from_plan_error(str(options.plan), error) from None
     check_model(plan, model, str(options.plan))
+    check_experts(plan, model.experts.count if model.experts else 0, str(options.plan))
     check_training(options)
     extra = extra_flags(options.extra)
     check_target(options.out / "plan.json", "--out")

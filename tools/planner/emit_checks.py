@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_het.features import FEATURES
+from megatron_het.features.experts import check_expert_parallel
+from megatron_het.plan import Plan, PlanError
 
 from .emit_nodes import NodeKind
-from .errors import PlannerError
+from .errors import PlannerError, from_plan_error
 from .names import SLURM_RULES, folder_problem, host_problem, job_problem, text_problem, time_problem
 
 if TYPE_CHECKING:
@@ -33,6 +35,18 @@ _MANAGED = (
     *("save", "save-interval", "load", "ckpt-format", "exit-on-missing-checkpoint", "lr", "yaml-cfg"),
 )
 _MOST = 10**12
+
+
+def check_experts(plan: Plan, experts: int, file: str) -> None:
+    """The replicas of a plan can divide the experts of a layer (0 without such layers).
+
+    Raises:
+        PlannerError: They cannot.
+    """
+    try:
+        check_expert_parallel(plan, experts)
+    except PlanError as error:
+        raise from_plan_error(file, error) from None
 
 
 def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:

@@ -125,6 +125,9 @@ def extension_reasons(plan: Plan) -> list[str]:
     sizes = {r.tp for s in plan.stages for r in s.replicas}
     if len(sizes) > 1:
         reasons.append(f"tensor-parallel sizes {sorted(sizes)} differ")
+    parts = {r.ep for s in plan.stages for r in s.replicas}
+    if len(parts) > 1:
+        reasons.append(f"expert-parallel sizes {sorted(parts)} differ")
     counts = {len(s.replicas) for s in plan.stages}
     if len(counts) > 1:
         reasons.append(f"stages have {sorted(counts)} replicas")
@@ -152,13 +155,10 @@ def stock_arguments(plan: Plan) -> list[str]:
     reasons = extension_reasons(plan)
     if reasons:
         raise ValueError("stock Megatron cannot run this plan: " + "; ".join(reasons))
-    stages = len(plan.stages)
-    words = [
-        "--tensor-model-parallel-size",
-        str(plan.stages[0].replicas[0].tp),
-        "--pipeline-model-parallel-size",
-        str(stages),
-    ]
+    stages, cut = len(plan.stages), plan.stages[0].replicas[0].cut
+    words = ["--tensor-model-parallel-size", str(cut.tp), "--pipeline-model-parallel-size", str(stages)]
+    if cut.ep > 1:
+        words += ["--expert-model-parallel-size", str(cut.ep), "--expert-tensor-parallel-size", str(cut.expert_tp)]
     if stages > 1:
         # With one stage Megatron ignores a layout without saying so, hence none is given then.
         words += ["--pipeline-model-parallel-layout", layout_string(plan)]

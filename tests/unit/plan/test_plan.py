@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_het.plan import Location, Placement, Plan, PlanError, load_plan, plan_hash, save_plan, topology_hash
+from megatron_het.plan import Cut, Location, Placement, Plan, PlanError, load_plan, plan_hash, save_plan, topology_hash
 from megatron_het.plan.validate import check_plan
 
 
@@ -62,10 +62,30 @@ def test_placement() -> None:
     assert placement.world_size == 5
     assert placement.locate(3) == Location(1, 0, 1)
     assert placement.route == ((0, 0, 0, 0), (0, 0, 1, 0))
-    assert placement.class_sizes(1) == [2, 1]
+    assert placement.classes(1) == [Cut(2), Cut(1)]
     assert placement.is_mixed(1) and not placement.is_mixed(0)
-    assert placement.class_ranks(1, 2, 1) == [3]
+    assert placement.class_ranks(1, Cut(2), 1) == [3]
     assert placement.max_tp() == 2
+
+
+def test_replicas_of_one_tp_and_different_ep_are_of_different_classes(tmp_path: Path) -> None:
+    body = document()
+    body["stages"][1]["replicas"] = [
+        {"ranks": [2, 3], "microbatches": [0, 1, 3]},
+        {"ranks": [4, 5], "microbatches": [2], "ep": 2},
+    ]
+    plan = read(body)
+    placement = Placement(plan)
+    assert placement.classes(1) == [Cut(2), Cut(2, 2)] and placement.is_mixed(1)
+    assert [placement.class_ranks(1, cut, 1) for cut in placement.classes(1)] == [[3], [5]]
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    assert topology_hash(plan) != topology_hash(read(_without(body, "ep")))
+
+
+def _without(body: dict[str, Any], key: str) -> dict[str, Any]:
+    del body["stages"][1]["replicas"][1][key]
+    return body
 
 
 # (path to the value, new value or a function of the whole document, words the error must name)
@@ -97,6 +117,9 @@ BAD: list[tuple[str, Any, list[str]]] = [
     ("stages.1.replicas.0.microbatches", [0, 1], ["microbatch 3", "no replica"]),
     ("stages.1.replicas.1.speed", 0.0, ["speed", "positive"]),
     ("stages.1.replicas.1.color", "red", ["stages[1].replicas[1].color", "unknown key"]),
+    ("stages.1.replicas.0.ep", 3, ["stages[1].replicas[0].ep", "must divide the TP size", "which is 2"]),
+    ("stages.1.replicas.0.ep", 0, ["stages[1].replicas[0].ep", "must divide"]),
+    ("stages.1.replicas.1.ep", 2, ["stages[1].replicas[1].ep", "which is 1"]),
     ("model.num_attention_heads", 3, ["model.num_query_groups"]),
     ("model.seq_length", 33, ["sequence parallel", "33"]),
 ]

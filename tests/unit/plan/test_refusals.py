@@ -51,6 +51,7 @@ def arguments(**changed: Any) -> Arguments:
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 2,
         "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
         "position_embedding_type": "rope",
     }
     return Arguments(**{**given, **changed})
@@ -67,10 +68,7 @@ def test_accepted() -> None:
         ({"hierarchical_context_parallel_sizes": [1, 2]}, "--hierarchical-context-parallel-sizes.*the plan's own"),
         ({"step_batch_size_schedule": "0:8"}, "--step-batch-size-schedule.*fixed number of microbatches"),
         ({"decoder_seq_length": 32}, "--decoder-seq-length = 32.*length of --seq-length = 64"),
-        (
-            {"num_experts": 2, "expert_model_parallel_size": 2},
-            "--expert-model-parallel-size = 2.*every replica holds all experts",
-        ),
+        ({"num_experts": 2, "expert_model_parallel_size": 2}, "--expert-model-parallel-size = 2.*the plan says"),
         (
             {"num_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
             "global_aux_loss.*these may have different numbers of passes",
@@ -106,9 +104,9 @@ def test_refused(changed: dict[str, Any], reason: str) -> None:
         check_arguments(made(), arguments(**changed), 2)
 
 
-def more_stages(stages: int, *, tp: int = 1, chunks: int = 1, **training: Any) -> Plan:
+def more_stages(stages: int, *, tp: int = 1, ep: int = 1, chunks: int = 1, **training: Any) -> Plan:
     """A plan of four layers over stages of one replica each."""
-    replicas = [Replica(tuple(range(s * tp, s * tp + tp)), tuple(range(8))) for s in range(stages)]
+    replicas = [Replica(tuple(range(s * tp, s * tp + tp)), tuple(range(8)), ep=ep) for s in range(stages)]
     layers = 4 // stages // chunks
     plan = made()
     return replace(
@@ -155,6 +153,19 @@ def sharing_sequences() -> Plan:
         (more_stages(2, tp=2), {"num_experts": 2}, "sequence_parallel.*Add --sequence-parallel"),
         (more_stages(2, tp=2, sequence_parallel=True), {"num_experts": 2}, None),
         (more_stages(2, tp=2), {}, None),
+        (more_stages(2, tp=2, ep=2, sequence_parallel=True), {"num_experts": 2}, None),
+        (more_stages(2, tp=2, ep=2, sequence_parallel=True), {"num_experts": 3}, "ep = 2.*divide the 3 experts"),
+        (more_stages(2, tp=2, ep=2), {}, r"replicas\[0\].ep = 2.*model has no experts"),
+        (
+            more_stages(2, tp=4, ep=2, sequence_parallel=True),
+            {"num_experts": 2, "expert_tensor_parallel_size": 4},
+            "--expert-tensor-parallel-size = 4.*TP 4 with EP 2, so 2 ranks",
+        ),
+        (
+            more_stages(2, tp=4, ep=2, sequence_parallel=True),
+            {"num_experts": 2, "expert_tensor_parallel_size": 2},
+            None,
+        ),
     ],
 )
 def test_experts(plan: Plan, changed: dict[str, Any], reason: str | None) -> None:
@@ -310,7 +321,7 @@ REFUSED = [
     (scheduled("interleaved", chunks=2, group="all"), r"parameters\.group = 'all': must be a whole number"),
     (with_shares(scheduled("1f1b")), "state_share.*need a parameter window"),
     (replace(scheduled("ministage", chunks=2, **WINDOW), training=TrainingShape(1, 8)), "distributed_optimizer"),
-    (mixed(scheduled("ministage", chunks=2, **WINDOW)), "different TP cannot share"),
+    (mixed(scheduled("ministage", chunks=2, **WINDOW)), "different TP or EP cannot share"),
     (tied(scheduled("ministage", chunks=2, **WINDOW)), "tied embeddings are reduced together"),
     (tied(scheduled("interleaved", stages=1, chunks=2)), "tied_embeddings.*single stage"),
     (scheduled("slimpipe", slices=1), "fewer slices than the 2 stages"),

@@ -12,7 +12,7 @@ from megatron_het.arguments import split_arguments
 from megatron_het.features import options_of
 from megatron_het.features.context_exchange import ExchangeOptions
 from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.plan import Placement, Plan, PlanError, ScheduleSpec
+from megatron_het.plan import Cut, Placement, Plan, PlanError, ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.placement import Location
 from megatron_het.plan.validate import check_plan
@@ -150,7 +150,7 @@ def test_context_parallel_plan() -> None:
     assert (replica.tp, replica.tp_group(1), replica.cp_group(1)) == (2, (6, 7), (5, 7))
     placement = Placement(made)
     assert placement.locate(6) == Location(0, 1, tp_rank=0, cp_rank=1)
-    assert placement.class_ranks(0, 2, 1) == [1, 3, 5, 7]
+    assert placement.class_ranks(0, Cut(2), 1) == [1, 3, 5, 7]
     assert Plan.from_json(made.to_json()) == made
     assert "cp" not in plan(PP4).to_json()["stages"][0]["replicas"][0]
     check_cut(made, arguments())

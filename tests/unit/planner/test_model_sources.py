@@ -169,6 +169,19 @@ def test_a_plan_for_experts_is_emitted_with_their_flags(tmp_path, capsys):
     written = (tmp_path / "run" / "args.sh").read_text()
     for line in ("--num-experts 8", "--moe-router-topk 2", "--moe-ffn-hidden-size 14336", "--sequence-parallel"):
         assert f"    {line}\n" in written, line
+    body = json.loads((tmp_path / "p.json").read_text())
+    replicas = [replica for stage in body["stages"] for replica in stage["replicas"]]
+    assert all(len(replica["ranks"]) % 2 == 0 for replica in replicas)
+    for replica in replicas:
+        replica["ep"] = 2
+    for experts, code in ((8, 0), (7, 2)):
+        write(tmp_path, {**MIXTRAL, "num_local_experts": experts})
+        (tmp_path / "e.json").write_text(json.dumps(body))
+        for command in (["check"], ["emit", "--out", str(tmp_path / f"run-{experts}")]):
+            assert main([*command, str(tmp_path / "e.json"), *common]) == code
+            assert not code or "does not divide the 7 experts" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run-8" / "plan.json").read_text())["stages"][0]["replicas"][0]["ep"] == 2
+    write(tmp_path, MIXTRAL)
     capsys.readouterr()
     for command in (["plan", *common, *plan, "--verify"], ["dry-run", str(tmp_path / "p.json"), *common[2:]]):
         assert main(command) == 2
