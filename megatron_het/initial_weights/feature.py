@@ -76,7 +76,7 @@ class InitialWeightsByName(RuntimeFeature):
         shard = getattr(owner, "shard", None)  # rows of a vocabulary that is split over stages
         dim = 0
         if shard is not None:
-            size = shard.stages * shard.tp * shard.rows
+            size = shard.total
             parts = [Segment(0, shard.first, shard.rows)]
         elif getattr(parameter, "tensor_model_parallel", False):
             dim = parameter.partition_dim  # type: ignore[attr-defined]
