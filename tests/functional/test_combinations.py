@@ -44,6 +44,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "v": {
         "schedule": "zb-v",
+        "overlap": "gradients",
         "tp": "by stage",
         "cp": 2,
         "tied": True,
