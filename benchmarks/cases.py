@@ -192,9 +192,6 @@ def is_valid(row: Row) -> bool:
     """Whether a row describes a plan that may run."""
     if tp_sizes(row) is None or (row["routing"] == "uneven" and row["replicas"] == "one"):
         return False
-    mixed = row["tp"] == "within a stage"
-    if row["overlap"] and (mixed or (row["tied"] and row["stages"] > 1)):
-        return False
     return flags_fit(row)
 
 
@@ -324,9 +321,6 @@ def random_case(name: str, rng: random.Random) -> Case:
             break
     row = {key: rng.choice(values) for key, values in PARAMETERS.items()}
     row.update(stages=stages, replicas="random", tp=sizes, layers="random", routing="random")
-    mixed = any(len(set(s)) > 1 for s in sizes)
-    if row["overlap"] and (row["tied"] or mixed):
-        row["overlap"] = False
     if not flags_fit(row):
         row.update(family="gpt", flags="none")
     plan = build_plan(

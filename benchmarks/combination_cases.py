@@ -17,7 +17,7 @@ from benchmarks.poplar_cases import with_sizes
 from benchmarks.slimpipe_cases import with_context_parallel
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
-from megatron_het.plan import PlanError
+from megatron_het.plan import PlanError, Stage
 from megatron_het.plan.validate import check_plan
 
 _LAYERS, _MAX_RANKS, _SLICES = 4, 8, 4
@@ -120,6 +120,8 @@ def tp_sizes(row: Row) -> list[list[int]]:
         last = last * 2
     elif len(last) == 1 and (row["distributed_optimizer"] or row["overlap"] != "none"):
         first, last = first * 2, last * 2  # there is something to reduce
+    if row["context_exchange"] and len(first) < len(last):
+        first = first * len(last)  # replicas are separate pipelines
     sizes = [first, last]
     if sum(map(sum, sizes)) * row["cp"] > _MAX_RANKS:
         sizes = [[tp] for tp, *_ in sizes]
@@ -147,6 +149,8 @@ def case_of(row: Row, name: str, seed: int) -> Case:
         recompute="selective" if row["recompute"] == "mlp" else row["recompute"],
         distributed_optimizer=row["distributed_optimizer"],
     )
+    if row["context_exchange"]:
+        plan = replace(plan, stages=_routed_as_the_first(plan.stages))
     plan = replace(plan, stages=with_context_parallel(plan.stages, row["cp"]))
     own: tuple[str, ...] = ("--recompute-modules", "mlp") if row["recompute"] == "mlp" else ()
     own += ("--overlap-param-gather",) if row["overlap"] == "gradients and parameters" else ()
@@ -169,6 +173,16 @@ def case_of(row: Row, name: str, seed: int) -> Case:
     check_plan_alone(case.plan)
     build(case.plan)
     return case
+
+
+def _routed_as_the_first(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Every microbatch stays with one replica number, which the context exchange asks for."""
+    replicas = stages[0].replicas
+    found = []
+    for stage in stages:
+        same = (replace(r, microbatches=f.microbatches, speed=f.speed) for r, f in zip(stage.replicas, replicas))
+        found.append(replace(stage, replicas=tuple(same)))
+    return tuple(found)
 
 
 def _window(row: Row) -> Row:

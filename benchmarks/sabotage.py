@@ -13,6 +13,7 @@ def _no_class_exchange() -> None:
     from megatron_het.gradients.finalize import GradientFinalizer
 
     GradientFinalizer._sum_across_classes = lambda self, model: None
+    GradientFinalizer._sum_reduced_across_classes = lambda self, model, are_whole: None
 
 
 def _wrong_routing() -> None:

@@ -113,7 +113,6 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_batch(plan, args)
     _check_parallelism(plan, args)
     _check_recompute(args)
-    _check_mixed(plan, args)
     check_skipping(plan, args)
     _check_masks(plan, args)
     _check_optimizer(plan, args)
@@ -200,20 +199,6 @@ def _check_recompute(args: Any) -> None:
             "layernorm",
             "Megatron needs Transformer Engine for it, which is not installed",
             "Leave it out; --het-thrifty-layers saves as much of norms",
-        )
-
-
-def _check_mixed(plan: Plan, args: Any) -> None:
-    placement = Placement(plan)
-    mixed = [s for s in range(placement.num_stages) if placement.is_mixed(s)]
-    tied = plan.model.tied_embeddings and placement.num_stages > 1
-    if args.overlap_grad_reduce and (mixed or tied):
-        what = f"stage {mixed[0]} has replicas of different TP or EP" if mixed else "tied embeddings are in two chunks"
-        raise PlanError(
-            "--overlap-grad-reduce",
-            True,
-            f"{what}: gradients must be summed across classes of replicas before Megatron reduces them inside one",
-            "Leave the flag out",
         )
 
 

@@ -22,7 +22,7 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What an attention layer of this rank works on; equal on all devices that exchange.
+    """What an attention layer of this rank works on, or the heads of it that another rank attends for.
 
     Attributes:
         slice_tokens: Tokens per slice.
@@ -96,6 +96,23 @@ def unpack(message: torch.Tensor, parts: Sequence[tuple[tuple[int, ...], torch.d
         found.append(message[at : at + size].view(dtype).view(shape))
         at += size
     return found
+
+
+def heads_of(tensors: Sequence[torch.Tensor], first: int, count: int) -> list[torch.Tensor]:
+    """Some heads of tensors ``[s, b, heads, d]`` and of log-sum-exps ``[b, heads, s]``."""
+    return [tensor.narrow(_head_dim(tensor), first, count) for tensor in tensors]
+
+
+def joined_heads(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The same tensors with some heads each, as tensors with all of them."""
+    if len(parts) == 1:
+        return list(parts[0])
+    return [torch.cat(tensors, dim=_head_dim(tensors[0])) for tensors in zip(*parts, strict=True)]
+
+
+def _head_dim(tensor: torch.Tensor) -> int:
+    """Where the heads, or groups, are: log-sum-exps have three dimensions."""
+    return 1 if tensor.dim() == 3 else 2
 
 
 def attend(

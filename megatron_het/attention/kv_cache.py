@@ -157,7 +157,9 @@ class KVCache:
             runs.append(Run(part.keys[rest:], part.values[rest:], part.slices, rest))
         return runs
 
-    def copy_tokens(self, microbatch: int, start: int, stop: int, out: torch.Tensor) -> None:
+    def copy_tokens(
+        self, microbatch: int, start: int, stop: int, out: torch.Tensor, groups: slice = slice(None)
+    ) -> None:
         """Copy the keys and values of tokens ``[start, stop)`` of a sequence.
 
         Args:
@@ -165,12 +167,13 @@ class KVCache:
             start: First token.
             stop: End of the tokens; all of them are cached.
             out: ``[2, stop - start, b, groups, d]``: keys, then values.
+            groups: Which key-value groups.
         """
         for piece, lo, hi in self._pieces(start, stop):
             run = self.own(microbatch, piece)
             first = piece * self._slice_tokens + lo - start
-            out[0, first : first + hi - lo].copy_(run.keys[lo:hi])
-            out[1, first : first + hi - lo].copy_(run.values[lo:hi])
+            out[0, first : first + hi - lo].copy_(run.keys[lo:hi, :, groups])
+            out[1, first : first + hi - lo].copy_(run.values[lo:hi, :, groups])
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(slice, first row, end row) of every slice that tokens ``[start, stop)`` touch."""

@@ -16,6 +16,9 @@ layer, where it waits for queries at most, which have been sent, or in a later o
 So somebody goes on.  Between slots, ``schedule/joint.py`` proves it.  Every wait has the channels' timeout all
 the same.
 
+A rank gives a part of the work to every rank of the helper that has some of its heads, as TP cuts them there.  The
+helper needs no weights for it, so replicas may have different TP sizes.
+
 A recomputed forward attends to everything itself: its slot is one of backward passes.
 """
 
@@ -24,11 +27,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from megatron_het.attention.context_exchange import AttentionShape, attend, attend_backward, pack, unpack
+from megatron_het.attention.context_exchange import (
+    AttentionShape,
+    attend,
+    attend_backward,
+    heads_of,
+    joined_heads,
+    pack,
+    unpack,
+)
 from megatron_het.attention.core import SliceCoreAttention
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
 from megatron_het.attention.slice_attention import TokenGradient
@@ -157,9 +169,18 @@ class ContextExchange:
         )
 
     def shape(self, op: RankOp) -> AttentionShape:
-        """What the layers work on in an operation's microbatch."""
-        assert self._shape is not None, "the models are not attached"
-        return replace(self._shape, batch=self._sequences(op.microbatch))
+        """What the layers work on in an operation's microbatch: the heads that two ranks have in common."""
+        whole, groups = self._shape, op.hi - op.lo
+        assert whole is not None, "the models are not attached"
+        heads = groups * (whole.heads // whole.groups)
+        return replace(whole, batch=self._sequences(op.microbatch), groups=groups, heads=heads)
+
+    def of_heads(self, op: RankOp, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The message with an operation's heads of tensors ``[s, b, heads, d]`` and log-sum-exps ``[b, heads, s]``."""
+        assert self._shape is not None
+        each = self._shape.heads // self._shape.groups
+        rows = op.lo * each, (op.hi - op.lo) * each
+        return pack(*heads_of(tensors, *rows))
 
     @property
     def slot(self) -> _Pass | None:
@@ -228,11 +249,11 @@ class ContextExchange:
 
     # -- inside a layer ----------------------------------------------------------------------------
 
-    def give(self, message: torch.Tensor, expected: Callable[[RankOp], Any]) -> int:
+    def give(self, tensors: Sequence[torch.Tensor], expected: Callable[[RankOp], Any]) -> int:
         """Send a layer's query to all helpers and post the receives of their results.
 
         Args:
-            message: What is sent.
+            tensors: What is sent, with all heads of this rank.
             expected: Shapes and types of what comes back, by what is given.
 
         Returns:
@@ -245,7 +266,7 @@ class ContextExchange:
             buffer = self.shape(op).message(expected(op))
             pending = self._channels.receive(buffer, op.peer, op.label)
             slot.results.append(_Message(buffer, pending))
-            self._channels.send(message, op.peer, op.label)
+            self._channels.send(self.of_heads(op, tensors), op.peer, op.label)
         return max((op.stop for op in slot.gives), default=0) * self.unit_tokens
 
     def results(self) -> Iterator[tuple[RankOp, torch.Tensor]]:
@@ -330,7 +351,7 @@ class _Layer:
         self._check()
         if self._exchange.slot is None or not self._exchange.slot.gives:
             return 0
-        return self._exchange.give(pack(query), lambda op: self._exchange.shape(op).forward_result())
+        return self._exchange.give((query,), lambda op: self._exchange.shape(op).forward_result())
 
     def help_forward(self, kernel: Kernel, scale: float) -> None:
         """Attend for others."""
@@ -338,8 +359,8 @@ class _Layer:
 
     def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Parts given away."""
-        for op, buffer in self._exchange.results():
-            lse, out = unpack(buffer, self._exchange.shape(op).forward_result())
+        for parts in self._results(lambda op: self._exchange.shape(op).forward_result()):
+            lse, out = joined_heads([tensors for _, tensors in parts])
             yield out, lse
         self._done()
 
@@ -349,7 +370,7 @@ class _Layer:
         if self._exchange.slot is None or not self._exchange.slot.gives:
             return 0
         return self._exchange.give(
-            pack(lse, grad, query, out), lambda op: self._exchange.shape(op).backward_result(self._tokens(op))
+            (lse, grad, query, out), lambda op: self._exchange.shape(op).backward_result(self._tokens(op))
         )
 
     def help_backward(self, kernel: Kernel, scale: float) -> None:
@@ -359,15 +380,20 @@ class _Layer:
     def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
         """Gradients of the parts given away."""
         unit = self._exchange.unit_tokens
-        for op, buffer in self._exchange.results():
-            dq, dk, dv = unpack(buffer, self._exchange.shape(op).backward_result(self._tokens(op)))
+        for parts in self._results(lambda op: self._exchange.shape(op).backward_result(self._tokens(op))):
+            dq, dk, dv = joined_heads([tensors for _, tensors in parts])
             found, row = [], 0
-            for start, stop in self._exchange.returned[op]:
+            for start, stop in self._exchange.returned[parts[0][0]]:
                 rows = slice(row, row + (stop - start) * unit)
                 found.append((start * unit, stop * unit, dk[rows], dv[rows]))
                 row = rows.stop
             yield dq, found
         self._done()
+
+    def _results(self, expected: Callable[[RankOp], Any]) -> Iterator[list[tuple[RankOp, list[torch.Tensor]]]]:
+        """What comes back, the parts of one device together: its ranks have different heads of the same units."""
+        for _, results in groupby(self._exchange.results(), key=lambda result: (result[0].start, result[0].stop)):
+            yield [(op, unpack(buffer, expected(op))) for op, buffer in results]
 
     def _tokens(self, op: RankOp) -> int:
         """Tokens whose gradients come back."""

@@ -135,7 +135,7 @@ class ExchangedKeys:
         start, stop = op.start * self._unit_tokens, op.stop * self._unit_tokens
         tensor = self._empty(op, len(modules), shape)
         for layer, module in enumerate(modules):
-            module.cache.copy_tokens(op.microbatch, start, stop, tensor[layer])
+            module.cache.copy_tokens(op.microbatch, start, stop, tensor[layer], slice(op.lo, op.hi))
         self._channels.send(tensor, op.peer, op.label)
 
     def receive(self, op: RankOp, layers: int, shape: AttentionShape) -> None:

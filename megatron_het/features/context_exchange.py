@@ -97,15 +97,6 @@ class ContextExchange(Feature):
 
     def check_plan(self, plan: Plan, options: ExchangeOptions) -> None:
         """Refuse stages that cannot attend for each other."""
-        sizes = sorted({r.tp for stage in plan.stages for r in stage.replicas})
-        if len(sizes) > 1:
-            raise PlanError(
-                _SWITCH,
-                True,
-                f"the stages have TP sizes {sizes}: a query, of one TP rank's heads, is attended to by "
-                "one rank of another stage, which must hold the same heads",
-                "Use one TP size, or leave it out",
-            )
         if exchanged_layers([stage.layers for stage in plan.stages]) == 0:
             raise PlanError(
                 _SWITCH,

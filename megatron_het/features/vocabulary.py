@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -73,14 +74,6 @@ class Vocabulary(Feature):
         """Refuse stages that cannot share it."""
         if plan.schedule.parameters.get(Window.switch.parameter):
             raise PlanError(_SWITCH, True, "a parameter window closes the layers that hold the vocabulary")
-        sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
-        if len(sizes) > 1:
-            raise PlanError(
-                _SWITCH,
-                True,
-                f"ranks of equal TP rank share it, but replicas have TP sizes {sizes}",
-                "Give all replicas one TP size, or leave the vocabulary on the last stage",
-            )
 
     def named(self, plan: Plan) -> str:
         """The flag."""
@@ -96,18 +89,19 @@ class Vocabulary(Feature):
                 f"cannot be used with {_SWITCH}: its kernel needs whole logits",
                 "Use native",
             )
-        stages, tp = len(plan.stages), plan.stages[0].replicas[0].tp
+        stages = len(plan.stages)
+        tp = math.lcm(*(r.tp for s in plan.stages for r in s.replicas))
         padded = getattr(args, "padded_vocab_size", None)
         if padded is not None:
             if padded % (stages * tp):
                 raise PlanError(
                     "--padded-vocab-size",
                     padded,
-                    f"does not divide over {stages} stages of TP size {tp}",
+                    f"does not divide over {stages} stages of {tp} TP ranks",
                     f"Use a multiple of {stages * tp}",
                 )
         elif args.make_vocab_size_divisible_by % stages:
-            # Megatron pads to a multiple of this times TP.
+            # It is padded to a multiple of this times the TP sizes (``config.apply_plan``).
             raise PlanError(
                 "--make-vocab-size-divisible-by",
                 args.make_vocab_size_divisible_by,

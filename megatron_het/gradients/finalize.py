@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,9 +71,13 @@ class GradientFinalizer:
         """
         from megatron.core.distributed import finalize_model_grads
 
-        self._sum_across_classes(model)
+        after = _reduces_early(model)
+        if not after:
+            self._sum_across_classes(model)
         # Without a token count upstream does not scale: its broadcast needs a pipeline group.
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        if after:
+            self._sum_reduced_across_classes(model, force_all_reduce)
         if num_tokens is not None:
             counts = self._has_loss and self._where.tp_rank == 0
             total = num_tokens.to(torch.int64) if counts else torch.zeros_like(num_tokens, dtype=torch.int64)
@@ -120,6 +125,35 @@ class GradientFinalizer:
         found = sharded_parameters(named, select, self._cut, config.sequence_parallel, config.qk_layernorm)
         return with_all_experts(found, self._cut, self._where.tp_rank)
 
+    def _sum_reduced_across_classes(self, model: list[torch.nn.Module], are_whole: bool) -> None:
+        """The same sums once upstream has reduced inside every class, and over TP ranks.
+
+        Args:
+            model: DDP-wrapped chunks of this rank.
+            are_whole: Whether every rank has whole gradients, also with the distributed optimizer.
+        """
+        held = {} if are_whole else _held(model)
+
+        def reduced(named: Iterator[tuple[str, torch.nn.Parameter]], config: Any) -> list[ShardedParameter]:
+            found = self._described(named, operator.attrgetter("main_grad"), config)
+            return [replace(parameter, partial=False) for parameter in found]
+
+        def gathered(exchange: ShardExchange, parameters: Sequence[ShardedParameter]) -> None:
+            if held:
+                exchange.gather_reduced(parameters, [_span(held, p.tensor) for p in parameters])
+
+        copies = self._tied_weights(model)
+        for exchange, named, config in self._exchanges(model, copies):
+            parameters = reduced(named, config)
+            gathered(exchange, parameters)
+            if exchange is self._tied_exchange:
+                for copy in copies[1:]:
+                    gathered(exchange, reduced(iter([("tied embedding", copy)]), config))
+                    copies[0].main_grad.add_(copy.main_grad)
+            exchange.sum_reduced(parameters)
+        for copy in copies[1:]:
+            copy.main_grad.copy_(copies[0].main_grad)
+
     def _tied_weights(self, model: list[torch.nn.Module]) -> list[Any]:
         """This rank's copies of tied weights: two of them where both ends of the model are on one stage."""
         from megatron.core.utils import unwrap_model
@@ -147,6 +181,38 @@ class GradientFinalizer:
             tied = {id(copy) for copy in copies}
             rest = ((n, p) for chunk in chunks for n, p in chunk.named_parameters() if id(p) not in tied)
             yield self._stage_exchange, rest, config
+
+
+def _reduces_early(model: list[torch.nn.Module]) -> bool:
+    """Whether Megatron reduces gradients inside a class while backward passes still run."""
+    settings: list[Any] = [getattr(chunk, "ddp_config", None) for chunk in model]
+    return any(found is not None and found.overlap_grad_reduce for found in settings)
+
+
+def _held(model: list[torch.nn.Module]) -> dict[int, tuple[int, int]]:
+    """Which elements of each gradient this rank has the class's sum of, where the distributed optimizer divides them.
+
+    Returns:
+        ``(start, stop)`` of the flat gradient, by its address; nothing where all ranks have all.
+    """
+    wrapped: list[Any] = list(model)
+    divided = [chunk for chunk in wrapped if chunk.ddp_config.use_distributed_optimizer]
+    found: dict[int, tuple[int, int]] = {}
+    for buffer in (buffer for chunk in divided for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            length = bucket.grad_data.numel() // group.size()
+            first = bucket.offset + group.rank() * length
+            for parameter in bucket.params_list:
+                start, stop, _ = buffer.param_index_map[parameter]
+                mine = min(max(first, start), stop) - start, max(min(first + length, stop), start) - start
+                found[parameter.main_grad.data_ptr()] = mine
+    return found
+
+
+def _span(held: dict[int, tuple[int, int]], gradient: torch.Tensor) -> tuple[int, int]:
+    """Of one gradient; an expert of other ranks has no elements here."""
+    return held[gradient.data_ptr()] if gradient.numel() else (0, 0)
 
 
 def _exchange(groups: PlanGroups, stages: list[int], role: str) -> ShardExchange:

@@ -7,7 +7,9 @@ order.  Every class therefore holds the same bits afterwards.
 
 The exchange comes before Megatron's own reduction inside a class: the total is left on the leader
 and zeros on the other members, so that the reduction that follows (all-reduce or reduce-scatter,
-whichever optimizer is used) spreads the total unchanged.
+whichever optimizer is used) spreads the total unchanged.  Where Megatron has reduced inside the class already,
+during backward passes (``--overlap-grad-reduce``), the exchange comes after: the leader gets what the members hold
+of the class's sum, and tells them the total.
 """
 
 from __future__ import annotations
@@ -71,6 +73,33 @@ class ShardExchange:
             if self._is_leader:
                 self._sum_over_classes(bucket)
             self._leave_total_once(bucket)
+
+    def gather_reduced(self, parameters: Sequence[ShardedParameter], held: Sequence[tuple[int, int]]) -> None:
+        """Bring gradients that were reduced inside the class, but not exchanged, to its leader.
+
+        Args:
+            parameters: Their gradients.
+            held: Of each, the elements ``[start, stop)`` of the flat gradient in which this rank has the class's sum.
+                They are disjoint among the members and together the whole; the rest of a gradient is overwritten.
+        """
+        if self._class_group.size() == 1:
+            return
+        spans = {id(p): span for p, span in zip(parameters, held, strict=True)}
+        for bucket in _buckets(parameters):
+            for parameter in bucket:
+                start, stop = spans[id(parameter)]
+                flat = parameter.tensor.view(-1)
+                flat[:start].zero_()
+                flat[stop:].zero_()
+            self._reduce_to_leader(bucket)
+
+    def sum_reduced(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Replace gradients of which the leaders have their class's sum by the sum over classes, on all members."""
+        for bucket in _buckets(parameters):
+            if self._is_leader:
+                self._sum_over_classes(bucket)
+            if self._class_group.size() > 1:
+                self._broadcast_in_class(bucket)
 
     def copy_weights(self, parameters: Sequence[ShardedParameter]) -> None:
         """Overwrite the weights of every class with those of the first one."""

@@ -85,7 +85,7 @@ class InitialWeightsByName(RuntimeFeature):
             name = own.of(held_experts(self._experts, self._cut, tp_rank)[own.expert])
             tp, tp_rank = self._cut.expert_tp, tp_rank % self._cut.expert_tp
         if shard is not None:
-            size = shard.stages * shard.tp * shard.rows
+            size = shard.total
             parts = [Segment(0, shard.first, shard.rows)]
         elif getattr(parameter, "tensor_model_parallel", False):
             dim = parameter.partition_dim  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from megatron_het.plan import Placement
 from megatron_het.schedule.deps import Dependencies
 from megatron_het.schedule.ir import EXCHANGE, RECEIVES, SENDS, Kind, Op, Program
 from megatron_het.schedule.joint import HELPS, joint_slots
-from megatron_het.schedule.kinds import INPUT_GRADIENTS
+from megatron_het.schedule.kinds import INPUT_GRADIENTS, OWNERS
 
 Slot = tuple[Kind, tuple[int, int, int]]
 """A transfer's kind and the (microbatch, slice, chunk) of the operation that it serves."""
@@ -20,7 +20,8 @@ Slot = tuple[Kind, tuple[int, int, int]]
 class RankOp:
     """One operation of one rank.
 
-    ``lo`` and ``hi`` are rows of the *local* tensor ``[s, b, h]``; ``peer`` is a world rank.
+    ``lo`` and ``hi`` are rows of the *local* tensor ``[s, b, h]``, and of the context exchange the key-value groups
+    that the two ranks have in common, as the owner counts its own; ``peer`` is a world rank.
     ``is_final_piece`` marks the last piece of a transfer, after which the tensor may go; of ATTEND_HELP
     operations, the one in which a rank without a pass in the slot does the work.
     ``start`` and ``stop`` are those of the schedule's operation (layers of a parameter operation, units of
@@ -77,6 +78,7 @@ class BoundaryMap:
 
     def __init__(self, placement: Placement, seq_length: int, sequence_parallel: bool, cp_rank: int = 0) -> None:
         self.tokens = seq_length
+        self._groups = placement.plan.model.num_query_groups
         self._sides = [Side(r.tp_group(cp_rank), sequence_parallel) for s in placement.plan.stages for r in s.replicas]
         self._cache: dict[tuple[int, int], list[Piece]] = {}
 
@@ -87,13 +89,22 @@ class BoundaryMap:
             self._cache[sender, receiver] = found
         return self._cache[sender, receiver]
 
-    def rank(self, device: int, tp_rank: int) -> int:
-        """World rank of a TP rank of a device."""
-        return self._sides[device].ranks[tp_rank]
+    def shared_groups(self, owner: int, helper: int) -> list[Piece]:
+        """The key-value groups that ranks of two devices share, as world ranks and intervals of all groups.
 
-    def pairs(self, sender: int, receiver: int) -> list[tuple[int, int]]:
-        """World ranks of equal TP rank of two devices of equal TP size."""
-        return list(zip(self._sides[sender].ranks, self._sides[receiver].ranks, strict=True))
+        Every TP rank of a device has an equal interval of them, and so of the heads that attend to them.
+        """
+        sides = Side(self._sides[owner].ranks, True), Side(self._sides[helper].ranks, True)
+        return pieces(*sides, self._groups)
+
+    def first_group(self, device: int, rank: int) -> int:
+        """The first key-value group of a rank of a device."""
+        side = Side(self._sides[device].ranks, True)
+        return side.interval(side.ranks.index(rank), self._groups)[0]
+
+    def pairs(self, owner: int, helper: int) -> list[tuple[int, int]]:
+        """World ranks of two devices that share attention heads."""
+        return [(piece.src, piece.dst) for piece in self.shared_groups(owner, helper)]
 
     def offset(self, device: int, tp_rank: int) -> int:
         """First token of the interval that a rank holds."""
@@ -125,7 +136,7 @@ def lower(program: Program, boundaries: BoundaryMap, device: int, tp_rank: int, 
     idle = _idle_work(program, device)
     for op in program.ops[device]:
         if op.kind in EXCHANGE:
-            ops.append(_exchange(op, boundaries.rank(op.peer, tp_rank), op in idle))
+            ops.extend(_exchange(op, boundaries, device, rank, op in idle))
         elif op.kind in SENDS or op.kind in RECEIVES:
             ops.extend(_transfer(op, boundaries, device, rank, offset))
         else:
@@ -163,18 +174,30 @@ def _idle_work(program: Program, device: int) -> frozenset[Op]:
     return frozenset(op for op in events if op is not None and op.kind in HELPS)
 
 
-def _exchange(op: Op, peer: int, is_work: bool) -> RankOp:
-    return RankOp(
-        op.kind,
-        op.microbatch,
-        op.slice,
-        op.chunk,
-        _label(op),
-        peer,
-        is_final_piece=is_work,
-        start=op.start,
-        stop=op.stop,
-    )
+def _exchange(op: Op, boundaries: BoundaryMap, device: int, rank: int, is_work: bool) -> list[RankOp]:
+    """One operation per rank of the other device that has some of this rank's heads, as owner or as helper."""
+    owns = op.kind in OWNERS
+    shared = boundaries.shared_groups(device, op.peer) if owns else boundaries.shared_groups(op.peer, device)
+    mine = [piece for piece in shared if rank == (piece.src if owns else piece.dst)]
+    found = []
+    for i, piece in enumerate(mine):
+        first = boundaries.first_group(device if owns else op.peer, piece.src)
+        found.append(
+            RankOp(
+                op.kind,
+                op.microbatch,
+                op.slice,
+                op.chunk,
+                _label(op),
+                piece.dst if owns else piece.src,
+                piece.lo - first,
+                piece.hi - first,
+                is_final_piece=is_work and i == len(mine) - 1,
+                start=op.start,
+                stop=op.stop,
+            )
+        )
+    return found
 
 
 def _transfer(op: Op, boundaries: BoundaryMap, device: int, rank: int, offset: int) -> list[RankOp]:

@@ -278,6 +278,8 @@ COLLECTIVES = where(lambda kind: kind.stream is Stream.COLLECTIVE)
 EXCHANGE = executed_by("context_exchange")
 """The kinds of the attention context exchange."""
 PARAMETER_KINDS = where(lambda kind: kind.role is Role.STATE)
+OWNERS = where(lambda kind: kind.fields is Fields.UNITS)
+"""Those of the device whose attention is exchanged; the others are the helper's."""
 OUTPUT_PARTS = where(lambda kind: kind.effect in (Effect.KEEP_LOGITS, Effect.USE_UP_LOGITS))
 """Parts of the output layer."""
 WORD_PARTS = where(lambda kind: kind.role is Role.PART) - OUTPUT_PARTS

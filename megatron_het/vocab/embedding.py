@@ -14,7 +14,6 @@ The tokens are read ahead of the FORWARD, by the first TP rank, as the training 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,22 +23,20 @@ from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.batches import Batches
-from megatron_het.runtime.channels import PendingReceive
 from megatron_het.runtime.feature import Call, Handler, Iteration, OpenChannels
 from megatron_het.schedule.ir import Kind
 from megatron_het.vocab.layers import EmbeddingHolder, SplitEmbedding, VocabularyShard
-from megatron_het.vocab.messages import PENDING_SENDS, arrived, position_of, positions, team
+from megatron_het.vocab.messages import PENDING_SENDS, Arriving, Team, arrived, edges, team_of
 
 Slice = tuple[int, int]
 """(microbatch, slice)"""
-_Arriving = list[tuple[torch.Tensor, PendingReceive]]
 
 
 class EmbeddingTeam:
     """One rank's part in the embedding operations.
 
     Args:
-        placement: The plan's lookup tables; all replicas have one TP size.
+        placement: The plan's lookup tables.
         rank: This rank.
         open_channels: Opens transfers of a purpose; collective.
         tp_group: This rank's TP group.
@@ -56,17 +53,18 @@ class EmbeddingTeam:
         timeline: Timeline,
         batches: Batches,
     ) -> None:
-        where = placement.locate(rank)
-        self._placement, self._rank, self._where, self._tp_group = placement, rank, where, tp_group
-        self._position = position_of(placement, where)
+        self._placement, self._rank, self._tp_group = placement, rank, tp_group
+        self._team = Team(placement, rank)
         self._timeline, self._batches = timeline, batches
-        self._is_first = where.stage == 0
+        self._is_first = self._team.where.stage == 0
         # Tokens have groups of their own: they are sent earlier, relative to gradients, than received.
         self._tokens = open_channels("tokens", token_edges(placement), PENDING_SENDS)
-        self._channels = open_channels("embeddings", part_edges(placement), PENDING_SENDS)
+        divided = placement.plan.training.sequence_parallel
+        self._channels = open_channels("embeddings", edges(placement, 0, divided=divided), PENDING_SENDS)
+        self._divided = False  # whether TP ranks of the model's first chunk take a part of the sequence each
         self._layer: SplitEmbedding | None = None
         self._current: Slice = (-1, -1)
-        self._parts: dict[Slice, _Arriving] = {}
+        self._parts: dict[Slice, list[Arriving]] = {}
         self._own: dict[Slice, torch.Tensor] = {}
         self._gradients: dict[Slice, torch.Tensor] = {}
 
@@ -76,9 +74,10 @@ class EmbeddingTeam:
         """Give this rank its rows, in its first chunk (GPTModel, not wrapped); returns them."""
         config: Any = model.config
         shard = VocabularyShard.of(self._placement, self._rank, model.vocab_size)  # type: ignore[arg-type]
-        reduces = bool(config.sequence_parallel and model.position_embedding_type != "learned_absolute")
-        if self._is_first:
-            reduces = model.embedding.reduce_scatter_embeddings  # type: ignore[union-attr, assignment]
+        # As Megatron's embedding decides it; a replica of TP 1 has no parts, but others that it talks to may.
+        learned = model.position_embedding_type == "learned_absolute"
+        self._divided = self._placement.plan.training.sequence_parallel and not learned
+        reduces = self._divided and bool(config.sequence_parallel)
         self._layer = SplitEmbedding(shard, config, reduces, self._tp_group)
         if self._is_first:
             self._layer.complete = self._complete
@@ -98,8 +97,18 @@ class EmbeddingTeam:
             own.register_hook(lambda gradient: self._gradients.__setitem__(key, gradient))
         total = own
         for part in arrived(self._parts.pop(key), self._timeline, self._channels):
-            total = total + part
+            total = total + self._as_travels(part)
         return total
+
+    def _as_travels(self, part: torch.Tensor) -> torch.Tensor:
+        """From a part's layout to that of messages, and back.
+
+        What TP ranks divide travels as ``[s, b, h]``.  A replica of TP 1 has it as ``[b, s, h]``, as all have what is
+        not divided.
+        """
+        assert self._layer is not None
+        swapped = self._divided and not self._layer.reduce_scatter_embeddings
+        return part.transpose(0, 1).contiguous() if swapped else part
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -109,41 +118,39 @@ class EmbeddingTeam:
 
     def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
         key = op.microbatch, op.slice
-        shape = self._part_shape(op, call)
         if self._is_first:
             self._send_tokens(op, call)
-            self._parts[key] = [self._expect(peer, op, shape, call) for peer in self._helpers(op)]
+            self._parts[key] = [self._expect(stage, op, call) for stage in self._team.others(0)]
             return
         tokens = torch.empty(self._token_shape(op, call), dtype=torch.int64, device=call.device)
-        source = team(self._placement, op.microbatch, self._position - self._where.tp_rank)[0]
-        pending = self._tokens.receive(tokens, source, op.label)
-        (tokens,) = arrived([(tokens, pending)], self._timeline, self._tokens)
+        source = self._team.ranks(0, op.microbatch)[0]
+        pending = Arriving(tokens, [self._tokens.receive(tokens, source, op.label)])
+        (tokens,) = arrived([pending], self._timeline, self._tokens)
         assert self._layer is not None
         with torch.set_grad_enabled(not call.forward_only):
             part = self._layer(tokens)
-        self._channels.send(part.detach(), self._first(op), op.label)
+        self._send(part.detach(), 0, op)
         if not call.forward_only:
             self._own[key] = part
 
     def _send_tokens(self, op: RankOp, call: Call) -> None:
-        if self._where.tp_rank > 0:
+        if self._team.where.tp_rank > 0:
             return
         tokens = self._batches.peek(op, call.data_iterators[0])["tokens"]
         tokens = tokens.to(device=call.device, dtype=torch.int64, non_blocking=True).contiguous()
-        for tp_rank in range(self._tp_group.size()):
-            for peer in team(self._placement, op.microbatch, self._position + tp_rank)[1:]:
+        for stage in self._team.others(0):
+            for peer in self._team.ranks(stage, op.microbatch):
                 self._tokens.send(tokens, peer, op.label)
 
     def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:
         key = op.microbatch, op.slice
         if self._is_first:
             gradient = self._gradients.pop(key)
-            for peer in self._helpers(op):
-                self._channels.send(gradient, peer, op.label)
+            for stage in self._team.others(0):
+                self._send(gradient, stage, op)
             return
-        arriving = [self._expect(self._first(op), op, self._part_shape(op, call), call)]
-        (gradient,) = arrived(arriving, self._timeline, self._channels)
-        torch.autograd.backward(self._own.pop(key), gradient)
+        (gradient,) = arrived([self._expect(0, op, call)], self._timeline, self._channels)
+        torch.autograd.backward(self._own.pop(key), self._as_travels(gradient))
 
     def finish(self) -> None:
         """All operations of the iteration are done."""
@@ -160,46 +167,31 @@ class EmbeddingTeam:
 
     # -- messages --------------------------------------------------------------------------------
 
-    def _first(self, op: RankOp) -> int:
-        return team(self._placement, op.microbatch, self._position)[0]
-
-    def _helpers(self, op: RankOp) -> Sequence[int]:
-        return team(self._placement, op.microbatch, self._position)[1:]
-
     def _token_shape(self, op: RankOp, call: Call) -> tuple[int, int]:
         length, batch, _ = call.shape(op.microbatch)
         assert self._layer is not None
         spread = self._layer.config.sequence_parallel
         return batch, length * self._tp_group.size() if spread else length
 
-    def _part_shape(self, op: RankOp, call: Call) -> tuple[int, ...]:
-        assert self._layer is not None
-        if self._layer.reduce_scatter_embeddings:
-            return call.shape(op.microbatch)
-        return (*self._token_shape(op, call), call.hidden_size)
+    def _send(self, part: torch.Tensor, stage: int, op: RankOp) -> None:
+        part = self._as_travels(part)
+        self._team.send(self._channels, part, stage, op.microbatch, op.label, divided=self._divided)
 
-    def _expect(self, src: int, op: RankOp, shape: tuple[int, ...], call: Call) -> tuple[torch.Tensor, PendingReceive]:
+    def _expect(self, stage: int, op: RankOp, call: Call) -> Arriving:
+        """Post the receives of a part of the embeddings, or of its gradient, in the layout of messages."""
         assert self._layer is not None
+        batch, tokens = self._token_shape(op, call)
+        shape = call.shape(op.microbatch) if self._divided else (batch, tokens, call.hidden_size)
         buffer = torch.empty(shape, dtype=self._layer.weight.dtype, device=call.device)
-        return buffer, self._channels.receive(buffer, src, op.label)
+        return self._team.expect(self._channels, buffer, stage, op.microbatch, op.label, divided=self._divided)
 
 
 def token_edges(placement: Placement) -> list[tuple[int, int]]:
     """Directed pairs that tokens travel on, in an order that is the same on every rank."""
     found: set[tuple[int, int]] = set()
     for microbatch in range(placement.plan.num_microbatches):
-        for position in positions(placement):
+        for part in range(placement.num_cp_ranks):
             # The first TP rank of those with the same part of the sequence reads them.
-            source = team(placement, microbatch, position - position % placement.max_tp())[0]
-            found.update((source, peer) for peer in team(placement, microbatch, position)[1:])
-    return sorted(found)
-
-
-def part_edges(placement: Placement) -> list[tuple[int, int]]:
-    """Directed pairs that embeddings and their gradients travel on, likewise."""
-    found: set[tuple[int, int]] = set()
-    for microbatch in range(placement.plan.num_microbatches):
-        for position in positions(placement):
-            first, *helpers = team(placement, microbatch, position)
-            found.update(edge for peer in helpers for edge in ((first, peer), (peer, first)))
+            first, *others = team_of(placement, microbatch, part)
+            found.update((first[0], peer) for ranks in others for peer in ranks)
     return sorted(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
@@ -26,44 +27,65 @@ class VocabularyShard:
     """Which rows of the vocabulary a rank holds: stages first, TP ranks within a stage.
 
     Attributes:
-        stages: Stages that share the vocabulary.
-        tp: TP size, the same in all of them.
-        stage: This rank's stage.
-        tp_rank: This rank's TP rank.
-        rows: Rows of every rank.
+        first: Vocabulary id of this rank's first row.
+        rows: Rows of this rank.
+        tp: TP size of this rank's replica; its ranks share the stage's rows equally.
+        total: Rows of the vocabulary.
+        unit: Divides the rows of every rank of every replica.
     """
 
-    stages: int
-    tp: int
-    stage: int
-    tp_rank: int
+    first: int
     rows: int
+    tp: int
+    total: int
+    unit: int
 
     @classmethod
     def of(cls, placement: Placement, rank: int, vocab_size: int) -> VocabularyShard:
-        """The shard of a rank; ``vocab_size`` is padded and divides over all ranks of a team."""
-        where = placement.locate(rank)
+        """The shard of a rank.
+
+        Args:
+            placement: The plan's lookup tables.
+            rank: A world rank.
+            vocab_size: Padded, so that it divides over all stages times any TP size.
+        """
+        where, stages = placement.locate(rank), placement.num_stages
         tp = placement.replica(where.stage, where.replica).tp
-        parts = placement.num_stages * tp
+        parts = stages * math.lcm(*(r.tp for s in placement.plan.stages for r in s.replicas))
         if vocab_size % parts:
             raise ValueError(f"a vocabulary of {vocab_size} rows does not divide over {parts} ranks")
-        return cls(placement.num_stages, tp, where.stage, where.tp_rank, vocab_size // parts)
-
-    @property
-    def first(self) -> int:
-        """Vocabulary id of this rank's first row."""
-        return (self.stage * self.tp + self.tp_rank) * self.rows
+        of_stage = vocab_size // stages
+        rows = of_stage // tp
+        return cls(where.stage * of_stage + where.tp_rank * rows, rows, tp, vocab_size, vocab_size // parts)
 
     @property
     def stage_rows(self) -> int:
         """Rows of all TP ranks of this stage."""
         return self.tp * self.rows
 
-    def for_checkpoint(self, weight: torch.Tensor, key: str, metadata: dict[str, Any]) -> ShardedTensor:
-        """The rows as what they are: a part of the whole weight, under stock Megatron's key."""
-        offset = (0, self.stage * self.tp + self.tp_rank, self.stages * self.tp)
+    def for_checkpoint(
+        self, weight: torch.Tensor, key: str, metadata: dict[str, Any]
+    ) -> ShardedTensor | ShardedTensorFactory:
+        """The rows as what they are: a part of the whole weight, under stock Megatron's key.
+
+        Checkpoints want parts of one size, so ranks of the smaller TP sizes write several.
+        """
         replica = (0, 0, metadata["dp_cp_group"].rank())
-        return ShardedTensor.from_rank_offsets(key, weight, offset, replica_id=replica, allow_shape_mismatch=True)
+        if self.rows == self.unit:
+            return self._part(weight, 0, key, replica)
+
+        @torch.no_grad()
+        def build(key: str, tensor: torch.Tensor, replica_id: Any, flattened: slice | None) -> list[ShardedTensor]:
+            assert flattened is None, "a flattened range of rows is not a part of the vocabulary"
+            parts = tensor.split(self.unit)
+            return [self._part(part, i, key, replica_id) for i, part in enumerate(parts)]
+
+        return ShardedTensorFactory(key, weight, build, torch.cat, replica)
+
+    def _part(self, rows: torch.Tensor, index: int, key: str, replica: Any) -> ShardedTensor:
+        """One unit, or the only part."""
+        offset = (0, self.first // self.unit + index, self.total // self.unit)
+        return ShardedTensor.from_rank_offsets(key, rows, offset, replica_id=replica, allow_shape_mismatch=True)
 
 
 def _mark(weight: torch.nn.Parameter, config: Any) -> None:

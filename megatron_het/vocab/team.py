@@ -12,8 +12,8 @@ BACKWARD           the last stage adds them up and goes on as any other stage
 =================  ======================================================================================
 
 The forward of the last stage therefore ends with its hidden states, and its loss is known when the
-vocabulary's backward runs (in evaluation: at the end).  Ranks at equal positions of their replicas talk to
-each other, over groups of their own: one per directed pair.  With context parallelism they share the vocabulary
+vocabulary's backward runs (in evaluation: at the end).  Ranks talk to each other over groups of their own, one per
+directed pair; who sends what to whom is in ``messages.py``.  With context parallelism ranks share the vocabulary
 for their part of the sequence, and every part has it all.  Embeddings are in ``embedding.py``.  Nothing waits
 for more than the operation's dependencies (``schedule/deps.py``), so that a program that runs cannot be stopped
 by these messages.
@@ -32,13 +32,12 @@ from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.batches import Batches
-from megatron_het.runtime.channels import PendingReceive
 from megatron_het.runtime.feature import Call, Handler, Iteration, OpenChannels
 from megatron_het.schedule.ir import Kind
 from megatron_het.vocab.cross_entropy import STATISTICS, ShardLogits, log_sum_exp, merge, token_losses
 from megatron_het.vocab.embedding import EmbeddingTeam
 from megatron_het.vocab.layers import SplitOutputLayer, VocabularyShard
-from megatron_het.vocab.messages import PENDING_SENDS, arrived, position_of, positions, team
+from megatron_het.vocab.messages import PENDING_SENDS, Arriving, Team, arrived, edges
 
 Slice = tuple[int, int]
 """(microbatch, slice)"""
@@ -51,7 +50,7 @@ class _Work:
     hidden: torch.Tensor
     logits: torch.Tensor
     shard: ShardLogits
-    arriving: list[tuple[torch.Tensor, PendingReceive]] = field(default_factory=list)
+    arriving: list[Arriving] = field(default_factory=list)
     loss_func: Callable[..., Any] | None = None
 
 
@@ -59,7 +58,7 @@ class SplitVocabulary:
     """One rank's part in the vocabulary operations.
 
     Args:
-        placement: The plan's lookup tables; all replicas have one TP size.
+        placement: The plan's lookup tables.
         rank: This rank.
         open_channels: Opens transfers of a purpose; collective.
         tp_group: This rank's TP group.
@@ -76,14 +75,16 @@ class SplitVocabulary:
         timeline: Timeline,
         batches: Batches,
     ) -> None:
-        where = placement.locate(rank)
         self._placement = placement
         self._rank = rank
-        self._position = position_of(placement, where)
+        self._team = Team(placement, rank)
+        self._last_stage = placement.last[0]
+        self._divided = placement.plan.training.sequence_parallel  # hidden states and their gradients
         self._tp_group = tp_group
         self._timeline = timeline
-        self._is_last = where.stage == placement.last[0]
-        self._channels = open_channels("output layer", team_edges(placement), PENDING_SENDS)
+        self._is_last = self._team.where.stage == self._last_stage
+        pairs = edges(placement, self._last_stage, divided=self._divided)
+        self._channels = open_channels("output layer", pairs, PENDING_SENDS)
         self._embedding = EmbeddingTeam(placement, rank, open_channels, tp_group, timeline, batches)
         self._layer: SplitOutputLayer | None = None
         self._tied_weight: torch.nn.Parameter | None = None
@@ -92,7 +93,7 @@ class SplitVocabulary:
         self._loss_func: Callable[..., Any] | None = None
         self._ready: dict[Slice, tuple[torch.Tensor, torch.Tensor, Callable[..., Any]]] = {}
         self._work: dict[Slice, _Work] = {}
-        self._gradients: dict[Slice, tuple[torch.Tensor, list[tuple[torch.Tensor, PendingReceive]]]] = {}
+        self._gradients: dict[Slice, tuple[torch.Tensor, list[Arriving]]] = {}
 
     # -- the model -------------------------------------------------------------------------------
 
@@ -179,25 +180,29 @@ class SplitVocabulary:
             raise RuntimeError(
                 f"{op.label}: data that is not the loss comes from whole logits, which a split vocabulary never has"
             )
-        key, owner = (op.microbatch, op.slice), self._owner(op)
-        loss_func = None
-        if owner is None:
+        key, loss_func = (op.microbatch, op.slice), None
+        if self._is_last:
             hidden, labels, loss_func = self._ready.pop(key)
             hidden = hidden.to(self._weight_dtype)
-            for peer in self._helpers(op):
-                self._channels.send(hidden, peer, op.label)
-                self._channels.send(labels, peer, op.label)
+            for stage in self._helpers:
+                self._send(hidden, stage, op, divided=self._divided)
+                self._send(labels, stage, op)
         else:
-            hidden, labels = self._receive(owner, op, self._shapes(op, call), (self._weight_dtype, torch.int64), call)
+            shapes = self._shapes(op, call)
+            hidden = torch.empty(shapes[0], dtype=self._weight_dtype, device=call.device)
+            labels = torch.empty(shapes[1], dtype=torch.int64, device=call.device)
+            arriving = [self._expect(hidden, self._last_stage, op, divided=self._divided)]
+            arriving.append(self._expect(labels, self._last_stage, op))
+            hidden, labels = self._arrived(arriving)
         work = self._compute(hidden, labels, call.forward_only)
         work.loss_func = loss_func
         statistics = self._over_tp(work.shard.statistics)
-        if owner is None:
+        if self._is_last:
             work.shard.statistics = statistics
-            work.arriving = [self._expect(peer, op, statistics) for peer in self._helpers(op)]
+            work.arriving = [self._expect(torch.empty_like(statistics), stage, op) for stage in self._helpers]
             self._work[key] = work
         else:
-            self._channels.send(statistics, owner, op.label)
+            self._send(statistics, self._last_stage, op)
             if not call.forward_only:
                 self._work[key] = work
 
@@ -212,30 +217,32 @@ class SplitVocabulary:
     def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:
         from megatron.core.pipeline_parallel.schedules import custom_backward
 
-        key, owner = (op.microbatch, op.slice), self._owner(op)
+        key = op.microbatch, op.slice
         work = self._work.pop(key)
-        if owner is None:
+        if self._is_last:
             losses, statistics = self._losses(work)
             losses.requires_grad_()
             self._run_loss(work, losses, call, state)
             assert losses.grad is not None
             back = torch.stack((log_sum_exp(statistics), losses.grad.t()))
-            for peer in self._helpers(op):
-                self._channels.send(back, peer, op.label)
+            for stage in self._helpers:
+                self._send(back, stage, op)
         else:
-            shape = (2, *work.shard.statistics.shape[1:])
-            (back,) = self._receive(owner, op, (shape,), (torch.float32,), call)
+            buffer = torch.empty((2, *work.shard.statistics.shape[1:]), dtype=torch.float32, device=call.device)
+            (back,) = self._arrived([self._expect(buffer, self._last_stage, op)])
         gradient = work.shard.gradient(back[0], back[1])
         if call.config.cross_entropy_loss_fusion:
             gradient = gradient.to(torch.bfloat16)  # as Megatron's fused cross entropy does, in fp32 too
         gradient = gradient.to(work.logits.dtype)
         custom_backward(work.logits, gradient)
         assert work.hidden.grad is not None
-        if owner is None:
-            arriving = [self._expect(peer, op, work.hidden.grad) for peer in self._helpers(op)]
-            self._gradients[key] = work.hidden.grad, arriving
+        grad = work.hidden.grad
+        if self._is_last:
+            buffers = [(torch.empty_like(grad), stage) for stage in self._helpers]
+            parts = [self._expect(buffer, stage, op, divided=self._divided) for buffer, stage in buffers]
+            self._gradients[key] = grad, parts
         else:
-            self._channels.send(work.hidden.grad, owner, op.label)
+            self._send(grad, self._last_stage, op, divided=self._divided)
 
     def finish(self, call: Call, state: Iteration) -> None:
         """All operations of the iteration are issued: losses of an evaluation, and the last sends."""
@@ -287,16 +294,10 @@ class SplitVocabulary:
 
     # -- messages --------------------------------------------------------------------------------
 
-    def _owner(self, op: RankOp) -> int | None:
-        """The rank of the last stage that this rank works for; None on the last stage."""
-        if self._is_last:
-            return None
-        return team(self._placement, op.microbatch, self._position)[self._placement.last[0]]
-
-    def _helpers(self, op: RankOp) -> list[int]:
-        """The ranks that work for this one."""
-        ranks = team(self._placement, op.microbatch, self._position)
-        return [rank for stage, rank in enumerate(ranks) if stage != self._placement.last[0]]
+    @property
+    def _helpers(self) -> list[int]:
+        """The stages that work for the last one."""
+        return self._team.others(self._last_stage)
 
     @property
     def _weight_dtype(self) -> torch.dtype:
@@ -312,20 +313,13 @@ class SplitVocabulary:
         tokens = length * self._tp_group.size() if self._layer.sequence_parallel else length
         return shape, (tokens, batch)
 
-    def _receive(
-        self, src: int, op: RankOp, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], call: Call
-    ) -> list[torch.Tensor]:
-        """Receive several tensors and wait for them."""
-        buffers = [torch.empty(s, dtype=t, device=call.device) for s, t in zip(shapes, dtypes, strict=True)]
-        pending = [self._channels.receive(buffer, src, op.label) for buffer in buffers]
-        return list(self._arrived(list(zip(buffers, pending, strict=True))))
+    def _send(self, tensor: torch.Tensor, stage: int, op: RankOp, *, divided: bool = False) -> None:
+        self._team.send(self._channels, tensor, stage, op.microbatch, op.label, divided=divided)
 
-    def _expect(self, src: int, op: RankOp, like: torch.Tensor) -> tuple[torch.Tensor, PendingReceive]:
-        """Post a receive of a tensor of a known shape."""
-        buffer = torch.empty_like(like)
-        return buffer, self._channels.receive(buffer, src, op.label)
+    def _expect(self, buffer: torch.Tensor, stage: int, op: RankOp, *, divided: bool = False) -> Arriving:
+        return self._team.expect(self._channels, buffer, stage, op.microbatch, op.label, divided=divided)
 
-    def _arrived(self, arriving: Sequence[tuple[torch.Tensor, PendingReceive]]) -> Iterator[torch.Tensor]:
+    def _arrived(self, arriving: Sequence[Arriving]) -> Iterator[torch.Tensor]:
         return arrived(arriving, self._timeline, self._channels)
 
     def _over_tp(self, statistics: torch.Tensor) -> torch.Tensor:
@@ -336,14 +330,3 @@ class SplitVocabulary:
         parts = [torch.empty_like(statistics) for _ in range(self._tp_group.size())]
         dist.all_gather(parts, statistics, group=self._tp_group)
         return merge(parts)
-
-
-def team_edges(placement: Placement) -> list[tuple[int, int]]:
-    """Directed pairs that the vocabulary's messages use, in an order that is the same on every rank."""
-    found: set[tuple[int, int]] = set()
-    for microbatch in range(placement.plan.num_microbatches):
-        for position in positions(placement):
-            ranks = team(placement, microbatch, position)
-            owner = ranks[placement.last[0]]
-            found.update(edge for peer in ranks if peer != owner for edge in ((owner, peer), (peer, owner)))
-    return sorted(found)

@@ -62,8 +62,9 @@ def in_a_v(under: Plan, layers: tuple[tuple[int, int], ...]) -> Plan:
 
 
 KINDS = {
+    # Ranks of TP 1 write their rows as two parts, each as large as one of TP 2.
     "split-vocabulary": _sliced(
-        _kind(([[1], [1]], [2, 3]), ([[1], [1]], [4, 1]), tied=True, distributed_optimizer=True),
+        _kind(([[1], [2, 1]], [2, 3]), ([[1], [1]], [4, 1]), tied=True, distributed_optimizer=True),
         slices=4,
         vocabulary=True,
     ),

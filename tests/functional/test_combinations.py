@@ -23,6 +23,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "sliced": {
         "schedule": "slimpipe",
         "vocabulary": True,
+        "tp": "by stage",
+        "sequence_parallel": True,
         "cp": 2,
         "layers": "uneven",
         "microbatches": "unequal",
@@ -33,6 +35,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "interleaved": {
         "schedule": "interleaved",
         "tp": "within a stage",
+        "vocabulary": True,
         "tied": True,
         "offload_activations": 0.75,
         "routing": "uneven",
@@ -41,6 +44,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "v": {
         "schedule": "zb-v",
+        "overlap": "gradients",
         "tp": "by stage",
         "cp": 2,
         "tied": True,

@@ -100,7 +100,6 @@ BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--decoder-first-pipeline-num-layers", "1"),
         ("--decoder-first-pipeline-num-layers", "1"),
     ),
-    "overlap with mixed TP": (("--overlap-grad-reduce",), ("--overlap-grad-reduce", "stage 1")),
     "checkpoint format": (("--ckpt-format", "torch"), ("--ckpt-format", "'torch'")),
     "unknown flag": (("--het-speed", "3"), ("--het-speed",)),
     "unknown transport": (("--het-transport", "pigeon"), ("--het-transport", "pigeon")),

@@ -327,7 +327,6 @@ REFUSED = [
     (scheduled("slimpipe", slices=1), "fewer slices than the 2 stages"),
     (scheduled("slimpipe", slices="x"), "needs a number of slices"),
     (mixed(scheduled("slimpipe", slices=4, context_exchange=True)), r"TP sizes \[1, 2\].*the same heads"),
-    (mixed(scheduled("1f1b", vocabulary=True)), "TP sizes"),
     (scheduled("1f1b", offload_activations=None), "a share above 0"),
     (
         replace(

@@ -236,7 +236,7 @@ def vocabulary_arguments(**changed: Any) -> SimpleNamespace:
         (PP4, {"fp16_lm_cross_entropy": True}, "--fp16-lm-cross-entropy.*computed in fp32"),
         (PP4, {"init_model_with_meta_device": True}, "--init-model-with-meta-device"),
         (PP4, {"make_vocab_size_divisible_by": 30}, "must divide over 4 stages"),
-        (f"{PP2V2} --tensor-model-parallel-size 2", {"padded_vocab_size": 130}, "over 2 stages of TP size 2"),
+        (f"{PP2V2} --tensor-model-parallel-size 2", {"padded_vocab_size": 130}, "over 2 stages of 2 TP ranks"),
     ],
 )
 def test_split_vocabulary_refused(more: str, changed: dict[str, Any], reason: str) -> None:
@@ -246,12 +246,13 @@ def test_split_vocabulary_refused(more: str, changed: dict[str, Any], reason: st
         check_feature("vocabulary", made, vocabulary_arguments(**changed))
 
 
-def test_split_vocabulary_needs_one_tp_size() -> None:
+def test_split_vocabulary_divides_over_the_largest_tp_size() -> None:
     made = plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
     first = replace(made.stages[0], replicas=(replace(made.stages[0].replicas[0], ranks=(0,)),))
     made = replace(made, stages=(first, made.stages[1]), schedule=ScheduleSpec("slimpipe", VOCABULARY))
-    with pytest.raises(PlanError, match=r"TP sizes \[1, 2\]"):
-        check_feature("vocabulary", made, vocabulary_arguments())
+    check_feature("vocabulary", made, vocabulary_arguments(padded_vocab_size=132))
+    with pytest.raises(PlanError, match="over 2 stages of 2 TP ranks"):
+        check_feature("vocabulary", made, vocabulary_arguments(padded_vocab_size=130))
 
 
 @pytest.mark.parametrize("ratio", [0, -0.5, 1.5, True, "half"])
