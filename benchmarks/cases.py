@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.families import EXPERT_FAMILIES, FAMILIES
+from benchmarks.families import ALL_FAMILIES, FAMILIES
 from benchmarks.pairwise import Row
 from benchmarks.runner import words
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
@@ -70,7 +70,7 @@ class Case:
         clip: Bound on the gradient norm, 0 for none.
         overlap: ``--overlap-grad-reduce``.
         chosen: The values that led to this plan, for the record.
-        family: Key of ``FAMILIES``.
+        family: Key of ``ALL_FAMILIES``.
         extra: More flags, of the case and its reference alike.
         own: More flags of the run under the plan only.
     """
@@ -111,7 +111,7 @@ def common_flags(
     """Everything but data, checkpoints and the plan."""
     flags = [
         *MODEL_FLAGS,
-        *(w.replace("{rest}", str(weights.layers - 1)) for w in (FAMILIES | EXPERT_FAMILIES)[weights.family]),
+        *(w.replace("{rest}", str(weights.layers - 1)) for w in ALL_FAMILIES[weights.family]),
         *TRAINING_FLAGS,
         *machine_flags(),
         "--clip-grad",
