@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-
 from attention_helpers import CPU, SCALE, relative
+
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.reach import Form, Reach, Starts, blocks_of
 from megatron_het.attention.slice_attention import slice_attention
