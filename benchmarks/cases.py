@@ -70,7 +70,7 @@ class Case:
         clip: Bound on the gradient norm, 0 for none.
         overlap: ``--overlap-grad-reduce``.
         chosen: The values that led to this plan, for the record.
-        family: Key of ``FAMILIES``.
+        family: Key of ``ALL_FAMILIES``.
         extra: More flags, of the case and its reference alike.
         own: More flags of the run under the plan only.
     """

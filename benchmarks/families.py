@@ -23,6 +23,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax-offset": (*_LLAMA, "--softmax-type", "learnable"),
     "sliding-window": (*_LLAMA, *words("--window-size 8,0 --window-attn-skip-freq 2")),
 }
+# Kinds of attention, by what limits or offsets the softmax.
+ATTENTION_FAMILIES: dict[str, tuple[str, ...]] = {
+    "softmax-offset": FAMILIES["softmax-offset"],
+    "off-by-one": (*_LLAMA, "--softmax-type", "off-by-one"),
+    "sliding-window": FAMILIES["sliding-window"],
+    "mistral": (*_LLAMA, *words("--window-size 12,0")),
+    "gpt-oss": (*_LLAMA, *words("--softmax-type learnable --window-size 5,0 --window-attn-skip-freq 2 --add-qkv-bias")),
+}
 _MOE = (*_LLAMA, *words("--num-experts 4 --moe-token-dispatcher-type alltoall"))
 # Layers of experts, by how tokens are routed and the experts balanced; {rest} is the number of layers but the first.
 EXPERT_FAMILIES: dict[str, tuple[str, ...]] = {
@@ -71,4 +79,4 @@ COUNTED_FAMILIES: dict[str, tuple[str, ...]] = {
         ),
     )
 }
-ALL_FAMILIES = FAMILIES | EXPERT_FAMILIES | COUNTED_FAMILIES
+ALL_FAMILIES = FAMILIES | ATTENTION_FAMILIES | EXPERT_FAMILIES | COUNTED_FAMILIES

@@ -9,6 +9,7 @@ from benchmarks.runner import Job, Runner
 from megatron_het.plan import save_plan
 
 _DOCUMENTS, _DATA_SEED = 3000, 7
+_PACKED = ("--reset-attention-mask", "--reset-position-ids")
 _CASE_S = 900.0  # far more than a case takes, for machines that do other work
 
 
@@ -25,13 +26,17 @@ class Lab:
         self.folder = folder.resolve()
         self._references: dict[tuple[Weights, float, tuple[str, ...]], Path] = {}
         self._checkpoints: dict[Weights, Path] = {}
-        self._data: Path | None = None
+        self._data: dict[bool, Path] = {}
         self._jobs = 0
 
-    def data_flags(self) -> tuple[str, ...]:
-        """Flags for the dataset, which is written on first use."""
-        if self._data is None:
-            prefix = self.folder / "data" / "documents"
+    def data_flags(self, long_tailed: bool = False) -> tuple[str, ...]:
+        """Flags for the dataset, which is written on first use.
+
+        Args:
+            long_tailed: Whether its documents are of very different lengths.
+        """
+        if long_tailed not in self._data:
+            prefix = self.folder / ("long-tailed" if long_tailed else "data") / "documents"
             prefix.parent.mkdir(parents=True)
             options = {"prefix": str(prefix), "vocab_size": VOCABULARY, "documents": _DOCUMENTS, "seed": _DATA_SEED}
             self.runner.run(
@@ -41,11 +46,12 @@ class Lab:
                     (),
                     prefix.parent,
                     "benchmarks.probe:nothing",
-                    ("benchmarks.probe:write_dataset", options),
+                    ("benchmarks.probe:write_dataset", {**options, "long_tailed": long_tailed}),
                 )
             )
-            self._data = prefix
-        return ("--data-path", str(self._data), "--data-cache-path", str(self._data.parent / "cache"))
+            self._data[long_tailed] = prefix
+        prefix = self._data[long_tailed]
+        return ("--data-path", str(prefix), "--data-cache-path", str(prefix.parent / "cache"))
 
     def checkpoint(self, weights: Weights) -> Path:
         """Weights that stock Megatron saved in one process, after one step."""
@@ -57,10 +63,16 @@ class Lab:
             self._checkpoints[weights] = folder / "checkpoint"
         return self._checkpoints[weights]
 
-    def start_flags(self, weights: Weights) -> tuple[str, ...]:
-        """Flags that start from the shared weights as a new training."""
+    def start_flags(self, weights: Weights, extra: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Flags that start from the shared weights as a new training.
+
+        Args:
+            weights: Of the case.
+            extra: More flags of the case; where they are about documents, so is its dataset.
+        """
         path = str(self.checkpoint(weights))
-        return ("--load", path, "--finetune", "--no-load-optim", "--no-load-rng", *self.data_flags())
+        data = self.data_flags(any(flag in extra for flag in _PACKED))
+        return ("--load", path, "--finetune", "--no-load-optim", "--no-load-rng", *data)
 
     def reference(self, case: Case) -> Path:
         """The folder of the case's one-process run of stock Megatron."""
@@ -71,7 +83,7 @@ class Lab:
                 Job(
                     folder.name,
                     1,
-                    (*common_flags(weights, clip, extra), *self.start_flags(weights)),
+                    (*common_flags(weights, clip, extra), *self.start_flags(weights, extra)),
                     folder,
                     setup=("benchmarks.probe:observe", {"out": str(folder), "gradients": True}),
                 )
@@ -90,7 +102,7 @@ class Lab:
         return Job(
             case.name,
             case.plan.world_size,
-            (*flags, *self.start_flags(case.weights), *plan, *case.plan_flags(), *more),
+            (*flags, *self.start_flags(case.weights, case.extra), *plan, *case.plan_flags(), *more),
             folder,
             setup=("benchmarks.probe:observe", {"out": str(folder), "gradients": True}),
             timeout_s=_CASE_S,

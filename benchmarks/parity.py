@@ -26,6 +26,7 @@ from benchmarks.cases import PARAMETERS, Case, case_from_row, is_valid, random_c
 from benchmarks.compare import compare
 from benchmarks.expert_cases import is_routed, with_experts
 from benchmarks.lab import Lab
+from benchmarks.packed_cases import with_attention, with_documents
 from benchmarks.pairwise import pairwise
 from benchmarks.poplar_cases import poplar_cases
 from benchmarks.runner import Runner
@@ -40,7 +41,12 @@ _LATER = ("max_relative_later_norm_difference",)
 _MIN_PAIRWISE, _BF16, _FP16, _RANDOM = 40, 10, 5, 20
 # Schedules that the executor runs: chunks per stage and parameters of the generator.
 SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {"1f1b": (1, {}), "gpipe": (1, {})}
-MODELS: dict[str, Callable[[list[Case], int], list[Case]]] = {"dense": lambda cases, seed: cases, "moe": with_experts}
+MODELS: dict[str, Callable[[list[Case], int], list[Case]]] = {
+    "dense": lambda cases, seed: cases,
+    "moe": with_experts,
+    "packed": with_documents,
+    "attention": with_attention,
+}
 """What the cases of a schedule train: from those of a dense model and a seed."""
 
 
@@ -160,7 +166,8 @@ def main() -> int:
         "--model",
         choices=sorted(MODELS),
         default="dense",
-        help="dense (default), or moe: layers of experts, in fp32, because rounding of 16 bits chooses other experts",
+        help="dense (default); in fp32 alone: moe (layers of experts), packed (documents that do not see each other), "
+        "attention (sliding windows and softmax offsets)",
     )
     parser.add_argument("--only", metavar="NAME", default="*", help="cases by name; * stands for anything")
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")

@@ -236,23 +236,30 @@ def run_script(*, path: str | None = None) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def write_dataset(*, rank: int, prefix: str, vocab_size: int, documents: int, seed: int) -> None:
+def write_dataset(
+    *, rank: int, prefix: str, vocab_size: int, documents: int, seed: int, long_tailed: bool = False
+) -> None:
     """An IndexedDataset of short documents with structure to learn, each ended by its last token.
 
     A token follows from the one before it, with noise; documents are 3 to 40 tokens long, so that
-    microbatches differ in how many tokens count (with ``--eod-mask-loss``).
+    microbatches differ in how many tokens count (with ``--eod-mask-loss``).  With ``long_tailed`` half of them have
+    at most 6 tokens, and a few hundreds; the last token of each is the one that ends documents, ``vocab_size - 1``.
     """
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     rng = np.random.default_rng(seed)
-    successor = rng.permutation(vocab_size)
+    end = vocab_size - 1 if long_tailed else vocab_size
+    successor = rng.permutation(end)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-    for length in rng.integers(3, 40, documents):
-        tokens = [int(rng.integers(vocab_size))]
+    lengths = rng.integers(3, 40, documents)
+    if long_tailed:
+        lengths = np.minimum(2 + 4 * rng.pareto(1.0, documents), 400).astype(np.int64)
+    for length in lengths:
+        tokens = [int(rng.integers(end))]
         for noise in rng.random(int(length) - 1):
-            tokens.append(int(successor[tokens[-1]] if noise > 0.2 else rng.integers(vocab_size)))
-        builder.add_document(torch.tensor([*tokens, vocab_size]), [len(tokens) + 1])
+            tokens.append(int(successor[tokens[-1]] if noise > 0.2 else rng.integers(end)))
+        builder.add_document(torch.tensor([*tokens, end]), [len(tokens) + 1])
     builder.finalize(f"{prefix}.idx")
 
 

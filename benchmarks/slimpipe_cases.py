@@ -136,9 +136,9 @@ class SlicedCase(Case):
 class MultiHeadLab(Lab):
     """A lab whose models have as many key-value heads as query heads."""
 
-    def data_flags(self) -> tuple[str, ...]:
+    def data_flags(self, long_tailed: bool = False) -> tuple[str, ...]:
         """Flags that every run of the lab gets; the last value of a flag counts."""
-        return (*super().data_flags(), "--num-query-groups", str(HEADS))
+        return (*super().data_flags(long_tailed), "--num-query-groups", str(HEADS))
 
 
 def replicas_of(microbatches: int) -> int:

@@ -268,7 +268,7 @@ class MinistageLab(Lab):
         key = (*case.reference, str(groups))
         if key not in self._saved:
             folder = self.folder / f"one-saved-{len(self._saved)}-{weights}-{clip}"
-            flags = (*common_flags(weights, clip, extra), *self.start_flags(weights), *_saving(folder))
+            flags = (*common_flags(weights, clip, extra), *self.start_flags(weights, extra), *_saving(folder))
             setup: tuple[str, Row] = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
             if groups is not None:
                 setup = ("benchmarks.zorse_clipping:observe_clipping_groups", {"out": str(folder), "groups": groups})

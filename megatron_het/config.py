@@ -114,7 +114,6 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_parallelism(plan, args)
     _check_recompute(args)
     check_skipping(plan, args)
-    _check_masks(plan, args)
     _check_optimizer(plan, args)
     _check_checkpoint(plan, args)
     for feature, options in features_of(plan):
@@ -214,21 +213,6 @@ def check_skipping(plan: Plan, args: Any) -> None:
             " ".join(map(str, args.iterations_to_skip)),
             f"Megatron cannot skip iterations with {len(plan.stages[0].layers)} chunks per stage",
             "Use one chunk per stage, or leave the flag out",
-        )
-
-
-def _check_masks(plan: Plan, args: Any) -> None:
-    """Chunks that read no batch, those between the first and the last, get no attention mask from Megatron."""
-    if not getattr(args, "reset_attention_mask", False):
-        return
-    chunks = len(plan.stages) * len(plan.stages[0].layers)
-    if chunks > 2:
-        raise PlanError(
-            "--reset-attention-mask",
-            True,
-            f"the plan has {chunks} chunks; those between the first and the last get no attention mask, "
-            "so that their tokens would attend to other documents",
-            "Use at most two chunks in all, or leave the flag out",
         )
 
 

@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_het.attention.blocks import Blocks, take_blocks
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
 from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.reach import Reach, Starts
 from megatron_het.attention.slice_attention import NO_EXCHANGE, LayerExchange, SharedSlices, slice_attention
 
 
@@ -29,14 +30,18 @@ class SliceParams(PackedSeqParams):
         microbatch: Global index of the microbatch.
         index: Index of the slice.
         blocks: The tokens of the sequence that it is, for this context-parallel rank.
+        starts: Where the documents of each sequence begin; None if documents do not matter.
     """
 
     microbatch: int = 0
     index: int = 0
     blocks: Blocks = ()
+    starts: tuple[Starts, ...] | None = None
 
     @classmethod
-    def make(cls, microbatch: int, index: int, blocks: Blocks, seq_length: int) -> SliceParams:
+    def make(
+        cls, microbatch: int, index: int, blocks: Blocks, seq_length: int, starts: tuple[Starts, ...] | None = None
+    ) -> SliceParams:
         """The parameters of one slice of a sequence of ``seq_length`` tokens."""
         # The lengths decide for how many positions rotary embeddings are made: for the whole
         # sequence, once; each slice then takes its part.
@@ -47,29 +52,44 @@ class SliceParams(PackedSeqParams):
             microbatch=microbatch,
             index=index,
             blocks=blocks,
+            starts=starts,
         )
 
 
 class SliceCoreAttention(torch.nn.Module):
-    """Stands in for a layer's core attention.  It has no parameters and no state to save.
+    """Stands in for a layer's core attention.  Its only parameter is the softmax offset, if the layer learns one.
 
     Args:
         slots: Chunks of keys and values that the schedule holds at once.
         softmax_scale: Factor of the scores, None for ``d ** -0.5``.
         kernel: Name of the attention kernel, None for the best one.
         batch: Sequences of the largest microbatch; None where all are alike.
+        window: How many earlier tokens a query sees at most; None for all.
+        softmax_offset: ``[heads]`` of this TP rank, as the layer had it; None without.
+        tp_group: Over which the heads are cut.
     """
 
     def __init__(
-        self, slots: int, softmax_scale: float | None = None, kernel: str | None = None, batch: int | None = None
+        self,
+        slots: int,
+        softmax_scale: float | None = None,
+        kernel: str | None = None,
+        batch: int | None = None,
+        *,
+        window: int | None = None,
+        softmax_offset: torch.Tensor | None = None,
+        tp_group: Any = None,
     ) -> None:
         super().__init__()
         self.cache = KVCache(slots, batch)
         self.exchange: LayerExchange = NO_EXCHANGE
         self.parallel: SharedSlices | None = None
+        self.softmax_offset = softmax_offset
+        self._window = window
         self._scale = softmax_scale
         self._kernel_name = kernel
         self._kernel: Kernel | None = None
+        self._tp_group = tp_group
 
     def forward(
         self,
@@ -88,7 +108,7 @@ class SliceCoreAttention(torch.nn.Module):
             query: ``[s, b, heads, d]``, positions applied.
             key: ``[s, b, groups, d]``.
             value: ``[s, b, groups, d]``.
-            attention_mask: Ignored: slices are causal.
+            attention_mask: Ignored: slices are causal, and documents are known by where they begin.
             attn_mask_type: Ignored, likewise.
             attention_bias: Must be None.
             packed_seq_params: A :class:`SliceParams`.
@@ -113,8 +133,27 @@ class SliceCoreAttention(torch.nn.Module):
             scale=query.shape[-1] ** -0.5 if self._scale is None else self._scale,
             exchange=self.exchange,
             parallel=self.parallel,
+            reach=Reach(packed_seq_params.starts, self._window),
+            sink=self.softmax_offset,
         )
         return out.view(*out.shape[:2], -1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The softmax offset as Megatron's own attention saves it."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        own = self.state_dict(prefix="", keep_vars=True)
+        if not own:
+            return {}
+        group = (metadata or {})["dp_cp_group"]
+        return make_sharded_tensors_for_checkpoint(
+            own, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self._tp_group, dp_cp_group=group
+        )
 
 
 def replace_core_attention(
@@ -143,9 +182,29 @@ def replace_core_attention(
         dtype = next(attention.linear_qkv.parameters()).dtype
         # What cannot run is known before training.
         choose_kernel(Setting.on(device, dtype, attention.hidden_size_per_attention_head), kernel)
-        attention.core_attention = SliceCoreAttention(slots, attention.config.softmax_scale, kernel, batch)
+        replaced = attention.core_attention
+        attention.core_attention = SliceCoreAttention(
+            slots,
+            attention.config.softmax_scale,
+            kernel,
+            batch,
+            window=_window_of(attention),
+            softmax_offset=getattr(replaced, "softmax_offset", None),
+            tp_group=getattr(getattr(attention, "pg_collection", None), "tp", None),
+        )
         placed.append(attention.core_attention)
     return placed
+
+
+def _window_of(attention: Any) -> int | None:
+    """How many earlier tokens a query of a self-attention sees; None for all."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    config = attention.config
+    window = getattr(config, "window_size", None)
+    if not window or not is_layer_window_attention(window, config.window_attn_skip_freq, attention.layer_number):
+        return None
+    return int(window[0])
 
 
 class CurrentSlice:

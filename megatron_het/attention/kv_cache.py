@@ -29,7 +29,8 @@ class Run:
         keys: ``[len(slices) * slice_tokens, b, groups, d]``, a view of the slab.
         values: The same of the values.
         slices: Index of the slice in each chunk of the run, in the order of the views.
-        skipped_tokens: Tokens left out at the start of the only slice of the run.
+        skipped_tokens: Tokens left out at the start of the only slice of the run; a run of one slice may leave
+            out tokens at its end too.
     """
 
     keys: torch.Tensor
@@ -141,21 +142,27 @@ class KVCache:
             index: Index of the slice.
             skipped_tokens: Tokens at the start of the sequence to leave out.
         """
+        return self.runs(microbatch, skipped_tokens, index * self._slice_tokens)
+
+    def runs(self, microbatch: int, start: int, stop: int) -> list[Run]:
+        """Tokens ``[start, stop)`` of a sequence, as few contiguous runs as they form, in any order."""
         sequence = self._sequences[microbatch]
         slots, batch = sequence.slots, sequence.batch
-        cut, rest = divmod(skipped_tokens, self._slice_tokens)
-        whole = cut + (rest > 0)
+        whole: list[int] = []
+        parts: list[Run] = []
+        for piece, lo, hi in self._pieces(start, stop):
+            if hi - lo == self._slice_tokens:
+                whole.append(piece)
+            else:
+                run = self._run(((slots[piece], piece),), batch)
+                parts.append(Run(run.keys[lo:hi], run.values[lo:hi], run.slices, lo))
         found: list[list[tuple[int, int]]] = []
-        for slot, piece in sorted((slots[i], i) for i in range(whole, index)):
+        for slot, piece in sorted((slots[i], i) for i in whole):
             if found and found[-1][-1][0] == slot - 1:
                 found[-1].append((slot, piece))
             else:
                 found.append([(slot, piece)])
-        runs = [self._run(tuple(chunks), batch) for chunks in found]
-        if rest:
-            part = self._run(((slots[cut], cut),), batch)
-            runs.append(Run(part.keys[rest:], part.values[rest:], part.slices, rest))
-        return runs
+        return [self._run(tuple(chunks), batch) for chunks in found] + parts
 
     def copy_tokens(
         self, microbatch: int, start: int, stop: int, out: torch.Tensor, groups: slice = slice(None)
@@ -190,15 +197,35 @@ class KVCache:
                 "slices must go backward last first, each once"
             )
 
-    def add_gradient(self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor) -> None:
+    def add_gradient(
+        self,
+        microbatch: int,
+        run: Run,
+        grad_keys: torch.Tensor,
+        grad_values: torch.Tensor,
+        sequences: slice | None = None,
+    ) -> None:
         """Add a later slice's contribution to the gradients of cached chunks.
 
         Totals are in at least fp32: there is one addition per later slice.
+
+        Args:
+            microbatch: Global index of the microbatch.
+            run: The chunks, as ``runs`` gave them.
+            grad_keys: Gradient of the run's keys.
+            grad_values: The same of the values.
+            sequences: Of the microbatch, those that the gradients are of; None for all.
         """
         tokens = self._slice_tokens
-        if run.skipped_tokens:  # a run of its own
+        if grad_keys.shape[0] < tokens:  # a run of its own
             (piece,) = run.slices
-            self._add(microbatch, piece, run.skipped_tokens, tokens, grad_keys, grad_values)
+            lo = run.skipped_tokens
+            self._add(microbatch, piece, lo, lo + grad_keys.shape[0], grad_keys, grad_values, sequences)
+            return
+        if grad_keys.shape[1] < self._sequences[microbatch].batch:
+            for i, piece in enumerate(run.slices):
+                part = slice(i * tokens, (i + 1) * tokens)
+                self._add(microbatch, piece, 0, tokens, grad_keys[part], grad_values[part], sequences)
             return
         # All chunks in one call: there are many, and each is small.
         gradients = self._sequences[microbatch].gradients
@@ -225,18 +252,26 @@ class KVCache:
             row += hi - lo
 
     def _add(
-        self, microbatch: int, piece: int, lo: int, hi: int, grad_key: torch.Tensor, grad_value: torch.Tensor
+        self,
+        microbatch: int,
+        piece: int,
+        lo: int,
+        hi: int,
+        grad_key: torch.Tensor,
+        grad_value: torch.Tensor,
+        sequences: slice | None = None,
     ) -> None:
         """The first contribution to a whole chunk is kept as it is; later ones are added to it."""
-        gradients = self._sequences[microbatch].gradients
-        if piece not in gradients and hi - lo == self._slice_tokens:
+        sequence = self._sequences[microbatch]
+        gradients = sequence.gradients
+        if piece not in gradients and hi - lo == self._slice_tokens and grad_key.shape[1] == sequence.batch:
             gradients[piece] = _widened(grad_key, grad_value)
             return
         if piece not in gradients:
-            shape = (self._slice_tokens, *grad_key.shape[1:])
+            shape = (self._slice_tokens, sequence.batch, *grad_key.shape[2:])
             gradients[piece] = _widened(grad_key.new_zeros(shape), grad_value.new_zeros(shape))
         for total, part in zip(gradients[piece], (grad_key, grad_value), strict=True):
-            total[lo:hi].add_(part)
+            total[lo:hi, sequences or slice(None)].add_(part)
 
     def release(self, microbatch: int, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Give the last slice's chunk back.

@@ -20,7 +20,10 @@ import torch
 
 from megatron_het.attention.kernels import Gradients, Kernel
 from megatron_het.attention.kv_cache import KVCache, Run
+from megatron_het.attention.limited import LimitedAttention
 from megatron_het.attention.merge import merge_
+from megatron_het.attention.reach import Reach
+from megatron_het.attention.sink import add_sink, sink_gradient
 
 TokenGradient = tuple[int, int, torch.Tensor, torch.Tensor]
 """First token, end of tokens, gradients of their keys and values."""
@@ -110,6 +113,7 @@ class NoExchange:
 
 
 NO_EXCHANGE = NoExchange()
+UNLIMITED = Reach()
 
 
 @dataclass(slots=True)
@@ -158,6 +162,7 @@ class _SliceAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        sink: torch.Tensor | None,
         cache: KVCache,
         kernel: Kernel,
         microbatch: int,
@@ -190,17 +195,19 @@ class _SliceAttention(torch.autograd.Function):
             own.attend(runs, kernel, scale)
             for part in returning():
                 own.merge(*part)
+        if sink is not None:
+            own.out, own.lse = add_sink(own.out, own.lse, sink)
         # Contiguous, so that the output projection keeps this very storage and not a copy.
         out = own.out.to(query.dtype).contiguous()
         # A view would keep the fused projection of queries, keys and values alive.
         kept = query if query.untyped_storage().nbytes() == query.nbytes else query.clone()
-        ctx.save_for_backward(kept, out, own.lse)
+        ctx.save_for_backward(kept, out, own.lse, *(() if sink is None else (sink,)))
         ctx.place = cache, kernel, microbatch, index, scale, exchange, parallel
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, out, lse = ctx.saved_tensors
+        query, out, lse, *sinks = ctx.saved_tensors
         cache, kernel, microbatch, index, scale, exchange, parallel = ctx.place
         cache.check_last(microbatch, index)
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -238,7 +245,8 @@ class _SliceAttention(torch.autograd.Function):
         later = cache.release(microbatch, index)
         if later is not None:
             dk, dv = dk + later[0], dv + later[1]
-        return own.dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype), *[None] * 7
+        ds = sink_gradient(grad, out, lse, *sinks) if sinks and ctx.needs_input_grad[3] else None
+        return own.dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype), ds, *[None] * 7
 
 
 def _joined(others: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -258,6 +266,8 @@ def slice_attention(
     scale: float,
     exchange: LayerExchange = NO_EXCHANGE,
     parallel: SharedSlices | None = None,
+    reach: Reach = UNLIMITED,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of slice ``index`` of a microbatch.
 
@@ -272,6 +282,8 @@ def slice_attention(
         scale: Factor of the scores.
         exchange: What this layer exchanges with other devices.
         parallel: The ranks that share the slice, None for this one alone.
+        reach: Documents and window that limit what queries see; without exchange and shared slices only.
+        sink: Score of a further key of value zero, for each of ``heads``; None without.
 
     Returns:
         ``[s, b, heads, d]``, contiguous.
@@ -279,4 +291,9 @@ def slice_attention(
     Raises:
         CacheError: Slices come out of order.
     """
-    return _SliceAttention.apply(query, key, value, cache, kernel, microbatch, index, scale, exchange, parallel)
+    place = cache, kernel, microbatch, index, scale
+    if reach.is_limited:
+        if exchange is not NO_EXCHANGE or parallel is not None:
+            raise RuntimeError("documents and sliding windows are not known to the ranks that attend for each other")
+        return LimitedAttention.apply(query, key, value, sink, *place, reach)
+    return _SliceAttention.apply(query, key, value, sink, *place, exchange, parallel)

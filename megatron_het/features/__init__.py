@@ -13,6 +13,7 @@ from megatron_het.features.activation_offload import ActivationOffload
 from megatron_het.features.base import Feature
 from megatron_het.features.context_exchange import ContextExchange
 from megatron_het.features.context_parallel import ContextParallel
+from megatron_het.features.documents import Documents
 from megatron_het.features.experts import Experts
 from megatron_het.features.initial_weights import InitialWeights
 from megatron_het.features.slices import Slices
@@ -27,6 +28,7 @@ FEATURES: tuple[Feature, ...] = (
     Slices(),
     ContextParallel(),
     ContextExchange(),
+    Documents(),
     Vocabulary(),
     Window(),
     ActivationOffload(),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_het.features.base import Feature, Figures, Option, ViewFlag, option
+from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, option
 from megatron_het.features.slices import SLICED_SCHEDULES, not_sliced, rank_tokens
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
@@ -16,6 +16,7 @@ from megatron_het.schedule.passes.exchange import add_exchange
 
 _SWITCH = "--het-context-exchange"
 _TRUE_OR_FALSE = "must be true or false"
+_PLANNED = "it is planned before the training, for slices that attend to all before them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,12 @@ class ContextExchange(Feature):
         ViewFlag("--exchange-units", "attention exchange in 1/UNITS slices", 0, most=256),
         ViewFlag("--helping", "idle devices take part in the exchange"),
         ViewFlag("--keep-kv", "keys and values stay at the helper"),
+    )
+
+    refused = (
+        Refusal("reset_attention_mask", _PLANNED),
+        Refusal("dataloader_inter_document_masking", _PLANNED),
+        Refusal("window_size", _PLANNED),
     )
 
     def viewed(self, flags: Mapping[str, Any]) -> ExchangeOptions | None:

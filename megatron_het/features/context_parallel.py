@@ -22,6 +22,7 @@ class ContextParallelOptions:
 
 
 _FLAG = "--context-parallel-size"
+_CAUSAL = "a rank attends for the others' queries to all earlier keys that it holds"
 
 
 class ContextParallel(Feature):
@@ -35,6 +36,12 @@ class ContextParallel(Feature):
     refused_by_plans = (
         Refusal("hybrid_context_parallel", "sequences are shared by the plan's own context parallelism"),
         Refusal("hierarchical_context_parallel_sizes", "sequences are shared by the plan's own context parallelism"),
+    )
+
+    refused = (
+        Refusal("reset_attention_mask", f"{_CAUSAL}; documents are not told apart"),
+        Refusal("dataloader_inter_document_masking", f"{_CAUSAL}; documents are not told apart"),
+        Refusal("window_size", f"{_CAUSAL}; sliding windows are not supported"),
     )
 
     def options_of(self, plan: Plan) -> ContextParallelOptions | None:

@@ -13,7 +13,22 @@ SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
 """Schedules that cut sequences; their plans have the schedule parameter ``slices``."""
 POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 _SLICES = "slices"
-_PACKED = "slices attend to everything before them; packed documents are not told apart"
+ATTENTION_REFUSED = (
+    Refusal(
+        "attention_dropout",
+        "dropout inside attention would have to be the same in the slice's backward, call by call; "
+        "use --attention-dropout 0",
+    ),
+    Refusal("multi_latent_attention", "its compressed keys and values are not cached by slices"),
+    Refusal("experimental_attention_variant", "only ordinary softmax attention is cut into slices"),
+    Refusal("qk_clip", "the largest attention logit is not known to the slice kernels"),
+    Refusal("log_max_attention_logit", "the largest attention logit is not known to the slice kernels"),
+    Refusal("use_kitchen_attention", "its kernels do not give what slices are merged from"),
+    Refusal("fused_single_qkv_rope", "it refuses the argument that tells a layer its slice"),
+    Refusal("fine_grained_activation_offloading", "it counts one forward per microbatch"),
+    Refusal("heterogeneous_layers_config_path", "layers without attention are not supported with slices"),
+)
+"""What the attention of slices does not know, wherever it stands in for a layer's own."""
 
 
 def _needs_number(plan: Plan) -> str:
@@ -59,28 +74,7 @@ class Slices(Feature):
             "c84fa46b7757cd01bbbb910cdd8312050d20d53247cba482804ce4155261d089"
         ),
     }
-    refused = (
-        Refusal(
-            "attention_dropout",
-            "dropout inside attention would have to be the same in the slice's backward, call by call; "
-            "use --attention-dropout 0",
-        ),
-        Refusal("reset_attention_mask", _PACKED),
-        Refusal("dataloader_inter_document_masking", _PACKED),
-        Refusal("window_size", "the key-value cache keeps whole prefixes; sliding windows are not supported"),
-        Refusal(
-            "softmax_type", "the softmax offset is not merged over slices", lambda value: value not in (None, "vanilla")
-        ),
-        Refusal("multi_latent_attention", "its compressed keys and values are not cached by slices"),
-        Refusal("experimental_attention_variant", "only ordinary softmax attention is cut into slices"),
-        Refusal("qk_clip", "the largest attention logit is not known to the slice kernels"),
-        Refusal("log_max_attention_logit", "the largest attention logit is not known to the slice kernels"),
-        Refusal("use_kitchen_attention", "its kernels do not give what slices are merged from"),
-        Refusal("fused_single_qkv_rope", "it refuses the argument that tells a layer its slice"),
-        Refusal("fine_grained_activation_offloading", "it counts one forward per microbatch"),
-        Refusal("heterogeneous_layers_config_path", "layers without attention are not supported with slices"),
-        Refusal("logits_load_dir", "saved logits are read by whole sequences"),
-    )
+    refused = (*ATTENTION_REFUSED, Refusal("logits_load_dir", "saved logits are read by whole sequences"))
 
     def options_of(self, plan: Plan) -> SliceOptions | None:
         """The options; context parallelism cuts sequences too, into one slice."""
@@ -108,14 +102,9 @@ class Slices(Feature):
         return "slices" if is_sliced(plan) else "context parallelism, which cuts sequences as slices do"
 
     def check_arguments(self, plan: Plan, options: SliceOptions, args: Any) -> None:
-        """The table, and embeddings of positions."""
+        """The table, embeddings of positions, and windows."""
         super().check_arguments(plan, options, args)
-        if args.position_embedding_type not in POSITIONS:
-            raise PlanError(
-                "--position-embedding-type",
-                args.position_embedding_type,
-                f"positions of slices are known for {', '.join(POSITIONS)} only",
-            )
+        check_reach(args)
 
     def apply(self, plan: Plan, options: SliceOptions, args: Any) -> None:
         """Slices are causal; a mask grows as s^2."""
@@ -144,6 +133,28 @@ def slices_of(plan: Plan) -> int:
 def rank_tokens(plan: Plan) -> int:
     """Tokens of a slice on one rank, before TP divides them; of the sequence without slices."""
     return plan.model.seq_length // slices_of(plan) // plan.context_parallel
+
+
+def check_reach(args: Any) -> None:
+    """Refuse positions and windows that the attention of slices does not know.
+
+    Raises:
+        PlanError: The first thing that does not fit.
+    """
+    if args.position_embedding_type not in POSITIONS:
+        raise PlanError(
+            "--position-embedding-type",
+            args.position_embedding_type,
+            f"positions of slices are known for {', '.join(POSITIONS)} only",
+        )
+    window = getattr(args, "window_size", None)
+    if window and (window[0] < 0 or window[1] != 0):
+        raise PlanError(
+            "--window-size",
+            ",".join(map(str, window)),
+            "slices see a number of tokens before their own, and none after",
+            "Give the tokens before, and 0: --window-size 4096,0",
+        )
 
 
 def not_sliced(plan: Plan, given: Option) -> PlanError:

@@ -38,12 +38,15 @@ class SlicesFeature(RuntimeFeature):
         return {"cache": self._sequences.pools()}
 
 
-def open_feature(context: OpenContext) -> RuntimeFeature:
-    """This rank's part of the feature; from here on batches are cut into slices."""
+def open_sequences(context: OpenContext, slices: int) -> SlicesFeature:
+    """Forwards run ``slices`` slices per sequence from here on, or one that is the sequence."""
     part = context.placement.locate(context.rank).cp_rank, context.placement.num_cp_ranks
     largest = context.plan.training.micro_batch_size
-    sequences = SlicedSequences(
-        context.args, context.options.slices, context.lowered, context.platform.device, part, largest
-    )
+    sequences = SlicedSequences(context.args, slices, context.lowered, context.platform.device, part, largest)
     context.batches = sequences
     return SlicesFeature(sequences)
+
+
+def open_feature(context: OpenContext) -> RuntimeFeature:
+    """This rank's part of the feature; from here on batches are cut into slices."""
+    return open_sequences(context, context.options.slices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,17 @@ from megatron_het.runtime.batches import Batches
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
 
 _CUT = ("tokens", "labels", "loss_mask", "position_ids")  # [b, s]
+_UNSEEN = ("attention_mask", "cu_seqlens", "max_seqlen")
+
+
+class Documents(Protocol):
+    """Where the documents of microbatches begin (``documents/starts.py``)."""
+
+    def note(self, microbatch: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See where the documents of a batch that was read begin; the batch as the script is to see it."""
+
+    def of(self, microbatch: int) -> tuple[tuple[int, ...], ...]:
+        """Where the documents of each sequence of a microbatch begin."""
 
 
 class SlicedSequences(Batches):
@@ -62,6 +73,8 @@ class SlicedSequences(Batches):
             chunk: max(live_slices(program, chunk, slices) for program in programs.values())
             for chunk in range(len(programs[False].backwards))
         }
+        self.documents: Documents | None = None
+        """Set where attention ends at documents."""
         self._current = CurrentSlice()
         self._models: list[torch.nn.Module] = []
         self._batches: dict[tuple[int, int], Mapping[str, Any]] = {}
@@ -87,7 +100,9 @@ class SlicedSequences(Batches):
         """A context for the forward of one operation."""
         from megatron_het.attention.core import SliceParams, slice_caches
 
-        self._current.params = SliceParams.make(op.microbatch, op.slice, self._blocks[op.slice], self._seq_length)
+        starts = None if self.documents is None else self.documents.of(op.microbatch)
+        blocks = self._blocks[op.slice]
+        self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._seq_length, starts)
         self._args.seq_length = self._tokens
         try:
             yield
@@ -126,10 +141,13 @@ class SlicedSequences(Batches):
     def _batch(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
         key = op.microbatch, op.chunk
         if key not in self._batches:
+            batch = next(data_iterator)
+            if self.documents is not None:
+                batch = self.documents.note(op.microbatch, batch)
             # Cut on the device: a part of a pinned batch is not pinned, and the host would wait for every copy of one.
             self._batches[key] = {
                 name: value.to(self._device, non_blocking=True) if name in _CUT and value is not None else value
-                for name, value in next(data_iterator).items()
+                for name, value in batch.items()
             }
         return self._batches[key]
 
@@ -142,8 +160,8 @@ class SlicedSequences(Batches):
 
 
 def cut_batch(batch: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
-    """Some blocks of tokens of a batch; the attention mask goes: slices are causal."""
-    found = {k: v for k, v in batch.items() if k != "attention_mask"}
+    """Some blocks of tokens of a batch; masks go: slices are causal, and know themselves where documents begin."""
+    found = {k: v for k, v in batch.items() if k not in _UNSEEN}
     for name in _CUT:
         if found.get(name) is not None:
             found[name] = take_blocks(found[name], blocks, dim=1).contiguous()

@@ -11,6 +11,7 @@ import pytest
 from megatron_het.arguments import split_arguments
 from megatron_het.features import options_of
 from megatron_het.features.context_exchange import ExchangeOptions
+from megatron_het.features.documents import Documents
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Cut, Placement, Plan, PlanError, ScheduleSpec
 from megatron_het.plan.from_flags import plan_from_flags
@@ -34,7 +35,8 @@ def arguments(**changed: Any) -> SimpleNamespace:
 
 
 def check_cut(made: Plan, args: Any) -> None:
-    for name in ("slices", "context_parallel"):
+    Documents().check_any_arguments(made, args)
+    for name in ("slices", "context_parallel", "context_exchange"):
         check_feature(name, made, args)
 
 
@@ -99,6 +101,15 @@ def test_exchange_refused(made: Plan, given: dict[str, Any], reason: str) -> Non
         check_plan_alone(made)
 
 
+@pytest.mark.parametrize(
+    "changed", [{"reset_attention_mask": True}, {"dataloader_inter_document_masking": True}, {"window_size": (8, 0)}]
+)
+def test_exchange_is_of_whole_prefixes(changed: dict[str, Any]) -> None:
+    made = replace(plan(PP4), schedule=ScheduleSpec("slimpipe", {"slices": 4, "context_exchange": True}))
+    with pytest.raises(PlanError, match="attention context exchange.*attend to all before them"):
+        check_cut(made, arguments(**changed))
+
+
 def test_exchange_needs_slices() -> None:
     made = replace(plan(PP4), schedule=ScheduleSpec("1f1b", {"context_exchange": True}))
     with pytest.raises(PlanError, match="schedule 1f1b does not cut sequences"):
@@ -109,10 +120,9 @@ def test_exchange_needs_slices() -> None:
     ("changed", "reason"),
     [
         ({"attention_dropout": 0.1}, "--attention-dropout.*dropout inside attention"),
-        ({"reset_attention_mask": True}, "--reset-attention-mask.*packed documents"),
-        ({"dataloader_inter_document_masking": True}, "packed documents"),
-        ({"window_size": (64, 0)}, "--window-size.*sliding windows"),
-        ({"softmax_type": "learnable"}, "softmax offset"),
+        ({"window_size": (64, 1)}, "--window-size = '64,1'.*none after"),
+        ({"window_size": (-1, 0)}, "--window-size.*before their own"),
+        ({"window_size": (64, 0), "reset_attention_mask": True}, "--reset-attention-mask.*forgets documents"),
         ({"multi_latent_attention": True}, "compressed keys"),
         ({"position_embedding_type": "mrope"}, "positions of slices"),
     ],
@@ -124,7 +134,10 @@ def test_options_refused(changed: dict[str, Any], reason: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["slimpipe", "seq1f1b", "terapipe"])
 def test_accepted(schedule: str) -> None:
-    check_cut(plan(PP4, schedule=schedule), arguments(softmax_type="vanilla"))
+    check_cut(plan(PP4, schedule=schedule), arguments(softmax_type="learnable", window_size=(64, 0)))
+    check_cut(plan(PP4, schedule=schedule), arguments(reset_attention_mask=True, softmax_type="off-by-one"))
+    packed = arguments(dataloader_inter_document_masking=True, window_size=(64, 0))
+    check_cut(plan(PP4, schedule=schedule), packed)
     check_cut(plan(PP4, slices=None, schedule="1f1b"), arguments(attention_dropout=0.1))
 
 
@@ -162,6 +175,8 @@ def test_context_parallel_plan() -> None:
         ("--seq-length 62", {}, "--context-parallel-size = 2.*62 tokens do not divide"),
         ("", {"attention_dropout": 0.1}, "--attention-dropout.*context parallelism"),
         ("", {"window_size": (8, 0)}, "sliding windows"),
+        ("", {"reset_attention_mask": True}, "--reset-attention-mask.*documents are not told apart"),
+        ("", {"dataloader_inter_document_masking": True}, "documents are not told apart"),
         ("", {"cp_comm_type": ["a2a"]}, "--cp-comm-type.*a2a.*commuted context parallelism"),
     ],
 )

@@ -1,0 +1,36 @@
+"""Breaks what is known of documents on purpose, inside a rank process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.probe import observe
+
+
+def one_document(**options: Any) -> None:
+    """Chunks that read no batch take a sequence for one document."""
+    from megatron_het.documents.starts import DocumentStarts
+
+    original = DocumentStarts.exchange
+
+    def exchange(self: Any, microbatches: int, sequences: Any, *more: Any) -> None:
+        known = dict(self._starts)
+        original(self, microbatches, sequences, *more)
+        self._starts = {m: known.get(m, ((0,),) * sequences(m)) for m in range(microbatches)}
+
+    DocumentStarts.exchange = exchange
+    observe(**options)
+
+
+def wide_window(**options: Any) -> None:
+    """A query sees one token more than its window has."""
+    from megatron_het.attention import core
+
+    original = core._window_of
+
+    def window_of(attention: Any) -> int | None:
+        window = original(attention)
+        return None if window is None else window + 1
+
+    core._window_of = window_of
+    observe(**options)

@@ -1,0 +1,76 @@
+"""Packed documents, sliding windows and softmax offsets under plans equal stock Megatron in one process.
+
+``benchmarks/parity.py --model packed`` and ``--model attention`` have more plans, of every schedule.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.cases import Case, build_plan, with_schedule
+from benchmarks.compare import compare
+from benchmarks.lab import Lab
+from benchmarks.packed_cases import packed
+from benchmarks.runner import Finished
+from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from tests.functional.selected import run_selected
+
+BAR = 1e-5
+_SLICED = {**PLAIN, "layers": 5}
+_TWO = build_plan([[1], [1]], [3, 2], random.Random(0))
+_CASES = [
+    packed(
+        Case(
+            "documents-in-three-stages",
+            build_plan([[2], [1, 2], [1]], [2, 2, 1], random.Random(0), even_routing=False, sequence_parallel=True),
+        ),
+        "by dataset",
+        "gpt",
+    ),
+    packed(
+        sliced_case({**_SLICED, "chunks": 2, "recompute": "full"}, "documents-in-slices", random.Random(0)),
+        "by token",
+        "softmax-offset",
+    ),
+    replace(sliced_case({**_SLICED, "slices": 8, "tp": 2}, "windows-in-slices", random.Random(0)), family="gpt-oss"),
+]
+BY_NAME = {case.name: case for case in _CASES}
+
+
+@pytest.fixture(scope="module")
+def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
+    """The runs of all selected cases, two at a time."""
+    return run_selected(BY_NAME, lab, request)
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
+    case, done = BY_NAME[name], finished[name].check()
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found
+
+
+def test_windows_end_at_documents(lab: Lab) -> None:
+    """Stock Megatron in one process cannot do both; one process under a plan can."""
+    both = ("--dataloader-inter-document-masking", "--reset-position-ids")
+    one = Case("documents-and-windows", build_plan([[1]], [5], random.Random(0)), family="gpt-oss", extra=both)
+    sliced = with_schedule(replace(one, plan=_TWO), "slimpipe", 1, {"slices": 4})
+    runs = [done.check() for done in lab.runner.run_all([lab.job(one), lab.job(sliced)], at_once=2)]
+    folders = {done.job.world_size: done.job.log_dir for done in runs}
+    found = compare(folders[2], sliced.plan, folders[1])
+    assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found
+
+
+@pytest.mark.parametrize(
+    ("name", "accident"), [("documents-in-three-stages", "one_document"), ("windows-in-slices", "wide_window")]
+)
+def test_the_comparison_can_fail(name: str, accident: str, lab: Lab) -> None:
+    case = replace(BY_NAME[name], name=f"{name}-broken")
+    job = lab.job(case)
+    assert job.setup is not None
+    done = lab.runner.run(replace(job, setup=(f"tests.functional.break_documents:{accident}", job.setup[1])))
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert found.gradient > 100 * BAR, found
