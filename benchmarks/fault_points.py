@@ -140,10 +140,11 @@ def _wrap_training(worker: Worker) -> None:
             return step(self, **keywords)
         worker.iteration, worker.samples, worker.operation = get_args().curr_iteration + 1, [], 0
         result = step(self, **keywords)
-        where = self.placement.locate(self.groups.rank)
-        ends = {0: "first", len(self.plan.stages) - 1: "last"}
-        if worker.samples and where.stage in ends and where.cp_rank == 0:
-            worker.note({"samples": worker.samples, "stage": ends[where.stage]})
+        where, (last, _) = self.placement.locate(self.groups.rank), self.placement.last
+        if worker.samples and where.stage in (0, last) and where.cp_rank == 0:
+            # In a V the first stage has both ends of the model, and each of them reads.
+            times = 1 + (last == 0 and len(self.plan.stages[0].layers) > 1)
+            worker.note({"samples": worker.samples, "stage": where.stage, "times": times})
         if (loss := _loss(result)) is not None:
             worker.note({"loss": loss})
         return result

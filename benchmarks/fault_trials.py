@@ -63,7 +63,7 @@ class Outcome:
         code: Exit code of the controller.
         left: Processes that the job left behind.
         history: Why each generation came.
-        losses: By iteration, of every generation that did it.
+        losses: By iteration and by generation that did it, as its ranks know them.
         samples: By iteration and stage, as read in the last generation that did it.
         error: The controller's and the nodes' errors.
         happened: Faults that did happen.
@@ -73,8 +73,8 @@ class Outcome:
     code: int | None = None
     left: int = 0
     history: list[str] = field(default_factory=list)
-    losses: dict[int, list[float]] = field(default_factory=dict)
-    samples: dict[int, dict[str, list[int]]] = field(default_factory=dict)
+    losses: dict[int, dict[int, list[float]]] = field(default_factory=dict)
+    samples: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     error: list[str] = field(default_factory=list)
     happened: list[str] = field(default_factory=list)
 
@@ -232,11 +232,12 @@ def _read(folder: Path, outcome: Outcome) -> None:
         iteration = record["iteration"]
         last[iteration] = max(last.get(iteration, 0), record["generation"])
         if "loss" in record:
-            outcome.losses.setdefault(iteration, []).append(record["loss"])
+            losses = outcome.losses.setdefault(iteration, {})
+            losses.setdefault(record["generation"], []).append(record["loss"])
     for record in records:
         if "samples" in record and record["generation"] == last[record["iteration"]]:
             stages = outcome.samples.setdefault(record["iteration"], {})
-            stages.setdefault(record["stage"], []).extend(record["samples"])
+            stages.setdefault(record["stage"], []).extend(_once(record["samples"], record["times"]))
     with contextlib.suppress(OSError, ValueError):
         document = json.loads((folder / "job" / "state.json").read_text(encoding="utf-8"))
         outcome.history = [entry["why"] for entry in document["history"]]
@@ -244,6 +245,12 @@ def _read(folder: Path, outcome: Outcome) -> None:
         text = file.read_text(encoding="utf-8", errors="replace")
         outcome.error += [f"{file.stem}: {line}" for line in text.splitlines() if _is_error(file.stem, line)]
     outcome.happened = sorted(file.name.removeprefix("happened-") for file in folder.glob("happened-*"))
+
+
+def _once(samples: list[int], times: int) -> list[int]:
+    """What was read by several readers of one rank, as read by one; what they do not agree about stays as it is."""
+    once = sorted(samples)[::times]
+    return once if sorted(once * times) == sorted(samples) else samples
 
 
 def _is_error(name: str, line: str) -> bool:
@@ -265,7 +272,12 @@ def loss_difference(outcome: Outcome, reference: Mapping[int, float]) -> float:
     """Largest relative one of any iteration, also of one that was done again; infinite where one is missing."""
     if sorted(outcome.losses) != list(range(1, STEPS + 1)):
         return float("inf")
-    return max(abs(loss - reference[i]) / abs(reference[i]) for i, found in outcome.losses.items() for loss in found)
+    return max(
+        abs(loss - reference[i]) / abs(reference[i])
+        for i, by_generation in outcome.losses.items()
+        for losses in by_generation.values()
+        for loss in losses
+    )
 
 
 # -- kinds of faults -------------------------------------------------------------------------------
