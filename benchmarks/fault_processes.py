@@ -111,7 +111,9 @@ def het_run(words: Sequence[str], setup: Callable[[], None]) -> int:
     from megatron_het.elastic import agent
     from megatron_het.elastic.__main__ import main
 
-    def start(command: Sequence[str], *, env: Mapping[str, str], stdout: Any, preexec_fn: Any, **_unused: Any) -> Forked:
+    def start(
+        command: Sequence[str], *, env: Mapping[str, str], stdout: Any, preexec_fn: Any, **_unused: Any
+    ) -> Forked:
         return Forked(lambda: _work(command, preexec_fn, setup), Path(stdout.name), env, own_session=False)
 
     agent.subprocess = SimpleNamespace(Popen=start, DEVNULL=DEVNULL, STDOUT=STDOUT, TimeoutExpired=TimeoutExpired)  # type: ignore[assignment]

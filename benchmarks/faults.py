@@ -67,7 +67,9 @@ class FaultLab:
         if key not in self._references:
             folder = self._folder / f"reference-{len(self._references)}"
             flags = (*common_flags(*key, steps=STEPS), *self._lab.start_flags(pool.weights))
-            self._runner.run(Job(folder.name, 1, flags, folder, setup=("benchmarks.probe:observe", {"out": str(folder)})))
+            self._runner.run(
+                Job(folder.name, 1, flags, folder, setup=("benchmarks.probe:observe", {"out": str(folder)}))
+            )
             losses = json.loads((folder / "losses-0.json").read_text(encoding="utf-8"))["losses"]
             self._references[key] = dict(enumerate(losses, 1))
         return self._references[key]
@@ -196,7 +198,9 @@ def main() -> int:
                 shutil.rmtree(folder / f"trial-{number}")
     if options.keep is None:
         shutil.rmtree(folder)
-    print(json.dumps({key: value for key, value in summary(options.seed, entries).items() if key != "entries"}, indent=1))
+    print(
+        json.dumps({key: value for key, value in summary(options.seed, entries).items() if key != "entries"}, indent=1)
+    )
     return int(any(entry["failed"] for entry in entries))
 
 
