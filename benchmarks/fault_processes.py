@@ -21,7 +21,7 @@ from subprocess import DEVNULL, STDOUT, TimeoutExpired
 from types import SimpleNamespace
 from typing import Any
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.02
 
 
@@ -79,6 +79,7 @@ def _be(run: Callable[[], int], log: Path, environment: Mapping[str, str], own_s
     try:
         if own_session:
             os.setsid()
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # none outlives the benchmark
         # As multiprocessing does after its own forks: the parent's helpers are not this process's children.
         multiprocessing.process._children.clear()  # type: ignore[attr-defined]
         multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]

@@ -52,11 +52,11 @@ class MeetingStore(dist.Store):
         """See :class:`torch.distributed.Store`."""
         return bool(self._store.check(list(keys)))
 
-    def deleteKey(self, key: str) -> bool:  # noqa: N802 - the name by which torch calls it
+    def deleteKey(self, key: str) -> bool:
         """See :class:`torch.distributed.Store`."""
         return bool(self._store.delete_key(key))
 
-    delete_key = deleteKey  # noqa: N815
+    delete_key = deleteKey
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
         """See :class:`torch.distributed.Store`."""
