@@ -289,7 +289,7 @@ class Controller:
         if max(self._failures, self._repeated) > _FAILURES:
             errors = {e["error"] for e in self._ended.values() if e["error"]}
             raise JobError(
-                f"{max(self._failures, self._repeated)} generations failed one after the other, at iteration {reached}: "
+                f"{max(self._failures, self._repeated)} generations failed in a row, at iteration {reached}: "
                 f"{'; '.join(sorted(errors)) or 'workers died'}. The workers' logs say more"
             )
         self._next(f"{dead} ranks were lost" if dead else "a session failed", self._failed_since)

@@ -66,7 +66,7 @@ class MeetingStore(dist.Store):
         """See :class:`torch.distributed.Store`."""
         self._timeout = timeout
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Until all keys are there.
 
         Raises:

@@ -88,7 +88,7 @@ def test_what_fails_again_and_again_at_one_place_ends_the_job(tmp_path: Path):
     board: Any = Notes()
     controller = controller_of(board, tmp_path, return_s=600.0)
     come(board, 3, "n2")
-    with pytest.raises(JobError, match="generations failed one after the other, at iteration 3"):
+    with pytest.raises(JobError, match="generations failed in a row, at iteration 3"):
         for generation in range(1, 12):
             controller._step()
             opened = {"type": "opened", "process": 1, "generation": generation, "padded_vocab_size": None}
