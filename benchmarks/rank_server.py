@@ -213,7 +213,7 @@ class Server:
         raise RuntimeError(f"no free port between {_FIRST_PORT} and {_FIRST_PORT + _PORTS}")
 
 
-def _import_everything() -> None:
+def import_everything() -> None:
     """What every rank needs, without starting anything."""
     from megatron_het import platform, upstream
 
@@ -241,7 +241,7 @@ def _import_everything() -> None:
         upstream.changed_sources(patch)
 
 
-def _remember_docstrings() -> None:
+def remember_docstrings() -> None:
     """Megatron parses the sources of its configuration classes for every parser it makes.
 
     The result depends on the class alone; it is half of the time that a small run takes.
@@ -266,7 +266,7 @@ def _remember_docstrings() -> None:
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
-def _share_queue_server() -> None:
+def share_queue_server() -> None:
     """Serve the result queues of all checkpoint writers from one process.
 
     Megatron starts a helper process per rank for one queue, with a new interpreter that imports
@@ -287,9 +287,9 @@ def _share_queue_server() -> None:
 
 def main() -> None:
     """Serve, or, in a forked process, be a rank."""
-    _import_everything()
-    _remember_docstrings()
-    _share_queue_server()
+    import_everything()
+    remember_docstrings()
+    share_queue_server()
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     if threads > 1:
         raise SystemExit(f"an import has started {threads - 1} threads; forking is not safe")

@@ -148,10 +148,20 @@ def _serve_node(options: Any, host: str, port: int, token: str, flags: list[str]
     from megatron_het.elastic.agent import Agent, Node
     from megatron_het.elastic.worker import Setting
 
-    setting = Setting(
-        host, port, token, 0, options.node, options.device, "", options.copy_every, options.timeout_s, _signature(flags)
-    )
     workers = options.workers or _devices()
+    setting = Setting(
+        host,
+        port,
+        token,
+        0,
+        options.node,
+        options.device,
+        "",
+        options.copy_every,
+        options.timeout_s,
+        _signature(flags),
+        workers,
+    )
     folder = options.folder / f"node-{options.node}"
     return Agent(Node(setting, workers, folder, tuple(flags), options.restarts), _say).run()
 

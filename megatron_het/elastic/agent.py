@@ -41,6 +41,23 @@ class Node:
     restarts: int
 
 
+@dataclass
+class _Worker:
+    """A worker that was started.
+
+    Attributes:
+        number: Its process number.
+        slot: Its device.
+        process: The process.
+        is_refused: Whether the controller does not take it; another one would not be taken either.
+    """
+
+    number: int
+    slot: int
+    process: subprocess.Popen[bytes]
+    is_refused: bool = False
+
+
 class Agent:
     """Runs the workers of a node.
 
@@ -53,8 +70,7 @@ class Agent:
         setting = node.setting
         self._node, self._say = node, say
         self._board = Board(setting.host, setting.port, setting.token, patience_s=setting.timeout_s)
-        self._workers: dict[int, subprocess.Popen[bytes]] = {}
-        self._slots: dict[int, int] = {}
+        self._workers: list[_Worker] = []
         self._restarts = [node.restarts] * node.workers
         self._asked = False
 
@@ -74,8 +90,8 @@ class Agent:
                 self._look_after()
                 time.sleep(_POLL_S)
         finally:
-            for worker in self._workers.values():
-                worker.kill()
+            for worker in self._workers:
+                worker.process.kill()
         self._say("no worker is left on this node")
         return 0 if self._asked else 1
 
@@ -85,14 +101,13 @@ class Agent:
 
     def _start(self, slot: int) -> None:
         number = self._board.count("processes")
-        self._slots[number] = slot
         folder = self._node.folder / f"worker-{number}"
         folder.mkdir(parents=True, exist_ok=True)
         setting = replace(self._node.setting, process=number, folder=str(folder))
         environment = dict(os.environ)
         environment.update({ENVIRONMENT: setting.to_text(), "LOCAL_RANK": str(slot), "PYTHONUNBUFFERED": "1"})
         with (folder / "log.txt").open("ab") as log:
-            self._workers[number] = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_het.elastic.worker", *self._node.flags],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -100,6 +115,7 @@ class Agent:
                 stderr=subprocess.STDOUT,
                 preexec_fn=_die_with_parent if _LIBC else None,  # noqa: PLW1509  one prctl, no lock
             )
+        self._workers.append(_Worker(number, slot, process))
         self._say(f"worker {number} started, its log is {folder / 'log.txt'}")
 
     def _look_after(self) -> None:
@@ -107,34 +123,40 @@ class Agent:
         if self._asked and not self._board.has(f"asked/{name}"):
             self._board.put(f"asked/{name}", True)
             self._board.post({"type": "leave", "node": name})
-        for number, worker in list(self._workers.items()):
-            if self._board.has(f"refused/{number}"):
-                self._say(f"worker {number} was refused: {self._board.get(f'refused/{number}')}")
-                self._restarts[self._slots[number]] = 0
-                worker.kill()
-            elif self._board.has(f"kill/{number}"):
-                worker.kill()
-            elif self._board.has(f"gone/{number}"):
-                self._asked = True
-                worker.kill()
-            if worker.poll() is not None:
-                del self._workers[number]
-                self._board.post({"type": "exit", "process": number, "node": name, "why": _why(worker.returncode)})
-                self._perhaps_restart(self._slots.pop(number), worker.returncode)
+        for worker in list(self._workers):
+            self._obey(worker)
+            code = worker.process.poll()
+            if code is not None:
+                self._workers.remove(worker)
+                self._board.post({"type": "exit", "process": worker.number, "node": name, "why": _why(code)})
+                self._perhaps_restart(worker, code)
 
-    def _perhaps_restart(self, slot: int, code: int) -> None:
+    def _obey(self, worker: _Worker) -> None:
+        """What the controller wants of a worker."""
+        number = worker.number
+        if not worker.is_refused and self._board.has(f"refused/{number}"):
+            worker.is_refused = True
+            self._say(f"worker {number} was refused: {self._board.get(f'refused/{number}')}")
+            worker.process.kill()
+        elif self._board.has(f"kill/{number}"):
+            worker.process.kill()
+        elif self._board.has(f"gone/{number}"):
+            self._asked = True
+            worker.process.kill()
+
+    def _perhaps_restart(self, worker: _Worker, code: int) -> None:
         """A worker that was ended by a signal comes back as a newcomer; one that ended by itself would do so again."""
-        if code < 0 and not self._asked and self._restarts[slot] > 0:
-            self._restarts[slot] -= 1
-            self._start(slot)
+        if code < 0 and not (self._asked or worker.is_refused) and self._restarts[worker.slot] > 0:
+            self._restarts[worker.slot] -= 1
+            self._start(worker.slot)
 
     def _wait_for_ends(self) -> None:
         deadline_s = time.monotonic() + _END_S
-        for worker in self._workers.values():
+        for worker in self._workers:
             try:
-                worker.wait(max(0.0, deadline_s - time.monotonic()))
+                worker.process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
-                worker.kill()
+                worker.process.kill()
 
 
 def _why(code: int) -> str:

@@ -12,6 +12,7 @@ from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.datasets import Kept, remembered
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.links import Links
+from megatron_het.elastic.meeting import MeetingStore
 from megatron_het.elastic.state import Restored, Snapshot, Trainee, restore, take
 from megatron_het.runtime.boundary import Boundary
 
@@ -60,7 +61,7 @@ class ElasticBoundary(Boundary):
     ) -> None:
         self.generation, self.process, self._timeout_s = generation, process, timeout_s
         self._job_store = store
-        self.store = dist.PrefixStore(f"{generation.number}/world", store)
+        self.store = dist.PrefixStore("world", meeting_of(generation, store, timeout_s))
         self._copies, self._leaves_at = copies, leaves_at
         self.padded_vocab_size = padded_vocab_size
         self._datasets = datasets
@@ -68,6 +69,8 @@ class ElasticBoundary(Boundary):
         self.restored: Restored | None = None
         self.iteration: int | None = None
         """Iterations that are done, as far as this session knows."""
+        self._save_every: int | None = None
+        self._saved_in: str | None = None
         self.times: dict[str, float] = {}
         """Wall-clock times of what a change waits for."""
 
@@ -75,6 +78,10 @@ class ElasticBoundary(Boundary):
         """All generations have one vocabulary: its padding depends on TP, and padded rows take part in the loss."""
         if self.padded_vocab_size is not None and args.padded_vocab_size is None:
             args.padded_vocab_size = self.padded_vocab_size
+        self._save_every, self._saved_in = args.save_interval, args.save
+        last = args.train_iters or (args.train_samples or 0) // (args.global_batch_size or 1)
+        if last in self.generation.unsaved:
+            args.save = None
 
     def remember(self, provider: Callable[..., Any]) -> Callable[..., Any]:
         """Datasets stay."""
@@ -100,7 +107,7 @@ class ElasticBoundary(Boundary):
             self._copies.restored(self.restored.iteration)
             return self.restored.iteration, self.restored.flops
         if self.generation.loads:
-            _load_newest_checkpoint(args)
+            _load_newest_checkpoint(args, self._saved_in)
         return None
 
     def reached(self, session: Any, iteration: int) -> None:
@@ -114,6 +121,8 @@ class ElasticBoundary(Boundary):
             self._copies.wait()
             raise Leave(take(self.trainee, iteration))
         assert self.trainee is not None
+        if self.generation.unsaved:
+            self.trainee.args.save_interval = None if iteration + 1 in self.generation.unsaved else self._save_every
         self._copies.keep(session, self.trainee, iteration)
 
     def closed(self) -> None:
@@ -123,7 +132,7 @@ class ElasticBoundary(Boundary):
 
     def _open_copies(self, rank: int) -> None:
         if self._copies.every:
-            prefix = dist.PrefixStore(f"{self.generation.number}/copies", self._job_store)
+            prefix = dist.PrefixStore("copies", meeting_of(self.generation, self._job_store, self._timeout_s))
             links = Links(prefix, rank, len(self.generation.ranks), self._timeout_s)
             self._copies.open(self.generation, rank, links)
 
@@ -131,14 +140,20 @@ class ElasticBoundary(Boundary):
 def open_links(generation: Generation, process: int, store: Any, timeout_s: float) -> Links:
     """The connections over which the state of a generation moves.  Collective over its movers."""
     movers = generation.movers
-    prefix = dist.PrefixStore(f"{generation.number}/movers", store)
+    prefix = dist.PrefixStore("movers", meeting_of(generation, store, timeout_s))
     return Links(prefix, movers.index(process), len(movers), timeout_s)
 
 
-def _load_newest_checkpoint(args: Any) -> None:
+def meeting_of(generation: Generation, store: Any, timeout_s: float) -> MeetingStore:
+    """Where the processes of a generation meet, in the job's store."""
+    prefix = dist.PrefixStore(str(generation.number), store)
+    return MeetingStore(prefix, generation.lost_key.partition("/")[2], timeout_s)
+
+
+def _load_newest_checkpoint(args: Any, folder: str | None) -> None:
     """Nobody holds a complete state: go on from what this job has saved, else as the flags say."""
     from megatron.training import checkpointing
 
-    if args.save and checkpointing.checkpoint_exists(args.save):
-        args.load, args.finetune, args.no_load_optim, args.no_load_rng = args.save, False, False, False
+    if folder and checkpointing.checkpoint_exists(folder):
+        args.load, args.finetune, args.no_load_optim, args.no_load_rng = folder, False, False, False
         args.ckpt_step = None

@@ -9,49 +9,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_het.elastic.board import Board, BoardError
 from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.members import Bounds, Member
 from megatron_het.elastic.pool import NoPlanError, Planner, Process
 from megatron_het.untrusted import read_json, write_text
 
 _POLL_S = 0.02
 _FAILURES = 3
 _SHOW_S = 1.0
+_SETTLE_S = 30.0
 
 
 class JobError(RuntimeError):
     """The job cannot go on; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """How long the controller waits, in seconds.
-
-    Attributes:
-        lost_s: Without a sign of life a process or a node counts as lost.
-        leave_s: For the ranks of a session to end once one of them has died.
-        start_s: For the first nodes to come.
-        return_s: For workers to come back where there is no plan without those that were lost.
-    """
-
-    lost_s: float = 30.0
-    leave_s: float = 30.0
-    start_s: float = 600.0
-    return_s: float = 60.0
-
-
-@dataclass
-class _Member:
-    """A worker as the controller knows it."""
-
-    process: Process
-    iteration: int = 0
-    beats: int = -1
-    seen_s: float = field(default_factory=time.monotonic)
 
 
 class Controller:
@@ -71,7 +45,7 @@ class Controller:
     ) -> None:
         self._board, self._planner, self._state, self._nodes = board, planner, state, nodes
         self._bounds, self._say = bounds, say
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, Member] = {}
         self._leaving: set[str] = set()
         self._generation: Generation | None = None
         self._ended: dict[int, dict[str, Any]] = {}
@@ -79,6 +53,9 @@ class Controller:
         self._failed_since: float | None = None
         self._failures = 0
         self._progress = 0
+        self._unsaved: set[int] = set()
+        self._failed_at, self._repeated = -1, 0
+        self._missing: dict[str, int] = {}
         self._signature: str | None = None
         self._considered: frozenset[int] = frozenset()
         self._prepared: frozenset[int] = frozenset()
@@ -147,8 +124,7 @@ class Controller:
         elif kind == "exit":
             self._lose(int(message["process"]), f"worker {message['process']} on {message['node']} {message['why']}")
         elif kind == "ended" and self._generation is not None and message["generation"] == self._generation.number:
-            self._ended[int(message["process"])] = message
-            self._progress = max(self._progress, int(message["iteration"]))
+            self._note_ended(message)
         elif kind == "opened":
             self._note_opened(message)
         elif kind == "leave":
@@ -157,6 +133,21 @@ class Controller:
         elif kind == "replan":
             self._planner.renew()
             self._asked, self._considered, self._prepared = True, frozenset(), frozenset()
+
+    def _note_ended(self, message: dict[str, Any]) -> None:
+        self._ended[int(message["process"])] = message
+        self._progress = max(self._progress, int(message["iteration"]))
+        if message["how"] == "failed":
+            self._tell_waiting("a session failed")
+        if message.get("unsaved") is not None and int(message["unsaved"]) not in self._unsaved:
+            self._unsaved.add(int(message["unsaved"]))
+            self._say(f"the checkpoint of iteration {message['unsaved']} is not written: {message['error']}")
+
+    def _tell_waiting(self, why: str) -> None:
+        """Those who still wait for a process of this generation need not."""
+        assert self._generation is not None
+        if not self._board.has(self._generation.lost_key):
+            self._board.put(self._generation.lost_key, why)
 
     def _welcome(self, message: dict[str, Any]) -> None:
         number, signature = int(message["process"]), str(message["signature"])
@@ -169,7 +160,9 @@ class Controller:
             )
             return
         self._leaving.discard(str(message["node"]))
-        self._members[number] = _Member(Process(number, str(message["node"]), str(message["device"])))
+        node = str(message["node"])
+        self._members[number] = Member(Process(number, node, str(message["device"])))
+        self._missing[node] = self._missing.get(node, int(message.get("workers", 1))) - 1
         self._say(f"worker {number} on {message['node']} is ready")
 
     def _note_opened(self, message: dict[str, Any]) -> None:
@@ -211,7 +204,11 @@ class Controller:
         if member is None:
             return
         self._say(why)
-        if self._generation is not None and number in self._generation.ranks and self._failed_since is None:
+        if self._generation is None:
+            return
+        if number in self._generation.movers:
+            self._tell_waiting(why)
+        if number in self._generation.ranks and self._failed_since is None:
             self._failed_since = time.time()
 
     # -- decisions -------------------------------------------------------------------------------
@@ -230,7 +227,9 @@ class Controller:
         self._planner.prepare([pool, *(left for left in without if left)])
 
     def _perhaps_start(self) -> None:
-        if len({p.node for p in self._pool()}) >= self._nodes:
+        settled = max((member.came_s for member in self._members.values()), default=0.0) + _SETTLE_S
+        complete = all(missing <= 0 for missing in self._missing.values()) or time.monotonic() > settled
+        if len({p.node for p in self._pool()}) >= self._nodes and complete:
             self._next("start", time.time())
         elif time.monotonic() - self._started_s > self._bounds.start_s:
             found = sorted({p.node for p in self._pool()})
@@ -283,14 +282,16 @@ class Controller:
         if not self._can_go_on(self._failed_since):
             return
         reached = max([self._progress, *(member.iteration for member in self._members.values())])
-        self._failures += 1
-        if self._failures > _FAILURES:
+        dead = len(generation.ranks) - len(alive)
+        # What fails again at the same place, without a death, does so whatever was done in between.
+        self._repeated = self._repeated + 1 if not dead and reached <= self._failed_at else 0
+        self._failures, self._failed_at = self._failures + 1, max(reached, self._failed_at)
+        if max(self._failures, self._repeated) > _FAILURES:
             errors = {e["error"] for e in self._ended.values() if e["error"]}
             raise JobError(
-                f"{self._failures} generations failed one after the other, at iteration {reached}: "
+                f"{max(self._failures, self._repeated)} generations failed in a row, at iteration {reached}: "
                 f"{'; '.join(sorted(errors)) or 'workers died'}. The workers' logs say more"
             )
-        dead = len(generation.ranks) - len(alive)
         self._next(f"{dead} ranks were lost" if dead else "a session failed", self._failed_since)
 
     def _can_go_on(self, since_s: float) -> bool:
@@ -318,7 +319,8 @@ class Controller:
         number = 0 if before is None else before.number + 1
         holders = () if before is None else tuple(p for p in before.movers if p in self._members)
         nodes = tuple(self._members[process].process.node for process in ranks)
-        self._generation = Generation(number, plan, ranks, holders, nodes, loads=before is not None)
+        unsaved = tuple(sorted(self._unsaved))
+        self._generation = Generation(number, plan, ranks, holders, nodes, before is not None, unsaved)
         self._ended, self._wanted, self._failed_since = {}, None, None
         self._considered = frozenset()
         self.history.append({"generation": number, "why": reason, "seen": since_s, "left": left_s})
@@ -360,8 +362,8 @@ class Controller:
         self._signature, self.history = document["signature"], document["history"]
         for member in document["members"]:
             process = Process(int(member["process"]), member["node"], member["device"])
-            self._members[process.number] = _Member(process)
-        self._leaving = set(document["leaving"])
+            self._members[process.number] = Member(process)
+        self._leaving, self._unsaved = set(document["leaving"]), set(self._generation.unsaved)
         number = self._generation.number
         self._board.put(f"{number}/generation", self._generation.to_json())
         self._board.put("latest", number)

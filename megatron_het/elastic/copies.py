@@ -86,7 +86,7 @@ class Copies:
         session.materialise_parameters()
         if self._blocks is None:
             self._blocks = blocks_of(trainee.models, trainee.args)
-        state = collect(trainee.models, trainee.optimizer, trainee.args, self._blocks)
+        state = collect(trainee.models, trainee.optimizer, trainee.args, self._blocks, is_updated=True)
         self._note_shared([piece for piece, _ in state.pieces])
         shared = self._shared
         pieces = sorted(state.pieces, key=lambda entry: _identity(entry[0]) in shared)

@@ -19,6 +19,7 @@ class Generation:
         holders: Processes that may hold state of an earlier generation.
         nodes: Name of the node of each rank.
         loads: Whether the state comes from them; the first generation starts as the flags say.
+        unsaved: Iterations whose checkpoint could not be written, and is not tried again.
     """
 
     number: int
@@ -27,11 +28,17 @@ class Generation:
     holders: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
     loads: bool = False
+    unsaved: tuple[int, ...] = ()
 
     @property
     def movers(self) -> tuple[int, ...]:
         """Processes that take part in moving the state."""
         return tuple(sorted({*self.ranks, *self.holders}))
+
+    @property
+    def lost_key(self) -> str:
+        """In the job's store: there once one of its processes is lost or its session has failed."""
+        return f"{self.number}/lost"
 
     def rank_of(self, process: int) -> int | None:
         """The process's rank; None if it has none."""
@@ -46,6 +53,7 @@ class Generation:
             "holders": list(self.holders),
             "nodes": list(self.nodes),
             "loads": self.loads,
+            "unsaved": list(self.unsaved),
         }
 
     @staticmethod
@@ -62,4 +70,5 @@ class Generation:
             tuple(int(process) for process in document["holders"]),
             tuple(str(node) for node in document["nodes"]),
             bool(document["loads"]),
+            tuple(int(iteration) for iteration in document["unsaved"]),
         )

@@ -59,7 +59,14 @@ Blocks = dict[int, tuple[torch.Tensor, list[_Block]]]
 
 
 @torch.no_grad()
-def collect(models: Sequence[torch.nn.Module], optimizer: Any, args: Any, blocks: Blocks | None = None) -> LocalState:
+def collect(
+    models: Sequence[torch.nn.Module],
+    optimizer: Any,
+    args: Any,
+    blocks: Blocks | None = None,
+    *,
+    is_updated: bool = False,
+) -> LocalState:
     """This rank's state as it is now.
 
     Args:
@@ -67,14 +74,21 @@ def collect(models: Sequence[torch.nn.Module], optimizer: Any, args: Any, blocks
         optimizer: Megatron's.
         args: Megatron's arguments.
         blocks: What :func:`blocks_of` returned for these models, if it is known.
+        is_updated: Whether an update may have been made whose parameters travel with the next forward
+            (``--overlap-param-gather``): until then a rank has new values of its own part only.
 
     Raises:
         StateError: An optimizer that keeps its state in a form that is not known here.
     """
     blocks = blocks or blocks_of(models, args)
     found = LocalState()
+    owned = _owned(optimizer) if is_updated and args.overlap_param_gather else None
     for tensor, parts in blocks.values():
-        _add(found, parts, PARAMETER, tensor, 0)
+        if owned is None or not tensor.requires_grad:
+            _add(found, parts, PARAMETER, tensor, 0)
+        elif id(tensor) in owned:
+            start, size = owned[id(tensor)]
+            _add(found, parts, PARAMETER, tensor.view(-1)[start : start + size], start)
     for inner, pairs in optimizers(optimizer):
         for parameter, main, start in pairs:
             parts = blocks[id(parameter)][1]
@@ -167,6 +181,13 @@ def optimizers(optimizer: Any) -> Iterator[tuple[Any, list[tuple[torch.Tensor, t
         else:
             pairs = [(p, p, 0) for group in inner.param_groups for p in group["params"]]
         yield inner, pairs
+
+
+def _owned(optimizer: Any) -> dict[int, tuple[int, int]]:
+    """By the id of a parameter: the element at which this rank's part of it begins, and its size."""
+    return {
+        id(parameter): (start, main.numel()) for _, pairs in optimizers(optimizer) for parameter, main, start in pairs
+    }
 
 
 def blocks_of(models: Sequence[torch.nn.Module], args: Any) -> Blocks:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_het.elastic.boundary import ElasticBoundary, Leave
 from megatron_het.elastic.state import Snapshot
@@ -28,11 +29,13 @@ class Outcome:
             needed broke).
         snapshot: This rank's state where it left.
         error: What failed.
+        unsaved: Iteration whose checkpoint this rank could not write, where that is what failed.
     """
 
     how: str
     snapshot: Snapshot | None = None
     error: str = ""
+    unsaved: int | None = None
 
 
 def run_session(
@@ -67,13 +70,22 @@ def run_session(
         if stop.code not in (None, 0):
             raise
     except RuntimeError as error:  # what torch.distributed raises when a peer has gone
-        text = "".join(traceback.format_exception_only(error)).strip()
-        traceback.clear_frames(error.__traceback__)
-        return Outcome("failed", error=text)
+        return Outcome("failed", error=_told(error))
+    except (OSError, CheckpointException) as error:  # a full disk: training goes on without this checkpoint
+        return Outcome("failed", error=_told(error), unsaved=(boundary.iteration or 0) + 1)
     finally:
         boundary.closed()
         end_session()
     return Outcome("finished")
+
+
+def _told(error: BaseException) -> str:
+    """An error in words; what it refers to is let go."""
+    causes = [failure[0] for failure in getattr(error, "failures", {}).values()]
+    text = "".join(traceback.format_exception_only(causes[0] if causes else error)).strip()
+    for one in (error, *causes):
+        traceback.clear_frames(one.__traceback__)
+    return text
 
 
 def _with_own_folders(flags: Sequence[str], number: int) -> list[str]:

@@ -96,7 +96,7 @@ def take(trainee: Trainee, iteration: int) -> Snapshot:
         trainee: What is trained; whole parameters are shown.
         iteration: Iterations that are done.
     """
-    state = collect(trainee.models, trainee.optimizer, trainee.args)
+    state = collect(trainee.models, trainee.optimizer, trainee.args, is_updated=True)
     return described(trainee, iteration, state, [(p, t.detach().to("cpu", copy=True)) for p, t in state.pieces])
 
 

@@ -40,6 +40,7 @@ class Setting:
         copy_every: See :class:`Copies`.
         timeout_s: Bound on every wait of a change.
         signature: What all workers of a job must have in common.
+        workers: Of the node.
     """
 
     host: str
@@ -52,6 +53,7 @@ class Setting:
     copy_every: int
     timeout_s: float
     signature: str
+    workers: int = 1
 
     def to_text(self) -> str:
         """For an environment variable."""
@@ -88,7 +90,7 @@ class Worker:
         """Until the job is over; returns the exit code."""
         setting = self._setting
         threading.Thread(target=self._beat, daemon=True).start()
-        about = {"process": setting.process, "node": setting.node, "device": setting.device}
+        about = {"process": setting.process, "node": setting.node, "device": setting.device, "workers": setting.workers}
         self._board.post({"type": "ready", **about, "signature": setting.signature})
         number = -1
         while (generation := self._next(number)) is not None:
@@ -119,6 +121,7 @@ class Worker:
                     "generation": generation.number,
                     "how": outcome.how,
                     "error": outcome.error[-2000:],
+                    "unsaved": outcome.unsaved,
                     "iteration": boundary.iteration or 0,
                 }
             )

@@ -24,6 +24,9 @@ def let_go(models: Iterable[torch.nn.Module]) -> None:
     for chunk in models:
         for module in list(chunk.modules()):
             if isinstance(module, DistributedDataParallel):
+                # Modules with a cache of their own, such as rotary embeddings, outlive the model, with their hooks.
+                for handle in getattr(module, "remove_forward_pre_hook_handles", {}).values():
+                    handle.remove()
                 # No hook of a node can be removed without its handle, and nobody keeps the handles: what the hooks
                 # hold is emptied instead.
                 vars(module).clear()

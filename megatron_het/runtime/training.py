@@ -40,12 +40,15 @@ class PretrainHook:
         @functools.wraps(original)
         def pretrain(cfg_container: Any, provider: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
             args = _initialize_distributed(self._boundary.store or keywords.get("store"))
-            self._roll_call = RollCall(dist.distributed_c10d._get_default_store(), args.rank, args.world_size)
+            if not self._boundary.outlives_sessions:
+                store = dist.distributed_c10d._get_default_store()
+                self._roll_call = RollCall(store, args.rank, args.world_size)
             try:
                 return self._run(original, args, cfg_container, provider, *positional, **keywords)
             except BaseException:
                 # A process that ends while a thread waits in the store is aborted, whatever its exit code.
-                self._roll_call.close()
+                if self._roll_call is not None:
+                    self._roll_call.close()
                 if self._boundary.outlives_sessions:
                     self._abandon()
                 raise
@@ -91,16 +94,15 @@ class PretrainHook:
 
     def _abandon(self) -> None:
         """The session ends here, and the process goes on: what was measured is kept, and all connections are closed."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, OSError):
             self._session.finish_report()
         with contextlib.suppress(RuntimeError):
             self._session.close()
 
     def _add_verdict(self, error: RuntimeError, rank: int) -> None:
         """Add to an error who does not answer any more."""
-        if self._boundary.outlives_sessions:
+        if self._roll_call is None:
             return
-        assert self._roll_call is not None
         error.add_note(f"het: rank {rank}: {self._roll_call.verdict()}")
 
     def _route_data(self, args: Any, provider: Callable[..., Any]) -> Callable[..., Any]:

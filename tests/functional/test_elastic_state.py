@@ -31,6 +31,7 @@ def run(
     changes: list[tuple[Plan, list[int], int | None]],
     steps: int = STEPS,
     lost: dict[int, list[int]] | None = None,
+    more: tuple[str, ...] = (),
 ) -> Any:
     """Go through steps of (plan, processes, until); returns the losses by iteration of every step.
 
@@ -45,7 +46,7 @@ def run(
         )
     (folder / "script.json").write_text(json.dumps(script))
     size = max(max(ranks) for _, ranks, _ in changes) + 1
-    flags = (*common_flags(weights, steps=steps), *lab.start_flags(weights), "--het-report", str(folder))
+    flags = (*common_flags(weights, steps=steps), *lab.start_flags(weights), "--het-report", str(folder), *more)
     lab.runner.run(
         Job(
             "elastic",
@@ -67,7 +68,10 @@ CHAINS = {
     # Without and with the distributed optimizer, a vocabulary over all stages, chunks in a V.
     "tied": [KINDS["tied"].first, KINDS["split-vocabulary"].first, KINDS["chunks-in-a-v"].first],
     "bf16": [KINDS["bf16"].first, KINDS["bf16"].second],
+    # Between two iterations a rank has new values of its own part of the parameters only.
+    "gathered late": [plan("c", [[1, 1], [1]], [3, 2], **DIVIDED), plan("d", [[1], [1, 1]], [2, 3], **DIVIDED)],
 }
+FLAGS = {"gathered late": ("--overlap-grad-reduce", "--overlap-param-gather")}
 
 
 @pytest.mark.parametrize("name", list(CHAINS))
@@ -82,7 +86,7 @@ def test_a_change_of_plan_keeps_the_losses(lab: Lab, tmp_path: Path, name: str):
         first = i % 2  # process 0 comes and goes, and others change their rank
         last = i == len(plans) - 1
         changes.append((under, list(range(first, first + under.world_size)), None if last else 2 * (i + 1)))
-    found = run(lab, tmp_path / "changed", weights, changes)
+    found = run(lab, tmp_path / "changed", weights, changes, more=FLAGS.get(name, ()))
     assert [sorted(losses) for losses in found[:-1]] == [[2 * i + 1, 2 * i + 2] for i in range(len(plans) - 1)]
     assert sorted(iteration for losses in found for iteration in losses) == list(range(1, STEPS + 1))
     bar = 2e-3 if weights.precision == "bf16" else 1e-5

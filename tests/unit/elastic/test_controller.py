@@ -48,6 +48,56 @@ def test_a_worker_that_comes_back_is_waited_for(tmp_path: Path):
     assert [entry["why"] for entry in controller.history] == ["start", "1 ranks were lost"]
 
 
+def test_a_generation_waits_for_all_workers_of_its_nodes(tmp_path: Path):
+    board: Any = Notes()
+    controller = Controller(board, GivenPlans([plan([[1], [1]])]), tmp_path / "state.json", 1, Bounds(), print)
+    ready = {"type": "ready", "node": "n1", "device": "", "signature": "s", "workers": 2}
+    board.post({**ready, "process": 1})
+    controller._step()
+    assert board.get("latest") is None
+    board.post({**ready, "process": 2})
+    controller._step()
+    assert board.get("0/generation")["ranks"] == [1, 2]
+
+
+def test_who_waits_for_a_dead_process_hears_of_it(tmp_path: Path):
+    board: Any = Notes()
+    controller = controller_of(board, tmp_path, return_s=600.0)
+    assert not board.has("0/lost")
+    controller._step()
+    assert board.has("0/lost")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_not_tried_again(tmp_path: Path):
+    board: Any = Notes()
+    said: list[str] = []
+    controller = Controller(board, GivenPlans([plan([[1], [1]])]), tmp_path / "state.json", 2, Bounds(), said.append)
+    for number in (1, 2):
+        come(board, number, f"n{number}")
+    controller._step()
+    for number, unsaved in ((1, 4), (2, None)):
+        ended = {"process": number, "generation": 0, "how": "failed", "error": "No space left", "iteration": 3}
+        board.post({"type": "ended", **ended, "unsaved": unsaved})
+    controller._step()
+    assert board.get("1/generation")["unsaved"] == [4]
+    assert sum("checkpoint of iteration 4" in line for line in said) == 1
+
+
+def test_what_fails_again_and_again_at_one_place_ends_the_job(tmp_path: Path):
+    # An iteration is done in between, so that a session has begun well each time.
+    board: Any = Notes()
+    controller = controller_of(board, tmp_path, return_s=600.0)
+    come(board, 3, "n2")
+    with pytest.raises(JobError, match="generations failed in a row, at iteration 3"):
+        for generation in range(1, 12):
+            controller._step()
+            opened = {"type": "opened", "process": 1, "generation": generation, "padded_vocab_size": None}
+            board.post({**opened, "iteration": 2, "times": {}, "sent_bytes": 0})
+            for process in (1, 3):
+                ended = {"process": process, "generation": generation, "how": "failed", "error": "e", "iteration": 3}
+                board.post({"type": "ended", **ended})
+
+
 def test_without_a_plan_the_job_ends_in_bounded_time(tmp_path: Path):
     board: Any = Notes()
     controller = controller_of(board, tmp_path, return_s=0.0)
@@ -79,3 +129,20 @@ def test_workers_that_crash_are_started_again(
     assert agent.run() == 1
     posted = [document for key, document in board.documents.items() if key.startswith("inbox/")]
     assert [document["process"] for document in posted] == list(range(1, started + 1))
+
+
+def test_a_refused_worker_is_named_once_and_not_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    board: Any = Notes()
+    run, said = subprocess.Popen, []
+    monkeypatch.setattr(agents, "Board", lambda *_, **__: board)
+    monkeypatch.setattr(agents.subprocess, "Popen", lambda _, **more: run(["sleep", "60"], stdin=more["stdin"]))
+    board.put("refused/1", "other flags")
+    setting = Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s")
+    agent = Agent(Node(setting, 1, tmp_path, (), 3), said.append)
+    agent._start(0)
+    for worker in agent._workers:  # it takes a while to end
+        monkeypatch.setattr(worker.process, "poll", iter([None, None, -9]).__next__)
+    while agent._workers:
+        agent._look_after()
+    assert [line for line in said if "was refused" in line] == ["worker 1 was refused: other flags"]
+    assert sum("started" in line for line in said) == 1

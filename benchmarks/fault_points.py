@@ -1,0 +1,239 @@
+"""Accidents inside of a worker, and what it notes down of its training: wraps what the worker calls.
+
+A fault is a JSON object: ``name``; ``act``, what happens; ``node`` and ``slot``, the worker to which it happens;
+``point``, where; ``iteration`` (from 1); ``share``, how far into the iteration's operations or into the save; ``after``
+(optional), a generation before which it does not happen.  It happens once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_SAVE_S, _STALL_S = 0.4, 900.0
+Fault = dict[str, Any]
+
+
+class Worker:
+    """What this worker does and what is to happen to it.
+
+    Args:
+        folder: Of the trial.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from megatron_het.elastic.worker import ENVIRONMENT
+
+        setting = json.loads(os.environ[ENVIRONMENT])
+        self._folder = folder
+        self._where = setting["node"], int(os.environ["LOCAL_RANK"])
+        self._records = folder / "records" / f"{setting['process']}.jsonl"
+        self._faults = [
+            fault
+            for fault in json.loads((folder / "faults.json").read_text(encoding="utf-8"))
+            if (fault["node"], fault["slot"]) == self._where
+        ]
+        self.generation = 0
+        self.samples: list[int] = []
+        self.iteration = 0
+        self.operation = 0
+
+    def at(self, point: str, iteration: int | None = None, share: tuple[int, int] | None = None) -> None:
+        """Have happen what is to happen here."""
+        for fault in self._faults:
+            if fault["point"] != point or fault.get("after", 0) > self.generation:
+                continue
+            if iteration is not None and fault["iteration"] != iteration:
+                continue
+            if share is not None and int(fault["share"] * share[1]) != share[0]:
+                continue
+            if self._is_first(fault):
+                self._happen(fault)
+
+    def _is_first(self, fault: Fault) -> bool:
+        try:
+            (self._folder / f"happened-{fault['name']}").open("x").write(f"{os.getpid()}\n")
+        except FileExistsError:
+            return False
+        return True
+
+    def _happen(self, fault: Fault) -> None:
+        act = fault["act"]
+        if act == "truncate":
+            _truncate_newest(self._folder / "saved")
+        if act in ("agent", "node"):
+            _end_node(with_workers=act == "node")
+        elif act in ("stop", "moment"):  # a moment ends by the benchmark's signal
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif act == "controller":
+            os.kill(int((self._folder / "controller.pid").read_text(encoding="utf-8")), signal.SIGKILL)
+        elif act == "stall":
+            time.sleep(_STALL_S)
+        elif fault["point"] == "save":
+            threading.Timer(fault["share"] * _SAVE_S, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def note(self, document: dict[str, Any]) -> None:
+        """Write one line."""
+        with self._records.open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"generation": self.generation, "iteration": self.iteration, **document}) + "\n")
+
+
+def _end_node(*, with_workers: bool) -> None:
+    """Kill the agent of this worker; the kernel ends workers whose agent has died."""
+    agent = os.getppid()
+    if with_workers:
+        others = Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split()
+        for other in map(int, others):
+            if other != os.getpid():
+                os.kill(other, signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
+    time.sleep(_STALL_S)
+
+
+def _truncate_newest(saved: Path) -> None:
+    newest = max(saved.glob("iter_*"))
+    largest = max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+
+def install(folder: Path) -> None:
+    """Wrap what a worker calls, before it begins.
+
+    Args:
+        folder: Of the trial; has ``faults.json`` and a folder ``records``.
+    """
+    worker = Worker(folder)
+    _wrap_training(worker)
+    _wrap_operations(worker)
+    _wrap_changes(worker)
+    _wrap_save(worker)
+
+
+def _wrap_training(worker: Worker) -> None:
+    """Note samples and loss of every iteration, and count iterations."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    from megatron_het.runtime.session import HetSession
+
+    step, read = HetSession.forward_backward, GPTDataset.__getitem__
+
+    @functools.wraps(read)
+    def read_noted(self: Any, index: int | None) -> Any:
+        if self.index_split.name == "train" and index is not None:
+            worker.samples.append(int(index))
+        return read(self, index)
+
+    @functools.wraps(step)
+    def step_noted(self: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
+        if keywords.get("forward_only"):
+            return step(self, **keywords)
+        worker.iteration, worker.samples, worker.operation = get_args().curr_iteration + 1, [], 0
+        result = step(self, **keywords)
+        where, (last, _) = self.placement.locate(self.groups.rank), self.placement.last
+        if worker.samples and where.stage in (0, last) and where.cp_rank == 0:
+            # In a V the first stage has both ends of the model, and each of them reads.
+            times = 1 + (last == 0 and len(self.plan.stages[0].layers) > 1)
+            worker.note({"samples": worker.samples, "stage": where.stage, "times": times})
+        if (loss := _loss(result)) is not None:
+            worker.note({"loss": loss})
+        return result
+
+    GPTDataset.__getitem__ = read_noted
+    HetSession.forward_backward = step_noted  # type: ignore[method-assign]
+
+
+def _loss(reports: Any) -> float | None:
+    import torch
+
+    entries = [next(iter(report.values())).view(-1) for report in reports or [] if report]
+    if not entries:
+        return None
+    total = torch.stack([entry.double() for entry in entries]).sum(dim=0)
+    return float(total[0] / total[1])
+
+
+def _wrap_operations(worker: Worker) -> None:
+    """Faults at an operation of the schedule, and in the middle of an update."""
+    import torch
+
+    from megatron_het.runtime.executor import Executor
+
+    all_handlers = Executor._all_handlers
+
+    @functools.wraps(all_handlers)
+    def watched_handlers(self: Executor) -> Any:
+        def watched(handler: Any) -> Any:
+            @functools.wraps(handler)
+            def handle(op: Any, call: Any, state: Any) -> Any:
+                if not call.forward_only:
+                    worker.at("operation", worker.iteration, (worker.operation, len(self._programs[False].ops)))
+                    worker.operation += 1
+                return handler(op, call, state)
+
+            return handle
+
+        return {kind: watched(handler) for kind, handler in all_handlers(self).items()}
+
+    Executor._all_handlers = watched_handlers  # type: ignore[method-assign]
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        kind.step = _then(kind.step, lambda: worker.at("update", worker.iteration))  # type: ignore[method-assign]
+
+
+def _then(function: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def both(*positional: Any, **keywords: Any) -> Any:
+        result = function(*positional, **keywords)
+        after()
+        return result
+
+    return both
+
+
+def _first(before: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def both(*positional: Any, **keywords: Any) -> Any:
+        before()
+        return function(*positional, **keywords)
+
+    return both
+
+
+def _wrap_changes(worker: Worker) -> None:
+    """Faults while a change goes on: before the session, before and while state moves, when a session has ended."""
+    from megatron_het.elastic import copies, sessions, state
+    from megatron_het.elastic import worker as workers
+
+    train, run = workers.Worker._train, sessions.run_session
+
+    @functools.wraps(train)
+    def train_noted(self: Any, generation: Any) -> Any:
+        worker.generation = generation.number
+        worker.at("opening")
+        return train(self, generation)
+
+    workers.Worker._train = train_noted  # type: ignore[method-assign]
+    workers.run_session = _then(run, lambda: worker.at("left"))
+    state._change = _first(lambda: worker.at("agreeing"), state._change)
+    state.move = _first(lambda: worker.at("moving"), state.move)
+    swap = copies.Copies._swap
+    copies.Copies._swap = _first(lambda: worker.at("copy", worker.iteration), swap)  # type: ignore[method-assign]
+
+
+def _wrap_save(worker: Worker) -> None:
+    """Faults in the middle of a save."""
+    from megatron.training import checkpointing
+
+    checkpointing.dist_checkpointing.save = _first(
+        lambda: worker.at("save", worker.iteration), checkpointing.dist_checkpointing.save
+    )

@@ -1,0 +1,193 @@
+"""Processes of an elastic job, forked from a process that has imported Megatron: controller, agents and workers.
+
+Everything that they run is ``het-run``'s own; only the start of a new interpreter and its imports are left out.  The
+process that forks them adopts whatever outlives its parent, so that nothing can be left behind unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing.process
+import multiprocessing.util
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT, TimeoutExpired
+from types import SimpleNamespace
+from typing import Any
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_POLL_S = 0.02
+
+
+class Forked:
+    """A forked process, with what ``subprocess.Popen`` offers and an agent uses.
+
+    Args:
+        run: What it does; its result is the exit code.
+        log: File for what it writes.
+        environment: Of the process.
+        own_session: Whether it is no part of this process's session.
+    """
+
+    def __init__(
+        self, run: Callable[[], int], log: Path, environment: Mapping[str, str], *, own_session: bool = True
+    ) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os._exit(_be(run, log, environment, own_session))
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        if self.returncode is None:
+            with contextlib.suppress(ChildProcessError):
+                found, status = os.waitpid(self.pid, os.WNOHANG)
+                if found:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code, in bounded time.
+
+        Raises:
+            TimeoutExpired: It still runs.
+        """
+        deadline_s = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline_s:
+                raise TimeoutExpired("forked process", timeout)
+            time.sleep(_POLL_S)
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL, if it has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _be(run: Callable[[], int], log: Path, environment: Mapping[str, str], own_session: bool) -> int:
+    """In the new process."""
+    try:
+        if own_session:
+            os.setsid()
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # none outlives the benchmark
+        # As multiprocessing does after its own forks: the parent's helpers are not this process's children.
+        multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+        multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for number in (1, 2):
+            os.dup2(target, number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        os.environ.clear()
+        os.environ.update(environment)
+        code = run()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def het_run(words: Sequence[str], setup: Callable[[], None]) -> int:
+    """``het-run`` in this process, with workers that are forked from it.
+
+    Args:
+        words: The command line.
+        setup: Called in every worker before it begins.
+    """
+    from megatron_het.elastic import agent
+    from megatron_het.elastic.__main__ import main
+
+    def start(
+        command: Sequence[str], *, env: Mapping[str, str], stdout: Any, preexec_fn: Any, **_unused: Any
+    ) -> Forked:
+        return Forked(lambda: _work(command, preexec_fn, setup), Path(stdout.name), env, own_session=False)
+
+    agent.subprocess = SimpleNamespace(Popen=start, DEVNULL=DEVNULL, STDOUT=STDOUT, TimeoutExpired=TimeoutExpired)  # type: ignore[assignment]
+    return main(words)
+
+
+def _work(command: Sequence[str], prepare: Any, setup: Callable[[], None]) -> int:
+    """Be the worker that an agent starts with a command."""
+    from megatron_het.elastic import worker
+
+    if prepare is not None:
+        prepare()
+    # The agent's handlers are no part of a new process.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    module = list(command).index("-m") + 1
+    sys.argv = list(command[module:])
+    setup()
+    worker.main()  # ends the process
+    return 1
+
+
+def adopt_orphans() -> None:
+    """Have processes whose parent ends become children of this one.
+
+    Raises:
+        OSError: The system cannot do it.
+    """
+    if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError("orphans cannot be adopted: the benchmark needs Linux")
+
+
+def descendants(of: int, but: Sequence[int] = ()) -> list[int]:
+    """Processes that a process and its children have started and that have not ended.
+
+    Args:
+        of: The process.
+        but: Children that do not count, with all of theirs.
+    """
+    found = []
+    for child in _children(of):
+        if child not in but:
+            found += [child, *descendants(child)]
+    return found
+
+
+def _children(process: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text(encoding="utf-8").split()))
+    return []
+
+
+def end(processes: Sequence[int]) -> None:
+    """SIGKILL processes, and take the exit codes of those that are or become children of this one."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    deadline_s = time.monotonic() + 10.0
+    left = set(processes)
+    while left and time.monotonic() < deadline_s:
+        for process in list(left):
+            try:
+                if os.waitpid(process, os.WNOHANG)[0]:
+                    left.discard(process)
+            except ChildProcessError:  # of another one that reaps it
+                if not Path(f"/proc/{process}").exists():
+                    left.discard(process)
+        time.sleep(_POLL_S)
+
+
+def reap(known: Sequence[Forked]) -> None:
+    """Take the exit codes of adopted children that have ended; those of known ones are left for their owners."""
+    own = {process.pid for process in known if process.returncode is None}
+    for child in _children(os.getpid()):
+        if child not in own:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)

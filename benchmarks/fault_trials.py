@@ -1,0 +1,374 @@
+"""One trial: a job of ``het-run`` with a random pool, random faults, and what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import fault_points
+from benchmarks.cases import MICROBATCHES
+from benchmarks.fault_plans import STEPS, Pool
+from benchmarks.fault_points import Fault
+from benchmarks.fault_processes import Forked, descendants, end, het_run, reap
+from megatron_het.elastic.__main__ import main as plain_het_run
+
+_POLL_S, _ENDS_S, _AWAY_S, _MOMENT_S = 0.05, 40.0, 1.0, 3.0
+BAR = 1e-5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is to happen.
+
+    Attributes:
+        kind: Key of ``KINDS``.
+        pool: Nodes and plans.
+        faults: See :mod:`benchmarks.fault_points`.
+        options: More words for every node's ``het-run``.
+        saves_every: Iterations between checkpoints, 0 for none.
+        unchanged: Whether the first generation must do all iterations.
+        hopeless: Whether there is no plan for what is left.
+        disk_bytes: Size of the disk for checkpoints, 0 for any.
+        node_returns: Whether a node whose agent has died is started again.
+    """
+
+    kind: str
+    pool: Pool
+    faults: tuple[Fault, ...]
+    options: tuple[str, ...] = ()
+    saves_every: int = 0
+    unchanged: bool = False
+    hopeless: bool = False
+    disk_bytes: int = 0
+    node_returns: bool = False
+
+
+@dataclass
+class Outcome:
+    """What became of a trial.
+
+    Attributes:
+        ended: Whether the job ended within its bound.
+        code: Exit code of the controller.
+        left: Processes that the job left behind.
+        history: Why each generation came.
+        losses: By iteration and by generation that did it, as its ranks know them.
+        samples: By iteration and stage, as read in the last generation that did it.
+        error: The controller's and the nodes' errors.
+        happened: Faults that did happen.
+    """
+
+    ended: bool = False
+    code: int | None = None
+    left: int = 0
+    history: list[str] = field(default_factory=list)
+    losses: dict[int, dict[int, list[float]]] = field(default_factory=dict)
+    samples: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    error: list[str] = field(default_factory=list)
+    happened: list[str] = field(default_factory=list)
+
+
+class Processes:
+    """The controller and the agents of a trial.
+
+    Args:
+        trial: The trial.
+        folder: An empty folder.
+        flags: Of the training.
+    """
+
+    def __init__(self, trial: Trial, folder: Path, flags: tuple[str, ...]) -> None:
+        self._trial, self._folder, self._flags = trial, folder, flags
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self._base = ["--controller", f"127.0.0.1:{port}", "--folder", str(folder / "job")]
+        self._base += ["--lost-s", "8", "--leave-s", "10", "--timeout-s", "25", "--return-s", "20", *trial.options]
+        self._environment: Mapping[str, str] = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        self._known: list[Forked] = []
+        self.controller = self._start_controller()
+        token = folder / "job" / "token"
+        deadline_s = time.monotonic() + _ENDS_S
+        while not (token.exists() and token.stat().st_size) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        self.agents = {name: self._start_agent(name) for name in trial.pool.names}
+        self._dies_s = 0.0
+        self._continued: set[str] = set()
+
+    def _start_controller(self) -> Forked:
+        files = [str(self._folder / f"plan-{n}.json") for n in range(len(self._trial.pool.plans))]
+        words = [*self._base, "--controller-only", "--nodes", str(len(self._trial.pool.nodes)), "--plans", *files]
+        log = self._folder / "controller.txt"
+        process = Forked(lambda: plain_het_run(words), log, self._environment)
+        (self._folder / "controller.pid").write_text(f"{process.pid}\n", encoding="utf-8")
+        self._known.append(process)
+        return process
+
+    def _start_agent(self, name: str) -> Forked:
+        workers = self._trial.pool.nodes[self._trial.pool.names.index(name)]
+        words = [*self._base, "--node", name, "--workers", str(workers), "--", *self._flags]
+        setup = functools.partial(fault_points.install, self._folder)
+        process = Forked(lambda: het_run(words, setup), self._folder / f"{name}.txt", self._environment)
+        self._known.append(process)
+        return process
+
+    def look_after(self) -> bool:
+        """One round; whether the job is over."""
+        reap(self._known)
+        self._end_moments()
+        code = self.controller.poll()
+        if code is not None and code < 0:  # killed: started again with the same command after a while
+            self._dies_s = self._dies_s or time.monotonic()
+            if time.monotonic() - self._dies_s > _AWAY_S:
+                self.controller, self._dies_s = self._start_controller(), 0.0
+            return False
+        if self._trial.node_returns:
+            for name, agent in self.agents.items():
+                if (agent.poll() or 0) < 0 and code is None:
+                    self.agents[name] = self._start_agent(name)
+        return code is not None and all(agent.poll() is not None for agent in self.agents.values())
+
+    def _end_moments(self) -> None:
+        for fault in self._trial.faults:
+            mark = self._folder / f"happened-{fault['name']}"
+            if fault["act"] != "moment" or fault["name"] in self._continued or not mark.exists():
+                continue
+            if time.time() - mark.stat().st_mtime > _MOMENT_S and (text := mark.read_text(encoding="utf-8")):
+                self._continued.add(fault["name"])
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(text), signal.SIGCONT)
+
+    def is_controller_over(self) -> bool:
+        """Whether the controller has ended by itself."""
+        return (self.controller.poll() or 0) >= 0 and self.controller.poll() is not None
+
+    def reap(self) -> None:
+        """Take the exit codes of what has ended."""
+        for process in self._known:
+            process.poll()
+        reap(self._known)
+
+
+def run(trial: Trial, folder: Path, start_flags: tuple[str, ...], limit_s: float) -> Outcome:
+    """Carry out a trial; nothing of it is left afterwards.
+
+    Args:
+        trial: The trial.
+        folder: An empty folder.
+        start_flags: Data and weights to begin with.
+        limit_s: Bound on the whole job.
+    """
+    from megatron_het.plan import save_plan
+
+    (folder / "records").mkdir(parents=True)
+    for number, plan in enumerate(trial.pool.plans):
+        save_plan(plan, folder / f"plan-{number}.json")
+    (folder / "faults.json").write_text(json.dumps(trial.faults), encoding="utf-8")
+    before = descendants(os.getpid())
+    flags = [*trial.pool.flags(), *start_flags]
+    outcome = Outcome()
+    with _disk(folder / "saved", trial.disk_bytes):
+        if trial.saves_every:
+            flags += ["--save", str(folder / "saved"), "--save-interval", str(trial.saves_every)]
+        processes = Processes(trial, folder, tuple(flags))
+        deadline_s, over_s = time.monotonic() + limit_s, 0.0
+        while not outcome.ended and time.monotonic() < deadline_s:
+            outcome.ended = processes.look_after()
+            if processes.is_controller_over():
+                over_s = over_s or time.monotonic()
+                if time.monotonic() - over_s > _ENDS_S:
+                    break
+            time.sleep(_POLL_S)
+        time.sleep(0.2)
+        processes.reap()
+        left = descendants(os.getpid(), before)
+        outcome.left = len(left) if outcome.ended else 0  # where it hangs, processes are no surprise
+        end(left)
+    outcome.code = processes.controller.returncode
+    _read(folder, outcome)
+    return outcome
+
+
+@contextlib.contextmanager
+def _disk(folder: Path, size_bytes: int) -> Any:
+    """A small disk on a folder."""
+    folder.mkdir()
+    if size_bytes:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        if size_bytes:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def can_mount(folder: Path) -> bool:
+    """Whether this process may make small disks."""
+    try:
+        with _disk(folder / "probe", 1 << 20):
+            return True
+    except (subprocess.CalledProcessError, OSError):
+        return False
+
+
+def _read(folder: Path, outcome: Outcome) -> None:
+    records = []
+    for file in sorted((folder / "records").glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # a killed worker's last line
+                records.append(json.loads(line))
+    last: dict[int, int] = {}
+    for record in records:
+        iteration = record["iteration"]
+        last[iteration] = max(last.get(iteration, 0), record["generation"])
+        if "loss" in record:
+            losses = outcome.losses.setdefault(iteration, {})
+            losses.setdefault(record["generation"], []).append(record["loss"])
+    for record in records:
+        if "samples" in record and record["generation"] == last[record["iteration"]]:
+            stages = outcome.samples.setdefault(record["iteration"], {})
+            stages.setdefault(record["stage"], []).extend(_once(record["samples"], record["times"]))
+    with contextlib.suppress(OSError, ValueError):
+        document = json.loads((folder / "job" / "state.json").read_text(encoding="utf-8"))
+        outcome.history = [entry["why"] for entry in document["history"]]
+    for file in sorted(folder.glob("*.txt")):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        outcome.error += [f"{file.stem}: {line}" for line in text.splitlines() if _is_error(file.stem, line)]
+    outcome.happened = sorted(file.name.removeprefix("happened-") for file in folder.glob("happened-*"))
+
+
+def _once(samples: list[int], times: int) -> list[int]:
+    """What was read by several readers of one rank, as read by one; what they do not agree about stays as it is."""
+    once = sorted(samples)[::times]
+    return once if sorted(once * times) == sorted(samples) else samples
+
+
+def _is_error(name: str, line: str) -> bool:
+    return "Traceback" in line or "the job ended:" in line or (name == "controller" and "no plan for what" in line)
+
+
+def wrong_samples(outcome: Outcome) -> int:
+    """Samples that were skipped or used twice, over the iterations that count."""
+    found = 0
+    for iteration in range(1, STEPS + 1):
+        expected = set(range((iteration - 1) * MICROBATCHES, iteration * MICROBATCHES))
+        stages = outcome.samples.get(iteration, {})
+        for stage in stages.values() or [[]]:
+            found += len(expected.symmetric_difference(stage)) + len(stage) - len(set(stage))
+    return found
+
+
+def loss_difference(outcome: Outcome, reference: Mapping[int, float]) -> float:
+    """Largest relative one of any iteration, also of one that was done again; infinite where one is missing."""
+    if sorted(outcome.losses) != list(range(1, STEPS + 1)):
+        return float("inf")
+    return max(
+        abs(loss - reference[i]) / abs(reference[i])
+        for i, by_generation in outcome.losses.items()
+        for losses in by_generation.values()
+        for loss in losses
+    )
+
+
+# -- kinds of faults -------------------------------------------------------------------------------
+
+
+def _fault(rng: random.Random, pool: Pool, act: str, point: str = "operation", **more: Any) -> Fault:
+    node = rng.randrange(len(pool.nodes))
+    found = {
+        "name": f"{act}-{rng.randrange(10**6)}",
+        "act": act,
+        "node": pool.names[node],
+        "slot": rng.randrange(pool.nodes[node]),
+        "point": point,
+        "iteration": rng.randrange(2, STEPS - 4),
+        "share": rng.random(),
+    }
+    return found | more
+
+
+def _kill(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("kill", pool, (_fault(rng, pool, "kill"),), ("--copy-every", str(rng.choice((1, 1, 2)))))
+
+
+def _stop(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("stop for ever", pool, (_fault(rng, pool, "stop"),))
+
+
+def _moment(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("stop for a moment", pool, (_fault(rng, pool, "moment"),), unchanged=True)
+
+
+def _node(rng: random.Random, pool: Pool) -> Trial:
+    largest = max(range(len(pool.nodes)), key=lambda n: pool.nodes[n])
+    more = {"node": pool.names[largest], "slot": rng.randrange(pool.nodes[largest])}
+    return Trial("node", pool, (_fault(rng, pool, "node", **more),), node_returns=rng.random() < 0.5)
+
+
+def _controller(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("controller", pool, (_fault(rng, pool, "controller"),), unchanged=True)
+
+
+def _agent(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("agent", pool, (_fault(rng, pool, "agent"),), node_returns=rng.random() < 0.5)
+
+
+def _update(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("in an update", pool, (_fault(rng, pool, "kill", "update"),))
+
+
+def _save(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("in a save", pool, (_fault(rng, pool, "kill", "save", iteration=4 * rng.choice((1, 2))),), (), 4)
+
+
+def _reconfiguration(rng: random.Random, pool: Pool) -> Trial:
+    first = _fault(rng, pool, "kill")
+    point = rng.choice(("left", "opening", "agreeing", "moving"))
+    others = [name for name in pool.names if name != first["node"]]
+    second = _fault(rng, pool, "kill", point, node=rng.choice(others), slot=0)
+    return Trial("in a reconfiguration", pool, (first, second | {"after": 0 if point == "left" else 1}))
+
+
+def _truncated(rng: random.Random, pool: Pool) -> Trial:
+    fault = _fault(rng, pool, "truncate", iteration=rng.randrange(8, STEPS - 3))
+    return Trial("truncated checkpoint", pool, (fault,), ("--copy-every", "0"), 3)
+
+
+def _full_disk(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("full disk", pool, (_fault(rng, pool, "kill"),), (), 4, disk_bytes=1)
+
+
+def _stall(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("stalled connection", pool, (_fault(rng, pool, "stall", rng.choice(("operation", "copy"))),))
+
+
+def _hopeless(rng: random.Random, pool: Pool) -> Trial:
+    pool = replace(pool, plans=pool.plans[:1])
+    return Trial("no plan", pool, (_fault(rng, pool, "kill"),), ("--restarts", "0", "--return-s", "2"), hopeless=True)
+
+
+KINDS: dict[str, Callable[[random.Random, Pool], Trial]] = {
+    "kill": _kill,
+    "stop for ever": _stop,
+    "stop for a moment": _moment,
+    "node": _node,
+    "controller": _controller,
+    "agent": _agent,
+    "in an update": _update,
+    "in a save": _save,
+    "in a reconfiguration": _reconfiguration,
+    "truncated checkpoint": _truncated,
+    "full disk": _full_disk,
+    "stalled connection": _stall,
+    "no plan": _hopeless,
+}

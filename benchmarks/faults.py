@@ -1,0 +1,208 @@
+"""Random faults in real training: ``python -m benchmarks.faults --seed S --trials N --json OUT``.
+
+Every trial is a job of ``het-run`` on this machine: a controller, agents, and workers that train over gloo.  Its pool
+and plans are random (any schedule, mixed stages and options, a list of smaller plans for what is left), and so are the
+operation, the iteration and the process at which the fault happens.  Kinds: see ``fault_trials.KINDS``.  Processes are
+forked from one that has imported Megatron; nothing else is replaced.  A full disk needs the right to mount one.
+
+Keys: ``survived``: trials whose job ended well, after all iterations, or, where no plan was left, with one clear error;
+``hung``: jobs that were not over within ``--limit-s``; ``left_processes`` after jobs that were over;
+``samples_skipped_or_repeated``: in the iterations that count, on the first and the last stage;
+``max_loss_difference``: largest relative one to stock Megatron in one undisturbed process, over all iterations of all
+generations, at most 1e-5; ``failed``: trials that did not survive, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import rank_server
+from benchmarks.cases import Weights, common_flags
+from benchmarks.fault_plans import SCHEDULES, STEPS, Pool, draw, problems
+from benchmarks.fault_processes import Forked, adopt_orphans
+from benchmarks.fault_trials import BAR, KINDS, Outcome, Trial, can_mount, loss_difference, run, wrong_samples
+from benchmarks.lab import Lab
+from benchmarks.machine import machine
+from benchmarks.runner import Job, Runner
+from megatron_het.plan import save_plan
+
+_DRAWS, _CHECK_S = 20, 120.0
+
+
+class FaultLab:
+    """Weights to begin with, and the losses of undisturbed runs of stock Megatron.
+
+    Args:
+        runner: Where they run.
+        folder: For data, checkpoints and references.
+    """
+
+    def __init__(self, runner: Runner, folder: Path) -> None:
+        self._runner, self._lab, self._folder = runner, Lab(runner, folder), folder
+        self._references: dict[tuple[Weights, float], dict[int, float]] = {}
+
+    def start_flags(self, pool: Pool) -> tuple[str, ...]:
+        """Of every rank of a pool."""
+        return self._lab.start_flags(pool.weights)
+
+    def checkpoint_bytes(self, pool: Pool) -> int:
+        """Size of a checkpoint of the pool's model."""
+        return sum(file.stat().st_size for file in self._lab.checkpoint(pool.weights).rglob("*") if file.is_file())
+
+    def reference(self, pool: Pool) -> dict[int, float]:
+        """Losses by iteration, in one process."""
+        key = pool.weights, pool.clip
+        if key not in self._references:
+            folder = self._folder / f"reference-{len(self._references)}"
+            flags = (*common_flags(*key, steps=STEPS), *self._lab.start_flags(pool.weights))
+            self._runner.run(
+                Job(folder.name, 1, flags, folder, setup=("benchmarks.probe:observe", {"out": str(folder)}))
+            )
+            losses = json.loads((folder / "losses-0.json").read_text(encoding="utf-8"))["losses"]
+            self._references[key] = dict(enumerate(losses, 1))
+        return self._references[key]
+
+
+def drawn(seed: int, number: int, kind: str, folder: Path) -> Trial:
+    """A trial whose plans all checks of the start let pass."""
+    for attempt in range(_DRAWS):
+        rng = random.Random(f"{seed} {number} {attempt}")
+        pool = draw(rng, SCHEDULES[(number + seed) % len(SCHEDULES)])
+        where = folder / f"check-{number}-{attempt}"
+        where.mkdir(parents=True)
+        files = [where / f"plan-{n}.json" for n in range(len(pool.plans))]
+        for plan, file in zip(pool.plans, files, strict=True):
+            save_plan(plan, file)
+        check = Forked(
+            lambda pool=pool, files=files: len(problems(pool, list(map(str, files)))),  # type: ignore[misc]
+            where / "log.txt",
+            os.environ,
+        )
+        if check.wait(_CHECK_S) == 0:
+            return KINDS[kind](rng, pool)
+    raise RuntimeError(f"no drawn plans of trial {number} pass the checks of the start")
+
+
+def verdict(trial: Trial, outcome: Outcome, difference: float, samples: int) -> str:
+    """Why a trial did not survive; empty if it did."""
+    if not outcome.ended:
+        return "hung"
+    if trial.hopeless:
+        clear = sum("no plan for what is left" in line for line in outcome.error if line.startswith("controller"))
+        return "" if outcome.code == 1 and clear == 1 else f"exit code {outcome.code}, {clear} clear errors"
+    if outcome.code != 0:
+        return f"exit code {outcome.code}: {'; '.join(outcome.error)[:600]}"
+    if len(outcome.happened) < len(trial.faults):
+        return "a fault did not happen"
+    if trial.unchanged and outcome.history != ["start"]:
+        return f"there was a change: {', '.join(outcome.history)}"
+    if difference > BAR:
+        return f"losses differ by {difference:.2g}"
+    return f"{samples} samples were skipped or repeated" if samples else ""
+
+
+def carry_out(lab: FaultLab, trial: Trial, folder: Path, limit_s: float) -> dict[str, Any]:
+    """A trial's entry in the record."""
+    if trial.disk_bytes:  # room for one checkpoint, and not for a second one
+        trial = replace(trial, disk_bytes=int(1.6 * lab.checkpoint_bytes(trial.pool)))
+    reference, flags = lab.reference(trial.pool), lab.start_flags(trial.pool)
+    start_s = time.monotonic()
+    outcome = run(trial, folder, flags, limit_s)
+    hopeful = outcome.ended and not trial.hopeless
+    difference = loss_difference(outcome, reference) if hopeful else 0.0
+    samples = wrong_samples(outcome) if hopeful else 0
+    return {
+        "kind": trial.kind,
+        "plans": trial.pool.rows,
+        "ranks": [plan.world_size for plan in trial.pool.plans],
+        "nodes": trial.pool.nodes,
+        "faults": trial.faults,
+        "happened": outcome.happened,
+        "history": outcome.history,
+        "seconds": round(time.monotonic() - start_s, 1),
+        "failed": verdict(trial, outcome, difference, samples),
+        "hung": not outcome.ended,
+        "left_processes": outcome.left,
+        "samples_skipped_or_repeated": samples,
+        "loss_difference": difference,
+        "iterations_done_again": sum(len(found) - 1 for found in outcome.losses.values()),
+    }
+
+
+def summary(seed: int, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The document of all trials."""
+    return {
+        "machine": machine(),
+        "load_average": os.getloadavg()[0],
+        "seed": seed,
+        "trials": len(entries),
+        "survived": sum(not entry["failed"] for entry in entries),
+        "hung": sum(entry["hung"] for entry in entries),
+        "left_processes": sum(entry["left_processes"] for entry in entries),
+        "samples_skipped_or_repeated": sum(entry["samples_skipped_or_repeated"] for entry in entries),
+        "max_loss_difference": max((entry["loss_difference"] for entry in entries), default=0.0),
+        "kinds": dict(Counter(entry["kind"] for entry in entries)),
+        "schedules": dict(Counter(row["schedule"] for entry in entries for row in entry["plans"])),
+        "failed": [f"{i}: {entry['kind']}: {entry['failed']}" for i, entry in enumerate(entries) if entry["failed"]],
+        "entries": entries,
+    }
+
+
+def main() -> int:
+    """Command line; 1 where a trial did not survive."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial, to repeat some of a seed")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[], help="only these kinds")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="bound on a job (default 240)")
+    parser.add_argument("--add", action="store_true", help="add to the trials of the seed that the file has")
+    parser.add_argument("--keep", type=Path, help="folder for everything that the jobs write")
+    options = parser.parse_args()
+    folder = (options.keep or Path(tempfile.mkdtemp(prefix="faults-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    rank_server.import_everything()
+    rank_server.remember_docstrings()
+    rank_server.share_queue_server()
+    adopt_orphans()
+    kinds = options.kinds or [kind for kind in KINDS if kind != "full disk" or can_mount(folder)]
+    gc.collect()
+    gc.freeze()
+    entries: list[dict[str, Any]] = []
+    if options.add and options.json.exists():
+        entries = json.loads(options.json.read_text(encoding="utf-8"))["entries"]
+    with Runner() as runner:
+        lab = FaultLab(runner, folder / "lab")
+        for number in range(options.first, options.first + options.trials):
+            trial = drawn(options.seed, number, kinds[number % len(kinds)], folder)
+            entries.append(carry_out(lab, trial, folder / f"trial-{number}", options.limit_s))
+            last = entries[-1]
+            print(f"{number} {last['kind']}: {last['failed'] or 'survived'} ({last['seconds']} s)", flush=True)
+            options.json.write_text(json.dumps(summary(options.seed, entries), indent=1) + "\n", encoding="utf-8")
+            if options.keep is None:
+                shutil.rmtree(folder / f"trial-{number}")
+    if options.keep is None:
+        shutil.rmtree(folder)
+    print(
+        json.dumps({key: value for key, value in summary(options.seed, entries).items() if key != "entries"}, indent=1)
+    )
+    return int(any(entry["failed"] for entry in entries))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""What the controller knows of its workers, and how long it waits for them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from megatron_het.elastic.pool import Process
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long the controller waits, in seconds.
+
+    Attributes:
+        lost_s: Without a sign of life a process or a node counts as lost.
+        leave_s: For the ranks of a session to end once one of them has died.
+        start_s: For the first nodes to come.
+        return_s: For workers to come back where there is no plan without those that were lost.
+    """
+
+    lost_s: float = 30.0
+    leave_s: float = 30.0
+    start_s: float = 600.0
+    return_s: float = 60.0
+
+
+@dataclass
+class Member:
+    """A worker as the controller knows it.
+
+    Attributes:
+        process: The worker.
+        iteration: Iterations that are done, as it says.
+        beats: Newest sign of life.
+        seen_s: When that came (monotonic).
+        came_s: When it was ready (monotonic).
+    """
+
+    process: Process
+    iteration: int = 0
+    beats: int = -1
+    seen_s: float = field(default_factory=time.monotonic)
+    came_s: float = field(default_factory=time.monotonic)
