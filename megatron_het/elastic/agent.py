@@ -61,7 +61,8 @@ class Agent:
 
     def run(self) -> int:
         """Until the job is over or no worker is left; returns the exit code."""
-        signal.signal(signal.SIGTERM, self._ask_to_leave)
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:  # a script may want the node to stay
+            signal.signal(signal.SIGTERM, self._ask_to_leave)
         signal.signal(signal.SIGUSR1, self._ask_to_stop)
         try:
             for slot in range(self._node.workers):

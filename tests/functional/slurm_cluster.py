@@ -33,6 +33,8 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
 CredType=cred/none
+# A job that is queued again waits for so long; by default 120 s.
+AuthInfo=cred_expire=5
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 StateSaveLocation={base}/state
 SlurmctldPidFile={base}/run/slurmctld.pid

@@ -18,7 +18,6 @@ from megatron_het.plan import Plan, PlanError, load_plan
 
 from .emit_nodes import Component, Node, NodeKind, components
 from .emit_scripts import (
-    RESUME,
     LaunchOptions,
     feature_function,
     head,
@@ -136,6 +135,7 @@ before=$(newest)
 _CONTROL = """\
 control() {
     local rc=1 try
+    trap '' TERM  # what Slurm sends when it takes the job away; the ranks need the controller while they save
     for try in 1 2 3 4; do  # one that a signal has ended goes on from its file
         "$PYTHON" -m megatron_het.elastic --controller "$CONTROLLER" --token-file "$ELASTIC/token" \\
             --folder "$ELASTIC" --controller-only --nodes "$NODES" --lost-s "$LOST_S" "${HOW[@]}" && rc=0 || rc=$?
@@ -145,8 +145,9 @@ control() {
 }
 as_agent() {
     source "$RUN_DIR/args.sh"
-    local flags=(--save "$CHECKPOINTS" --save-interval "$SAVE_INTERVAL" --ckpt-format torch_dist)
-    [[ -z "$HET_RESUME" ]] || flags+=(--load "$CHECKPOINTS" --exit-on-missing-checkpoint)
+    # Ranks load the newest checkpoint that is whole, and begin anew where no save has ever ended.
+    local flags=(--save "$CHECKPOINTS" --save-interval "$SAVE_INTERVAL" --ckpt-format torch_dist --load "$CHECKPOINTS")
+    trap '' TERM  # all nodes get it at once, and none of them can leave: see notice
     # On this signal, which the script below sends, all ranks save and end after the running iteration.
     flags+=(--exit-signal-handler --exit-signal SIGUSR1)
     exec "$PYTHON" -m megatron_het.elastic --controller "$CONTROLLER" --token-file "$ELASTIC/token" \\
@@ -220,7 +221,7 @@ def elastic_sbatch(
     text += "set -euo pipefail\numask 077\n\n" + settings(options)
     text += master(f'$(scontrol show hostnames "${first}" | head -n1)')
     text += f"export ITERATIONS={elastic.iterations} NODES={len(nodes)}\n"
-    text += "\n" + RESUME + _START + _how(elastic) + _CONTROL
+    text += _START + _how(elastic) + _CONTROL
     text += _plain_agents(parts, kinds) if plain else _het_agents(parts, kinds)
     return text + _END
 
