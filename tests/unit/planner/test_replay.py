@@ -133,17 +133,9 @@ def test_the_cluster_of_a_pool() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cluster.json").write_text(json.dumps({"nodes": [{"gpu": "T4", "count": 2, "gpus_per_node": 2}]}))
-    model = {
-        "num_layers": 4,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "vocab_size": 1000,
-        "seq_length": 128,
-        "ffn_hidden_size": 512,
-    }
-    (tmp_path / "model.json").write_text(
-        json.dumps({**model, "global_batch_size": 16, "precision": "fp16", "name": "m"})
-    )
+    model = {"name": "m", "num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16}
+    model |= {"vocab_size": 1000, "seq_length": 1024, "global_batch_size": 64, "precision": "fp16"}
+    (tmp_path / "model.json").write_text(json.dumps(model))
     (tmp_path / "trace.csv").write_text("time_s,gpu,nodes\n600,T4,1\n1200,T4,2\n3600,T4,2\n")
     pauses = {"pause_s": {kind: {"whole": 5.0} for kind in ("join", "leave", "death")}, "restart_s": 100.0}
     (tmp_path / "pauses.json").write_text(json.dumps(pauses))
