@@ -21,7 +21,7 @@ from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 
 from .emit_checks import check_launch, check_training, extra_flags
-from .emit_elastic import SCRIPT, ElasticOptions, check_elastic, elastic_sbatch, load_more, rank_environment
+from .emit_elastic import SCRIPT, ElasticOptions, checked_sbatch, load_more
 from .emit_elastic import notes as elastic_notes
 from .emit_flags import ModelOptions, args_sh, extension_reasons, layout_string, model_arguments, stock_arguments
 from .emit_nodes import Node, NodeKind, place
@@ -79,16 +79,14 @@ def emit(
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     check_launch(launch, kinds)
     nodes = place(plan, kinds)
-    given = launch.environment or {}
-    launch = replace(launch, environment={**environment_of(plan), **given})
+    script = None if elastic is None else checked_sbatch(plan, nodes, kinds, launch, elastic)
+    launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
     texts = {
         "args.sh": args_sh(plan, f"{launch.run_dir}/plan.json", groups, header, elastic=elastic is not None),
         "train.sbatch": het_sbatch(nodes, kinds, launch),
     }
-    if elastic is not None:
-        check_elastic(plan, nodes, kinds, launch, elastic)
-        surroundings = replace(launch, environment={**rank_environment(plan, elastic), **given})
-        texts[SCRIPT] = elastic_sbatch(nodes, kinds, surroundings, elastic)
+    if script is not None:
+        texts[SCRIPT] = script
     result = Emitted(nodes=nodes, notes=[] if elastic is None else elastic_notes(nodes, kinds))
     obstacle = plain_obstacle(nodes, kinds)
     if obstacle:
@@ -106,19 +104,21 @@ def emit(
     if launch.doctor:
         promised = expected or Expectations(plan_hash(plan))
         texts["expectations.json"] = json.dumps(promised.to_json(), indent=1) + "\n"
-    plans = {"plan.json": plan}
-    if elastic is not None:
-        plans |= dict(zip(elastic.names[1:], (other for _, other in elastic.more), strict=True))
+    plans = {"plan.json": plan, **(elastic.named if elastic is not None else {})}
+    result.files = _write(out, plans, texts)
+    return result
+
+
+def _write(out: Path, plans: Mapping[str, Plan], texts: Mapping[str, str]) -> dict[str, Path]:
+    """Plans and texts by name into a folder; nothing where one of them cannot be written."""
     for name in (*plans, *texts):
         check_target(out / name, "--out")
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    for name, one in plans.items():
-        save_plan(one, out / name)
-        result.files[name] = out / name
+    for name, plan in plans.items():
+        save_plan(plan, out / name)
     for name, text in texts.items():
         write_text(out / name, text, executable=name != "args.sh" and name.endswith((".sh", ".sbatch")))
-        result.files[name] = out / name
-    return result
+    return {name: out / name for name in (*plans, *texts)}
 
 
 def training_group(options: argparse.Namespace) -> list[str]:

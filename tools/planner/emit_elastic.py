@@ -8,7 +8,7 @@ job that the node is in, and tells the agent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_het.config import environment_of
@@ -51,9 +51,9 @@ class ElasticOptions:
     inputs: tuple[str, ...] = ()
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Of the plans in the run's folder."""
-        return ("plan.json", *(f"plan-{i + 2}.json" for i in range(len(self.more))))
+    def named(self) -> dict[str, Plan]:
+        """The further plans, by their names in the run's folder."""
+        return {f"plan-{i}.json": plan for i, (_, plan) in enumerate(self.more, 2)}
 
 
 def load_more(files: Sequence[Path]) -> tuple[tuple[str, Plan], ...]:
@@ -73,7 +73,27 @@ def load_more(files: Sequence[Path]) -> tuple[tuple[str, Plan], ...]:
     return tuple(found)
 
 
-def check_elastic(
+def checked_sbatch(
+    plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeKind], launch: LaunchOptions, elastic: ElasticOptions
+) -> str:
+    """The script of a plan and the others.
+
+    Args:
+        plan: The first plan.
+        nodes: Its launch.
+        kinds: Node kinds by name.
+        launch: Settings of the scripts.
+        elastic: Of an elastic job.
+
+    Raises:
+        PlannerError: What cannot be.
+    """
+    _check(plan, nodes, kinds, launch, elastic)
+    environment = {**_rank_environment(plan, elastic), **(launch.environment or {})}
+    return _sbatch(nodes, kinds, replace(launch, environment=environment), elastic)
+
+
+def _check(
     plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeKind], launch: LaunchOptions, elastic: ElasticOptions
 ) -> None:
     """The plans belong to one training, and the job's nodes can run each of them.
@@ -199,7 +219,7 @@ exit "$rc"
 """
 
 
-def elastic_sbatch(
+def _sbatch(
     nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions, elastic: ElasticOptions
 ) -> str:
     """The job, with one task per node: a plain job where one can do it, else a component per kind of node.
@@ -272,13 +292,13 @@ def _het_agents(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> st
 
 def _how(elastic: ElasticOptions) -> str:
     """Bash: where the controller's plans come from."""
-    words = ["--plans", *(f'"$RUN_DIR/{name}"' for name in elastic.names)]
+    words = ["--plans", *(f'"$RUN_DIR/{name}"' for name in ("plan.json", *elastic.named))]
     for flag, name in zip(("--cluster", "--model", "--profile"), elastic.inputs, strict=False):
         words += [flag, f'"$RUN_DIR/{name}"']
     return f"HOW=({' '.join(words)})\n"
 
 
-def rank_environment(plan: Plan, elastic: ElasticOptions) -> dict[str, str]:
+def _rank_environment(plan: Plan, elastic: ElasticOptions) -> dict[str, str]:
     """Variables of every rank: what one of the plans needs, and what a plan that is searched may need."""
     found: dict[str, str] = {}
     for one in (plan, *(other for _, other in elastic.more)):

@@ -204,10 +204,10 @@ def with_start(trace: Trace, start_s: float) -> tuple[Change, ...]:
             break
         last = bisect_right(starts, time_s) - 1
         first = max(0, bisect_right(starts, time_s - start_s) - 1)
-        window = trace.changes[first : last + 1]
-        pool = tuple(min(counts) for counts in zip(*(change.pool for change in window), strict=True))
+        lately = trace.changes[first : last + 1]
+        pool = tuple(min(counts) for counts in zip(*(change.pool for change in lately), strict=True))
         if not found or pool != found[-1].pool:
-            found.append(Change(time_s, pool, window[-1].notice and window[-1].time_s == time_s))
+            found.append(Change(time_s, pool, lately[-1].notice and lately[-1].time_s == time_s))
     return tuple(found)
 
 
