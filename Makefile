@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 DOCTOR_ARGS ?=
 GPU_CHECK_ARGS ?=
 
-.PHONY: help venv demo test test-upstream lint slurm chromium clean
+.PHONY: help venv demo demo-elastic test test-upstream lint slurm chromium clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,6 +32,9 @@ $(STAMP): $(INSTALL_INPUTS)
 
 demo: $(STAMP) ## Profile, plan and train on this machine as a small mixed cluster
 	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m examples.llama.demo
+
+demo-elastic: $(STAMP) ## Train on three nodes of this machine, kill a worker, and go on until it is back
+	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m examples.llama.elastic_demo
 
 doctor: $(STAMP) ## Check this machine as a small mixed cluster (DOCTOR_ARGS=--break puts faults in)
 	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m examples.llama.doctor $(DOCTOR_ARGS)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic.pool import GivenPlans, Planner
+from megatron_het.elastic.pool import GivenFirst, GivenPlans, Planner
 from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     own.add_argument("--controller-only", action="store_true", help="this command is the controller, without workers")
     own.add_argument("--nodes", type=int, default=1, help="nodes to wait for at the start (default 1)")
     own.add_argument("--plans", nargs="+", type=Path, default=[], metavar="FILE", help="plans, the best one first")
-    own.add_argument("--cluster", type=Path, help="cluster file, to search plans instead")
+    own.add_argument("--cluster", type=Path, help="cluster file, to search plans for pools that "
+                     "none of --plans fits")  # fmt: skip
     own.add_argument("--model", type=Path, help="model file, with --cluster")
     own.add_argument("--profile", type=Path, help="measured profile, with --cluster")
     own.add_argument("--plan-limit-s", type=float, default=60.0, help="bound on a search (default 60)")
@@ -255,14 +256,15 @@ def _token(file: Path, *, create: bool) -> str:
 
 
 def _planner(options: Any) -> Planner:
-    if options.plans:
-        plans = [load_plan(file) for file in options.plans]
-        _check_plans(options.plans, plans)
+    plans = [load_plan(file) for file in options.plans]
+    _check_plans(options.plans, plans)
+    if options.cluster is None and options.model is None and plans:
         return GivenPlans(plans)
     if options.cluster is None or options.model is None:
-        raise UsageError("the controller needs plans: give --plans, or --cluster and --model to search them")
+        raise UsageError("the controller needs plans: give --plans, or --cluster and --model to search them, or both")
     search = Search(options.cluster, options.model, options.profile, options.folder, options.plan_limit_s)
-    return SearchedPlans(options.cluster, search.run)
+    searched = SearchedPlans(options.cluster, search.run)
+    return GivenFirst(plans, searched) if plans else searched
 
 
 def _check_plans(files: Sequence[Path], plans: Sequence[Plan]) -> None:

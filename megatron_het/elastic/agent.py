@@ -73,10 +73,13 @@ class Agent:
         self._workers: list[_Worker] = []
         self._restarts = [node.restarts] * node.workers
         self._asked = False
+        self._stops = False
 
     def run(self) -> int:
         """Until the job is over or no worker is left; returns the exit code."""
-        signal.signal(signal.SIGTERM, self._ask_to_leave)
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:  # a script may want the node to stay
+            signal.signal(signal.SIGTERM, self._ask_to_leave)
+        signal.signal(signal.SIGUSR1, self._ask_to_stop)
         try:
             for slot in range(self._node.workers):
                 self._start(slot)
@@ -99,6 +102,10 @@ class Agent:
         """SIGTERM is a notice: the node leaves after the running iteration."""
         self._asked = True
 
+    def _ask_to_stop(self, *_unused: Any) -> None:
+        """SIGUSR1: all ranks save and end, where the training was started with ``--exit-signal SIGUSR1``."""
+        self._stops = True
+
     def _start(self, slot: int) -> None:
         number = self._board.count("processes")
         folder = self._node.folder / f"worker-{number}"
@@ -120,6 +127,10 @@ class Agent:
 
     def _look_after(self) -> None:
         name = self._node.setting.node
+        if self._stops:
+            self._stops = False
+            for worker in self._workers.values():
+                worker.send_signal(signal.SIGUSR1)
         if self._asked and not self._board.has(f"asked/{name}"):
             self._board.put(f"asked/{name}", True)
             self._board.post({"type": "leave", "node": name})

@@ -90,6 +90,44 @@ class GivenPlans:
         """See :class:`Planner`; the list stays."""
 
 
+class GivenFirst:
+    """Takes a plan of a list where the pool can run one, and another planner's for every other pool.
+
+    Args:
+        given: The list.
+        other: Asked where no plan of the list fits.
+    """
+
+    def __init__(self, given: Sequence[Plan], other: Planner) -> None:
+        self._plans, self._given, self._other = given, GivenPlans(given), other
+
+    def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
+        """See :class:`Planner`."""
+        return self._for(pool).plan(pool)
+
+    def is_better(self, plan: Plan, present: Plan) -> bool:
+        """See :class:`Planner`; a plan of the list is better than one that was searched for want of it."""
+        if plan in self._plans:
+            return self._given.is_better(plan, present)
+        return self._other.is_better(plan, present)
+
+    def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
+        """See :class:`Planner`."""
+        self._other.prepare([pool for pool in pools if self._for(pool) is self._other])
+
+    def is_ready(self, pool: Sequence[Process]) -> bool:
+        """See :class:`Planner`."""
+        return self._for(pool).is_ready(pool)
+
+    def renew(self) -> None:
+        """See :class:`Planner`; the list stays."""
+        self._other.renew()
+
+    def _for(self, pool: Sequence[Process]) -> Planner:
+        fits = any(assign(plan, pool) is not None for plan in self._plans)
+        return self._given if fits else self._other
+
+
 def assign(plan: Plan, pool: Sequence[Process]) -> tuple[int, ...] | None:
     """The process of each rank: of the replica's kind of device, and a tensor-parallel group inside of a node.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -224,6 +225,8 @@ def main() -> None:
     """The process that an agent starts."""
     import sys
 
+    for notice in (signal.SIGTERM, signal.SIGUSR1):  # Slurm signals all processes of a step; the agent acts on it
+        signal.signal(notice, _leave_to_agent)
     setting = Setting.from_text(os.environ.pop(ENVIRONMENT))
     from megatron_het import platform
     from megatron_het.pretrain_gpt import main as train
@@ -237,6 +240,10 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads may wait in the store
+
+
+def _leave_to_agent(*_unused: Any) -> None:
+    """A handler, because a signal that is ignored would be ignored by processes that this one starts as well."""
 
 
 if __name__ == "__main__":

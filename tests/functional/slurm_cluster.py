@@ -6,6 +6,7 @@ is touched, everything lives in one folder, and only processes started here are 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -32,6 +33,8 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
 CredType=cred/none
+# A job that is queued again waits for so long; by default 120 s.
+AuthInfo=cred_expire=5
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 StateSaveLocation={base}/state
 SlurmctldPidFile={base}/run/slurmctld.pid
@@ -53,7 +56,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,bf_resolution=1,sched_interval=2,bf_hetjob_immediate,bf_hetjob_prio=min,sched_min_interval=0
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait=2
+KillWait={kill_wait}
 CompleteWait=0
 MinJobAge=600
 SlurmctldTimeout=60
@@ -104,10 +107,13 @@ class SlurmCluster:
         features: Nodes, each with its feature, e.g. ``["big", "small", "small"]``.
         cpus: Processors that every node claims to have.
         gpus: GPUs that every node claims to have, as Slurm writes them (``gpu:a100:2``), at most four; none when empty.
+        kill_wait_s: Between Slurm's SIGTERM and its SIGKILL.
     """
 
-    def __init__(self, base: Path, features: Sequence[str], cpus: int = 4, gpus: Sequence[str] = ()) -> None:
-        self.base, self.features, self.cpus = base, list(features), cpus
+    def __init__(
+        self, base: Path, features: Sequence[str], cpus: int = 4, gpus: Sequence[str] = (), kill_wait_s: int = 2
+    ) -> None:
+        self.base, self.features, self.cpus, self.kill_wait_s = base, list(features), cpus, kill_wait_s
         self.gpus = list(gpus) or [""] * len(self.features)
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
 
@@ -146,14 +152,57 @@ class SlurmCluster:
 
     def run(self, script: Path, variables: Mapping[str, str], timeout_s: float) -> Job:
         """Submit a batch script and wait for the end of all of its components."""
+        return self.wait(script, self.submit(script, variables), timeout_s)
+
+    def submit(self, script: Path, variables: Mapping[str, str]) -> str:
+        """Submit a batch script; the job's number."""
         done = self._run("sbatch", "--parsable", str(script), variables=variables)
-        job_id = done.stdout.strip().split(";")[0]
+        return done.stdout.strip().split(";")[0]
+
+    def wait(self, script: Path, job_id: str, timeout_s: float) -> Job:
+        """Wait for the end of all components of a job."""
         state = self._wait_for_job(job_id, timeout_s)
         found = re.search(r"#SBATCH --output=(\S+)", script.read_text(encoding="utf-8"))
         name = re.search(r"#SBATCH --job-name=(\S+)", script.read_text(encoding="utf-8"))
         assert found and name
         path = Path(found[1].replace("%j", job_id).replace("%x", name[1]))
         return Job(job_id, state, path.read_text(errors="replace") if path.is_file() else "")
+
+    def control(self, *words: str) -> str:
+        """What ``scontrol`` says."""
+        return self._run("scontrol", *words).stdout
+
+    def take_down(self, index: int) -> None:
+        """A node fails: its slurmd, its steps and all that they have started are killed, and Slurm is told."""
+        name, daemon = self._names[index], self._processes[1 + index][1]
+        doomed = {daemon.pid, *_descendants(daemon.pid), *self._steps_of(name)}
+        for pid in doomed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        daemon.wait()
+        self.control("update", f"NodeName={name}", "State=DOWN", "Reason=test")
+
+    def bring_back(self, index: int) -> None:
+        """Start a node's slurmd again, and wait until Slurm uses it."""
+        name = self._names[index]
+        self._spawn("slurmd", "-D", "-N", name, "-f", self.environment["SLURM_CONF"])
+        self._processes[1 + index] = self._processes.pop()
+        deadline_s = time.monotonic() + 30.0
+        while "State=IDLE" not in self.control("show", "node", name):
+            assert time.monotonic() < deadline_s, self.control("show", "node", name)
+            time.sleep(0.2)
+
+    def _steps_of(self, name: str) -> set[int]:
+        """Processes of a node's steps: the tasks, and the slurmstepd that each of them was started by."""
+        found: set[int] = set()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"SLURMD_NODENAME={name}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                    found.add(int(folder.name))
+                    if Path(f"/proc/{parent}/comm").read_text().strip() == "slurmstepd":
+                        found.add(int(parent))
+        return found
 
     def test_only(self, script: Path) -> str:
         """What ``sbatch --test-only`` says."""
@@ -168,7 +217,7 @@ class SlurmCluster:
         for folder in ("etc", "log", "run", "state", "spool"):
             (self.base / folder).mkdir(parents=True)
         ports = _free_ports(1 + len(self.features))
-        text = _CONFIGURATION.format(port=ports[0], user=_user(), base=self.base)
+        text = _CONFIGURATION.format(port=ports[0], user=_user(), base=self.base, kill_wait=self.kill_wait_s)
         text += "GresTypes=gpu\n" if any(self.gpus) else ""
         rows = [
             f"NodeName={name} Name=gpu Type={gpu.split(':')[1]} File={','.join(_FILES[: int(gpu.split(':')[2])])}\n"
@@ -254,6 +303,15 @@ class SlurmCluster:
         end = time.monotonic() + timeout_s
         while time.monotonic() < end and self._run("squeue", "--noheader", check=False).stdout.strip():
             time.sleep(0.2)
+
+
+def _descendants(pid: int) -> set[int]:
+    """All processes below one."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found |= {int(child), *_descendants(int(child))}
+    return found
 
 
 def _user() -> str:

@@ -31,6 +31,7 @@ COMMANDS = {
     "report": "one HTML page of a plan: cluster, memory, timeline, bubble, alternatives",
     "dry-run": "train one rank of each kind on fake tensors: memory by category, FLOPs, bytes sent",
     "replan": "a better plan from what a run measured, and when a change to it pays",
+    "replay": "what a job gets done while nodes come and go by a trace: elastic, restarted, or with all nodes only",
     "emit": "write args.sh, train.sbatch and torchrun scripts for a plan",
     "completion": "print a script with which a shell completes commands and options",
 }
@@ -291,6 +292,15 @@ def _replan_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(limit_s=120.0, run=_call("replanning.command", "run"))
 
 
+def _replay_options(parser: argparse.ArgumentParser) -> None:
+    from .replay.command import add_arguments
+
+    add_arguments(parser)
+    _common(parser)
+    _goal(parser)
+    parser.set_defaults(run=_call("replay.command", "replay"))
+
+
 def _completion_options(parser: argparse.ArgumentParser) -> None:
     from .completion import SHELLS, completion
 
@@ -317,6 +327,7 @@ _OPTIONS = {
     "check": _check_options,
     "report": _report_options,
     "replan": _replan_options,
+    "replay": _replay_options,
     "emit": _emit_options,
     "dry-run": _dry_run_options,
     "completion": _completion_options,

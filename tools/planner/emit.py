@@ -21,6 +21,8 @@ from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 
 from .emit_checks import check_experts, check_launch, check_training, extra_flags
+from .emit_elastic import SCRIPT, ElasticOptions, checked_sbatch, load_more
+from .emit_elastic import notes as elastic_notes
 from .emit_flags import ModelOptions, args_sh, extension_reasons, layout_string, model_arguments, stock_arguments
 from .emit_nodes import Node, NodeKind, place
 from .emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
@@ -28,7 +30,7 @@ from .errors import PlannerError, from_plan_error
 from .expect import expectations
 from .files import check_target, write_text
 from .profile_schema import load_profile
-from .replanning.inputs import keep_inputs
+from .replanning.inputs import CLUSTER, MODEL, PROFILE, keep_inputs
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ def emit(
     launch: LaunchOptions,
     header: Sequence[str] = (),
     expected: Expectations | None = None,
+    elastic: ElasticOptions | None = None,
 ) -> Emitted:
     """Write all files; nothing is written when the plan cannot run or does not fit the nodes.
 
@@ -65,6 +68,7 @@ def emit(
         launch: Settings of the scripts; ``run_dir`` is how the nodes see ``out``.
         header: Comment lines for args.sh.
         expected: What the doctor compares with, where it goes first (``launch.doctor``).
+        elastic: Of an elastic job, which is written besides.
 
     Raises:
         PlannerError: No run can have the plan, or it does not fit the nodes.
@@ -75,12 +79,15 @@ def emit(
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     check_launch(launch, kinds)
     nodes = place(plan, kinds)
+    script = None if elastic is None else checked_sbatch(plan, nodes, kinds, launch, elastic)
     launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
     texts = {
-        "args.sh": args_sh(plan, f"{launch.run_dir}/plan.json", groups, header),
+        "args.sh": args_sh(plan, f"{launch.run_dir}/plan.json", groups, header, elastic=elastic is not None),
         "train.sbatch": het_sbatch(nodes, kinds, launch),
     }
-    result = Emitted(nodes=nodes)
+    if script is not None:
+        texts[SCRIPT] = script
+    result = Emitted(nodes=nodes, notes=[] if elastic is None else elastic_notes(nodes, kinds))
     obstacle = plain_obstacle(nodes, kinds)
     if obstacle:
         result.notes.append(f"no train-plain.sbatch: {obstacle}")
@@ -97,15 +104,21 @@ def emit(
     if launch.doctor:
         promised = expected or Expectations(plan_hash(plan))
         texts["expectations.json"] = json.dumps(promised.to_json(), indent=1) + "\n"
-    for name in ("plan.json", *texts):
+    plans = {"plan.json": plan, **(elastic.named if elastic is not None else {})}
+    result.files = _write(out, plans, texts)
+    return result
+
+
+def _write(out: Path, plans: Mapping[str, Plan], texts: Mapping[str, str]) -> dict[str, Path]:
+    """Plans and texts by name into a folder; nothing where one of them cannot be written."""
+    for name in (*plans, *texts):
         check_target(out / name, "--out")
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    save_plan(plan, out / "plan.json")
-    result.files["plan.json"] = out / "plan.json"
+    for name, plan in plans.items():
+        save_plan(plan, out / name)
     for name, text in texts.items():
         write_text(out / name, text, executable=name != "args.sh" and name.endswith((".sh", ".sbatch")))
-        result.files[name] = out / name
-    return result
+    return {name: out / name for name in (*plans, *texts)}
 
 
 def training_group(options: argparse.Namespace) -> list[str]:
@@ -174,6 +187,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--doctor", action="store_true", help="the scripts check the nodes before they train; see docs/doctor.md"
     )
     parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="write elastic.sbatch too: the job goes on under another plan when a node goes down, and after it was "
+        "queued again; see docs/elastic.md",
+    )
+    parser.add_argument(
+        "--plans",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="with --elastic: further plans, the best one first; for nodes that none of them fits, one is searched",
+    )
+    parser.add_argument(
         "--profile",
         metavar="FILE",
         help="profile.json that the plan was made from: --doctor compares devices with it, and replan corrects it",
@@ -218,9 +245,24 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     groups = {"MODEL": model_arguments(plan, model_options(model)), "TRAINING": training_group(options), "EXTRA": extra}
     profile = load_profile(options.profile) if options.profile else None
     expected = expectations(plan, cluster, profile) if options.doctor else None
-    written = emit(plan, options.out, node_kinds(cluster), groups, launch, expected=expected)
+    elastic = elastic_options(options, profile is not None)
+    written = emit(plan, options.out, node_kinds(cluster), groups, launch, expected=expected, elastic=elastic)
     written.files |= keep_inputs(options.out, cluster, model, profile)
     return written
+
+
+def elastic_options(options: argparse.Namespace, has_profile: bool) -> ElasticOptions | None:
+    """Of ``--elastic``: plans are searched where no given one fits.
+
+    Raises:
+        PlannerError: ``--plans`` without ``--elastic``, or a bad plan.
+    """
+    if options.plans and not options.elastic:
+        raise PlannerError("emit", "--plans", str(options.plans[0]), "is for --elastic, which is not given")
+    if not options.elastic:
+        return None
+    inputs = (CLUSTER, MODEL, PROFILE) if has_profile else (CLUSTER, MODEL)
+    return ElasticOptions(options.train_iters, load_more(options.plans), inputs)
 
 
 def model_options(model: Any) -> ModelOptions:

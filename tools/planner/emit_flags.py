@@ -88,6 +88,15 @@ def _expert_arguments(experts: Experts, num_layers: int) -> list[str]:
     return words
 
 
+def common_arguments(plan: Plan) -> list[str]:
+    """Flags that all plans of one training have in common; the rest comes from the plan of the moment."""
+    training = plan.training
+    words = ["--global-batch-size", str(training.global_batch_size), "--calculate-per-token-loss"]
+    if training.precision in ("bf16", "fp16"):
+        words.append(f"--{training.precision}")
+    return [*words, "--dist-ckpt-optim-fully-reshardable"]
+
+
 def plan_arguments(plan: Plan) -> list[str]:
     """Flags of batch, precision, recompute and optimizer that the plan fixes."""
     training = plan.training
@@ -192,7 +201,14 @@ def bash_array(name: str, words: Sequence[str]) -> str:
     return f"{name}=(\n" + "".join(f"    {line}\n" for line in lines_of(words)) + ")\n"
 
 
-def args_sh(plan: Plan, plan_file: str, groups: Mapping[str, Sequence[str]], header: Sequence[str] = ()) -> str:
+def args_sh(
+    plan: Plan,
+    plan_file: str,
+    groups: Mapping[str, Sequence[str]],
+    header: Sequence[str] = (),
+    *,
+    elastic: bool = False,
+) -> str:
     """A file to ``source``: one bash array per group and ``MEGATRON_ARGS`` with all of them.
 
     Args:
@@ -200,6 +216,7 @@ def args_sh(plan: Plan, plan_file: str, groups: Mapping[str, Sequence[str]], hea
         plan_file: Path of plan.json as ranks see it.
         groups: Flags by name, e.g. ``{"MODEL": [...], "TRAINING": [...]}``.
         header: Comment lines.
+        elastic: Whether there is ``ELASTIC_ARGS`` as well, for an elastic job, whose plan changes.
     """
     arrays = {f"{name}_ARGS": list(words) for name, words in groups.items()}
     arrays["PLAN_ARGS"] = plan_arguments(plan)
@@ -216,4 +233,12 @@ def args_sh(plan: Plan, plan_file: str, groups: Mapping[str, Sequence[str]], hea
         text += "# This plan needs no extension: with STOCK_ARGS instead of HET_ARGS stock Megatron runs it.\n"
         text += bash_array("STOCK_ARGS", stock_arguments(plan))
     everything = " ".join(f'"${{{name}[@]}}"' for name in [*arrays, "HET_ARGS"])
-    return text + f"MEGATRON_ARGS=({everything})\n"
+    text += f"MEGATRON_ARGS=({everything})\n"
+    if elastic:
+        text += (
+            "\n# An elastic job gets its plan from the controller; these flags go with every plan of the training.\n"
+        )
+        text += bash_array("COMMON_ARGS", common_arguments(plan))
+        parts = " ".join(f'"${{{name}[@]}}"' for name in [*(f"{group}_ARGS" for group in groups), "COMMON_ARGS"])
+        text += f"ELASTIC_ARGS=({parts})\n"
+    return text

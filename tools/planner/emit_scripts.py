@@ -53,7 +53,7 @@ _ENVIRONMENT = {
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "$RUN_DIR/logs/flight-recorder-rank-",
 }
 
-_RESUME = """\
+RESUME = """\
 # Resume from the newest checkpoint.  Without the tracker file Megatron would silently start anew.
 if [[ -s "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]]; then
     export HET_RESUME=1
@@ -93,7 +93,8 @@ def _functions(options: LaunchOptions) -> str:
     return _TRAIN + (_DIAGNOSE if options.doctor else "")
 
 
-def _settings(options: LaunchOptions) -> str:
+def settings(options: LaunchOptions) -> str:
+    """Variables of the script: where things are, and the environment of every rank."""
     lines = [
         f"export RUN_DIR={quote(options.run_dir)}",
         'export CHECKPOINTS="${CHECKPOINTS:-$RUN_DIR/checkpoints}"',
@@ -111,10 +112,19 @@ def _table(ranks: Sequence[int]) -> str:
     return " ".join(map(str, ranks))
 
 
-def _resources(part: Component, kind: NodeKind, options: LaunchOptions) -> list[str]:
-    words = [f"--nodes={len(part.nodes)}", f"--ntasks-per-node={part.per_node}"]
+def resources(part: Component, kind: NodeKind, options: LaunchOptions, *, tasks_per_node: int = 0) -> list[str]:
+    """Words of an ``#SBATCH`` line.
+
+    Args:
+        part: A component of the job.
+        kind: Of its nodes.
+        options: Settings of the scripts.
+        tasks_per_node: Tasks that share the cores of a node's ranks; 0 = one per rank.
+    """
+    tasks = tasks_per_node or part.per_node
+    words = [f"--nodes={len(part.nodes)}", f"--ntasks-per-node={tasks}"]
     if options.cpus_per_task:
-        words.append(f"--cpus-per-task={options.cpus_per_task}")
+        words.append(f"--cpus-per-task={options.cpus_per_task * part.per_node // tasks}")
     for name in ("partition", "constraint", "account"):
         value = getattr(kind, name)
         if value:
@@ -124,7 +134,8 @@ def _resources(part: Component, kind: NodeKind, options: LaunchOptions) -> list[
     return words
 
 
-def _head(options: LaunchOptions, note: str) -> str:
+def head(options: LaunchOptions, note: str) -> str:
+    """The first lines of a job."""
     return (
         "#!/bin/bash\n"
         f"# {note}\n"
@@ -143,19 +154,19 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: La
     come from the plan; inside the tasks SLURM_PROCID counts over all components.
     """
     parts = components(nodes, kinds)
-    text = _head(options, "Submit with: sbatch train.sbatch")
-    blocks = ["#SBATCH " + " ".join(_resources(p, kinds[p.kind], options)) + "\n" for p in parts]
+    text = head(options, "Submit with: sbatch train.sbatch")
+    blocks = ["#SBATCH " + " ".join(resources(p, kinds[p.kind], options)) + "\n" for p in parts]
     text += "#SBATCH hetjob\n".join(blocks)
     several = len(parts) > 1
     groups = ",".join(str(i) for i in range(len(parts)))
     step = f"--het-group={groups} " if several else ""
     nodelist = "SLURM_JOB_NODELIST_HET_GROUP_0" if several else "SLURM_JOB_NODELIST"
-    text += "set -euo pipefail\n\n" + _settings(options)
+    text += "set -euo pipefail\n\n" + settings(options)
     text += "\n# Task n of the step is rank HET_RANKS[n] of the plan.\n"
     text += f"export HET_RANKS={quote(_table(task_ranks(parts)))}\n"
     text += f"export WORLD_SIZE={len(task_ranks(parts))}\n"
-    text += _master(f'$(scontrol show hostnames "${nodelist}" | head -n1)')
-    text += "\n" + _RESUME + "\n" + _functions(options) + _AS_TASK
+    text += master(f'$(scontrol show hostnames "${nodelist}" | head -n1)')
+    text += "\n" + RESUME + "\n" + _functions(options) + _AS_TASK
     text += _doctor_step(options, f"srun {step}--kill-on-bad-exit=0 --distribution=block")
     text += f"\nrc=0\nsrun {step}--kill-on-bad-exit=1 --distribution=block bash -c as_task || rc=$?\nexit $rc\n"
     return text
@@ -185,7 +196,7 @@ export -f train as_task
 """
 
 
-def _master(first: str) -> str:
+def master(first: str) -> str:
     """Address and port of rank 0.  A node's name need not resolve, its address does."""
     return (
         f"first={first}\n"
@@ -211,6 +222,31 @@ def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
     return ""
 
 
+def plain_resources(
+    parts: Sequence[Component], kinds: Mapping[str, NodeKind], options: LaunchOptions, *, tasks_per_node: int = 0
+) -> list[str]:
+    """Words of the ``#SBATCH`` line of a plain job; ``tasks_per_node`` as in :func:`resources`."""
+    most = max(p.per_node for p in parts)
+    first = kinds[parts[0].kind]
+    tasks = tasks_per_node or most
+    words = [f"--nodes={sum(len(p.nodes) for p in parts)}", f"--ntasks-per-node={tasks}"]
+    if options.cpus_per_task:
+        words.append(f"--cpus-per-task={options.cpus_per_task * most // tasks}")
+    for name in ("partition", "account"):
+        if getattr(first, name):
+            words.append(f"--{name}={quote(getattr(first, name))}")
+    if first.gres:
+        # Types differ between the kinds; the features choose the nodes.
+        gres = first.gres if len(parts) == 1 else first.gres.split(":")[0]
+        words.append(f"--gres={quote(f'{gres}:{most}')}")
+    if len(parts) > 1:
+        wanted = "&".join(f"{kinds[p.kind].constraint}*{len(p.nodes)}" for p in parts)
+        words.append(f"--constraint={quote(f'[{wanted}]')}")
+    elif first.constraint:
+        words.append(f"--constraint={quote(first.constraint)}")
+    return words
+
+
 def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions) -> str:
     """An ordinary job over all nodes; kinds are told apart by their features.
 
@@ -224,30 +260,14 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: 
     if obstacle:
         raise ValueError(obstacle)
     parts = components(nodes, kinds)
-    most = max(p.per_node for p in parts)
-    first = kinds[parts[0].kind]
-    words = [f"--nodes={len(nodes)}", f"--ntasks-per-node={most}"]
-    if options.cpus_per_task:
-        words.append(f"--cpus-per-task={options.cpus_per_task}")
-    for name in ("partition", "account"):
-        if getattr(first, name):
-            words.append(f"--{name}={quote(getattr(first, name))}")
-    if first.gres:
-        # Types differ between the kinds; the features choose the nodes.
-        gres = first.gres if len(parts) == 1 else first.gres.split(":")[0]
-        words.append(f"--gres={quote(f'{gres}:{most}')}")
-    if len(parts) > 1:
-        wanted = "&".join(f"{kinds[p.kind].constraint}*{len(p.nodes)}" for p in parts)
-        words.append(f"--constraint={quote(f'[{wanted}]')}")
-    elif first.constraint:
-        words.append(f"--constraint={quote(first.constraint)}")
-    text = _head(options, "Submit with: sbatch train-plain.sbatch")
+    words = plain_resources(parts, kinds, options)
+    text = head(options, "Submit with: sbatch train-plain.sbatch")
     text += "#SBATCH " + " ".join(words) + "\n"
-    text += "set -euo pipefail\n\n" + _settings(options)
+    text += "set -euo pipefail\n\n" + settings(options)
     text += f"export HET_RANKS={quote(_table(task_ranks(parts)))} WORLD_SIZE={len(task_ranks(parts))}\n"
     text += _host_file(parts, kinds)
-    text += _master('$(head -n1 "$SLURM_HOSTFILE")')
-    text += "\n" + _RESUME + "\n" + _functions(options) + _AS_TASK
+    text += master('$(head -n1 "$SLURM_HOSTFILE")')
+    text += "\n" + RESUME + "\n" + _functions(options) + _AS_TASK
     text += _doctor_step(options, "srun --ntasks=$WORLD_SIZE --kill-on-bad-exit=0 --distribution=arbitrary")
     text += (
         "\nrc=0\nsrun --ntasks=$WORLD_SIZE --kill-on-bad-exit=1 --distribution=arbitrary "
@@ -256,27 +276,31 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: 
     return text
 
 
+def feature_function(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> tuple[str, list[str]]:
+    """Bash that says which feature a host of a plain job has, and the feature of every part."""
+    if len(parts) == 1:
+        return "feature_of() { echo any; }\n", ["any"]
+    names = [kinds[p.kind].constraint for p in parts]
+    text = (
+        "feature_of() {\n"
+        "    local feature all\n"
+        "    all=,$(scontrol show node \"$1\" -o | grep -o 'ActiveFeatures=[^ ]*' | cut -d= -f2),\n"
+        f"    for feature in {' '.join(map(quote, names))}; do\n"
+        '        [[ "$all" == *",$feature,"* ]] && { echo "$feature"; return; }\n'
+        "    done\n"
+        '    echo "error: node $1 has none of the features of this job" >&2\n'
+        "    return 1\n"
+        "}\n"
+    )
+    return text, names
+
+
 def _host_file(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
     """Bash that writes one host per task: first all nodes of the first kind, and so on."""
-    if len(parts) == 1:
-        features = "feature_of() { echo any; }\n"
-        wanted = [("any", parts[0])]
-    else:
-        features = (
-            "feature_of() {\n"
-            "    local feature all\n"
-            "    all=,$(scontrol show node \"$1\" -o | grep -o 'ActiveFeatures=[^ ]*' | cut -d= -f2),\n"
-            f"    for feature in {' '.join(quote(kinds[p.kind].constraint) for p in parts)}; do\n"
-            '        [[ "$all" == *",$feature,"* ]] && { echo "$feature"; return; }\n'
-            "    done\n"
-            '    echo "error: node $1 has none of the features of this job" >&2\n'
-            "    return 1\n"
-            "}\n"
-        )
-        wanted = [(kinds[p.kind].constraint, p) for p in parts]
+    features, names = feature_function(parts, kinds)
     text = "\n# One line per task: the host it runs on.\n" + features
     text += 'export SLURM_HOSTFILE="$RUN_DIR/logs/hosts-$SLURM_JOB_ID"\n: >"$SLURM_HOSTFILE"\n'
-    for feature, part in wanted:
+    for feature, part in zip(names, parts, strict=True):
         text += (
             'for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do\n'
             f'    if [[ "$(feature_of "$host")" == {quote(feature)} ]]; then\n'
@@ -294,20 +318,20 @@ def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions) -
     """
     node = nodes[index]
     ranks = [r for n in nodes for r in n.ranks]
-    master = nodes[0].host
+    main_host = nodes[0].host
     text = "#!/bin/bash\n"
     place = comment(node.kind + (f", {node.host}" if node.host else ""))
     text += f"# Node {index} of {len(nodes)} ({place}): "
     text += f"ranks {_table(node.ranks)} of the plan.\n"
-    text += "set -euo pipefail\n\n" + _settings(options)
-    if master:
-        text += f"export {default_of('MASTER_ADDR', master)}\n"
+    text += "set -euo pipefail\n\n" + settings(options)
+    if main_host:
+        text += f"export {default_of('MASTER_ADDR', main_host)}\n"
     elif len(nodes) > 1:
         text += 'export MASTER_ADDR="${MASTER_ADDR:?set it to the address of node 0}"\n'
     else:
         text += 'export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"\n'
     text += 'export MASTER_PORT="${MASTER_PORT:-29500}"\n'
-    text += "\n" + _RESUME + "\n" + _functions(options)
+    text += "\n" + RESUME + "\n" + _functions(options)
     text += f"# torchrun's rank n is rank HET_RANKS[n] of the plan.\nexport HET_RANKS={quote(_table(ranks))}\n"
     text += (
         "as_rank() {\n    local ranks=($HET_RANKS)\n    export RANK=${ranks[$RANK]}\n"

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.cases import build_plan
 from megatron_het.elastic.__main__ import main
-from megatron_het.elastic.pool import GivenPlans, NoPlanError, Process, assign
+from megatron_het.elastic.pool import GivenFirst, GivenPlans, NoPlanError, Process, assign
 from megatron_het.elastic.searched import limited
 from megatron_het.plan import Plan, save_plan
 
@@ -54,6 +54,27 @@ def test_the_best_plan_that_fits():
     with pytest.raises(NoPlanError, match="3, 2 ranks"):
         plans.plan(pool("a"))
     assert plans.is_better(plan([[1]]), plan([[1], [1], [1]]))  # the one that runs is of another list
+
+
+def test_plans_are_searched_where_no_given_one_fits():
+    given, other = plan([[1], [1, 1]]), plan([[1]])
+
+    class Searches(GivenPlans):
+        prepared: Any = ()
+
+        def prepare(self, pools: Any) -> None:
+            self.prepared = pools
+
+        def is_ready(self, pool: Any) -> bool:
+            return False
+
+    searches = Searches([other])
+    both = GivenFirst([given], searches)
+    assert both.plan(pool("a", "b", "c", "d"))[0] is given and both.is_ready(pool("a", "b", "c"))
+    assert both.plan(pool("a", "b"))[0] is other and not both.is_ready(pool("a", "b"))
+    both.prepare([pool("a", "b", "c"), pool("a", "b")])
+    assert searches.prepared == [pool("a", "b")]
+    assert both.is_better(given, other)
 
 
 def test_a_cluster_file_for_the_nodes_that_are_there():

@@ -1,0 +1,161 @@
+"""The command ``replay``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_het.untrusted import amount, count
+
+from ..errors import PlannerError
+from ..files import check_target, read_json
+from ..report import say, table
+from ..setup import check_prices, estimator_from, goal_from
+from .policies import Costs, Course, run_all, with_start
+from .searched import PoolPlan, search_pools
+from .trace import Pool, Trace, load_trace
+
+_SECONDS = (
+    ("join_s", "a node joins: pause of the training"),
+    ("leave_s", "a node leaves on notice: pause of the training"),
+    ("death_s", "a node fails: pause until the others go on"),
+    ("start_s", "a new node starts, while the others train, before it can join"),
+    ("restart_s", "all processes are started again and load a checkpoint"),
+    ("save_s", "a checkpoint holds the training up"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own options."""
+    parser.add_argument(
+        "trace", type=Path, metavar="TRACE", help="CSV: time_s, gpu, nodes, notice; see docs/elastic.md"
+    )
+    parser.add_argument("--picture", metavar="FILE", help="write a picture (SVG or PNG by extension)")
+    parser.add_argument(
+        "--pauses", type=Path, metavar="FILE", help="what benchmarks.elastic wrote, for the pauses of this hardware"
+    )
+    for name, text in _SECONDS:
+        default = getattr(Costs(), name)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=amount(0.0, 1e7), metavar="S", help=f"{text} (default {default:g})")
+    parser.add_argument(
+        "--save-every",
+        type=count(1, 10**9),
+        metavar="N",
+        help=f"iterations between two checkpoints (default {Costs().save_every})",
+    )
+
+
+def replay(options: argparse.Namespace) -> int:
+    """Search a plan for every pool of the trace, go through it under every policy, say what was done."""
+    goal, estimator = goal_from(options), estimator_from(options)
+    check_prices(estimator, goal, options.cluster)
+    if options.picture is not None:
+        check_target(options.picture, "--picture", (".svg", ".png"))
+    trace = load_trace(options.trace, estimator.cluster)
+    costs = costs_from(options)
+    full = tuple(node.count for node in estimator.cluster.nodes)
+    plans = search_pools(estimator, goal, options.search, [*trace.pools(), *_between(trace, costs), full],
+                         options.limit_s)  # fmt: skip
+    ideal_s = plans[full].iteration_s
+    if ideal_s is None:
+        raise PlannerError(options.cluster, "nodes", None, "no plan fits all nodes of the cluster file")
+    courses = run_all(trace, lambda pool: plans[pool].iteration_s, costs, full)
+    body = body_of(trace, courses, list(plans.values()), ideal_s)
+    written = []
+    if options.picture is not None:
+        from .picture import draw
+
+        draw(trace, courses, [node.gpu for node in estimator.cluster.nodes], options.picture)
+        written.append(f"wrote {options.picture}")
+    names = [node.gpu for node in estimator.cluster.nodes]
+    say(body, options, *_tables(body, names), *written)
+    return 0
+
+
+def costs_from(options: argparse.Namespace) -> Costs:
+    """Pauses: single options, then ``--pauses``, then the defaults.
+
+    Raises:
+        PlannerError: The file of ``--pauses`` has no pauses.
+    """
+    found: dict[str, Any] = {}
+    if options.pauses is not None:
+        document = read_json(options.pauses)
+        try:
+            pauses = document["pause_s"]
+            found = {f"{kind}_s": float(pauses[kind]["whole"]) for kind in ("join", "leave", "death")}
+            found["restart_s"] = float(document["restart_s"])
+        except (KeyError, TypeError, ValueError):
+            raise PlannerError(
+                str(options.pauses),
+                "pause_s",
+                None,
+                "no pauses: pause_s.join.whole, pause_s.leave.whole, pause_s.death.whole and restart_s are expected",
+                "Give a file that python -m benchmarks.elastic --json wrote",
+            ) from None
+        if bad := next((key for key, value in found.items() if not 0 <= value < 1e7), None):
+            raise PlannerError(str(options.pauses), bad, found[bad], "is no time")
+    for name in (*(name for name, _ in _SECONDS), "save_every"):
+        if getattr(options, name) is not None:
+            found[name] = getattr(options, name)
+    return Costs(**found)
+
+
+def _between(trace: Trace, costs: Costs) -> list[Pool]:
+    """Pools of nodes that are ready, while others start."""
+    return [change.pool for change in with_start(trace, costs.start_s)]
+
+
+def body_of(trace: Trace, courses: list[Course], plans: list[PoolPlan], ideal_s: float) -> dict[str, Any]:
+    """What is printed, as JSON values.
+
+    Args:
+        trace: The trace.
+        courses: By policy.
+        plans: By pool.
+        ideal_s: Iteration time with all nodes.
+    """
+    return {
+        "span_s": trace.end_s,
+        "full_pool_iteration_s": ideal_s,
+        "policies": [
+            {
+                "policy": course.policy,
+                "iterations": course.iterations,
+                "goodput": course.iterations * ideal_s / trace.end_s,
+                "repeated_iterations": course.repeated,
+                "training_s": course.training_s,
+                "paused_s": course.paused_s,
+                "idle_s": course.idle_s,
+                "changes": course.changes,
+            }
+            for course in courses
+        ],
+        "pools": [{"nodes": list(p.pool), "iteration_s": p.iteration_s, "plan": p.plan} for p in plans],
+    }
+
+
+def _tables(body: dict[str, Any], names: list[str]) -> list[Any]:
+    policies = table("What the job gets done", "policy", "iterations", "goodput", "repeated", "training s", "paused s",
+                     "idle s", "changes")  # fmt: skip
+    for row in body["policies"]:
+        policies.add_row(
+            row["policy"],
+            f"{row['iterations']:.0f}",
+            f"{100 * row['goodput']:.1f} %",
+            f"{row['repeated_iterations']:.1f}",
+            *(f"{row[key]:.4g}" for key in ("training_s", "paused_s", "idle_s")),
+            str(row["changes"]),
+        )
+    pools = table("Plans", "nodes", "s per iteration", "plan")
+    for pool in body["pools"]:
+        nodes = ", ".join(f"{n} {name}" for n, name in zip(pool["nodes"], names, strict=True) if n)
+        seconds = "no plan fits" if pool["iteration_s"] is None else f"{pool['iteration_s']:.4g}"
+        pools.add_row(nodes or "none", seconds, pool["plan"])
+    return [
+        policies,
+        "goodput: iterations that count, as a share of those with all nodes and no change in the same time",
+        pools,
+    ]

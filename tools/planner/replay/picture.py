@@ -1,0 +1,49 @@
+"""A replay as a picture: iterations that count over time, and the nodes that there were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .policies import Course
+from .trace import Trace
+
+_COLOURS = {"elastic": "#1f6fb4", "restart": "#d9822b", "full pool": "#7a7a7a"}
+
+
+def draw(trace: Trace, courses: Sequence[Course], names: Sequence[str], file: str) -> None:
+    """Write the picture.
+
+    Args:
+        trace: The trace.
+        courses: By policy.
+        names: Of the groups of nodes.
+        file: SVG or PNG by its extension.
+    """
+    from matplotlib.figure import Figure
+
+    unit, word = next((u, w) for u, w in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+                      if trace.end_s >= 2 * u or u == 1.0)  # fmt: skip
+    figure = Figure(figsize=(9.0, 5.6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for course in courses:
+        points = [*course.curve, (trace.end_s, course.iterations)]
+        inside = [(t, n) for t, n in points if t <= trace.end_s]
+        style = "--" if course.policy == "full pool" else "-"
+        upper.plot([t / unit for t, _ in inside], [n for _, n in inside], style, color=_COLOURS[course.policy],
+                   label=f"{course.policy}: {course.iterations:.0f}")  # fmt: skip
+    upper.set_ylabel("iterations that count")
+    upper.set_ylim(bottom=0)
+    upper.legend(loc="upper left", frameon=False)
+    times = [change.time_s / unit for change in trace.changes] + [trace.end_s / unit]
+    for i, name in enumerate(names):
+        counts = [change.pool[i] for change in trace.changes]
+        lower.step(times, [*counts, counts[-1]], where="post", label=name)
+    lower.set_ylabel("nodes")
+    lower.set_ylim(bottom=0)
+    lower.set_xlim(0, trace.end_s / unit)
+    lower.set_xlabel(word)
+    lower.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+    figure.savefig(file, dpi=130)

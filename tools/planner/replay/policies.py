@@ -1,0 +1,220 @@
+"""What a job gets done under a trace: elastic, by restarts, or with the full pool only.
+
+A job does one iteration after the other.  A pause begins at an event, and no iteration counts before its end.  What is
+lost is done again, at the speed of the plan that follows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from .trace import Change, Pool, Trace
+
+IterationTime = Callable[[Pool], float | None]
+"""Seconds of an iteration under the best plan for a pool; None where no plan fits it."""
+
+POLICIES = ("elastic", "restart", "full pool")
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What changes cost, in seconds.
+
+    Attributes:
+        join_s, leave_s: A change without a failure, with no iteration lost.
+        death_s: From a failure to the end of the next plan's first iteration, less that iteration.
+        start_s: Of a new node, before it can join; the others train meanwhile.
+        restart_s: All processes are started again and load the newest checkpoint.
+        save_every: Iterations between two checkpoints.
+        save_s: For how long a checkpoint holds the training up.
+    """
+
+    join_s: float = 3.1
+    leave_s: float = 1.8
+    death_s: float = 2.5
+    start_s: float = 10.0
+    restart_s: float = 11.7
+    save_every: int = 100
+    save_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Course:
+    """How a job went.
+
+    Attributes:
+        policy: Its name.
+        iterations: That count at the end.
+        repeated: Iterations whose result was lost, parts of iterations included.
+        training_s, paused_s, idle_s: Time in iterations (lost ones included), in changes, and without a plan.
+        changes: How often the plan changed.
+        curve: (time in s, iterations that count), in the order of time.
+    """
+
+    policy: str
+    iterations: float = 0.0
+    repeated: float = 0.0
+    training_s: float = 0.0
+    paused_s: float = 0.0
+    idle_s: float = 0.0
+    changes: int = 0
+    curve: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 0.0)])
+
+
+class _Job:
+    """A job and its clock."""
+
+    def __init__(self, policy: str, costs: Costs, step_s: float | None) -> None:
+        self.course, self._costs, self.step_s = Course(policy), costs, step_s
+        self._now_s = self._part = 0.0
+
+    def train_until(self, time_s: float) -> None:
+        """Go on with the present plan; it may be paused or idle beyond that time."""
+        course, span_s = self.course, time_s - self._now_s
+        if span_s <= 0:
+            return
+        if self.step_s is None:
+            course.idle_s += span_s
+        else:
+            course.training_s += span_s
+            done = self._part + span_s / self._pace_s
+            whole = int(done + 1e-9)
+            course.iterations += whole
+            self._part = max(0.0, done - whole)
+        self._move(time_s)
+
+    def finish_iteration(self, time_s: float) -> float:
+        """The one that runs at a time; when it has ended, which is that time where none runs."""
+        if self.step_s is None or self._part == 0:
+            return time_s
+        self.train_until(self._now_s + (1.0 - self._part) * self._pace_s)
+        return self._now_s
+
+    def lose(self, *, to_checkpoint: bool) -> None:
+        """The running iteration; all since the newest checkpoint."""
+        course = self.course
+        kept = course.iterations // self._costs.save_every * self._costs.save_every if to_checkpoint else None
+        course.repeated += self._part + (0 if kept is None else course.iterations - kept)
+        course.iterations = course.iterations if kept is None else kept
+        self._part = 0.0
+        self._move(self._now_s)
+
+    def change(self, time_s: float, pause_s: float, step_s: float | None) -> None:
+        """Pause, then go on under another plan.  A change during a pause begins anew."""
+        end_s = max(self._now_s, time_s + pause_s)
+        self.course.changes += step_s is not None
+        self.course.paused_s += end_s - self._now_s
+        self.step_s = step_s
+        self._move(end_s)
+
+    def end(self, time_s: float) -> Course:
+        """Stop; a pause that would end later is cut."""
+        self.train_until(time_s)
+        self.course.paused_s -= max(0.0, self._now_s - time_s)
+        return self.course
+
+    @property
+    def _pace_s(self) -> float:
+        assert self.step_s is not None
+        return self.step_s + self._costs.save_s / self._costs.save_every
+
+    def _move(self, time_s: float) -> None:
+        self._now_s = time_s
+        self.course.curve.append((time_s, self.course.iterations))
+
+
+def run_elastic(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
+    """Changes of plan while the processes stay; nodes that come are used when they are ready, where they help."""
+    ready = with_start(trace, costs.start_s)
+    job = _Job("elastic", costs, time_of(ready[0].pool))
+    for before, change in pairwise(ready):
+        job.train_until(change.time_s)
+        step_s = time_of(change.pool)
+        if step_s == job.step_s:
+            continue
+        loses = any(new < old for old, new in zip(before.pool, change.pool, strict=True))
+        if job.step_s is None:  # nobody held the state in memory any more
+            job.change(change.time_s, costs.restart_s, step_s)
+        elif step_s is None:
+            job.lose(to_checkpoint=True)
+            job.change(change.time_s, 0.0, None)
+        elif loses and not change.notice:
+            job.lose(to_checkpoint=False)
+            job.change(change.time_s, costs.death_s, step_s)
+        elif loses or step_s < job.step_s:
+            boundary_s = job.finish_iteration(change.time_s)
+            job.change(boundary_s, costs.leave_s if loses else costs.join_s, step_s)
+    return job.end(trace.end_s)
+
+
+def run_restart(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
+    """Kill all, start again under a plan for what is there; for nodes that come too, after a checkpoint."""
+    job = _Job("restart", costs, time_of(trace.changes[0].pool))
+    for before, change in pairwise(trace.changes):
+        job.train_until(change.time_s)
+        step_s = time_of(change.pool)
+        if step_s == job.step_s:
+            continue
+        loses = any(new < old for old, new in zip(before.pool, change.pool, strict=True))
+        if job.step_s is not None and not loses and (step_s is None or step_s > job.step_s):
+            continue
+        stopped_s = _stop(job, change, failed=loses and not change.notice)
+        job.change(stopped_s, costs.restart_s if step_s is not None else 0.0, step_s)
+    return job.end(trace.end_s)
+
+
+def run_full_pool(trace: Trace, time_of: IterationTime, costs: Costs, full: Pool) -> Course:
+    """Train while all nodes are there, and wait otherwise."""
+    present = trace.changes[0].pool == full
+    job = _Job("full pool", costs, time_of(full) if present else None)
+    for change in trace.changes[1:]:
+        job.train_until(change.time_s)
+        if (change.pool == full) == present:
+            continue
+        present = not present
+        if present:
+            job.change(change.time_s, costs.restart_s, time_of(full))
+        else:
+            job.change(_stop(job, change, failed=not change.notice), 0.0, None)
+    return job.end(trace.end_s)
+
+
+def _stop(job: _Job, change: Change, *, failed: bool) -> float:
+    """With notice the running iteration ends and is saved; when the job has stopped."""
+    if not failed:
+        return job.finish_iteration(change.time_s)
+    job.lose(to_checkpoint=True)
+    return change.time_s
+
+
+def with_start(trace: Trace, start_s: float) -> tuple[Change, ...]:
+    """The nodes that are ready: those that come are so after their start, if they are still there then.
+
+    Args:
+        trace: The nodes that there are.
+        start_s: What the start of a node takes.
+    """
+    starts = [change.time_s for change in trace.changes]
+    found: list[Change] = []
+    for time_s in sorted({*starts, *(start + start_s for start in starts[1:])}):
+        if time_s > trace.end_s:
+            break
+        last = bisect_right(starts, time_s) - 1
+        first = max(0, bisect_right(starts, time_s - start_s) - 1)
+        lately = trace.changes[first : last + 1]
+        pool = tuple(min(counts) for counts in zip(*(change.pool for change in lately), strict=True))
+        if not found or pool != found[-1].pool:
+            found.append(Change(time_s, pool, lately[-1].notice and lately[-1].time_s == time_s))
+    return tuple(found)
+
+
+def run_all(trace: Trace, time_of: IterationTime, costs: Costs, full: Pool) -> list[Course]:
+    """Every policy, in the order of ``POLICIES``."""
+    return [
+        run_elastic(trace, time_of, costs),
+        run_restart(trace, time_of, costs),
+        run_full_pool(trace, time_of, costs, full),
+    ]

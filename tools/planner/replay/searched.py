@@ -1,0 +1,87 @@
+"""Iteration times of pools: the best plan that the planner's search finds for the nodes that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from ..cluster import Cluster, NodeGroup
+from ..estimate import Estimator
+from ..report import describe
+from ..search.goal import Goal
+from ..search.limit import cpu_limit
+from ..search.methods import search
+from ..search.outcome import Progress
+from .trace import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """What was found for a pool.
+
+    Attributes:
+        pool: Its nodes.
+        iteration_s: Of the best plan; None where none fits.
+        plan: In one line.
+    """
+
+    pool: Pool
+    iteration_s: float | None
+    plan: str = ""
+
+
+def search_pools(
+    estimator: Estimator, goal: Goal, method: str, pools: Sequence[Pool], limit_s: float
+) -> dict[Pool, PoolPlan]:
+    """A plan for every pool; one that is found for a part of a pool is one for the pool.
+
+    Args:
+        estimator: Of the whole cluster.
+        goal: What is searched.
+        method: See ``plan --search``.
+        pools: Nodes of every group of the cluster file.
+        limit_s: CPU seconds of all searches together.
+
+    Raises:
+        PlannerError: A search found nothing in its time.
+    """
+    found: dict[Pool, PoolPlan] = {}
+    for pool in sorted(set(pools), key=sum):
+        best = _search_pool(estimator, goal, method, pool, limit_s / len(set(pools)))
+        for smaller in found.values():
+            fits = smaller.iteration_s is not None and _is_part(smaller.pool, pool)
+            if fits and (smaller.iteration_s or 0.0) < (best.iteration_s or inf):
+                best = replace(smaller, pool=pool)
+        found[pool] = best
+    return found
+
+
+def _search_pool(estimator: Estimator, goal: Goal, method: str, pool: Pool, limit_s: float) -> PoolPlan:
+    cluster = limited(estimator.cluster, pool)
+    if cluster is None:
+        return PoolPlan(pool, None)
+    part = Estimator(cluster, estimator.model, estimator.costs, memory_margin=estimator.memory_margin)
+    progress = Progress(limit_s=limit_s)
+    with cpu_limit(progress):
+        best = search(method, part, goal, progress).best
+    if best is None or not best.runnable:
+        return PoolPlan(pool, None)
+    return PoolPlan(pool, best.iteration_s, describe(part, best.candidate))
+
+
+def _is_part(small: Pool, large: Pool) -> bool:
+    return all(a <= b for a, b in zip(small, large, strict=True))
+
+
+def limited(cluster: Cluster, pool: Pool) -> Cluster | None:
+    """The cluster with the nodes of a pool; None where there is none."""
+    nodes: list[NodeGroup] = []
+    for group, count in zip(cluster.nodes, pool, strict=True):
+        if count:
+            nodes.append(group.model_copy(update={"count": count, "hosts": group.hosts[:count]}))
+    if not any(node.quota for node in nodes):
+        return None
+    places = {name for node in nodes for name in (node.zone, node.where)}
+    links = tuple(link for link in cluster.links if all(end in places for end in link.between))
+    return cluster.model_copy(update={"nodes": tuple(nodes), "links": links})
