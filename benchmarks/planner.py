@@ -30,7 +30,8 @@ from tools.planner.report import describe
 from tools.planner.search.auto import search_auto
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import METHODS, search
-from tools.planner.search.pools import Bounds, all_gpus
+from tools.planner.search.bounds import Bounds
+from tools.planner.search.pools import all_gpus
 
 
 def accuracy() -> dict[str, Any]:

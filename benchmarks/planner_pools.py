@@ -19,7 +19,8 @@ from tools.planner.search.effort import Effort
 from tools.planner.search.finish import finish, waits_for_nobody
 from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Outcome, Progress
-from tools.planner.search.pools import Bounds, all_gpus
+from tools.planner.search.bounds import Bounds
+from tools.planner.search.pools import all_gpus
 from tools.planner.simulation import operations_of, simulate_candidate
 
 KINDS = ("A100-40", "A100-80", "H100-SXM", "H200", "L40S", "A10G", "V100-16", "T4", "RTX-3090")

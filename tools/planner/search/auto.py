@@ -17,7 +17,8 @@ from ..search.finish import confirm, finish
 from ..search.goal import Goal
 from ..search.moves import neighbours, schedule_variants
 from ..search.outcome import Outcome, Progress
-from ..search.pools import Bounds, Limits, all_gpus, one_node_less, parts
+from ..search.bounds import Bounds
+from ..search.pools import Limits, all_gpus, one_node_less, parts
 from ..search.regions import expand, merge
 from ..search.seeds import WORTH, seeds
 
