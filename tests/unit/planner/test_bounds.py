@@ -13,6 +13,7 @@ from tools.planner.schedules import SCHEDULES
 from tools.planner.search.balance import balance
 from tools.planner.search.bounds import Bounds
 from tools.planner.search.goal import Goal
+from tools.planner.search.least import least_s
 from tools.planner.search.moves import schedule_variants
 from tools.planner.search.pools import all_gpus
 from tools.planner.simulation import operations_of, simulate_block
@@ -52,6 +53,7 @@ def test_no_plan_is_below_the_bound_of_its_gpus(seed):
                 simulated = simulate_block(estimator, candidate, estimate).iteration_s
             except PlannerError:
                 continue
+            assert least_s(estimator, candidate, estimate) <= simulated * (1 + 1e-9)
             least = found.seconds(limits)
             assert least <= simulated * (1 + 1e-9)
             assert not found.excludes(limits, simulated * (1 + 1e-6))

@@ -10,9 +10,9 @@ from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.model import Model
 from tools.planner.schedules import SCHEDULES
 from tools.planner.search.auto import search_auto
+from tools.planner.search.bounds import Bounds
 from tools.planner.search.effort import Effort
 from tools.planner.search.goal import Goal
-from tools.planner.search.bounds import Bounds
 from tools.planner.search.pools import all_gpus, parts
 
 

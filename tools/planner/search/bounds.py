@@ -3,9 +3,9 @@
 A plan of a given time ``T`` gives each layer to a stage of ``n`` layers.  The replicas of that stage cannot compute all
 the time.  Before their first microbatch come the layers of earlier stages, after their last one either the backward of
 these layers or the sum of the gradients of the stage's own layers.  Few layers per stage mean much of the first, many
-layers per stage much of the second.  In the rest of ``T`` a replica computes a whole number of microbatches.  So every
-GPU has, for every layer, a capacity at the ``n`` that suits it best, and ``T`` is possible only if the capacities of all
-GPUs can cover all layers.  The least such ``T`` is the bound.
+layers per stage much of the second.  In the rest of ``T`` a replica computes a whole number of microbatches.  So
+every GPU has, for every layer, a capacity at the ``n`` that suits it best, and ``T`` is possible only if the
+capacities of all GPUs can cover all layers.  The least such ``T`` is the bound.
 """
 
 from __future__ import annotations

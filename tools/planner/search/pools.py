@@ -17,17 +17,17 @@ def all_gpus(estimator: Estimator) -> Limits:
     return tuple(node.quota for node in estimator.cluster.nodes)
 
 
-def parts(estimator: Estimator) -> list[Limits]:
-    """Parts of the cluster worth a search of their own; the whole is not among them.
+def parts(estimator: Estimator, whole: Limits | None = None) -> list[Limits]:
+    """Parts of the cluster, or of a part of it, worth a search of their own; the whole is not among them.
 
     First every choice of whole pools (on clusters of many pools: one pool, kind or region alone or left out, and
     pairs of kinds), then one node less of each pool, then half of each pool.
     """
-    nodes, most = estimator.cluster.nodes, all_gpus(estimator)
-    if len(nodes) <= MOST_POOLS:
-        chosen = {limits for limits in product(*((0, q) for q in most)) if any(limits)}
+    nodes, most = estimator.cluster.nodes, whole or all_gpus(estimator)
+    if sum(map(bool, most)) <= MOST_POOLS:
+        chosen = {limits for limits in product(*({0, q} for q in most)) if any(limits)}
     else:
-        chosen = _by_attribute(estimator)
+        chosen = _by_attribute(estimator, most)
     out = sorted(chosen, key=lambda limits: (-sum(limits), limits))
     for less in (lambda q, n: (q - 1) // n * n, lambda q, n: q // 2 // n * n):
         for p, node in enumerate(nodes):
@@ -35,20 +35,24 @@ def parts(estimator: Estimator) -> list[Limits]:
     return [limits for limits in dict.fromkeys(out) if any(limits) and limits != most]
 
 
-def one_node_less(estimator: Estimator, limits: Limits) -> bool:
-    """Whether a part is the cluster without one node, or less."""
-    nodes = estimator.cluster.nodes
-    missing = [(most - n, node.gpus_per_node) for most, n, node in zip(all_gpus(estimator), limits, nodes) if n < most]
-    return len(missing) == 1 and missing[0][0] <= missing[0][1]
+def nodes_left_out(estimator: Estimator) -> list[Limits]:
+    """The cluster without one node, for every pool."""
+    most = all_gpus(estimator)
+    found = []
+    for p, node in enumerate(estimator.cluster.nodes):
+        found.append(
+            tuple((q - 1) // node.gpus_per_node * node.gpus_per_node if i == p else q for i, q in enumerate(most))
+        )
+    return [limits for limits in found if any(limits)]
 
 
-def _by_attribute(estimator: Estimator) -> set[Limits]:
+def _by_attribute(estimator: Estimator, most: Limits) -> set[Limits]:
     """One pool alone, one left out, one kind of GPU, one region, pairs of kinds."""
-    nodes, most = estimator.cluster.nodes, all_gpus(estimator)
-    pools = range(len(nodes))
+    nodes = estimator.cluster.nodes
+    pools = [p for p, n in enumerate(most) if n]
     kept: list[set[int]] = [{p} for p in pools] + [set(pools) - {p} for p in pools]
     for values in ([n.gpu for n in nodes], [n.where for n in nodes]):
         for count in (1, 2):
-            for chosen in combinations(dict.fromkeys(values), count):
+            for chosen in combinations(dict.fromkeys(values[p] for p in pools), count):
                 kept.append({p for p in pools if values[p] in chosen})
     return {tuple(q if p in keep else 0 for p, q in enumerate(most)) for keep in kept}
