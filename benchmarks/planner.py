@@ -1,7 +1,7 @@
 """The planner measured: accuracy, quality, speed, the published clusters, and runs on this machine.
 
     python -m benchmarks.planner --json OUT [--cases 30]
-        [--only accuracy,catalog,families,quality,speed,growth,pools,zorse,methods,gloo] [--pools 40]
+        [--only accuracy,catalog,families,quality,speed,growth,pools,zorse,methods,gloo,nodes] [--pools 40]
 
 Keys of the JSON: ``time_error``, ``memory_error`` (mean absolute relative errors on published runs),
 ``worst_gap_to_brute_force``, ``search_cpu_s`` and ``bound_gap`` (by case), ``promised_over_emitted`` (the largest
@@ -24,13 +24,14 @@ from typing import Any
 from benchmarks import planner_cases as cases
 from benchmarks.machine import machine
 from benchmarks.planner_accuracy import SECTIONS
-from benchmarks.planner_pools import COUNTS, pools, promised
+from benchmarks.planner_pools import COUNTS, nodes, pools, promised
 from tools.planner.files import write_json
 from tools.planner.report import describe
 from tools.planner.search.auto import search_auto
+from tools.planner.search.bounds import Bounds
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import METHODS, search
-from tools.planner.search.pools import Bounds, all_gpus
+from tools.planner.search.pools import all_gpus
 
 
 def accuracy() -> dict[str, Any]:
@@ -197,7 +198,9 @@ def main() -> None:
     parser.add_argument("--json", required=True, metavar="OUT")
     parser.add_argument("--only", default="accuracy,catalog,families,quality,speed,growth,pools,zorse,methods,gloo")
     parser.add_argument("--cases", type=int, default=30, help="random clusters for the comparison with brute force")
-    parser.add_argument("--pools", type=int, default=40, help="random clusters for the section pools (default 40)")
+    parser.add_argument(
+        "--pools", type=int, default=40, help="random clusters for the sections pools and nodes (default 40)"
+    )
     parser.add_argument(
         "--gloo", type=Path, metavar="FILE", help="compare with these rounds of benchmarks.planner_gloo again"
     )
@@ -209,6 +212,7 @@ def main() -> None:
         "speed": speed,
         "growth": growth,
         "pools": lambda: pools(options.pools),
+        "nodes": lambda: nodes(options.pools),
         "zorse": zorse,
         "methods": methods,
         "gloo": lambda: gloo(options.gloo),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Any
 
 from benchmarks.planner_cases import with_catalog
@@ -15,11 +16,12 @@ from tools.planner.estimate import Estimator
 from tools.planner.model import Model
 from tools.planner.search.auto import search_auto
 from tools.planner.search.book import Book, Groups
+from tools.planner.search.bounds import Bounds
 from tools.planner.search.effort import Effort
 from tools.planner.search.finish import finish, waits_for_nobody
 from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Outcome, Progress
-from tools.planner.search.pools import Bounds, all_gpus
+from tools.planner.search.pools import all_gpus
 from tools.planner.simulation import operations_of, simulate_candidate
 
 KINDS = ("A100-40", "A100-80", "H100-SXM", "H200", "L40S", "A10G", "V100-16", "T4", "RTX-3090")
@@ -133,14 +135,35 @@ def compare_pool(seed: int) -> dict[str, Any]:
     outcome.bound = Bounds(estimator, goal).value(all_gpus(estimator))
     row |= {"bound_gap": outcome.gap(goal), "promised_over_emitted": promised(estimator, outcome)}
     less = rng.randrange(len(cluster.nodes))
-    fewer = [n.model_copy(update={"count": n.count - (i == less)}) for i, n in enumerate(cluster.nodes)]
-    row["worse_with_a_node"] = mine / _best_s([n for n in fewer if n.count], model, goal) - 1
+    row["worse_with_a_node"] = mine / _best_s(_without_one(cluster.nodes, less), model, goal) - 1
     alone = max(cluster.nodes, key=lambda n: n.quota * cluster.gpu(n.gpu).peak("fp16"))
     row["worse_than_one_kind"] = mine / _best_s([alone], model, goal) - 1
     row["worse_than_random_search"] = mine / random_search(estimator, goal, seed) - 1
     some = Goal(schedules=("1f1b", "interleaved"))
     row["worse_than_fewer_schedules"] = mine / _best_s(cluster.nodes, model, some) - 1
     return row
+
+
+def nodes(count: int, first: int = 0) -> dict[str, Any]:
+    """Only the comparison with one node less, of ``count`` clusters: how many plans a further node makes worse."""
+    rows = []
+    for seed in range(first, first + count):
+        cluster, model = random_pool(seed)
+        rng, goal = random.Random(seed), Goal()
+        less = rng.randrange(len(cluster.nodes))
+        mine = _best_s(cluster.nodes, model, goal)
+        row = {"seed": seed, "gpus": cluster.total_gpus, "iteration_s": mine, "worse": 0.0}
+        if mine < inf:
+            row["worse"] = mine / _best_s(_without_one(cluster.nodes, less), model, goal) - 1
+        rows.append(row)
+        print(f"  pool {seed}: {row}", file=sys.stderr, flush=True)
+    return {"clusters": count, "worse": sum(row["worse"] > TOLERANCE for row in rows), "cases": rows}
+
+
+def _without_one(found: Sequence[NodeGroup], less: int) -> list[NodeGroup]:
+    """The nodes without one of pool ``less``."""
+    fewer = [n.model_copy(update={"count": n.count - (i == less)}) for i, n in enumerate(found)]
+    return [n for n in fewer if n.count]
 
 
 def pools(count: int, first: int = 0) -> dict[str, Any]:

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .candidate import Candidate
 from .cluster import Cluster
+from .errors import PlannerError
 from .estimates import Estimate, GroupMemory, StageTimes, Unit, allocate
 from .formulas import evaluate
+from .layer import LayerCosts
+from .model import Model
 from .operating import OperatingPoints
+from .runtime import MEGATRON_HET, Runtime
 
 INFEASIBLE = float("inf")
 
@@ -23,9 +27,43 @@ class Estimator(OperatingPoints):
 
     Attributes:
         evaluations: How many candidates have been evaluated.
+        known_estimates, known_seconds: What was evaluated and simulated; parts of a cluster are searched again and
+            again, and meet the same candidates.
     """
 
     evaluations = 0
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: Model,
+        costs: LayerCosts,
+        runtime: Runtime = MEGATRON_HET,
+        memory_margin: float = 0.95,
+    ) -> None:
+        super().__init__(cluster, model, costs, runtime, memory_margin)
+        self.known_estimates: dict[Candidate, Estimate | None] = {}
+        self.known_seconds: dict[tuple[Candidate, bool], float | PlannerError] = {}
+
+    def simulated_s(self, candidate: Candidate, whole: bool, simulate: Callable[[], float]) -> float:
+        """What ``simulate`` says of the candidate, asked once.
+
+        Args:
+            whole: Of the whole plan, not of one of its equal pipelines.
+
+        Raises:
+            PlannerError: What ``simulate`` raised.
+        """
+        key = candidate, whole
+        if key not in self.known_seconds:
+            try:
+                self.known_seconds[key] = simulate()
+            except PlannerError as error:
+                self.known_seconds[key] = error
+        found = self.known_seconds[key]
+        if isinstance(found, PlannerError):
+            raise found
+        return found
 
     def only(self, pools: Sequence[int]) -> Estimator:
         """The same for these pools of the cluster, in this order."""
@@ -65,8 +103,10 @@ class Estimator(OperatingPoints):
 
     def estimate(self, candidate: Candidate) -> Estimate | None:
         """The closed form; None when a replica has no figures, no layers or no microbatch."""
-        self.evaluations += 1
-        return evaluate(self, candidate)
+        if candidate not in self.known_estimates:
+            self.evaluations += 1
+            self.known_estimates[candidate] = evaluate(self, candidate)
+        return self.known_estimates[candidate]
 
     def uncertainty(self, candidate: Candidate) -> float:
         """Expected relative error of a candidate's time, as published runs of such plans show."""

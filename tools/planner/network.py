@@ -7,7 +7,7 @@ from functools import cache
 from math import inf
 
 from .candidate import Group
-from .cluster import Cluster
+from .cluster import Cluster, NodeGroup
 from .profile_schema import LinkProfile
 from .runtime import Runtime
 
@@ -27,6 +27,7 @@ class Network:
         self.region = [n.where for n in cluster.nodes]
         self.pair = cache(self._pair)
         self.transfer_s = cache(self._transfer_s)
+        self.ends = cache(self._ends)
         self.has_egress = any(link.usd_per_gb for link in cluster.links)
 
     def _pair(self, first: int, second: int) -> tuple[float, float, float]:
@@ -46,11 +47,16 @@ class Network:
 
     def rate(self, first: int, second: int, streams: int, size: float = inf) -> float:
         """Bytes per second between two nodes for so many GPU pairs at once, each with a message of ``size`` bytes."""
-        node, _, _ = self.pair(first, second)
+        node, single, ends = self.ends(first, second)
+        if not ends:
+            return min(node, streams * single)
+        return min(node, streams * single, *[n.measured_rate(streams, size) for n in ends])
+
+    def _ends(self, first: int, second: int) -> tuple[float, float, list[NodeGroup]]:
+        """Rates of the nodes and of one stream between two pools, and those of the two that have measured rates."""
         ends = [self.cluster.nodes[p] for p in (first, second)]
-        measured = [n.measured_rate(streams, size) for n in ends if n.measured_rates]
         single = min(n.stream_bytes_per_s or inf for n in ends)
-        return min(node, streams * single, *measured)
+        return self.pair(first, second)[0], single, [n for n in ends if n.measured_rates]
 
     def _transfer_s(self, first: int, first_tp: int, second: int, second_tp: int, size: float, local: bool) -> float:
         """One boundary tensor of ``size`` bytes from a replica to a replica of the next stage."""

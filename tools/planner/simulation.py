@@ -203,8 +203,12 @@ def block_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> f
     Raises:
         PlannerError: the schedule cannot run this shape.
     """
-    plan = build_plan(estimator, candidate, estimate, one_block=True)
-    return _quick_s(estimator, candidate, candidate.block(), estimate, plan, _block_seats(estimator, candidate))
+
+    def simulate_it() -> float:
+        plan = build_plan(estimator, candidate, estimate, one_block=True)
+        return _quick_s(estimator, candidate, candidate.block(), estimate, plan, _block_seats(estimator, candidate))
+
+    return estimator.simulated_s(candidate, False, simulate_it)
 
 
 def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats) -> float:

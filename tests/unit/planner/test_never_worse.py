@@ -1,4 +1,4 @@
-"""More schedules and more kinds of GPUs never make a plan worse, on random small clusters with little effort."""
+"""More schedules, kinds of GPUs and nodes never make a plan worse, on random small clusters with little effort."""
 
 import random
 from dataclasses import replace
@@ -50,13 +50,16 @@ def small_pool(seed: int) -> tuple[Cluster, Model]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_more_schedules_and_more_kinds_are_never_worse(seed):
+def test_more_schedules_kinds_and_nodes_are_never_worse(seed):
     cluster, model = small_pool(seed)
     best = search_auto(estimator_of(cluster, model), Goal(), effort=EFFORT).best
     if best is None:
         return
     fewer = search_auto(estimator_of(cluster, model), FEWER, effort=EFFORT).best
     assert fewer is None or best.iteration_s <= TOLERANCE * fewer.iteration_s
-    for node in cluster.nodes:
+    for i, node in enumerate(cluster.nodes):
+        less = tuple(n.model_copy(update={"count": n.count - (i == j)}) for j, n in enumerate(cluster.nodes))
+        smaller = search_auto(estimator_of(Cluster(nodes=less), model), Goal(), effort=EFFORT).best
+        assert smaller is None or best.iteration_s <= TOLERANCE * smaller.iteration_s
         alone = search_auto(estimator_of(Cluster(nodes=(node,)), model), Goal(), effort=EFFORT).best
         assert alone is None or best.iteration_s <= TOLERANCE * alone.iteration_s

@@ -200,11 +200,11 @@ def test_cuts_are_those_of_stoer_and_wagner(seed, parts):
 
 
 def test_an_interrupted_search_has_its_best_so_far(monkeypatch):
-    from tools.planner.search import auto
+    from tools.planner.search import thorough
 
     cluster, model = zoned()
     calls = {"n": 0}
-    original = auto._climb
+    original = thorough._climb
 
     def stop(*arguments):
         calls["n"] += 1
@@ -212,7 +212,7 @@ def test_an_interrupted_search_has_its_best_so_far(monkeypatch):
             raise KeyboardInterrupt
         return original(*arguments)
 
-    monkeypatch.setattr(auto, "_climb", stop)
+    monkeypatch.setattr(thorough, "_climb", stop)
     outcome = search_auto(estimator_of(cluster, model), ONE, effort=Effort(seeds=50))
     assert outcome.interrupted
     assert outcome.best is not None

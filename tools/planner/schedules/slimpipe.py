@@ -36,6 +36,10 @@ class SlimPipe(Schedule):
             if length % slices == 0 and length // slices >= LEAST_TOKENS:
                 yield plain.with_(schedule=self.name, slices=slices)
 
+    def most_pieces(self, estimator: OperatingPoints) -> int:
+        """As many slices as are worth their launches."""
+        return max(1, estimator.model.seq_length // LEAST_TOKENS)
+
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
         """SlimPipe, equation (1)."""
         cut = candidate.slices * candidate.chunks

@@ -12,6 +12,7 @@ from ..schedules import is_ordered, schedule_of
 from ..search.balance import balance
 from ..search.goal import PENALTY, Goal
 from ..search.outcome import Progress
+from ..search.pools import Limits, all_gpus
 from ..search.sketch import Sketch
 
 Groups = tuple[tuple[Group, ...], ...]
@@ -27,13 +28,26 @@ class Book:
 
     ``by_stages`` and ``alike`` hold the best of each number of stages, the latter with equal numbers of
     replicas (interleaved schedules need them), whatever their schedule.
+
+    Args:
+        limits: GPUs that may be used of each pool; None: all.
+        known: Another book of the same estimator and goal, whose sketches and layers are used too.
     """
 
     KEEP = 1000
 
-    def __init__(self, estimator: Estimator, goal: Goal, progress: Progress) -> None:
+    def __init__(
+        self,
+        estimator: Estimator,
+        goal: Goal,
+        progress: Progress,
+        limits: Limits | None = None,
+        known: Book | None = None,
+    ) -> None:
         self.estimator, self.goal, self.progress = estimator, goal, progress
-        self.sketch = Sketch(estimator, goal)
+        self.limits = limits or all_gpus(estimator)
+        self.sketch: Sketch = known.sketch if known else Sketch(estimator, goal)
+        self.balanced: dict[object, Candidate | None] = known.balanced if known else {}
         self.scores: dict[object, tuple[float, Candidate | None]] = {}
         self.good: dict[Candidate, tuple[float, Estimate]] = {}
         self.best = inf
@@ -58,10 +72,10 @@ class Book:
             if not self._there(groups):
                 self.scores[key] = (inf, None)
                 return inf, None
-            candidate = balance(self.estimator, groups, like if like.slack else like.with_(slack=SLACK))
+            candidate = self._balance(key, groups, like, like.slack or SLACK)
             found = (inf, None) if candidate is None else (self.try_candidate(candidate), candidate)
             for slack in LESS if candidate is not None and self._needs_less(candidate, found[0]) else ():
-                tight = balance(self.estimator, groups, like.with_(slack=slack))
+                tight = self._balance(key, groups, like, slack)
                 if tight is None:
                     continue
                 found = min(found, (self.try_candidate(tight), tight), key=lambda f: f[0])
@@ -77,6 +91,12 @@ class Book:
                     self.alike[len(groups)] = (found[0], candidate)
             self.scores[key] = found
         return found
+
+    def _balance(self, key: object, groups: Groups, like: Candidate, slack: float) -> Candidate | None:
+        """The candidate with the layers that balance it."""
+        if (key, slack) not in self.balanced:
+            self.balanced[key, slack] = balance(self.estimator, groups, like.with_(slack=slack))
+        return self.balanced[key, slack]
 
     def try_slack(self, candidate: Candidate) -> tuple[float, Candidate]:
         """With slack in flight where that fits, without it where only that fits."""
@@ -126,7 +146,7 @@ class Book:
                 if g.tp > node.gpus_per_node:
                     return False
                 used[g.pool] = used.get(g.pool, 0) + g.tp * g.count
-        return all(n <= self.estimator.cluster.nodes[p].quota for p, n in used.items())
+        return all(n <= self.limits[p] for p, n in used.items())
 
     def _runs(self, candidate: Candidate) -> bool:
         """Whether the runtime can run this schedule on these stages; the closed form prices it all the same."""

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
-from megatron_het.schedule.depths import choose_depths
+from megatron_het.schedule.depths import FASTER, choose_depths
 
 from ..candidate import Candidate
 from ..errors import PlannerError
-from ..estimate import Estimator
+from ..estimate import Estimate, Estimator
 from ..schedules import schedule_of
-from ..simulation import block_s
+from ..simulation import block_s, operations_of
 from .goal import Goal
+from .least import least_s
 from .outcome import Found
+
+MOST_OPERATIONS = 20_000
+"""Plans with more compute operations are not simulated for every trial."""
 
 
 def deeper(estimator: Estimator, goal: Goal, found: Found) -> Found:
     """The finalist with as many microbatches in flight as make it fastest and fit into memory.
 
+    Trials are simulated.  Those of large plans are judged by the closed form, and what it chooses is simulated.
+
     Args:
         found: Simulated, in the order that suits it best.
     """
     candidate = found.candidate
-    if len(candidate.stages) < 2 or not schedule_of(candidate).has_depths:
+    if len(candidate.stages) < 2 or not schedule_of(candidate).has_depths or candidate.depths:
         return found
-    tried = {(1,) * (len(candidate.stages) - 1): found}
+    if found.iteration_s * (1 - FASTER) <= least_s(estimator, candidate, found.estimate):
+        return found
+    plain = (1,) * (len(candidate.stages) - 1)
+    tried = {plain: found}
 
-    def time_of(depths: tuple[int, ...]) -> float | None:
+    def simulated(depths: tuple[int, ...]) -> float | None:
         if depths not in tried:
-            other = candidate.with_(depths=depths)
-            estimate = estimator.estimate(other)
-            if estimate is None or not estimator.fits(estimate) or goal.violation(other, estimate) > 0:
+            estimate = _fitting(estimator, goal, candidate, depths)
+            if estimate is None:
                 return None
+            other = candidate.with_(depths=depths)
             try:
                 seconds = block_s(estimator, other, estimate)
             except PlannerError:
@@ -39,9 +49,25 @@ def deeper(estimator: Estimator, goal: Goal, found: Found) -> Found:
             tried[depths] = replace(found, candidate=other, estimate=estimate, simulated_s=seconds)
         return tried[depths].iteration_s
 
-    transfers = estimator.transfer_times(candidate)
-    chosen = choose_depths(_passes_s(estimator, candidate), transfers, time_of)
-    return tried[chosen] if chosen else found
+    def estimated(depths: tuple[int, ...]) -> float | None:
+        estimate = found.estimate if depths == plain else _fitting(estimator, goal, candidate, depths)
+        return None if estimate is None else estimate.iteration_s
+
+    passes, transfers = _passes_s(estimator, candidate), estimator.transfer_times(candidate)
+    if operations_of(estimator, candidate) <= MOST_OPERATIONS:
+        chosen = choose_depths(passes, transfers, simulated)
+        return tried[chosen] if chosen else found
+    chosen = choose_depths(passes, transfers, estimated)
+    better = chosen and (simulated(chosen) or inf) < found.iteration_s * (1 - FASTER)
+    return tried[chosen] if better else found
+
+
+def _fitting(estimator: Estimator, goal: Goal, candidate: Candidate, depths: tuple[int, ...]) -> Estimate | None:
+    """What the closed form says with these depths; None where that does not fit."""
+    other = candidate.with_(depths=depths)
+    estimate = estimator.estimate(other)
+    fits = estimate is not None and estimator.fits(estimate) and goal.violation(other, estimate) == 0
+    return estimate if fits else None
 
 
 def _passes_s(estimator: Estimator, candidate: Candidate) -> list[float]:

@@ -12,20 +12,22 @@ from ..candidate import Candidate, Group, Stage
 from ..estimate import Estimator
 from ..schedules import PLAIN
 from ..search.book import Book
+from ..search.pools import Limits, all_gpus
 
 
 class _GaveUp(Exception):
     """The tree is larger than allowed."""
 
 
-def stage_options(estimator: Estimator, point: Candidate) -> list[tuple[Group, ...]]:
-    """All multisets of replicas that one stage could have."""
+def stage_options(estimator: Estimator, point: Candidate, limits: Limits | None = None) -> list[tuple[Group, ...]]:
+    """All multisets of replicas that one stage could have, on all GPUs or these."""
     per_pool: list[list[tuple[Group, ...]]] = []
-    for pool, node in enumerate(estimator.cluster.nodes):
+    quotas = limits or all_gpus(estimator)
+    for pool, quota in enumerate(quotas):
         tps = [t for t in (1, 2, 4, 8) if estimator.unit(pool, t, point.micro_batch_size, point.recompute)]
         choices: list[tuple[Group, ...]] = []
-        for counts in product(*(range(node.quota // t + 1) for t in tps)):
-            if sum(n * t for n, t in zip(counts, tps)) <= node.quota:
+        for counts in product(*(range(quota // t + 1) for t in tps)):
+            if sum(n * t for n, t in zip(counts, tps)) <= quota:
                 choices.append(tuple(Group(pool, t, n) for t, n in zip(tps, counts) if n))
         per_pool.append(choices or [()])
     return [tuple(g for part in choice for g in part) for choice in product(*per_pool) if any(choice)]
@@ -40,7 +42,7 @@ class _Tree:
         self.estimator = estimator
         self.total = estimator.model.global_batch_size // point.micro_batch_size
         self.options = []
-        for groups in stage_options(estimator, point):
+        for groups in stage_options(estimator, point, book.limits):
             units = [estimator.unit(g.pool, g.tp, point.micro_batch_size, point.recompute) for g in groups]
             use = [0] * len(estimator.cluster.nodes)
             for g in groups:
@@ -64,8 +66,7 @@ class _Tree:
         return self.book.best * self.margin
 
     def run(self) -> None:
-        left = tuple(n.quota for n in self.estimator.cluster.nodes)
-        self._grow([], left, self.estimator.model.num_layers, 0.0, 0.0)
+        self._grow([], self.book.limits, self.estimator.model.num_layers, 0.0, 0.0)
 
     def _bound(self, seconds: float, used_usd_per_s: float) -> float:
         return seconds * used_usd_per_s if self.book.goal.objective == "cost" else seconds

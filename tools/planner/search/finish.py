@@ -19,6 +19,7 @@ from ..search.book import Book
 from ..search.depths import deeper
 from ..search.effort import Effort
 from ..search.goal import Goal
+from ..search.least import least_s
 from ..search.outcome import Found, Outcome
 from ..search.refine import refine
 from ..simulation import MOST_COUPLED, block_s, operations_of, simulate_parts
@@ -34,7 +35,9 @@ HOPEFUL = 0.6
 UNKNOWN = 0.97
 """Simulation over closed form that may be hoped for in a class that nothing is known of."""
 ORDER_WINDOW = 0.03
-"""Other orders are tried for plans within this share of the best (they gain less)."""
+"""Other orders and depths are tried for plans within this share of the best (they gain less)."""
+DEEPENED = 2
+"""Plans for which depths are chosen."""
 
 
 def finish(
@@ -78,7 +81,9 @@ def finish(
             continue
         left = each - spent.get(name[0], 0)
         allowed = most if ratios.is_new(name[0]) else left
-        if max(estimate.stage_busy_s) > bound_s or (operations > allowed and found):
+        if (bound_s < inf and least_s(book.estimator, candidate, estimate) > bound_s) or (
+            operations > allowed and found
+        ):
             continue
         placed = _placed(estimator, goal, place(candidate), candidate, estimate)
         if placed is None:
@@ -94,6 +99,7 @@ def finish(
             found.append(entry)
             best = min(best, entry.value(goal))
     if found and not outcome.interrupted and not book.progress.spent:
+        _deepen_best(estimator, goal, found)
         _refine_best(estimator, goal, found, each)
     _conclude(book, outcome, confirm(estimator, goal, found), place)
 
@@ -104,6 +110,14 @@ def _conclude(book: Book, outcome: Outcome, found: list[Found], place: Callable[
     outcome.found, outcome.evaluations = found, book.estimator.evaluations
     if not found and book.nearest is not None:
         outcome.nearest = (place(book.nearest[1]), book.nearest[2])
+
+
+def _deepen_best(estimator: Estimator, goal: Goal, found: list[Found]) -> None:
+    """The best plans, with more in flight across slow links where that makes them faster."""
+    found.sort(key=lambda f: f.value(goal))
+    for i, entry in enumerate(found[:DEEPENED]):
+        if entry.value(goal) < found[0].value(goal) * (1 + ORDER_WINDOW):
+            found[i] = deeper(estimator, goal, entry)
 
 
 def _refine_best(estimator: Estimator, goal: Goal, found: list[Found], operations: int) -> None:
@@ -206,7 +220,7 @@ def _simulated(
             found = entry
         if found.value(goal) > best * (1 + ORDER_WINDOW):
             return found
-    return found and deeper(estimator, goal, found)
+    return found
 
 
 def _orders(candidate: Candidate) -> Iterator[str]:
@@ -253,10 +267,14 @@ def whole(estimator: Estimator, found: Found) -> Found | None:
         return replace(found, confirmed=True)
     if operations_of(estimator, found.candidate) * found.candidate.blocks > MOST_CONFIRMED and found.simulated_s:
         return replace(found, confirmed=True)
-    seated = seats(estimator.cluster, found.candidate.stages)
-    try:
+
+    def simulate_it() -> float:
         plan = build_plan(estimator, found.candidate, found.estimate)
-        seconds = simulate_parts(estimator, found.candidate, found.estimate, plan, seated or [])
+        seated = seats(estimator.cluster, found.candidate.stages)
+        return simulate_parts(estimator, found.candidate, found.estimate, plan, seated or [])
+
+    try:
+        seconds = estimator.simulated_s(found.candidate, True, simulate_it)
     except PlannerError:
         return None
     return replace(found, simulated_s=seconds, confirmed=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ..estimate import Estimator
+from ..search.bounds import Bounds
 from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
-from ..search.pools import Bounds, all_gpus
+from ..search.pools import all_gpus
 
 METHODS = ("auto", "zorse", "sailor", "poplar")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from ..candidate import Candidate, Group
 from ..estimate import Estimator
@@ -18,9 +19,13 @@ def _open(candidate: Candidate) -> Stages:
     return [{(g.pool, g.tp): g.count for g in s.groups} for s in candidate.stages]
 
 
-def _close(stages: Stages) -> Groups | None:
+def _close(stages: Stages, before: Stages, known: Groups) -> Groups | None:
+    """Groups of changed stages; those that are as before need not be made again."""
     out = []
-    for stage in stages:
+    for i, stage in enumerate(stages):
+        if i < len(before) and stage == before[i]:
+            out.append(known[i])
+            continue
         groups = tuple(Group(p, t, n) for (p, t), n in sorted(stage.items()) if n > 0)
         if not groups:
             return None
@@ -45,17 +50,17 @@ def neighbours(
     spare = dict(enumerate(limits))
     for pool, used in candidate.gpus().items():
         spare[pool] -= used
-    for changed in (
-        *_resized(stages, spare, bottleneck),
-        *_moved(stages, bottleneck),
-        *_retyped(estimator, stages),
-        *_replaced(stages, spare),
-        *_reordered(stages),
-        *_recut(stages, spare, estimator),
-        *_equalised(stages, spare),
-        *_without(stages),
+    for changed in chain(
+        _resized(stages, spare, bottleneck),
+        _moved(stages, bottleneck),
+        _retyped(estimator, stages),
+        _replaced(stages, spare),
+        _reordered(stages),
+        _recut(stages, spare, estimator),
+        _equalised(stages, spare),
+        _without(stages),
     ):
-        closed = _close(changed)
+        closed = _close(changed, stages, groups)
         if closed is not None:
             yield closed, candidate
 

@@ -57,7 +57,7 @@ class Outcome:
         interrupted: The search was stopped before its end.
         exact: The optimum of the search space is proven (small clusters).
         cpu_s: CPU time of the search, simulations included.
-        bound: What no plan on these GPUs can beat, in seconds or USD (``pools.Bounds``).
+        bound: What no plan on these GPUs can beat, in seconds or USD (``bounds.Bounds``).
     """
 
     method: str

@@ -69,14 +69,16 @@ class _Point:
         mismatch: Of its schedule.
         total: Microbatches.
         known: By groups, and whether they are the first and the last stage; None where they cannot run.
+        values: Guesses that were made, by the groups of all stages.
     """
 
-    __slots__ = ("known", "like", "mismatch", "schedule", "total")
+    __slots__ = ("known", "like", "mismatch", "schedule", "total", "values")
 
     def __init__(self, like: Candidate, total: int) -> None:
         self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
         self.mismatch = self.schedule.mismatch(like)
         self.known: dict[tuple[tuple[Group, ...], bool, bool], _Known | None] = {}
+        self.values: dict[Groups, float] = {}
 
 
 class Sketch:
@@ -97,6 +99,8 @@ class Sketch:
         wanted, last, point = self.estimator.model.num_layers, len(groups) - 1, self._point(like)
         if last >= wanted or point is None:
             return inf
+        if groups in point.values:
+            return point.values[groups]
         known, found, rate = point.known, [], 0.0
         for s, groups_of in enumerate(groups):
             key = groups_of, s == 0, s == last
@@ -115,7 +119,8 @@ class Sketch:
         if lacking > 0:
             factor = 1.05 if lacking <= DOUBTFUL * wanted else TOO_LARGE * (1 + lacking)
             usd, caps = usd * factor, [wanted] * (last + 1)
-        return usd * self._seconds(groups, point, found, caps)
+        value = point.values[groups] = usd * self._seconds(groups, point, found, caps)
+        return value
 
     def _point(self, like: Candidate) -> _Point | None:
         """The candidate's point; None where the batch does not divide."""

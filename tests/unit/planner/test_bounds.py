@@ -1,0 +1,79 @@
+"""No plan is below the bound of the GPUs that it uses: random plans under all schedules, simulated."""
+
+import random
+
+import pytest
+
+from benchmarks.planner_cases import with_catalog
+from benchmarks.planner_pools import _random_groups, random_pool
+from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.errors import PlannerError
+from tools.planner.schedules import SCHEDULES
+from tools.planner.search.balance import balance
+from tools.planner.search.bounds import Bounds
+from tools.planner.search.goal import Goal
+from tools.planner.search.least import least_s
+from tools.planner.search.moves import schedule_variants
+from tools.planner.search.pools import all_gpus
+from tools.planner.simulation import operations_of, simulate_block
+
+MOST_OPERATIONS = 6000
+
+
+def random_plans(seed, count):
+    """(estimator, candidate) of random stages with balanced layers, each under one of the schedules."""
+    rng = random.Random(seed)
+    cluster, model = random_pool(seed)
+    model = model.model_copy(update={"num_layers": rng.randint(4, 12), "global_batch_size": rng.choice((32, 48, 64))})
+    estimator, goal = with_catalog(cluster, model), Goal()
+    while count:
+        groups = _random_groups(estimator, rng)
+        like = Candidate(
+            (), rng.choice(model.batch_sizes), rng.choice(model.recompute), zero_stage=int(model.distributed_optimizer)
+        )
+        candidate = None if groups is None else balance(estimator, groups, like)
+        if candidate is not None:
+            yield estimator, rng.choice(list(schedule_variants(estimator, goal, candidate)))
+            count -= 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_plan_is_below_the_bound_of_its_gpus(seed):
+    bounds = {}
+    for estimator, candidate in random_plans(seed, 25):
+        estimate = estimator.estimate(candidate)
+        if estimate is None or not estimator.fits(estimate) or operations_of(estimator, candidate) > MOST_OPERATIONS:
+            continue
+        used = candidate.gpus()
+        limits = tuple(used.get(p, 0) for p in range(len(estimator.cluster.nodes)))
+        for schedules in (tuple(SCHEDULES), (candidate.schedule,)):
+            found = bounds.setdefault(schedules, Bounds(estimator, Goal(schedules=schedules)))
+            try:
+                simulated = simulate_block(estimator, candidate, estimate).iteration_s
+            except PlannerError:
+                continue
+            assert least_s(estimator, candidate, estimate) <= simulated * (1 + 1e-9)
+            least = found.seconds(limits)
+            assert least <= simulated * (1 + 1e-9)
+            assert not found.excludes(limits, simulated * (1 + 1e-6))
+            assert found.ideal(limits) <= least * (1 + 1e-9)
+
+
+def test_gradients_and_the_first_microbatch_count():
+    """Many GPUs behind slow links: summing gradients, or filling a pipeline, takes longer than computing."""
+    _, model = random_pool(1)
+    model = model.model_copy(update={"num_layers": 16, "global_batch_size": 64, "distributed_optimizer": False})
+    node = NodeGroup(gpu="H100-SXM", count=64, gpus_per_node=1, network_bytes_per_s=1.25e9)
+    slow, fast = (
+        with_catalog(Cluster(nodes=(node.model_copy(update={"network_bytes_per_s": rate}),)), model)
+        for rate in (0.3e9, 100e9)
+    )
+    goal = Goal(schedules=("1f1b",))
+    behind, near = Bounds(slow, goal), Bounds(fast, goal)
+    assert behind.ideal((64,)) == near.ideal((64,))
+    assert behind.seconds((64,)) > 1.2 * near.seconds((64,))
+    candidate = Candidate((Stage(16, (Group(0, 1, 64),)),), 1)
+    estimate = slow.estimate(candidate)
+    assert estimate is not None
+    assert estimate.iteration_s >= behind.seconds(all_gpus(slow))

@@ -1,0 +1,301 @@
+"""One part of a cluster searched by all means: seeds, local search, its own parts, proof if it is small, finalists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
+from math import inf
+
+from ..candidate import Candidate, Stage
+from ..estimate import Estimator
+from ..schedules import PLAIN
+from ..search.book import Book, Groups
+from ..search.bounds import Bounds
+from ..search.effort import Effort, effort_for
+from ..search.exact import branch_and_bound
+from ..search.finish import finish
+from ..search.goal import Goal
+from ..search.moves import neighbours, schedule_variants
+from ..search.outcome import Outcome, Progress
+from ..search.pools import Limits, all_gpus, parts
+from ..search.regions import Merged, expand, merge
+from ..search.seeds import WORTH, seeds
+
+CLEAR = 0.01
+"""A neighbour that is better by this share is taken without looking at the others."""
+MANY = 64
+"""Neighbours that are looked at before a much better one is taken at once."""
+MOST_SWAPPED = 10
+"""Stages of which two change places."""
+POLISHED = 1.1
+"""Plans within this factor of the best get their layers shifted one by one."""
+
+
+@dataclass(slots=True)
+class Ground:
+    """What searches of the parts of one cluster have in common.
+
+    Attributes:
+        estimator: Of the real cluster.
+        merged: Its zones as one per region.
+        asked: How hard to search; None: as suits each part.
+        first: The book of the first search, whose sketches the others share.
+    """
+
+    estimator: Estimator
+    goal: Goal
+    progress: Progress
+    asked: Effort | None = None
+    merged: Merged = field(init=False)
+    bounds: Bounds = field(init=False)
+    first: Book | None = None
+
+    def __post_init__(self) -> None:
+        self.merged = merge(self.estimator)
+        self.bounds = Bounds(self.merged.estimator, self.goal)
+
+    @property
+    def whole(self) -> Limits:
+        """All GPUs."""
+        return all_gpus(self.merged.estimator)
+
+
+def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | None = None) -> Outcome:
+    """The search of a part of the cluster, as if there were nothing else.  Ctrl-C ends it with the best so far.
+
+    Args:
+        limits: GPUs of each (merged) pool.
+        bound_s: Time of a plan that is known already; slower ones are of no use.
+        goal: With fewer schedules than that of the ground.
+    """
+    merged, goal, progress = ground.merged, goal or ground.goal, ground.progress
+    effort, gpus = ground.asked or effort_for(sum(limits)), sum(limits)
+    book = Book(merged.estimator, goal, progress, limits, ground.first)
+    ground.first = ground.first or book
+    outcome = Outcome("auto")
+    try:
+        explore(book, effort, limits)
+        if gpus <= effort.exact_gpus:
+            progress.text = "branch and bound"
+            outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising)
+        if not outcome.exact:
+            _parts(book, effort, ground.bounds, limits)
+        _climb_by_stages(book, effort, limits)
+        if limits == ground.whole:
+            _bandwidth_groups(merged.estimator, book, effort, limits)
+        _variants(book, effort, limits)
+        _polish(book)
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+        effort = replace(effort, simulated_operations=1000)  # somebody is waiting
+    finish(
+        book, outcome, ground.estimator, goal, effort, lambda c: expand(merged, ground.estimator.cluster, c), bound_s
+    )
+    return outcome
+
+
+def explore(book: Book, effort: Effort, limits: Limits) -> None:
+    """Seeds on a part of the cluster, and local search from the best of them."""
+    book.progress.text = "seeds"
+    starts = _seed(book, effort, limits)
+    book.progress.text = "local search"
+    for candidate in starts:
+        _climb(book, effort, candidate, limits)
+        if book.progress.out_of_time:
+            raise KeyboardInterrupt
+
+
+def _climb_by_stages(book: Book, effort: Effort, limits: Limits) -> None:
+    """Local search from the best of each number of stages: what is best may be reached from another number."""
+    best = sorted(book.by_stages.values(), key=lambda entry: entry[0])
+    for score, candidate in best[: effort.counts]:
+        if score < WORTH * book.best:
+            _climb(book, effort, candidate, limits)
+
+
+def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits) -> None:
+    """The same on every part of the cluster that can hold a better plan than the best so far.
+
+    First come pools alone, which are searched in no time, then what can be best by its bound.
+    """
+    left = effort.parts
+    smaller = replace(effort, sketches=effort.part_sketches, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
+    for limits in sorted(parts(book.estimator, whole), key=lambda p: (sum(map(bool, p)) > 1, bounds.ideal(p))):
+        if bounds.excludes(limits, book.best):
+            continue
+        explore(book, smaller, limits)
+        left -= 1
+        if not left:
+            return
+
+
+def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
+    """Sketch all seeds and evaluate what looks best; the best with different stages."""
+    sketched: list[tuple[float, int, Groups, Candidate]] = []
+    hope = [inf]
+    for i, (groups, like) in enumerate(seeds(book, effort.sketches, limits, hope)):
+        value = book.sketch.value(groups, like, WORTH * min(book.best, hope[0]))
+        if value < inf:
+            sketched.append((value, i, groups, like))
+            hope[0] = min(hope[0], value)
+        if book.progress.out_of_time:
+            break
+    sketched.sort(key=lambda item: item[:2])
+    scored: list[tuple[float, int, Candidate]] = []
+    tried: dict[object, int] = {}
+    for value, i, groups, like in sketched:
+        kind = tuple(tuple(g.pool for g in stage) for stage in groups)
+        tried[kind] = tried.get(kind, 0) + 1
+        if len(scored) == effort.seeds or value > WORTH * min(book.best, hope[0]):
+            break
+        if tried[kind] <= effort.alike:
+            score, candidate = book.try_groups(groups, like)
+            if candidate is not None:
+                scored.append((score, i, candidate))
+        if book.progress.out_of_time:
+            break
+    scored.sort(key=lambda item: item[:2])
+    return _starts(scored, effort)
+
+
+def _starts(scored: list[tuple[float, int, Candidate]], effort: Effort) -> list[Candidate]:
+    """The best with different kinds of GPUs in their stages, and the best of several numbers of stages."""
+    out: list[Candidate] = []
+    shapes: set[object] = set()
+    counts: set[int] = set()
+    for score, _, candidate in scored:
+        shape, count = tuple(tuple(g.pool for g in s.groups) for s in candidate.stages), len(candidate.stages)
+        new = len(shapes) < effort.beam and shape not in shapes
+        if new or (len(counts) < effort.counts and count not in counts and score < WORTH * scored[0][0]):
+            out.append(candidate)
+            shapes.add(shape)
+            counts.add(count)
+    return out
+
+
+def _climb(book: Book, effort: Effort, start: Candidate, limits: Limits, share: int = 1) -> Candidate:
+    """Improvement over the neighbourhood until nothing improves or the budget is spent.
+
+    Neighbours are evaluated in the order of their sketches.  A clear improvement is taken at once, a small one
+    when none of those that look as good holds anything better.
+
+    Args:
+        share: Divides the budget.
+    """
+    current, score = start, book.try_candidate(start)
+    spent, budget, hasty = 0, effort.steps // share, effort.hasty
+    while spent < budget and not book.progress.out_of_time:
+        best: tuple[float, Candidate] | None = None
+        for groups, like in _promising(book, effort, current, limits, hasty):
+            found, candidate = book.try_groups(groups, like)
+            spent += 1
+            if candidate is not None and found < (best[0] if best else score) * (1 - 1e-9):
+                best = (found, candidate)
+            if spent >= budget or (best is not None and best[0] < score * (1 - CLEAR)):
+                break
+        if best is None and not hasty:
+            break
+        hasty = effort.hasty and best is not None
+        if best is not None:
+            score, current = best
+    return current
+
+
+def _promising(
+    book: Book, effort: Effort, current: Candidate, limits: Limits, hasty: bool
+) -> list[tuple[Groups, Candidate]]:
+    """The neighbours that look no worse than the candidate, the best first.
+
+    Args:
+        hasty: Of many neighbours only the first are looked at, if one of them looks much better.
+    """
+    here = book.sketch.value(tuple(s.groups for s in current.stages), current)
+    most = here * (1 + effort.near) if current in book.good else inf
+    clear = here * (1 - 3 * CLEAR) if hasty and current in book.good else 0.0
+    found = []
+    for i, (groups, like) in enumerate(
+        neighbours(book.estimator, book.goal, current, _bottleneck(book, current), limits)
+    ):
+        value = book.sketch.value(groups, like, most)
+        if value < most:
+            found.append((value, i, groups, like))
+            if i >= MANY and value < clear:
+                break
+    found.sort(key=lambda item: item[:2])
+    return [(groups, like) for _, _, groups, like in found[: effort.neighbours]]
+
+
+def _bottleneck(book: Book, candidate: Candidate) -> int:
+    known = book.good.get(candidate)
+    estimate = known[1] if known else book.estimator.estimate(candidate)
+    return estimate.bottleneck if estimate else 0
+
+
+def _variants(book: Book, effort: Effort, limits: Limits) -> None:
+    """Other schedules for the best stages, then again for what got better."""
+    starts = [c for c, _ in book.top(effort.beam)]
+    starts += [c for _, (_, c) in sorted(book.by_stages.items())[: 2 * effort.beam] if c not in starts]
+    if any(schedule.needs_equal_widths for schedule in book.goal.allowed):
+        starts += [c for count, (_, c) in sorted(book.alike.items()) if count > 1]
+    if not starts and book.nearest is not None:
+        starts = [book.nearest[1]]
+    for candidate in starts:
+        groups: Groups = tuple(s.groups for s in candidate.stages)
+        for variant in schedule_variants(book.estimator, book.goal, candidate):
+            book.try_groups(groups, variant)
+    for schedule in book.goal.allowed:
+        if schedule is not PLAIN:
+            for candidate, _ in book.top(1, schedule.name):
+                _climb(book, effort, candidate, limits, share=2)
+
+
+def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort, limits: Limits) -> None:
+    """Zorse's groups as further starting points, where cutting the bandwidth graph is cheap."""
+    if sum(n.count for n in estimator.cluster.nodes) > effort.cut_nodes:
+        return
+    from ..search.zorse import configure_groups
+
+    before = book.best
+    configure_groups(book, 1, few=True)
+    if book.best < before:
+        _climb(book, effort, book.top(1)[0][0], limits)
+
+
+def _polish(book: Book) -> None:
+    """Every number of ministages, other orders of stages, layers shifted one by one, for the best of each schedule."""
+    for schedule in book.goal.allowed:
+        for candidate, _ in book.top(2, schedule.name):
+            for refined in schedule.refined(candidate):
+                book.try_groups(tuple(s.groups for s in candidate.stages), refined)
+        for candidate, _ in book.top(2, schedule.name):
+            if book.try_candidate(candidate) < POLISHED * book.best:
+                _swap_stages(book, candidate)
+                _shift_layers(book, candidate)
+
+
+def _swap_stages(book: Book, candidate: Candidate) -> None:
+    """The same stages with two of them in each other's place: the simulator tells apart what the closed form cannot."""
+    groups = [s.groups for s in candidate.stages]
+    for i, j in combinations(range(min(len(groups), MOST_SWAPPED)), 2):
+        if groups[i] != groups[j]:
+            swapped = list(groups)
+            swapped[i], swapped[j] = groups[j], groups[i]
+            book.try_groups(tuple(swapped), candidate)
+
+
+def _shift_layers(book: Book, current: Candidate) -> None:
+    """Single layers from a stage to another as long as that makes the candidate better."""
+    score, count = book.try_candidate(current), len(current.stages)
+    improved = True
+    while improved:
+        improved = False
+        for i, j in product(range(count), repeat=2):
+            if i == j or current.stages[i].layers <= 1 or (count > 6 and abs(i - j) > 1):
+                continue
+            changed = list(current.stages)
+            changed[i] = Stage(changed[i].layers - 1, changed[i].groups)
+            changed[j] = Stage(changed[j].layers + 1, changed[j].groups)
+            shifted = current.with_(stages=tuple(changed))
+            found = book.try_candidate(shifted)
+            if found < score * (1 - 1e-9):
+                current, score, improved = shifted, found, True
