@@ -27,7 +27,7 @@ def check_experts(args: Any) -> int:
         How many experts a token is sent to; 0 without experts.
 
     Raises:
-        SystemExit: What is lost or padded depends on values.
+        SystemExit: What is lost, padded or sent depends on values.
     """
     if not args.num_experts:
         return 0
@@ -40,6 +40,12 @@ def check_experts(args: Any) -> int:
                 "does not have. Leave the flag out here: then no token is dropped, which takes the most memory\n"
             )
             raise SystemExit(2)
+    if args.moe_token_dispatcher_type != "alltoall":
+        sys.stderr.write(
+            f"megatron_het.dry_run: --moe-token-dispatcher-type {args.moe_token_dispatcher_type}: a dry run knows the "
+            "sizes of what alltoall sends only. Use --moe-token-dispatcher-type alltoall here\n"
+        )
+        raise SystemExit(2)
     return int(args.moe_router_topk)
 
 
@@ -54,8 +60,12 @@ def balance_experts() -> None:
     @functools.wraps(preprocess)
     def known_splits(self: Any, routing_map: torch.Tensor) -> Any:
         counts = preprocess(self, routing_map)
-        if self.output_splits_tp is not None:  # every TP rank has an equal part of the sequence
-            self.output_splits_tp.tolist = lambda: [self.num_out_tokens] * self.tp_size
+        if self.output_splits_tp is not None:  # every rank of a replica has an equal part of the sequence
+            sent = equal_shares(self.num_out_tokens, self.ep_size)
+            self.input_splits = _Sizes(sent, self.input_splits)
+            self.output_splits = _Sizes([sent[self.ep_group.rank()]] * self.ep_size, self.output_splits)
+            received = sum(self.output_splits)
+            self.output_splits_tp.tolist = lambda: [received] * self.tp_size
         return counts
 
     @functools.wraps(sort)
@@ -92,6 +102,14 @@ def equal_shares(tokens: int, parts: int) -> list[int]:
     """How many tokens each part gets; the first parts get what is left over."""
     share, rest = divmod(tokens, parts)
     return [share + (p < rest) for p in range(parts)]
+
+
+class _Sizes(list[int]):
+    """Sizes beside the tensor that a real run keeps them in, for as long."""
+
+    def __init__(self, values: Iterable[int], counted: torch.Tensor) -> None:
+        super().__init__(values)
+        self.counted = counted
 
 
 class _List:

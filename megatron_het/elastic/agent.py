@@ -129,8 +129,8 @@ class Agent:
         name = self._node.setting.node
         if self._stops:
             self._stops = False
-            for worker in self._workers.values():
-                worker.send_signal(signal.SIGUSR1)
+            for worker in self._workers:
+                worker.process.send_signal(signal.SIGUSR1)
         if self._asked and not self._board.has(f"asked/{name}"):
             self._board.put(f"asked/{name}", True)
             self._board.post({"type": "leave", "node": name})

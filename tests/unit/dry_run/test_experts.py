@@ -13,7 +13,8 @@ from megatron_het.dry_run.tracker import Tracker
 
 
 def arguments(**more: object) -> SimpleNamespace:
-    plain = {"num_experts": 8, "moe_router_topk": 2, "moe_expert_capacity_factor": None}
+    plain: dict[str, object] = {"num_experts": 8, "moe_router_topk": 2, "moe_expert_capacity_factor": None}
+    plain["moe_token_dispatcher_type"] = "alltoall"
     return SimpleNamespace(**plain | {"moe_pad_expert_input_to_capacity": False} | more)
 
 
@@ -27,11 +28,14 @@ def test_experts_per_token() -> None:
     assert check_experts(arguments(num_experts=None)) == 0
 
 
-def test_a_capacity_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value"), [("moe_expert_capacity_factor", 1.25), ("moe_token_dispatcher_type", "allgather")]
+)
+def test_what_depends_on_values_is_refused(flag: str, value: object, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        check_experts(arguments(moe_expert_capacity_factor=1.25))
+        check_experts(arguments(**{flag: value}))
     assert stop.value.code == 2
-    assert "--moe-expert-capacity-factor 1.25" in capsys.readouterr().err
+    assert f"--{flag.replace('_', '-')} {value}" in capsys.readouterr().err
 
 
 def test_a_row_per_token_and_chosen_expert() -> None:

@@ -157,7 +157,7 @@ def test_commands_take_a_config(tmp_path, capsys, config, word):
 
 
 def test_a_plan_for_experts_is_emitted_with_their_flags(tmp_path, capsys):
-    """Mixtral from its config.json to launch files; a dry run says why it cannot."""
+    """Mixtral from its config.json to launch files."""
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
     common = ["--cluster", str(tmp_path / "c.yaml"), "--model", str(write(tmp_path, MIXTRAL))]
     common += ["--seq-length", "4096", "--global-batch-size", "128"]
@@ -181,11 +181,6 @@ def test_a_plan_for_experts_is_emitted_with_their_flags(tmp_path, capsys):
             assert main([*command, str(tmp_path / "e.json"), *common]) == code
             assert not code or "does not divide the 7 experts" in capsys.readouterr().err
     assert json.loads((tmp_path / "run-8" / "plan.json").read_text())["stages"][0]["replicas"][0]["ep"] == 2
-    write(tmp_path, MIXTRAL)
-    capsys.readouterr()
-    for command in (["plan", *common, *plan, "--verify"], ["dry-run", str(tmp_path / "p.json"), *common[2:]]):
-        assert main(command) == 2
-        assert "how many tokens an expert gets depends on values" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
