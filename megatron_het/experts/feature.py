@@ -19,7 +19,7 @@ _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
 
 class Experts(RuntimeFeature):
-    """Sizes of this rank's experts, and balancing losses in the log that are those of one process.
+    """Sizes of this rank's experts and what keeps them with the other weights, and balancing losses in the log that are those of one process.
 
     Megatron sums losses over a pipeline group and takes means over equal replicas.  Here stages have different numbers
     of ranks, and replicas different numbers of microbatches: what all ranks have recorded is summed, each layer's on
@@ -38,7 +38,8 @@ class Experts(RuntimeFeature):
         setattr(self._tracker, _SYNC, self._sync)
 
     def prepare_config(self, model_config: Any) -> None:
-        """One expert is cut over the ranks that share it; the number of parts came with the arguments."""
+        """Layers of experts read the sizes here."""
+        model_config.transformer.expert_model_parallel_size = self._cut.ep
         model_config.transformer.expert_tensor_parallel_size = self._cut.expert_tp
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
