@@ -19,7 +19,7 @@ _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
 
 class Experts(RuntimeFeature):
-    """Sizes of this rank's experts and what keeps them with the other weights, and balancing losses in the log that are those of one process.
+    """Sizes of this rank's experts, and balancing losses in the log that are those of one process.
 
     Megatron sums losses over a pipeline group and takes means over equal replicas.  Here stages have different numbers
     of ranks, and replicas different numbers of microbatches: what all ranks have recorded is summed, each layer's on

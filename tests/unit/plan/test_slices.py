@@ -149,12 +149,6 @@ def test_context_parallel_plan() -> None:
     replica = made.stages[0].replicas[1]
     assert (replica.tp, replica.tp_group(1), replica.cp_group(1)) == (2, (6, 7), (5, 7))
 
-
-def test_experts_are_divided_as_the_flags_say() -> None:
-    flags = [*FLAGS, *["--tensor-model-parallel-size", "2", "--expert-model-parallel-size"]]
-    assert {r.cut for r in plan_from_flags([*flags, "2"], 4, ScheduleSpec("1f1b"))[0].stages[0].replicas} == {Cut(2, 2)}
-    with pytest.raises(PlanError, match="ep = 4.*must divide the TP size"):
-        check_plan(plan_from_flags([*flags, "4"], 4, ScheduleSpec("1f1b"))[0])
     placement = Placement(made)
     assert placement.locate(6) == Location(0, 1, tp_rank=0, cp_rank=1)
     assert placement.class_ranks(0, Cut(2), 1) == [1, 3, 5, 7]
@@ -177,6 +171,13 @@ def test_context_parallel_refused(more: str, changed: dict[str, Any], reason: st
     made, _ = plan_from_flags(words, 4, ScheduleSpec("1f1b"))
     with pytest.raises(PlanError, match=reason):
         check_cut(made, arguments(**changed))
+
+
+def test_experts_are_divided_as_the_flags_say() -> None:
+    flags = [*FLAGS, *["--tensor-model-parallel-size", "2", "--expert-model-parallel-size"]]
+    assert {r.cut for r in plan_from_flags([*flags, "2"], 4, ScheduleSpec("1f1b"))[0].stages[0].replicas} == {Cut(2, 2)}
+    with pytest.raises(PlanError, match="ep = 4.*must divide the TP size"):
+        check_plan(plan_from_flags([*flags, "4"], 4, ScheduleSpec("1f1b"))[0])
 
 
 def test_context_parallel_sizes_must_fit() -> None:
