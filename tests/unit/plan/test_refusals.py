@@ -153,19 +153,6 @@ def sharing_sequences() -> Plan:
         (more_stages(2, tp=2), {"num_experts": 2}, "sequence_parallel.*Add --sequence-parallel"),
         (more_stages(2, tp=2, sequence_parallel=True), {"num_experts": 2}, None),
         (more_stages(2, tp=2), {}, None),
-        (more_stages(2, tp=2, ep=2, sequence_parallel=True), {"num_experts": 2}, None),
-        (more_stages(2, tp=2, ep=2, sequence_parallel=True), {"num_experts": 3}, "ep = 2.*divide the 3 experts"),
-        (more_stages(2, tp=2, ep=2), {}, r"replicas\[0\].ep = 2.*model has no experts"),
-        (
-            more_stages(2, tp=4, ep=2, sequence_parallel=True),
-            {"num_experts": 2, "expert_tensor_parallel_size": 4},
-            "--expert-tensor-parallel-size = 4.*TP 4 with EP 2, so 2 ranks",
-        ),
-        (
-            more_stages(2, tp=4, ep=2, sequence_parallel=True),
-            {"num_experts": 2, "expert_tensor_parallel_size": 2},
-            None,
-        ),
     ],
 )
 def test_experts(plan: Plan, changed: dict[str, Any], reason: str | None) -> None:

@@ -148,7 +148,6 @@ def test_context_parallel_plan() -> None:
     assert (made.world_size, made.context_parallel) == (8, 2)
     replica = made.stages[0].replicas[1]
     assert (replica.tp, replica.tp_group(1), replica.cp_group(1)) == (2, (6, 7), (5, 7))
-
     placement = Placement(made)
     assert placement.locate(6) == Location(0, 1, tp_rank=0, cp_rank=1)
     assert placement.class_ranks(0, Cut(2), 1) == [1, 3, 5, 7]
