@@ -55,7 +55,10 @@ def balance_experts() -> None:
     def known_splits(self: Any, routing_map: torch.Tensor) -> Any:
         counts = preprocess(self, routing_map)
         if self.output_splits_tp is not None:  # every TP rank has an equal part of the sequence
-            self.output_splits_tp.tolist = lambda: [self.num_out_tokens] * self.tp_size
+            self.input_splits = equal_shares(self.num_out_tokens, self.ep_size)
+            self.output_splits = [self.input_splits[self.ep_rank]] * self.ep_size
+            received = sum(self.output_splits)
+            self.output_splits_tp.tolist = lambda: [received] * self.tp_size
         return counts
 
     @functools.wraps(sort)
