@@ -69,10 +69,6 @@ def test_accepted() -> None:
         ({"step_batch_size_schedule": "0:8"}, "--step-batch-size-schedule.*fixed number of microbatches"),
         ({"decoder_seq_length": 32}, "--decoder-seq-length = 32.*length of --seq-length = 64"),
         ({"num_experts": 2, "expert_model_parallel_size": 2}, "--expert-model-parallel-size = 2.*the plan says"),
-        (
-            {"num_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
-            "global_aux_loss.*these may have different numbers of passes",
-        ),
         ({"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*tokens of a rank"),
         ({"num_experts": 2, "moe_router_load_balancing_type": "quantile_balancing"}, "mean of replicas"),
         ({"num_experts": 2, "moe_router_load_balancing_type": ["new"]}, "'new'.*not known"),
