@@ -50,6 +50,12 @@ class Experts(Feature):
         f"{_MOE}.moe_logging.MoEMetricsTracker._sync_metrics": (
             "b85205f45dba6e808c12de633b15a25f0b124bb7dd3fa8c12cf00549aa0a8eb0"
         ),
+        f"{_MOE}.experts.SequentialMLP.sharded_state_dict": (
+            "6d9fbf299a2ed362135a53451ae7950553d005fc4565ad19e2fb596725be7d55"
+        ),
+        f"{_MOE}.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess": (
+            "90dcd9cf1194af02a30e177f042d01498d0656692e677008f6230c6859f802f9"
+        ),
         f"{_MOE}.router.TopKRouter.attach_and_log_load_balancing_loss": (
             "77cc758f506e750cdf0b11a580f98bbac0e9aa67f99eb5dee64a2be3a009761c"
         ),
