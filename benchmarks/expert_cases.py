@@ -15,6 +15,9 @@ _UNBALANCED = ("deepseek",)
 _BY_SEQUENCE = ("deepseek", "sequence-balance")
 """Families whose balancing does not depend on the sizes of microbatches."""
 
+_ONE_REPLICA = ("global-balance",)
+"""Families whose balancing needs one replica per stage."""
+
 
 def is_routed(case: Case) -> bool:
     """Whether tokens are routed by the largest of scores.
@@ -58,7 +61,8 @@ def families_for(plan: Plan) -> list[str]:
         return list(_UNBALANCED)
     if max(plan.training.micro_batch_sizes or (plan.training.micro_batch_size,)) > 1:
         return list(_BY_SEQUENCE)  # the reference has microbatches of one sequence
-    return [name for name in EXPERT_FAMILIES if name != "capacity" or max(_sizes(plan)) == 1]
+    drawn = [name for name in EXPERT_FAMILIES if name not in _ONE_REPLICA]
+    return [name for name in drawn if name != "capacity" or max(_sizes(plan)) == 1]
 
 
 def with_experts(cases: Sequence[Case], seed: int) -> list[Case]:

@@ -54,6 +54,10 @@ EXPERT_FAMILIES: dict[str, tuple[str, ...]] = {
             "--moe-layer-freq [0]+[1]*{rest} --moe-z-loss-coeff 1e-3"
         ),
     ),
+    "global-balance": (
+        *_MOE,
+        *words("--moe-router-topk 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2"),
+    ),
     "capacity": (
         *_MOE,
         *words(

@@ -287,10 +287,10 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     where = placement.locate(rank)
     cut = placement.replica(where.stage, where.replica).cut
     tp = args.tensor_model_parallel_size = cut.tp
-    args.expert_model_parallel_size = cut.ep
-    # Megatron's memory estimate divides the world by this size, with experts or without, and by TP if it is left open,
-    # which may exceed the ranks per stage. Layers of experts read the model's configuration (experts/feature.py).
-    args.expert_tensor_parallel_size = 1
+    # Megatron's memory estimate divides the world by these sizes, with experts or without, and by TP if the second is
+    # left open, which may exceed the ranks per stage. Layers of experts read the model's configuration
+    # (experts/feature.py).
+    args.expert_model_parallel_size = args.expert_tensor_parallel_size = 1
     args.pipeline_model_parallel_size = placement.num_stages
     if placement.num_stages > 1:
         args.pipeline_model_parallel_layout = pipeline_layout(plan)

@@ -22,11 +22,18 @@ _TOKENS = 8  # of a slice of a rank, at least
 
 
 def tiny_plan(plan: Plan) -> Plan:
-    """The plan with a tiny model, and with as few microbatches as its schedule and its routes allow."""
+    """The plan with a tiny dense model, and with as few microbatches as its schedule and its routes allow."""
     sizes = math.lcm(*(r.tp for s in plan.stages for r in s.replicas))
     slices = build(plan)[False].shape.slices
     cp = plan.stages[0].replicas[0].cp
-    stages = tuple(replace(s, layers=tuple(min(n, _MOST_LAYERS) for n in s.layers)) for s in plan.stages)
+    stages = tuple(
+        replace(
+            s,
+            layers=tuple(min(n, _MOST_LAYERS) for n in s.layers),
+            replicas=tuple(replace(r, ep=1) for r in s.replicas),
+        )
+        for s in plan.stages
+    )
     heads = sizes * cp * (2 if sizes * cp < 4 else 1)
     length = slices * cp * sizes * _TOKENS
     model = ModelShape(

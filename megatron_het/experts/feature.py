@@ -38,7 +38,8 @@ class Experts(RuntimeFeature):
         setattr(self._tracker, _SYNC, self._sync)
 
     def prepare_config(self, model_config: Any) -> None:
-        """One expert is cut over the ranks that share it; the number of parts came with the arguments."""
+        """Layers of experts read the sizes here."""
+        model_config.transformer.expert_model_parallel_size = self._cut.ep
         model_config.transformer.expert_tensor_parallel_size = self._cut.expert_tp
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:

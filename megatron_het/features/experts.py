@@ -11,10 +11,10 @@ from megatron_het.plan import Plan, PlanError
 
 _MOE = "megatron.core.transformer.moe"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
-_OF_A_SEQUENCE = ("aux_loss", "seq_aux_loss")
-_OF_A_MICROBATCH = ("aux_loss",)
+_GLOBAL = "global_aux_loss"
+_OF_A_SEQUENCE = ("aux_loss", "seq_aux_loss", _GLOBAL)
+_OF_A_MICROBATCH = ("aux_loss", _GLOBAL)
 _NOT_BALANCED = {
-    "global_aux_loss": "it sums over replicas in every forward pass, and these may have different numbers of passes",
     "sinkhorn": "it normalises over the tokens of a rank, which depend on TP and on slices",
     "quantile_balancing": "it takes the mean of replicas, which may have different numbers of microbatches",
 }
@@ -49,6 +49,12 @@ class Experts(Feature):
     upstream_names: ClassVar[Mapping[str, str]] = {
         f"{_MOE}.moe_logging.MoEMetricsTracker._sync_metrics": (
             "b85205f45dba6e808c12de633b15a25f0b124bb7dd3fa8c12cf00549aa0a8eb0"
+        ),
+        f"{_MOE}.experts.SequentialMLP.sharded_state_dict": (
+            "6d9fbf299a2ed362135a53451ae7950553d005fc4565ad19e2fb596725be7d55"
+        ),
+        f"{_MOE}.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess": (
+            "90dcd9cf1194af02a30e177f042d01498d0656692e677008f6230c6859f802f9"
         ),
         f"{_MOE}.router.TopKRouter.attach_and_log_load_balancing_loss": (
             "77cc758f506e750cdf0b11a580f98bbac0e9aa67f99eb5dee64a2be3a009761c"
@@ -149,6 +155,8 @@ def _check_balancing(plan: Plan, args: Any) -> None:
                 _NOT_BALANCED.get(kind, "is not known to give what one process gives"),
                 "Use aux_loss, seq_aux_loss, or none with --moe-router-enable-expert-bias",
             )
+    if _GLOBAL in kinds:
+        _check_global_balancing(plan, args)
     coefficients = getattr(args, "moe_aux_loss_coeff", 0.0)
     if isinstance(coefficients, list | tuple) and len(coefficients) != len(kinds):
         raise PlanError(
@@ -174,6 +182,29 @@ def _check_balancing(plan: Plan, args: Any) -> None:
             raise PlanError(
                 "--moe-expert-capacity-factor", capacity, f"capacities count the tokens of a whole {whole}, and {parts}"
             )
+
+
+def _check_global_balancing(plan: Plan, args: Any) -> None:
+    """Every forward pass is balanced by all before it, so there must be one order of passes: that of one process."""
+    where, advice = "--moe-router-load-balancing-type", "Use aux_loss or seq_aux_loss"
+    for s, stage in enumerate(plan.stages):
+        if len(stage.replicas) > 1:
+            raise PlanError(
+                where,
+                _GLOBAL,
+                "it sums over replicas in every forward pass, and these may have different numbers of passes: stage "
+                f"{s} has {len(stage.replicas)}",
+                f"{advice}, or a plan with one replica per stage",
+            )
+    granularity = getattr(args, "recompute_granularity", None) or plan.training.recompute
+    modules = getattr(args, "recompute_modules", None) or ()
+    if granularity == "full" or (granularity == "selective" and "moe" in modules):
+        raise PlanError(
+            where,
+            _GLOBAL,
+            "layers that are recomputed are balanced in the order of backward passes, which is the schedule's",
+            f"{advice}, or do not recompute layers of experts",
+        )
 
 
 def _unequal(plan: Plan) -> str:

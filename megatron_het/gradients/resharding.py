@@ -255,8 +255,13 @@ def _size(parameter: ShardedParameter, overlap: Overlap | None) -> int:
 
 
 def _in_one_message(tensors: Sequence[torch.Tensor], operation: Callable[[torch.Tensor], object]) -> None:
-    """Run a collective on the concatenation of the tensors and write the result back."""
+    """Run a collective on the concatenation of the tensors and write the result back.
+
+    Ranks of one group hold the same experts, so all of them have something to send, or none.
+    """
     flat = torch.cat([t.reshape(-1) for t in tensors])
+    if not flat.numel():
+        return
     operation(flat)
     offset = 0
     for tensor in tensors:

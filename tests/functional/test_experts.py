@@ -52,6 +52,7 @@ CASES = [
         [[2, 1], [1]],
         own=("--moe-token-dispatcher-type", "allgather"),
     ),
+    with_ep(make("global-balance", "global-balance", [[2], [1]], [3, 2], recompute="selective"), [[2], [1]]),
     make("capacity", "capacity", [[1, 1], [1]], [3, 2], overlap=True),
     with_chunks(make("in-a-v", "mixtral", [[1], [1, 1]], [2, 3]), "zb-v", ((1, 1), (2, 1))),
     with_chunks(make("interleaved", "deepseek", [[1], [1]], [3, 2]), "interleaved", ((2, 1), (1, 1))),
@@ -98,7 +99,7 @@ def logged(text: str) -> dict[int, dict[str, float]]:
     }
 
 
-@pytest.mark.parametrize("name", ["mixed-tp", "sequence-balance", "slimpipe-slices"])
+@pytest.mark.parametrize("name", ["mixed-tp", "sequence-balance", "global-balance", "slimpipe-slices"])
 def test_balancing_losses_in_the_log_are_those_of_one_process(
     name: str, lab: Lab, finished: dict[str, Finished]
 ) -> None:
@@ -107,7 +108,7 @@ def test_balancing_losses_in_the_log_are_those_of_one_process(
     stock = logged((lab.reference(case) / "rank-0.log").read_text())
     mine = logged(done.log(case.plan.world_size - 1))
     assert sorted(mine) == sorted(stock) and any(value > 0.1 for value in stock[1].values())
-    assert name == "mixed-tp" or "z_loss" in stock[1]
+    assert name in ("mixed-tp", "global-balance") or "z_loss" in stock[1]
     for iteration, values in stock.items():
         assert mine[iteration] == pytest.approx(values, rel=1e-5), iteration
 

@@ -53,9 +53,9 @@ def rank_kinds(plan: Plan) -> list[RankKind]:
     found: dict[Any, list[int]] = {}
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
-            alike = sum(r.tp == replica.tp for r in stage.replicas)
+            alike = sum(r.cut == replica.cut for r in stage.replicas)
             shape = tuple((op.kind, op.slice, op.chunk) for op in program.for_device(s, q))
-            key = s, replica.tp, replica.cp, alike, replica.state_share, shape
+            key = s, replica.cut, replica.cp, alike, replica.state_share, shape
             found.setdefault(key, []).extend(replica.ranks)
     return [RankKind(tuple(sorted(ranks))) for ranks in found.values()]
 

@@ -7,13 +7,14 @@ import pytest
 from megatron_het.doctor.check import Names, Status
 from megatron_het.doctor.numerics import Numerics, difference
 from megatron_het.doctor.tiny import flags_of, one_process, tiny_plan
+from megatron_het.features.experts import check_expert_parallel
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.plan.validate import check_plan
 
 
-def plan(schedule="1f1b", parameters=None, chunks=1, microbatches=64, tp=1):
+def plan(schedule="1f1b", parameters=None, chunks=1, microbatches=64, tp=1, ep=1):
     layers = (8,) * chunks
     first = tuple(m for m in range(microbatches) if m % 3)
     second = tuple(m for m in range(microbatches) if m % 3 == 0)
@@ -21,7 +22,7 @@ def plan(schedule="1f1b", parameters=None, chunks=1, microbatches=64, tp=1):
         ModelShape(16 * chunks, 4096, 32, 8, 4096, ffn_hidden_size=11008),
         TrainingShape(2, 2 * microbatches, precision="bf16", sequence_parallel=tp > 1, distributed_optimizer=True),
         (
-            Stage(layers, (Replica(tuple(range(tp)), tuple(range(microbatches)), "new"),)),
+            Stage(layers, (Replica(tuple(range(tp)), tuple(range(microbatches)), "new", ep=ep),)),
             Stage(layers, (Replica((tp,), first, "new"), Replica((tp + 1,), second, "old"))),
         ),
         ScheduleSpec(schedule, parameters or {}),
@@ -32,7 +33,7 @@ def plan(schedule="1f1b", parameters=None, chunks=1, microbatches=64, tp=1):
     "given",
     [
         plan(),
-        plan(tp=2),
+        plan(tp=2, ep=2),
         plan("ministage", {"window": True}, chunks=2),
         plan("slimpipe", {"slices": 4}, microbatches=4),
         plan("zb-h1"),
@@ -44,6 +45,7 @@ def test_tiny_plans_are_sound_and_small(given):
     tiny = tiny_plan(given)
     check_plan(tiny)
     check_plan_alone(tiny)
+    check_expert_parallel(tiny, 0)  # the tiny model is dense
     build(tiny)
     assert tiny.schedule == given.schedule and tiny.world_size == given.world_size
     assert tiny.num_microbatches <= 16 and tiny.model.num_layers <= 8 and tiny.model.hidden_size <= 128

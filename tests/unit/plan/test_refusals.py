@@ -69,10 +69,6 @@ def test_accepted() -> None:
         ({"step_batch_size_schedule": "0:8"}, "--step-batch-size-schedule.*fixed number of microbatches"),
         ({"decoder_seq_length": 32}, "--decoder-seq-length = 32.*length of --seq-length = 64"),
         ({"num_experts": 2, "expert_model_parallel_size": 2}, "--expert-model-parallel-size = 2.*the plan says"),
-        (
-            {"num_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
-            "global_aux_loss.*these may have different numbers of passes",
-        ),
         ({"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*tokens of a rank"),
         ({"num_experts": 2, "moe_router_load_balancing_type": "quantile_balancing"}, "mean of replicas"),
         ({"num_experts": 2, "moe_router_load_balancing_type": ["new"]}, "'new'.*not known"),
@@ -153,19 +149,6 @@ def sharing_sequences() -> Plan:
         (more_stages(2, tp=2), {"num_experts": 2}, "sequence_parallel.*Add --sequence-parallel"),
         (more_stages(2, tp=2, sequence_parallel=True), {"num_experts": 2}, None),
         (more_stages(2, tp=2), {}, None),
-        (more_stages(2, tp=2, ep=2, sequence_parallel=True), {"num_experts": 2}, None),
-        (more_stages(2, tp=2, ep=2, sequence_parallel=True), {"num_experts": 3}, "ep = 2.*divide the 3 experts"),
-        (more_stages(2, tp=2, ep=2), {}, r"replicas\[0\].ep = 2.*model has no experts"),
-        (
-            more_stages(2, tp=4, ep=2, sequence_parallel=True),
-            {"num_experts": 2, "expert_tensor_parallel_size": 4},
-            "--expert-tensor-parallel-size = 4.*TP 4 with EP 2, so 2 ranks",
-        ),
-        (
-            more_stages(2, tp=4, ep=2, sequence_parallel=True),
-            {"num_experts": 2, "expert_tensor_parallel_size": 2},
-            None,
-        ),
     ],
 )
 def test_experts(plan: Plan, changed: dict[str, Any], reason: str | None) -> None:

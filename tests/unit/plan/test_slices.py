@@ -187,6 +187,13 @@ def test_context_parallel_refused(more: str, changed: dict[str, Any], reason: st
         check_cut(made, arguments(**changed))
 
 
+def test_experts_are_divided_as_the_flags_say() -> None:
+    flags = [*FLAGS, *["--tensor-model-parallel-size", "2", "--expert-model-parallel-size"]]
+    assert {r.cut for r in plan_from_flags([*flags, "2"], 4, ScheduleSpec("1f1b"))[0].stages[0].replicas} == {Cut(2, 2)}
+    with pytest.raises(PlanError, match="ep = 4.*must divide the TP size"):
+        check_plan(plan_from_flags([*flags, "4"], 4, ScheduleSpec("1f1b"))[0])
+
+
 def test_context_parallel_sizes_must_fit() -> None:
     made, _ = plan_from_flags([*FLAGS, "--context-parallel-size", "2"], 4, ScheduleSpec("1f1b"))
     stage = made.stages[0]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_het.plan import Placement, Plan
+from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape
 from megatron_het.topology import KNOWN_STATE, Axis, GroupSpec, PairGroups, group_specs
 from megatron_het.topology.groups import PlanGroups
 from megatron_het.topology.stage_state import as_only_reader, install_stage_state, remove_stage_state, stage_state
@@ -37,6 +37,26 @@ def test_groups_of_a_mixed_plan(placement: Placement) -> None:
     assert [s.ranks for s in specs if s.role == "leaders"] == [(2, 3, 4)]
     assert not [s for s in specs if s.role == "ends"]
     assert GroupSpec("ends", (0, 1, 2, 3, 4)) in group_specs(placement, tied_embeddings=True)
+
+
+def test_experts_are_divided_over_the_ranks_of_a_replica() -> None:
+    """Megatron numbers a replica's ranks by EP rank first: neighbours have the same experts."""
+    model, training = ModelShape(2, 8, 4, 4, 8), TrainingShape(1, 2)
+    replicas = (Replica(tuple(range(4)), (0,), ep=2), Replica((4, 5), (1,), ep=2))
+    divided = Placement(Plan(model, training, (Stage((2,), replicas),)))
+    specs = group_specs(divided)
+    assert [s.ranks for s in specs if s.role == "ep"] == [(0, 2), (1, 3), (4, 5)]
+    assert [s.ranks for s in specs if s.role == "expert-tp"] == [(0, 1), (2, 3)]
+    assert [s.ranks for s in specs if s.role == "class"] == [(r,) for r in range(6)]
+    for rank, own, shared in ((3, "ep", "expert-tp"), (5, "ep", "self")):
+        groups = fake_groups(divided, rank)
+        groups.by_role |= {role: f"{role} of {rank}" for role in ("ep", "expert-tp")}  # type: ignore[dict-item]
+        state = stage_state(groups)
+        assert state["_EXPERT_MODEL_PARALLEL_GROUP"] == f"{own} of {rank}"
+        assert state["_EXPERT_TENSOR_PARALLEL_GROUP"] == f"{shared} of {rank}"
+        assert state["_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"] == f"tp of {rank}"
+        assert state["_EXPERT_DATA_PARALLEL_GROUP"] == f"class of {rank}"
+    assert stage_state(groups)["_EXPERT_MODEL_PARALLEL_RANKS"] == [4, 5]
 
 
 def test_every_rank_has_every_role_once(placement: Placement) -> None:
