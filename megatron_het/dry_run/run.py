@@ -17,6 +17,8 @@ from megatron_het.dry_run.device_streams import device_streams
 from megatron_het.dry_run.samples import samples_provider
 from megatron_het.dry_run.session import WatchedSession
 from megatron_het.dry_run.tracker import Tracker
+from megatron_het.features.base import flag_of
+from megatron_het.features.documents import asked_by
 from megatron_het.platform import Platform
 
 ITERATIONS = 2
@@ -140,11 +142,17 @@ def _parse() -> Any:
 
 
 def _check_values(args: Any) -> None:
-    """Where tokens go in a layer of experts depends on values, and a dry run has none.
+    """Where tokens go in a layer of experts, and where documents begin, depends on values, and a dry run has none.
 
     Raises:
-        SystemExit: The model has such layers.
+        SystemExit: The model has such layers, or the documents of a sequence do not see each other.
     """
+    if packing := asked_by(args):
+        sys.stderr.write(
+            f"megatron_het.dry_run: {flag_of(packing)}: where documents begin depends on values, which a dry run does "
+            "not have. Leave the flag out: sequences of one document take at least as much memory\n"
+        )
+        raise SystemExit(2)
     if args.num_experts:
         sys.stderr.write(
             f"megatron_het.dry_run: --num-experts {args.num_experts}: how many tokens an expert gets depends on "
