@@ -14,6 +14,7 @@ from megatron_het.config import HetConfig
 from megatron_het.dry_run import fake_cuda, kernels
 from megatron_het.dry_run.alone import join_alone, without_values
 from megatron_het.dry_run.device_streams import device_streams
+from megatron_het.dry_run.experts import balance_experts, check_experts
 from megatron_het.dry_run.samples import samples_provider
 from megatron_het.dry_run.session import WatchedSession
 from megatron_het.dry_run.tracker import Tracker
@@ -92,7 +93,9 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     hooks.install(make_session=make_session)
     args = _parse()
     if not setting.measured:
-        _check_values(args)
+        _check_documents(args)
+        tracker.top_k = check_experts(args)
+        balance_experts()
     session = sessions[0]
     start_s = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -141,22 +144,16 @@ def _parse() -> Any:
     return args
 
 
-def _check_values(args: Any) -> None:
-    """Where tokens go in a layer of experts, and where documents begin, depends on values, and a dry run has none.
+def _check_documents(args: Any) -> None:
+    """Where documents begin depends on values, and a dry run has none.
 
     Raises:
-        SystemExit: The model has such layers, or the documents of a sequence do not see each other.
+        SystemExit: The documents of a sequence do not see each other.
     """
     if packing := asked_by(args):
         sys.stderr.write(
             f"megatron_het.dry_run: {flag_of(packing)}: where documents begin depends on values, which a dry run does "
             "not have. Leave the flag out: sequences of one document take at least as much memory\n"
-        )
-        raise SystemExit(2)
-    if args.num_experts:
-        sys.stderr.write(
-            f"megatron_het.dry_run: --num-experts {args.num_experts}: how many tokens an expert gets depends on "
-            "values, which a dry run does not have. Use the planner's estimate of memory\n"
         )
         raise SystemExit(2)
 
