@@ -73,6 +73,10 @@ FEATURES = {
         ),
         r"het_slices|slimpipe|is_sliced|slices_of",
     ),
+    "packed documents": Feature(
+        ("megatron_het.features.documents", "megatron_het.slices.documents", "megatron_het.slices.starts"),
+        r"document_starts|asked_by|(dataloader_)?inter_document_masking|reset_attention_mask",
+    ),
     "context parallelism": Feature(
         ("megatron_het.features.context_parallel", "megatron_het.attention.context_parallel"),
         r"context_parallel(_size|_ranks)?|cp_size",

@@ -64,7 +64,7 @@ class SliceCoreAttention(torch.nn.Module):
         softmax_scale: Factor of the scores, None for ``d ** -0.5``.
         kernel: Name of the attention kernel, None for the best one.
         batch: Sequences of the largest microbatch; None where all are alike.
-        window: How many earlier tokens a query sees at most; None for all.
+        window_tokens: How many earlier tokens a query sees at most; None for all.
         softmax_offset: ``[heads]`` of this TP rank, as the layer had it; None without.
         tp_group: Over which the heads are cut.
     """
@@ -76,7 +76,7 @@ class SliceCoreAttention(torch.nn.Module):
         kernel: str | None = None,
         batch: int | None = None,
         *,
-        window: int | None = None,
+        window_tokens: int | None = None,
         softmax_offset: torch.Tensor | None = None,
         tp_group: Any = None,
     ) -> None:
@@ -85,7 +85,7 @@ class SliceCoreAttention(torch.nn.Module):
         self.exchange: LayerExchange = NO_EXCHANGE
         self.parallel: SharedSlices | None = None
         self.softmax_offset = softmax_offset
-        self._window = window
+        self._window_tokens = window_tokens
         self._scale = softmax_scale
         self._kernel_name = kernel
         self._kernel: Kernel | None = None
@@ -133,7 +133,7 @@ class SliceCoreAttention(torch.nn.Module):
             scale=query.shape[-1] ** -0.5 if self._scale is None else self._scale,
             exchange=self.exchange,
             parallel=self.parallel,
-            reach=Reach(packed_seq_params.starts, self._window),
+            reach=Reach(packed_seq_params.starts, self._window_tokens),
             sink=self.softmax_offset,
         )
         return out.view(*out.shape[:2], -1)
@@ -188,7 +188,7 @@ def replace_core_attention(
             attention.config.softmax_scale,
             kernel,
             batch,
-            window=_window_of(attention),
+            window_tokens=_window_of(attention),
             softmax_offset=getattr(replaced, "softmax_offset", None),
             tp_group=getattr(getattr(attention, "pg_collection", None), "tp", None),
         )
@@ -201,10 +201,10 @@ def _window_of(attention: Any) -> int | None:
     from megatron.core.transformer.utils import is_layer_window_attention
 
     config = attention.config
-    window = getattr(config, "window_size", None)
-    if not window or not is_layer_window_attention(window, config.window_attn_skip_freq, attention.layer_number):
+    size = getattr(config, "window_size", None)
+    if not size or not is_layer_window_attention(size, config.window_attn_skip_freq, attention.layer_number):
         return None
-    return int(window[0])
+    return int(size[0])
 
 
 class CurrentSlice:

@@ -224,8 +224,8 @@ class KVCache:
             return
         if grad_keys.shape[1] < self._sequences[microbatch].batch:
             for i, piece in enumerate(run.slices):
-                part = slice(i * tokens, (i + 1) * tokens)
-                self._add(microbatch, piece, 0, tokens, grad_keys[part], grad_values[part], sequences)
+                rows = slice(i * tokens, (i + 1) * tokens)
+                self._add(microbatch, piece, 0, tokens, grad_keys[rows], grad_values[rows], sequences)
             return
         # All chunks in one call: there are many, and each is small.
         gradients = self._sequences[microbatch].gradients

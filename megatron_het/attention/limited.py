@@ -62,9 +62,9 @@ class LimitedAttention(torch.autograd.Function):
         cache.check_last(microbatch, index)
         dq = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
         for rows, batch, form, run in _calls(cache, microbatch, index, query, reach):
-            mine = (t[rows, batch] for t in (grad, query, out))
+            mine = grad[rows, batch], query[rows, batch], out[rows, batch], lse[batch, :, rows].contiguous()
             keys = run.keys[:, batch], run.values[:, batch]
-            part, dk, dv = _backward(kernel, *mine, lse[batch, :, rows].contiguous(), *keys, form, scale)
+            part, dk, dv = _backward(kernel, *mine, *keys, form, scale)
             dq[rows, batch] += part
             cache.add_gradient(microbatch, run, dk, dv, batch)
         gradients = cache.release(microbatch, index)

@@ -44,16 +44,16 @@ class Reach:
 
     Attributes:
         starts: Of the documents of each sequence; None if a sequence is one document.
-        window: How many earlier tokens a query sees at most; None for all.
+        window_tokens: How many earlier tokens a query sees at most; None for all.
     """
 
     starts: tuple[Starts, ...] | None = None
-    window: int | None = None
+    window_tokens: int | None = None
 
     @property
     def is_limited(self) -> bool:
         """Whether queries see less than everything before them."""
-        return self.starts is not None or self.window is not None
+        return self.starts is not None or self.window_tokens is not None
 
     def blocks(self, first: int, tokens: int, batch: int) -> Iterator[tuple[slice, tuple[Block, ...]]]:
         """The blocks of a slice, for sequences ``[batch]`` that have the same ones.
@@ -65,14 +65,14 @@ class Reach:
         """
         starts = self.starts or ((0,),)
         if len(set(starts)) == 1:
-            yield slice(0, batch), blocks_of(first, tokens, starts[0], self.window)
+            yield slice(0, batch), blocks_of(first, tokens, starts[0], self.window_tokens)
             return
         for i, own in enumerate(starts):
-            yield slice(i, i + 1), blocks_of(first, tokens, own, self.window)
+            yield slice(i, i + 1), blocks_of(first, tokens, own, self.window_tokens)
 
 
 @functools.lru_cache(maxsize=1024)
-def blocks_of(first: int, tokens: int, starts: Starts, window: int | None = None) -> tuple[Block, ...]:
+def blocks_of(first: int, tokens: int, starts: Starts, window_tokens: int | None = None) -> tuple[Block, ...]:
     """What the queries of one slice of one sequence reach.
 
     Every query is in one causal block, which comes before its other blocks.
@@ -81,7 +81,7 @@ def blocks_of(first: int, tokens: int, starts: Starts, window: int | None = None
         first: First token of the slice.
         tokens: Tokens of a slice.
         starts: Where the documents of the sequence begin.
-        window: How many earlier tokens a query sees at most; None for all.
+        window_tokens: How many earlier tokens a query sees at most; None for all.
     """
     found: list[Block] = []
     end = first + tokens
@@ -89,28 +89,28 @@ def blocks_of(first: int, tokens: int, starts: Starts, window: int | None = None
     bounds = [*starts[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, end)], end]
     row = first
     for bound in bounds:
-        most = bound - row if window is None else window + 1
+        most = bound - row if window_tokens is None else window_tokens + 1
         while row < bound:
             until = min(row + most, bound)
-            found += _tile((row, until), begin, window, tokens)
+            found += _tile((row, until), begin, window_tokens, tokens)
             row = until
         begin = bound
     return tuple(found)
 
 
-def _tile(rows: Span, begin: int, window: int | None, tokens: int) -> Iterator[Block]:
+def _tile(rows: Span, begin: int, window_tokens: int | None, tokens: int) -> Iterator[Block]:
     """The blocks of queries of one document, which begins at ``begin``; no more of them than a window and one."""
     first, end = rows
     yield Block(rows, rows, Form.CAUSAL)
-    if window is None:
+    if window_tokens is None:
         if begin < first:
             yield Block(rows, (begin, first), Form.FULL)
         return
-    near = max(begin, min(end - 1 - window, first))  # from here on all of the queries see all keys
+    near = max(begin, min(end - 1 - window_tokens, first))  # from here on all of the queries see all keys
     if near < first:
         yield Block(rows, (near, first), Form.FULL)
     # Further back the i-th query sees the keys from far + i on.
-    far = first - window
+    far = first - window_tokens
     cut = max(begin - far, 0)
     if far + cut >= near:
         return

@@ -148,11 +148,11 @@ class _RowGradients:
     def differentiate(self, runs: Iterable[Run], kernel: Kernel, scale: float, cache: KVCache, microbatch: int) -> None:
         """Differentiate full attention to cached chunks; their gradients go to the cache."""
         for run in runs:
-            part, *grads = kernel.backward(
+            part, dk, dv = kernel.backward(
                 self.grad, self.query, run.keys, run.values, self.out, self.lse, False, scale
             )
             self.dq += part
-            cache.add_gradient(microbatch, run, *grads)
+            cache.add_gradient(microbatch, run, dk, dv)
 
 
 class _SliceAttention(torch.autograd.Function):

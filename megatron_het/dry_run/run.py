@@ -18,6 +18,8 @@ from megatron_het.dry_run.experts import balance_experts, check_experts
 from megatron_het.dry_run.samples import samples_provider
 from megatron_het.dry_run.session import WatchedSession
 from megatron_het.dry_run.tracker import Tracker
+from megatron_het.features.base import flag_of
+from megatron_het.features.documents import asked_by
 from megatron_het.platform import Platform
 
 ITERATIONS = 2
@@ -91,6 +93,7 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     hooks.install(make_session=make_session)
     args = _parse()
     if not setting.measured:
+        _check_documents(args)
         tracker.top_k = check_experts(args)
         balance_experts()
     session = sessions[0]
@@ -139,6 +142,20 @@ def _parse() -> Any:
     args.exit_interval = ITERATIONS
     args.do_train = True  # Megatron reads it from a broadcast
     return args
+
+
+def _check_documents(args: Any) -> None:
+    """Where documents begin depends on values, and a dry run has none.
+
+    Raises:
+        SystemExit: The documents of a sequence do not see each other.
+    """
+    if packing := asked_by(args):
+        sys.stderr.write(
+            f"megatron_het.dry_run: {flag_of(packing)}: where documents begin depends on values, which a dry run does "
+            "not have. Leave the flag out: sequences of one document take at least as much memory\n"
+        )
+        raise SystemExit(2)
 
 
 def _train(args: Any) -> None:

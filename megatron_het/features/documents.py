@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megatron_het.features.attention_kinds import ATTENTION_REFUSED, check_reach
 from megatron_het.features.base import Feature, flag_of
-from megatron_het.features.slices import ATTENTION_REFUSED, check_reach, cuts_sequences
 from megatron_het.plan import Plan, PlanError
 
 _DATASET = "megatron.core.datasets.gpt_dataset"
@@ -28,7 +28,7 @@ class Documents(Feature):
     """
 
     name = "documents"
-    runtime = "megatron_het.documents.feature"
+    runtime = "megatron_het.slices.documents"
     title = "packed documents"
     options = DocumentOptions
     upstream_names: ClassVar[Mapping[str, str]] = {
@@ -51,10 +51,9 @@ class Documents(Feature):
         flag = asked_by(args)
         if not flag:
             return
-        if not cuts_sequences(plan):  # else slices ask
-            for refusal in ATTENTION_REFUSED:
-                refusal.check(args, flag_of(flag))
-            check_reach(args)
+        for refusal in ATTENTION_REFUSED:
+            refusal.check(args, flag_of(flag))
+        check_reach(args)
         if flag == BY_TOKEN and getattr(args, "window_size", None):
             raise PlanError(
                 flag_of(flag),

@@ -6,29 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megatron_het.features.attention_kinds import ATTENTION_REFUSED, check_reach
 from megatron_het.features.base import Feature, Option, Refusal, option
 from megatron_het.plan import Plan, PlanError
 
 SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
 """Schedules that cut sequences; their plans have the schedule parameter ``slices``."""
-POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 _SLICES = "slices"
-ATTENTION_REFUSED = (
-    Refusal(
-        "attention_dropout",
-        "dropout inside attention would have to be the same in the slice's backward, call by call; "
-        "use --attention-dropout 0",
-    ),
-    Refusal("multi_latent_attention", "its compressed keys and values are not cached by slices"),
-    Refusal("experimental_attention_variant", "only ordinary softmax attention is cut into slices"),
-    Refusal("qk_clip", "the largest attention logit is not known to the slice kernels"),
-    Refusal("log_max_attention_logit", "the largest attention logit is not known to the slice kernels"),
-    Refusal("use_kitchen_attention", "its kernels do not give what slices are merged from"),
-    Refusal("fused_single_qkv_rope", "it refuses the argument that tells a layer its slice"),
-    Refusal("fine_grained_activation_offloading", "it counts one forward per microbatch"),
-    Refusal("heterogeneous_layers_config_path", "layers without attention are not supported with slices"),
-)
-"""What the attention of slices does not know, wherever it stands in for a layer's own."""
 
 
 def _needs_number(plan: Plan) -> str:
@@ -133,28 +117,6 @@ def slices_of(plan: Plan) -> int:
 def rank_tokens(plan: Plan) -> int:
     """Tokens of a slice on one rank, before TP divides them; of the sequence without slices."""
     return plan.model.seq_length // slices_of(plan) // plan.context_parallel
-
-
-def check_reach(args: Any) -> None:
-    """Refuse positions and windows that the attention of slices does not know.
-
-    Raises:
-        PlanError: The first thing that does not fit.
-    """
-    if args.position_embedding_type not in POSITIONS:
-        raise PlanError(
-            "--position-embedding-type",
-            args.position_embedding_type,
-            f"positions of slices are known for {', '.join(POSITIONS)} only",
-        )
-    window = getattr(args, "window_size", None)
-    if window and (window[0] < 0 or window[1] != 0):
-        raise PlanError(
-            "--window-size",
-            ",".join(map(str, window)),
-            "slices see a number of tokens before their own, and none after",
-            "Give the tokens before, and 0: --window-size 4096,0",
-        )
 
 
 def not_sliced(plan: Plan, given: Option) -> PlanError:

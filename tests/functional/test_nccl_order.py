@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import Case
+from benchmarks.cases import Case, build_plan
 from benchmarks.compare import compare
+from benchmarks.lab import Lab
 from benchmarks.nccl_mistakes import MISTAKES, SOUND, mistake_job
 from benchmarks.nccl_order import cases_of, caught_by_some_rank, in_nccl_order, transports
+from benchmarks.packed_cases import packed
 from benchmarks.parity import labs
 from benchmarks.runner import Runner
 
@@ -49,6 +52,18 @@ def test_training_in_nccls_order_equals_one_process(schedule: str, runner: Runne
             assert transports(done.job.log_dir) == {"nccl"}, case.name
             found = compare(done.job.log_dir, case.plan, lab.reference(case), gradients=False)
             assert max(found.loss, found.validation) <= FP32_BAR, (case.name, found)
+
+
+def test_documents_are_told_in_nccls_order(runner: Runner, tmp_path: Path):
+    """In a collective of all ranks, before every iteration."""
+    plan = build_plan([[1], [1, 1]], [3, 2], random.Random(0), even_routing=False)
+    case = packed(Case("documents", plan), "by dataset", "llama")
+    lab = Lab(runner, tmp_path)
+    reference = lab.reference(case)
+    done = runner.run(in_nccl_order(lab.job(case)))
+    assert transports(done.job.log_dir) == {"nccl"}
+    found = compare(done.job.log_dir, case.plan, reference, gradients=False)
+    assert max(found.loss, found.validation) <= FP32_BAR, found
 
 
 @pytest.mark.parametrize("name", list(MISTAKES))

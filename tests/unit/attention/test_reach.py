@@ -36,7 +36,7 @@ def masked_attention(
     k, v = (t.repeat_interleave(times, dim=2) for t in (k, v))
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * SCALE
     starts = reach.starts or ((0,),) * q.shape[1]
-    visible = torch.stack([seen(own, reach.window) for own in starts]).unsqueeze(1)
+    visible = torch.stack([seen(own, reach.window_tokens) for own in starts]).unsqueeze(1)
     scores = scores.masked_fill(~visible, -math.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)

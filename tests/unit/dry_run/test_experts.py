@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_het.dry_run.experts import check_experts, equal_shares
+from megatron_het.dry_run.run import _check_documents
 from megatron_het.dry_run.tracker import Tracker
 
 
@@ -50,3 +51,12 @@ def test_a_row_per_token_and_chosen_expert() -> None:
         assert scores.grad is not None and scores.grad.shape == scores.shape
         del found
     assert before >= 4 * 80 + 80 + 4 * 30  # scores, mask, and what was selected are counted
+
+
+def test_documents_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where they begin is known from values."""
+    _check_documents(SimpleNamespace(reset_position_ids=True))
+    with pytest.raises(SystemExit) as stop:
+        _check_documents(SimpleNamespace(reset_attention_mask=True))
+    assert stop.value.code == 2
+    assert "--reset-attention-mask: where documents begin" in capsys.readouterr().err

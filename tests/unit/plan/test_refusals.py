@@ -164,25 +164,7 @@ def test_experts(plan: Plan, changed: dict[str, Any], reason: str | None) -> Non
 @pytest.mark.parametrize(
     ("plan", "changed", "reason"),
     [
-        (more_stages(4), {"reset_attention_mask": True}, None),
-        (more_stages(4), {"dataloader_inter_document_masking": True, "window_size": (8, 0)}, None),
         (more_stages(4), {"reset_position_ids": True}, None),
-        (
-            more_stages(2),
-            {"reset_attention_mask": True, "attention_dropout": 0.1},
-            "--attention-dropout.*with --reset-attention-mask: dropout inside attention",
-        ),
-        (
-            more_stages(2),
-            {"reset_attention_mask": True, "window_size": (8, 0)},
-            "--reset-attention-mask.*forgets documents.*--dataloader-inter-document-masking",
-        ),
-        (more_stages(2), {"reset_attention_mask": True, "position_embedding_type": "mrope"}, "positions of slices"),
-        (
-            more_stages(2),
-            {"dataloader_inter_document_masking": True, "iterations_to_skip": [3]},
-            "--dataloader-inter-document-masking.*skip iterations",
-        ),
         (more_stages(2, chunks=2), {"iterations_to_skip": [3, 4]}, "--iterations-to-skip = '3 4'.*2 chunks"),
         (more_stages(4), {"iterations_to_skip": [3, 4]}, None),
         (more_stages(2, distributed_optimizer=True), {"optimizer": "sgd"}, "--optimizer = 'sgd'.*shards the state"),

@@ -141,6 +141,36 @@ def test_accepted(schedule: str) -> None:
     check_cut(plan(PP4, slices=None, schedule="1f1b"), arguments(attention_dropout=0.1))
 
 
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"reset_attention_mask": True}, None),
+        ({"dataloader_inter_document_masking": True, "window_size": (8, 0)}, None),
+        ({"reset_position_ids": True, "attention_dropout": 0.1, "position_embedding_type": "mrope"}, None),
+        (
+            {"reset_attention_mask": True, "attention_dropout": 0.1},
+            "--attention-dropout.*with --reset-attention-mask: dropout inside attention",
+        ),
+        (
+            {"reset_attention_mask": True, "window_size": (8, 0)},
+            "--reset-attention-mask.*forgets documents.*--dataloader-inter-document-masking",
+        ),
+        ({"reset_attention_mask": True, "position_embedding_type": "mrope"}, "positions of slices"),
+        (
+            {"dataloader_inter_document_masking": True, "iterations_to_skip": [3]},
+            "--dataloader-inter-document-masking.*skip iterations",
+        ),
+    ],
+)
+def test_documents_without_slices(changed: dict[str, Any], reason: str | None) -> None:
+    made = plan(PP4, slices=None, schedule="1f1b")
+    if reason is None:
+        Documents().check_any_arguments(made, arguments(**changed))
+        return
+    with pytest.raises(PlanError, match=reason):
+        Documents().check_any_arguments(made, arguments(**changed))
+
+
 def test_even_plan() -> None:
     flags = [*FLAGS, *["--tensor-model-parallel-size", "2", "--bf16", "--sequence-parallel"], *PP2V2.split()]
     made, rest = plan_from_flags([*flags, "--lr", "1"], 8, ScheduleSpec("slimpipe", {"slices": 4}))

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_het.documents.feature import DocumentsFeature
-from megatron_het.documents.starts import DocumentStarts, starts_of
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, RuntimeFeature
 from megatron_het.schedule.kinds import Kind
+from megatron_het.slices.documents import DocumentsFeature
 from megatron_het.slices.sequences import SlicedSequences
+from megatron_het.slices.starts import DocumentStarts, starts_of
 
 CPU = torch.device("cpu")
 POSITIONS = torch.tensor([[3, 4, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5]])

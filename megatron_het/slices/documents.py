@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from megatron_het.documents.starts import DocumentStarts
 from megatron_het.features.documents import BY_DATASET, asked_by
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.kinds import Kind
 from megatron_het.slices.feature import open_sequences
 from megatron_het.slices.sequences import SlicedSequences
+from megatron_het.slices.starts import DocumentStarts
 
 
 class DocumentsFeature(RuntimeFeature):

@@ -1,1 +1,0 @@
-"""Packed documents on a rank: where they begin, known to every rank before an iteration."""
