@@ -142,13 +142,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words = ["replay", str(tmp_path / "trace.csv"), "--cluster", str(tmp_path / "cluster.json"), "--model"]
     words += [str(tmp_path / "model.json"), "--schedules", "1f1b", "--json", "--limit-s", "20"]
     words += ["--pauses", str(tmp_path / "pauses.json"), "--picture", str(tmp_path / "out.svg"), "--save-every", "1000"]
-    assert main(words) == 0
+    assert main([*words, "--html", str(tmp_path / "out.html")]) == 0
     said = json.loads(capsys.readouterr().out)
     elastic, restart, full = said["policies"]
     assert elastic["goodput"] > restart["goodput"] > full["goodput"] > 0
     assert (elastic["paused_s"], restart["paused_s"], full["paused_s"]) == (10.0, 200.0, 100.0)
     assert full["idle_s"] == 600.0
     assert "<svg" in (tmp_path / "out.svg").read_text()
+    page = (tmp_path / "out.html").read_text()
+    assert page.count("<polyline") == 3 and "goodput, full pool" in page and "no plan found" not in page
     (tmp_path / "pauses.json").write_text("{}")
     assert main(words) == 2
     assert "benchmarks.elastic" in capsys.readouterr().out
