@@ -22,8 +22,9 @@ def test_without_the_first_node_the_second_plan_runs(size: Size) -> None:
     check_plan_alone(first)
     check_plan_alone(second)
     pool = [Process(i, name, device) for i, (name, device) in enumerate(NODES)]
-    assert assign(first, pool) == (0, 1, 2)
-    assert assign(first, pool[1:]) is None and assign(second, pool[1:]) == (1, 2)
+    every, some = assign(first, pool), assign(second, pool[1:])
+    assert every is not None and every[0] == 0 and sorted(every) == [0, 1, 2]
+    assert assign(first, pool[1:]) is None and some is not None and sorted(some) == [1, 2]
 
 
 def test_the_report_counts_from_the_first_iteration() -> None:
