@@ -53,7 +53,7 @@ class Size:
 
 
 FULL = Size(ModelShape(6, 192, 6, 3, 192, ffn_hidden_size=512), 150, 25)
-QUICK = Size(ModelShape(3, 32, 4, 2, 32, ffn_hidden_size=64), 30, 5)
+QUICK = Size(ModelShape(3, 32, 4, 2, 32, ffn_hidden_size=64), 600, 20)
 
 
 def plans_of(model: ModelShape) -> tuple[Plan, Plan]:

@@ -136,6 +136,31 @@ class NodeGain(TypedDict):
     change: float
 
 
+class Course(TypedDict):
+    """How a job went over an availability trace under one policy.
+
+    ``goodput`` is a share of what all nodes would have done; ``curve`` is (time in s, iterations that count).
+    """
+
+    policy: str
+    iterations: float
+    goodput: float
+    repeated_iterations: float
+    training_s: float
+    paused_s: float
+    idle_s: float
+    changes: int
+    curve: list[tuple[float, float]]
+
+
+class Replay(TypedDict):
+    """A replay: its courses, its length, and the plans of its pools."""
+
+    courses: list[Course]
+    end_s: float
+    pools: list[Row]
+
+
 class PageData(TypedDict):
     """Everything on a page.  Sections that are missing or empty are left out."""
 
@@ -146,6 +171,7 @@ class PageData(TypedDict):
     stages: NotRequired[list[StageRow]]
     timelines: NotRequired[list[TimelineData]]
     causes: NotRequired[dict[str, float]]
+    replay: NotRequired[Replay]
     comparison: NotRequired[list[Row]]
     runners_up: NotRequired[list[Row]]
     one_more_node: NotRequired[list[NodeGain]]

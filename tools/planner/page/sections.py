@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from .data import Figure, NodeGain, PageData, Row, StageRow, TimelineData
 from .map_section import cluster_section
 from .markup import Html, cell, seconds, share, shown, significant, size, table, tag, usd
+from .replay_section import replay_section
 
 _HUES = (215, 28, 150, 280, 0, 190, 52, 325)
 """Of up to eight stages; of more, the colour circle is divided."""
@@ -44,6 +45,10 @@ def all_of(page: PageData, hues: Sequence[int]) -> Iterator[Html]:
     if page.get("timelines"):
         yield _section("Timeline of one iteration", *_timelines(page["timelines"]))
         yield _section("Where the time goes", *_times(page["timelines"], page.get("causes", {}), hues))
+    if "replay" in page:
+        replay = page["replay"]
+        yield _section("What the job gets done", replay_section(replay["courses"], replay["end_s"]))
+        yield _section("Plans of the trace's pools", _comparison(replay["pools"]))
     if page.get("comparison"):
         yield _section("Against other plans", _comparison(page["comparison"]))
     if page.get("runners_up"):

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_het.untrusted import amount, count
 
 from ..errors import PlannerError
+from ..estimate import Estimator
 from ..files import check_target, read_json
+from ..page.data import Course as PageCourse
+from ..page.data import PageData, Row
+from ..page.html import write_page
+from ..page.searched import check_page, notes_of
 from ..report import say, table
 from ..setup import check_prices, estimator_from, goal_from
 from .policies import Costs, Course, run_all, with_start
@@ -32,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "trace", type=Path, metavar="TRACE", help="CSV: time_s, gpu, nodes, notice; see docs/elastic.md"
     )
     parser.add_argument("--picture", metavar="FILE", help="write a picture (SVG or PNG by extension)")
+    parser.add_argument("--html", metavar="FILE", help="write one HTML page of what is printed")
     parser.add_argument(
         "--pauses", type=Path, metavar="FILE", help="what benchmarks.elastic wrote, for the pauses of this hardware"
     )
@@ -51,6 +59,7 @@ def replay(options: argparse.Namespace) -> int:
     """Search a plan for every pool of the trace, go through it under every policy, say what was done."""
     goal, estimator = goal_from(options), estimator_from(options)
     check_prices(estimator, goal, options.cluster)
+    check_page(options)
     if options.picture is not None:
         check_target(options.picture, "--picture", (".svg", ".png"))
     trace = load_trace(options.trace, estimator.cluster)
@@ -70,6 +79,9 @@ def replay(options: argparse.Namespace) -> int:
         draw(trace, courses, [node.gpu for node in estimator.cluster.nodes], options.picture)
         written.append(f"wrote {options.picture}")
     names = [node.gpu for node in estimator.cluster.nodes]
+    if options.html:
+        write_page(page_of(estimator, body, courses, notes_of(options)), options.html)
+        written.append(f"wrote {options.html}")
     say(body, options, *_tables(body, names), *written)
     return 0
 
@@ -137,6 +149,48 @@ def body_of(trace: Trace, courses: list[Course], plans: list[PoolPlan], ideal_s:
     }
 
 
+def page_of(estimator: Estimator, body: dict[str, Any], courses: Sequence[Course], notes: list[str]) -> PageData:
+    """The page of a replay.
+
+    Args:
+        estimator: Of the whole cluster.
+        body: See :func:`body_of`.
+        courses: By policy.
+        notes: Where the figures come from.
+    """
+    cluster, model = estimator.cluster, estimator.model
+    tokens = model.global_batch_size * model.seq_length
+    pools: list[Row] = []
+    for pool in sorted(body["pools"], key=lambda p: p["iteration_s"] or inf):
+        seconds = pool["iteration_s"]
+        pools.append(
+            {
+                "what": _nodes(pool["nodes"], [node.gpu for node in cluster.nodes]),
+                "plan": pool["plan"] or None,
+                "iteration_s": seconds,
+                "tokens_per_s": None if seconds is None else tokens / seconds,
+                "usd_per_iteration": None,
+                "gpus": sum(n * node.gpus_per_node for n, node in zip(pool["nodes"], cluster.nodes, strict=True)),
+            }
+        )
+    rows: list[dict[str, Any]] = [{**row, "curve": c.curve} for row, c in zip(body["policies"], courses, strict=True)]
+    return {
+        "title": f"Replay of a trace for {model.name} on {cluster.name}",
+        "subtitle": "What a job gets done while nodes come and go",
+        "figures": [
+            {"name": f"goodput, {row['policy']}", "value": row["goodput"], "unit": "share",
+             "note": f"{row['iterations']:,.0f} iterations"} for row in rows
+        ],
+        "replay": {"courses": cast(list[PageCourse], rows), "end_s": body["span_s"], "pools": pools},
+        "notes": notes,
+    }  # fmt: skip
+
+
+def _nodes(counts: Sequence[int], names: Sequence[str]) -> str:
+    """A pool in words."""
+    return ", ".join(f"{n} {name}" for n, name in zip(counts, names, strict=True) if n) or "none"
+
+
 def _tables(body: dict[str, Any], names: list[str]) -> list[Any]:
     policies = table("What the job gets done", "policy", "iterations", "goodput", "repeated", "training s", "paused s",
                      "idle s", "changes")  # fmt: skip
@@ -151,9 +205,8 @@ def _tables(body: dict[str, Any], names: list[str]) -> list[Any]:
         )
     pools = table("Plans", "nodes", "s per iteration", "plan")
     for pool in body["pools"]:
-        nodes = ", ".join(f"{n} {name}" for n, name in zip(pool["nodes"], names, strict=True) if n)
         seconds = "no plan fits" if pool["iteration_s"] is None else f"{pool['iteration_s']:.4g}"
-        pools.add_row(nodes or "none", seconds, pool["plan"])
+        pools.add_row(_nodes(pool["nodes"], names), seconds, pool["plan"])
     return [
         policies,
         "goodput: iterations that count, as a share of those with all nodes and no change in the same time",
