@@ -77,7 +77,8 @@ def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | 
         explore(book, effort, limits)
         if gpus <= effort.exact_gpus:
             progress.text = "branch and bound"
-            outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising)
+            known = bound_s if goal.objective == "throughput" else inf
+            outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, known)
         if not outcome.exact:
             _parts(book, effort, ground.bounds, limits)
         _climb_by_stages(book, effort, limits)
