@@ -7,6 +7,7 @@ margin, because finalists are ranked by the simulator).
 from __future__ import annotations
 
 from itertools import product
+from math import inf
 
 from ..candidate import Candidate, Group, Stage
 from ..estimate import Estimator
@@ -36,8 +37,8 @@ def stage_options(estimator: Estimator, point: Candidate, limits: Limits | None 
 class _Tree:
     """One operating point (batch, recompute, ZeRO stage)."""
 
-    def __init__(self, book: Book, point: Candidate, margin: float, nodes: int) -> None:
-        self.book, self.point, self.margin, self.nodes = book, point, 1 + margin, nodes
+    def __init__(self, book: Book, point: Candidate, margin: float, nodes: int, known: float) -> None:
+        self.book, self.point, self.margin, self.nodes, self.known = book, point, 1 + margin, nodes, known
         estimator = book.estimator
         self.estimator = estimator
         self.total = estimator.model.global_batch_size // point.micro_batch_size
@@ -63,7 +64,7 @@ class _Tree:
 
     def limit(self) -> float:
         """Iterations at least this long need not be looked at."""
-        return self.book.best * self.margin
+        return min(self.book.best, self.known) * self.margin
 
     def run(self) -> None:
         self._grow([], self.book.limits, self.estimator.model.num_layers, 0.0, 0.0)
@@ -116,15 +117,21 @@ class _Tree:
             self._grow(here, rest, layers - n, before + least, price)
 
 
-def branch_and_bound(book: Book, nodes: int, margin: float) -> bool:
-    """Search all 1F1B plans; True when the search was complete."""
+def branch_and_bound(book: Book, nodes: int, margin: float, known: float = inf) -> bool:
+    """Search all 1F1B plans; True when the search was complete.
+
+    Args:
+        nodes: Of the tree, at most.
+        margin: Plans that are slower than the best by no more than this share are kept.
+        known: Value of a plan that is known already.
+    """
     model = book.estimator.model
     zeros = (0, 1) if model.distributed_optimizer else (0,)
     if PLAIN not in book.goal.allowed:
         return False
     try:
         for zero, recompute, batch in product(zeros, model.recompute, reversed(model.batch_sizes)):
-            tree = _Tree(book, Candidate((), batch, recompute, zero_stage=zero), margin, nodes)
+            tree = _Tree(book, Candidate((), batch, recompute, zero_stage=zero), margin, nodes, known)
             try:
                 tree.run()
             finally:

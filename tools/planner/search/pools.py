@@ -29,7 +29,7 @@ def parts(estimator: Estimator, whole: Limits | None = None) -> list[Limits]:
     else:
         chosen = _by_attribute(estimator, most)
     out = sorted(chosen, key=lambda limits: (-sum(limits), limits))
-    for less in (lambda q, n: (q - 1) // n * n, lambda q, n: q // 2 // n * n):
+    for less in (lambda q, n: max(0, q - 1) // n * n, lambda q, n: q // 2 // n * n):
         for p, node in enumerate(nodes):
             out.append(tuple(less(q, node.gpus_per_node) if i == p else q for i, q in enumerate(most)))
     return [limits for limits in dict.fromkeys(out) if any(limits) and limits != most]
@@ -40,10 +40,9 @@ def nodes_left_out(estimator: Estimator) -> list[Limits]:
     most = all_gpus(estimator)
     found = []
     for p, node in enumerate(estimator.cluster.nodes):
-        found.append(
-            tuple((q - 1) // node.gpus_per_node * node.gpus_per_node if i == p else q for i, q in enumerate(most))
-        )
-    return [limits for limits in found if any(limits)]
+        less = max(0, most[p] - 1) // node.gpus_per_node * node.gpus_per_node
+        found.append((*most[:p], less, *most[p + 1 :]))
+    return [limits for limits in dict.fromkeys(found) if any(limits) and limits != most]
 
 
 def _by_attribute(estimator: Estimator, most: Limits) -> set[Limits]:

@@ -89,6 +89,7 @@ class Sketch:
         self.costs_money = goal.objective == "cost"
         self.points: dict[object, _Point] = {}
         self.stages: dict[object, _Stage | None] = {}
+        self.tails: dict[object, float] = {}
 
     def value(self, groups: Groups, like: Candidate, most: float = inf) -> float:
         """About the seconds or USD of the best layers for these stages.
@@ -119,7 +120,9 @@ class Sketch:
         if lacking > 0:
             factor = 1.05 if lacking <= DOUBTFUL * wanted else TOO_LARGE * (1 + lacking)
             usd, caps = usd * factor, [wanted] * (last + 1)
-        value = point.values[groups] = usd * self._seconds(groups, point, found, caps)
+        value = usd * self._seconds(groups, point, found, caps, most / usd if usd else inf)
+        if value < inf:
+            point.values[groups] = value
         return value
 
     def _point(self, like: Candidate) -> _Point | None:
@@ -148,7 +151,8 @@ class Sketch:
         caps.reverse()
         return caps
 
-    def _seconds(self, groups: Groups, point: _Point, found: list[_Known], caps: list[int]) -> float:
+    def _seconds(self, groups: Groups, point: _Point, found: list[_Known], caps: list[int], most: float) -> float:
+        """Infinite where the slowest stage alone takes longer than ``most``."""
         like, schedule = point.like, point.schedule
         stages = [k.stage for k in found]
         layers = divide([s.layer_s for s in stages], [s.ends for s in stages], caps, self.estimator.model.num_layers)
@@ -161,6 +165,8 @@ class Sketch:
                 busy_s, worst_pass_s = all_s, pass_s
             if tail_s > tail:
                 tail = tail_s
+        if busy_s + tail > most:
+            return inf
         passes -= worst_pass_s
         if len(groups) == 1:
             return busy_s + passes / (like.chunks * like.slices) + tail
@@ -196,7 +202,13 @@ class Sketch:
         return _Stage(found[0], ends, width * load.layer_s, size / unit.layer_parameters, width, usd)
 
     def _tail(self, groups: tuple[Group, ...], like: Candidate) -> float:
-        """Gradient reduction and update of a layer."""
+        """Gradient reduction and update of a layer, which depends neither on the batch nor on recomputation."""
+        key = groups, like.schedule, like.chunks, like.zero_stage, like.cp
+        if key not in self.tails:
+            self.tails[key] = self._tail_of(groups, like)
+        return self.tails[key]
+
+    def _tail_of(self, groups: tuple[Group, ...], like: Candidate) -> float:
         load = stage_load(self.estimator, groups, like, False, False)
         assert load is not None  # the caller knows its load
         return tail_s(self.estimator, like.with_(stages=(Stage(1, groups),) * 3), load.units, 1)

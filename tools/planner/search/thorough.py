@@ -77,7 +77,8 @@ def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | 
         explore(book, effort, limits)
         if gpus <= effort.exact_gpus:
             progress.text = "branch and bound"
-            outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising)
+            known = bound_s if goal.objective == "throughput" else inf
+            outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, known)
         if not outcome.exact:
             _parts(book, effort, ground.bounds, limits)
         _climb_by_stages(book, effort, limits)
@@ -88,6 +89,8 @@ def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | 
     except KeyboardInterrupt:
         outcome.interrupted = True
         effort = replace(effort, simulated_operations=1000)  # somebody is waiting
+    if bound_s < inf:  # of what looks slower than a known plan nothing is simulated
+        effort = replace(effort, first=0)
     finish(
         book, outcome, ground.estimator, goal, effort, lambda c: expand(merged, ground.estimator.cluster, c), bound_s
     )
@@ -121,7 +124,7 @@ def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits) -> None:
     left = effort.parts
     smaller = replace(effort, sketches=effort.part_sketches, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
     for limits in sorted(parts(book.estimator, whole), key=lambda p: (sum(map(bool, p)) > 1, bounds.ideal(p))):
-        if bounds.excludes(limits, book.best):
+        if bounds.excludes(limits, book.best * (1 + effort.promising)):
             continue
         explore(book, smaller, limits)
         left -= 1
