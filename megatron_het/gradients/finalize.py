@@ -41,8 +41,7 @@ class GradientFinalizer:
         placement = groups.placement
         self._where = placement.locate(groups.rank)
         self._has_loss = self._where.stage == placement.last[0]
-        stages = [self._where.stage] if placement.is_mixed(self._where.stage) else []
-        self._stage_exchange = _exchange(groups, stages, "leaders") if stages else None
+        self._stage_exchange = class_exchange(groups)
         self._ends = (placement.first, placement.last)
         ends = sorted({stage for stage, _ in self._ends})
         tied_across = tied_embeddings and placement.first != placement.last and self._where.stage in ends
@@ -203,6 +202,12 @@ def _described(
 ) -> list[ShardedParameter]:
     """The parameters for an exchange, by the model's configuration."""
     return sharded_parameters(named, select, config.sequence_parallel, config.qk_layernorm)
+
+
+def class_exchange(groups: PlanGroups) -> ShardExchange | None:
+    """Between the TP classes of this rank's stage; None where there is one."""
+    stage = groups.placement.locate(groups.rank).stage
+    return _exchange(groups, [stage], "leaders") if groups.placement.is_mixed(stage) else None
 
 
 def _exchange(groups: PlanGroups, stages: list[int], role: str) -> ShardExchange:

@@ -111,6 +111,13 @@ class ShardExchange:
                 flat[stop:].zero_()
             self._reduce_to_leader(bucket)
 
+    def sum_parts(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Replace parts of gradients, which add up to the class's sum, by the sum over classes, on all members."""
+        if self._class_group.size() > 1:
+            for bucket in _buckets(parameters, self._classes[self._mine].tp):
+                self._reduce_to_leader(bucket)
+        self.sum_reduced(parameters)
+
     def sum_reduced(self, parameters: Sequence[ShardedParameter]) -> None:
         """Replace gradients of which the leaders have their class's sum by the sum over classes, on all members."""
         for bucket in _buckets(parameters, self._classes[self._mine].tp):

@@ -24,6 +24,17 @@ def state_shares(stage: Stage) -> tuple[float, ...] | None:
     return tuple(share / total for share in given)
 
 
+def state_parts(stage: Stage) -> tuple[float, ...]:
+    """What each replica keeps of the state that replicas of its TP size share; these add up to 1 per TP size.
+
+    Replicas of another TP size have a copy of their own.
+    """
+    totals: dict[int, float] = {}
+    for replica in stage.replicas:
+        totals[replica.tp] = totals.get(replica.tp, 0.0) + replica.state_share
+    return tuple(r.state_share / totals[r.tp] if totals[r.tp] else 0.0 for r in stage.replicas)
+
+
 def has_shares(plan: Plan) -> bool:
     """Whether any stage of the plan is divided unequally."""
     return any(state_shares(stage) is not None for stage in plan.stages)
@@ -39,12 +50,12 @@ def rank_shares(placement: Placement, rank: int) -> tuple[float, ...] | None:
     """
     where = placement.locate(rank)
     stage = placement.plan.stages[where.stage]
-    shares = state_shares(stage)
-    if shares is None:
-        return None
+    parts = state_parts(stage)
     tp = stage.replicas[where.replica].tp
     owners = [placement.locate(r).replica for r in placement.class_ranks(where.stage, tp, where.tp_rank)]
-    return tuple(shares[q] / stage.replicas[q].cp for q in owners)
+    if len({stage.replicas[q].state_share for q in owners}) == 1:
+        return None
+    return tuple(parts[q] / stage.replicas[q].cp for q in owners)
 
 
 def cuts(numel: int, shares: Sequence[float]) -> tuple[int, ...]:
