@@ -17,7 +17,7 @@ from megatron_het.features.activation_offload import offload_ratio
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.transports import posted_for
 from megatron_het.plan import Plan
-from megatron_het.plan.shares import state_shares
+from megatron_het.plan.shares import state_parts
 from megatron_het.schedule.cost import Costs, Memory, PerChunk
 from megatron_het.schedule.ir import Kind, Program
 from megatron_het.schedule.memory import memory_use
@@ -93,8 +93,7 @@ class Layers:
 
 def share_of(plan: Plan, stage: int, replica: int) -> float:
     """The part of a stage's state that a replica keeps."""
-    shares = state_shares(plan.stages[stage])
-    return 1 / len(plan.stages[stage].replicas) if shares is None else shares[replica]
+    return state_parts(plan.stages[stage])[replica]
 
 
 @dataclass(frozen=True)

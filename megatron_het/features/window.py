@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, by_layers, option
-from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.shares import state_shares
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.ir import Program
@@ -220,15 +220,17 @@ class Window(Feature):
                 "window has only one ministage's gradients at a time",
                 "Untie them, or plan without a window",
             )
-        placement = Placement(plan)
-        for stage in range(placement.num_stages):
-            if placement.is_mixed(stage):
-                raise PlanError(
-                    f"stages[{stage}].replicas",
-                    [str(cut) for cut in placement.classes(stage)],
-                    "replicas of different TP or EP cannot share the shards of a parameter window",
-                    "Give the replicas one TP and one EP size, or plan without a window",
-                )
+        for s, stage in enumerate(plan.stages):
+            kept = {r.cut for r in stage.replicas if r.state_share > 0}
+            for replica in stage.replicas:
+                if replica.cut not in kept:
+                    raise PlanError(
+                        f"stages[{s}].replicas[*].state_share",
+                        [r.state_share for r in stage.replicas],
+                        f"nobody keeps the state of the replicas of {replica.cut}: replicas that cut weights alike share a "
+                        "copy of their own",
+                        "Give one of them a share",
+                    )
         _check_zero(plan, options)
         per_stage = [{len(r.microbatches) for r in stage.replicas} for stage in plan.stages]
         if options.per_microbatch and any(len(found) > 1 for found in per_stage):

@@ -8,15 +8,14 @@ Gradients are sums over microbatches and ranks, divided once by the global numbe
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_het.features import features_of
-from megatron_het.gradients.parameters import ShardedParameter, sharded_parameters, with_all_experts
+from megatron_het.gradients.parameters import ShardedParameter
 from megatron_het.gradients.resharding import ReplicaClass, ShardExchange
 from megatron_het.plan import Placement, Plan
 from megatron_het.topology import PlanGroups
@@ -41,10 +40,8 @@ class GradientFinalizer:
     def __init__(self, groups: PlanGroups, tied_embeddings: bool) -> None:
         placement = groups.placement
         self._where = placement.locate(groups.rank)
-        self._cut = placement.replica(self._where.stage, self._where.replica).cut
         self._has_loss = self._where.stage == placement.last[0]
-        stages = [self._where.stage] if placement.is_mixed(self._where.stage) else []
-        self._stage_exchange = _exchange(groups, stages, "leaders") if stages else None
+        self._stage_exchange = class_exchange(groups)
         self._ends = (placement.first, placement.last)
         ends = sorted({stage for stage, _ in self._ends})
         tied_across = tied_embeddings and placement.first != placement.last and self._where.stage in ends
@@ -101,7 +98,7 @@ class GradientFinalizer:
         """
         copies = self._tied_weights(model)
         for exchange, named, config in self._exchanges(model, copies):
-            exchange.copy_weights(self._described(named, lambda p: p.data, config))
+            exchange.copy_weights(exchange.described(named, lambda p: p.data, config))
         for copy in copies[1:]:
             copy.data.copy_(copies[0].data)
         return model
@@ -111,19 +108,9 @@ class GradientFinalizer:
         for copy in copies[1:]:
             copies[0].main_grad.add_(copy.main_grad)
         for exchange, named, config in self._exchanges(model, copies):
-            exchange.sum_gradients(self._described(named, operator.attrgetter("main_grad"), config))
+            exchange.sum_gradients(exchange.described(named, operator.attrgetter("main_grad"), config))
         for copy in copies[1:]:
             copy.main_grad.copy_(copies[0].main_grad)
-
-    def _described(
-        self,
-        named: Iterator[tuple[str, torch.nn.Parameter]],
-        select: Callable[[torch.nn.Parameter], torch.Tensor],
-        config: Any,
-    ) -> list[ShardedParameter]:
-        """The parameters for an exchange, by the model's configuration."""
-        found = sharded_parameters(named, select, self._cut, config.sequence_parallel, config.qk_layernorm)
-        return with_all_experts(found, self._cut, self._where.tp_rank)
 
     def _sum_reduced_across_classes(self, model: list[torch.nn.Module], are_whole: bool) -> None:
         """The same sums once upstream has reduced inside every class, and over TP ranks.
@@ -132,23 +119,19 @@ class GradientFinalizer:
             model: DDP-wrapped chunks of this rank.
             are_whole: Whether every rank has whole gradients, also with the distributed optimizer.
         """
-        held = {} if are_whole else _held(model)
-
-        def reduced(named: Iterator[tuple[str, torch.nn.Parameter]], config: Any) -> list[ShardedParameter]:
-            found = self._described(named, operator.attrgetter("main_grad"), config)
-            return [replace(parameter, partial=False) for parameter in found]
+        held, gradient = {} if are_whole else _held(model), operator.attrgetter("main_grad")
 
         def gathered(exchange: ShardExchange, parameters: Sequence[ShardedParameter]) -> None:
             if held:
                 exchange.gather_reduced(parameters, [_span(held, p.tensor) for p in parameters])
 
         copies = self._tied_weights(model)
-        for exchange, named, config in self._exchanges(model, copies):
-            parameters = reduced(named, config)
+        for exchange, named, _ in self._exchanges(model, copies):
+            parameters = exchange.described(named, gradient)  # what TP ranks had summands of is added up
             gathered(exchange, parameters)
             if exchange is self._tied_exchange:
                 for copy in copies[1:]:
-                    gathered(exchange, reduced(iter([("tied embedding", copy)]), config))
+                    gathered(exchange, exchange.described(iter([("tied embedding", copy)]), gradient))
                     copies[0].main_grad.add_(copy.main_grad)
             exchange.sum_reduced(parameters)
         for copy in copies[1:]:
@@ -213,6 +196,12 @@ def _held(model: list[torch.nn.Module]) -> dict[int, tuple[int, int]]:
 def _span(held: dict[int, tuple[int, int]], gradient: torch.Tensor) -> tuple[int, int]:
     """Of one gradient; an expert of other ranks has no elements here."""
     return held[gradient.data_ptr()] if gradient.numel() else (0, 0)
+
+
+def class_exchange(groups: PlanGroups) -> ShardExchange | None:
+    """Between the TP classes of this rank's stage; None where there is one."""
+    stage = groups.placement.locate(groups.rank).stage
+    return _exchange(groups, [stage], "leaders") if groups.placement.is_mixed(stage) else None
 
 
 def _exchange(groups: PlanGroups, stages: list[int], role: str) -> ShardExchange:

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_het.gradients.parameters import ShardedParameter
+from megatron_het.gradients.parameters import ShardedParameter, sharded_parameters, with_all_experts
 from megatron_het.lowering.experts import expert_segments
 from megatron_het.lowering.shards import Overlap, Segment, overlaps, segments
 from megatron_het.plan import Cut
@@ -65,6 +66,24 @@ class ShardExchange:
         self._leaders_group = leaders_group
         self._is_leader = leaders_group is not None and class_group.rank() == 0
 
+    def described(
+        self,
+        named: Iterator[tuple[str, torch.nn.Parameter]],
+        select: Callable[[torch.nn.Parameter], torch.Tensor],
+        config: Any = None,
+    ) -> list[ShardedParameter]:
+        """This rank's parameters as an exchange takes them.
+
+        Args:
+            named: Names and parameters, in the model's order.
+            select: The tensor to exchange, e.g. the main gradient.
+            config: The model's configuration, which says of what TP ranks have summands; None where they were added up.
+        """
+        cut = self._classes[self._mine].cut
+        partial = (False, False) if config is None else (config.sequence_parallel, config.qk_layernorm)
+        found = sharded_parameters(named, select, cut, *partial)
+        return with_all_experts(found, cut, self._tp_rank)
+
     def sum_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
         """Replace local gradients so that reducing them inside each class gives the global sum."""
         for bucket in _buckets(parameters):
@@ -92,6 +111,13 @@ class ShardExchange:
                 flat[:start].zero_()
                 flat[stop:].zero_()
             self._reduce_to_leader(bucket)
+
+    def sum_parts(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Replace parts of gradients, which add up to the class's sum, by the sum over classes, on all members."""
+        if self._class_group.size() > 1:
+            for bucket in _buckets(parameters):
+                self._reduce_to_leader(bucket)
+        self.sum_reduced(parameters)
 
     def sum_reduced(self, parameters: Sequence[ShardedParameter]) -> None:
         """Replace gradients of which the leaders have their class's sum by the sum over classes, on all members."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_het.plan.placement import Placement
-from megatron_het.plan.schema import Plan, Stage
+from megatron_het.plan.schema import Cut, Plan, Stage
 
 ALIGNMENT = 128
 """Elements that cuts are a multiple of, so that every part starts aligned whatever its type."""
@@ -22,6 +22,17 @@ def state_shares(stage: Stage) -> tuple[float, ...] | None:
         return None
     total = sum(given)
     return tuple(share / total for share in given)
+
+
+def state_parts(stage: Stage) -> tuple[float, ...]:
+    """What each replica keeps of the state that replicas of its cut share; these add up to 1 per cut.
+
+    Replicas that cut weights otherwise have a copy of their own.
+    """
+    totals: dict[Cut, float] = {}
+    for replica in stage.replicas:
+        totals[replica.cut] = totals.get(replica.cut, 0.0) + replica.state_share
+    return tuple(r.state_share / totals[r.cut] if totals[r.cut] else 0.0 for r in stage.replicas)
 
 
 def has_shares(plan: Plan) -> bool:
@@ -39,12 +50,12 @@ def rank_shares(placement: Placement, rank: int) -> tuple[float, ...] | None:
     """
     where = placement.locate(rank)
     stage = placement.plan.stages[where.stage]
-    shares = state_shares(stage)
-    if shares is None:
-        return None
+    parts = state_parts(stage)
     cut = stage.replicas[where.replica].cut
     owners = [placement.locate(r).replica for r in placement.class_ranks(where.stage, cut, where.tp_rank)]
-    return tuple(shares[q] / stage.replicas[q].cp for q in owners)
+    if len({stage.replicas[q].state_share for q in owners}) == 1:
+        return None
+    return tuple(parts[q] / stage.replicas[q].cp for q in owners)
 
 
 def cuts(numel: int, shares: Sequence[float]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_het.gradients.finalize import class_exchange
 from megatron_het.plan.shares import rank_shares
 from megatron_het.runtime.feature import BackwardPass, Call, Handler, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.kinds import Kind, executed_by
@@ -75,5 +76,6 @@ class WindowFeature(RuntimeFeature):
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature."""
     counts_tokens = context.has_loss and context.placement.locate(context.rank).tp_rank == 0
-    window = ParameterWindow(context.options, context.groups["tp"], context.groups["stage"], counts_tokens)
+    groups = context.groups
+    window = ParameterWindow(context.options, groups["tp"], groups["stage"], counts_tokens, class_exchange(groups))
     return WindowFeature(window, rank_shares(context.placement, context.rank))

@@ -89,11 +89,11 @@ KINDS = {
         ),
         family="deepseek",
     ),
-    # Rank 0, which writes what is common, keeps no state.
+    # Rank 0, which writes what is common, keeps no state; the replica of TP 2 has a copy of its own.
     "ministages": Kind(
         with_shares(
             _ministages(
-                plan("first", [[1, 1, 1], [1]], [3, 2], distributed_optimizer=True),
+                plan("first", [[1, 2, 1], [1]], [3, 2], distributed_optimizer=True),
                 ((2, 1), (1, 1)),
                 offload=True,
                 offload_optimizer=True,

@@ -23,6 +23,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "sliced": {
         "schedule": "slimpipe",
         "vocabulary": True,
+        "context_exchange": True,
         "tp": "by stage",
         "sequence_parallel": True,
         "cp": 2,
@@ -41,6 +42,14 @@ ROWS: dict[str, dict[str, Any]] = {
         "routing": "uneven",
         "sequence_parallel": True,
         "recompute": "selective",
+    },
+    "window": {
+        "schedule": "ministage",
+        "window": "undo",
+        "distributed_optimizer": True,
+        "tp": "within a stage",
+        "routing": "uneven",
+        "sequence_parallel": True,
     },
     "v": {
         "schedule": "zb-v",

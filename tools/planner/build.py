@@ -20,7 +20,7 @@ from megatron_het.plan import (
     TrainingShape,
 )
 from megatron_het.plan import Stage as PlanStage
-from megatron_het.plan.shares import state_shares
+from megatron_het.plan.shares import state_parts
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.one_f_one_b import SLACK
@@ -268,7 +268,7 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
     for s, stage in enumerate(plan.stages):
         groups: dict[tuple[int, int], int] = {}
         most: dict[tuple[int, int], float] = {}
-        parts = state_shares(stage) or (1 / len(stage.replicas),) * len(stage.replicas)
+        parts = state_parts(stage)
         for q, replica in enumerate(stage.replicas):
             key = seated[s][q][0].pool, replica.tp
             groups[key] = groups.get(key, 0) + 1

@@ -30,7 +30,10 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
         counts = {g: rank_parameters(whole, u, s) for g, u in units.items() if u is not None}
         gathers.append(estimator.network.sync_s(stage.groups, {g: n * element for g, n in counts.items()}, 0.5))
         reduces.append(estimator.network.sync_s(stage.groups, {g: n * 4.0 for g, n in counts.items()}, 0.5))
-    shards = [sum(g.count for g in stage.groups) for stage in whole.stages]
+    # Replicas of one TP size share a copy of the state.
+    shards = [
+        {g.tp: sum(x.count for x in stage.groups if x.tp == g.tp) for g in stage.groups} for stage in whole.stages
+    ]
     host = [estimator.cluster.gpu(estimator.cluster.nodes[g.pool].gpu).host_bytes_per_s for _, g, _ in devices]
     # Figures of a layer are not measured apart from its attention: by operations, causal attention once.
     length = model.seq_length
@@ -40,8 +43,8 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
         gather_s=tuple(gathers[s] for s, _, _ in devices),
         reduce_s=tuple(reduces[s] for s, _, _ in devices),
         host_copy_s=tuple(
-            rank_parameters(whole, u, s) * element / shards[s] / speed
-            for (s, _, u), speed in zip(devices, host, strict=True)
+            rank_parameters(whole, u, s) * element / shards[s][g.tp] / speed
+            for (s, g, u), speed in zip(devices, host, strict=True)
         ),
         host_bytes_per_s=tuple(host),
         embedding_forward_s=tuple(u.embedding_f for _, _, u in devices),

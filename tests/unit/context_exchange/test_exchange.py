@@ -165,7 +165,8 @@ def devices(
 ) -> list[Device]:
     """All devices; the chunks of rank r have ``r * alone`` layers more than those of rank 0."""
     words = (
-        f"--num-layers {2 * stages * chunks} --hidden-size 64 --num-attention-heads 4 --seq-length {slices * TOKENS} "
+        f"--num-layers {2 * stages * chunks} --hidden-size 64 --num-attention-heads {HEADS} "
+        f"--group-query-attention --num-query-groups {GROUPS} --seq-length {slices * TOKENS} "
         f"--micro-batch-size 1 --global-batch-size {microbatches} --pipeline-model-parallel-size {stages} "
         f"--num-virtual-stages-per-pipeline-rank {chunks}"
     )

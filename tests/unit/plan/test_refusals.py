@@ -267,11 +267,15 @@ def with_shares(plan: Plan) -> Plan:
     return replace(plan, stages=(*rest, replace(last, replicas=two)))
 
 
-def mixed(plan: Plan) -> Plan:
+def mixed(plan: Plan, shares: tuple[float, float] = (1.0, 1.0)) -> Plan:
     """The last stage has replicas of TP 1 and 2."""
     *rest, last = plan.stages
     n = plan.world_size
-    two = (Replica((n - 1,), tuple(range(0, 8, 2))), Replica((n, n + 1), tuple(range(1, 8, 2))))
+    one, other = shares
+    two = (
+        Replica((n - 1,), tuple(range(0, 8, 2)), state_share=one),
+        Replica((n, n + 1), tuple(range(1, 8, 2)), state_share=other),
+    )
     return replace(plan, stages=(*rest, replace(last, replicas=two)))
 
 
@@ -301,12 +305,14 @@ REFUSED = [
     (scheduled("interleaved", chunks=2, group="all"), r"parameters\.group = 'all': must be a whole number"),
     (with_shares(scheduled("1f1b")), "state_share.*need a parameter window"),
     (replace(scheduled("ministage", chunks=2, **WINDOW), training=TrainingShape(1, 8)), "distributed_optimizer"),
-    (mixed(scheduled("ministage", chunks=2, **WINDOW)), "different TP or EP cannot share"),
+    (
+        mixed(scheduled("ministage", chunks=2, **WINDOW), shares=(1.0, 0.0)),
+        r"state_share = \[1.0, 0.0\]: nobody keeps the state of the replicas of TP 2",
+    ),
     (tied(scheduled("ministage", chunks=2, **WINDOW)), "tied embeddings are reduced together"),
     (tied(scheduled("interleaved", stages=1, chunks=2)), "tied_embeddings.*single stage"),
     (scheduled("slimpipe", slices=1), "fewer slices than the 2 stages"),
     (scheduled("slimpipe", slices="x"), "needs a number of slices"),
-    (mixed(scheduled("slimpipe", slices=4, context_exchange=True)), r"TP sizes \[1, 2\].*the same heads"),
     (scheduled("1f1b", offload_activations=None), "a share above 0"),
     (
         replace(

@@ -25,10 +25,9 @@ class Ministage(Schedule):
     # -- what the search may ask -------------------------------------------------------------------
 
     def runs(self, estimator: OperatingPoints, candidate: Candidate) -> bool:
-        """A parameter window shards over the distributed optimizer, replicas of one TP size, and ties no weights."""
-        alike = all(len({g.tp for g in s.groups}) == 1 for s in candidate.stages)
+        """A parameter window shards over the distributed optimizer, and ties no weights."""
         tied = estimator.model.tied_embeddings and len(candidate.stages) > 1
-        return candidate.zero_stage >= 1 and alike and not tied
+        return candidate.zero_stage >= 1 and not tied
 
     def of(self, plain: Candidate, chunks: int, offload: bool = False) -> Candidate:
         """A 1F1B candidate with ``chunks`` ministages per stage."""
