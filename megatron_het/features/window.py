@@ -227,8 +227,8 @@ class Window(Feature):
                     raise PlanError(
                         f"stages[{s}].replicas[*].state_share",
                         [r.state_share for r in stage.replicas],
-                        f"nobody keeps the state of the replicas of {replica.cut}: replicas that cut weights alike share a "
-                        "copy of their own",
+                        f"nobody keeps the state of the replicas of {replica.cut}: replicas that cut weights alike "
+                        "share a copy of their own",
                         "Give one of them a share",
                     )
         _check_zero(plan, options)
