@@ -109,7 +109,7 @@ class Replica:
     """Context-parallel size; the same in the whole plan."""
     state_share: float = field(default=1.0, metadata={"omit_default": True})
     """How much of the stage's parameters, gradients and optimizer state this replica keeps under a
-    parameter window, relative to the other replicas of the stage; 0 keeps nothing."""
+    parameter window, relative to the other replicas of the stage with its TP size; 0 keeps nothing."""
 
     @property
     def tp(self) -> int:
