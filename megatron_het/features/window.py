@@ -212,13 +212,13 @@ class Window(Feature):
                 "the parameter window shards over the distributed optimizer",
                 "Set it to true",
             )
-        if plan.model.tied_embeddings and len(plan.stages) > 1:
+        if plan.model.tied_embeddings and len(plan.stages) > 1 and options.updates_early:
             raise PlanError(
-                "model.tied_embeddings",
-                True,
-                "the copies of tied embeddings are reduced together, but the "
-                "window has only one ministage's gradients at a time",
-                "Untie them, or plan without a window",
+                "schedule.parameters.update",
+                options.update,
+                "the gradients of tied embeddings are those of the first and the last ministage together, which "
+                "end at different times",
+                'Use "exact", or untie them',
             )
         for s, stage in enumerate(plan.stages):
             kept = {r.cut for r in stage.replicas if r.state_share > 0}

@@ -42,10 +42,7 @@ class GradientFinalizer:
         self._where = placement.locate(groups.rank)
         self._has_loss = self._where.stage == placement.last[0]
         self._stage_exchange = class_exchange(groups)
-        self._ends = (placement.first, placement.last)
-        ends = sorted({stage for stage, _ in self._ends})
-        tied_across = tied_embeddings and placement.first != placement.last and self._where.stage in ends
-        self._tied_exchange = _exchange(groups, ends, "ends") if tied_across else None
+        self._tied_exchange = tied_exchange(groups) if tied_embeddings else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientFinalizer:
         """Itself: Megatron copies configurations, with their hooks, for layers of experts."""
@@ -143,8 +140,8 @@ class GradientFinalizer:
 
         if self._tied_exchange is None:
             return []
-        chunks = unwrap_model(model)
-        mine = [chunks[chunk] for stage, chunk in self._ends if stage == self._where.stage]
+        # Of the chunks that are given, which under a parameter window is one at a time until training starts.
+        mine = [chunk for chunk in unwrap_model(model) if chunk.pre_process or chunk.post_process]
         return [chunk.shared_embedding_or_output_weight() for chunk in mine]
 
     def _exchanges(
@@ -158,7 +155,7 @@ class GradientFinalizer:
 
         chunks = unwrap_model(model)
         config = get_model_config(chunks[0])
-        if self._tied_exchange is not None:
+        if self._tied_exchange is not None and copies:
             yield self._tied_exchange, iter([("tied embedding", copies[0])]), config
         if self._stage_exchange is not None:
             tied = {id(copy) for copy in copies}
@@ -202,6 +199,18 @@ def class_exchange(groups: PlanGroups) -> ShardExchange | None:
     """Between the TP classes of this rank's stage; None where there is one."""
     stage = groups.placement.locate(groups.rank).stage
     return _exchange(groups, [stage], "leaders") if groups.placement.is_mixed(stage) else None
+
+
+def tied_exchange(groups: PlanGroups) -> ShardExchange | None:
+    """Between the stages of the model's first and last chunk, where this rank's stage is one of them.
+
+    None where both ends are in one chunk.
+    """
+    placement = groups.placement
+    ends = sorted({placement.first[0], placement.last[0]})
+    if placement.first == placement.last or placement.locate(groups.rank).stage not in ends:
+        return None
+    return _exchange(groups, ends, "ends")
 
 
 def _exchange(groups: PlanGroups, stages: list[int], role: str) -> ShardExchange:

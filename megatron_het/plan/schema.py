@@ -129,7 +129,7 @@ class Replica:
     """Context-parallel size; the same in the whole plan."""
     state_share: float = field(default=1.0, metadata={"omit_default": True})
     """How much of the stage's parameters, gradients and optimizer state this replica keeps under a
-    parameter window, relative to the other replicas of the stage; 0 keeps nothing."""
+    parameter window, relative to the other replicas of the stage that cut weights alike; 0 keeps nothing."""
     ep: int = field(default=1, metadata={"omit_default": True})
     """Expert-parallel size: the experts of a layer are divided over so many parts of every tensor-parallel group."""
 

@@ -1,45 +1,82 @@
-"""Gradients of a ministage summed over replicas that cut weights otherwise, from the shards that they keep.
+"""Gradients summed beyond the replicas that share shards: over replicas that cut weights otherwise, and over tied embeddings.
 
 Replicas of one TP and EP size share parameters, gradients and state; those of other sizes have a copy of their own,
-which they share.  Once a ministage's gradients are reduced to shards inside every class, leaders add up the classes'
-sums layer by layer (``gradients/resharding.py``), so that one layer's gradients are whole at a time.
+which they share.  Once a ministage's gradients are reduced to shards inside every class, leaders add up the classes' sums layer
+by layer (``gradients/resharding.py``), so that one layer's gradients are whole at a time.  Of tied embeddings the first
+ministage of the model and the last one have a copy each, whose gradients are added up once both are reduced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from megatron_het.gradients.parameters import ShardedParameter
 from megatron_het.gradients.resharding import ShardExchange
 from megatron_het.window.chunk import Bucket, ChunkWindow
 
 
-def sum_over_classes(exchange: ShardExchange, chunk: ChunkWindow) -> None:
-    """Make a ministage's gradient shards those of the sum over all classes of its stage.  Collective.
+class StageSums:
+    """The sums that this rank's stage takes part in.
 
     Args:
-        exchange: Between the classes.
-        chunk: The ministage; its reductions are finished.
+        classes: Between replicas of different TP or EP in the stage; None where there is one class.
+        ends: Between the stages that hold copies of tied embeddings; None on others.
     """
-    names = {parameter: name for name, parameter in chunk.ddp.module.named_parameters()}
-    for bucket in chunk.buckets:
-        if bucket.gradient is None:
-            continue
-        # The bucket with this rank's part alone: parts add up to the class's sum.
-        whole = bucket.gradient.new_zeros(bucket.source.grad_data.numel())
-        chunk.parts.own(whole).copy_(bucket.gradient)
-        exchange.sum_parts(_parameters(exchange, bucket, whole, names))
-        bucket.gradient.copy_(chunk.parts.own(whole))
+
+    def __init__(self, classes: ShardExchange | None = None, ends: ShardExchange | None = None) -> None:
+        self._classes, self._ends = classes, ends
+
+    def over_classes(self, chunk: ChunkWindow) -> None:
+        """Make a ministage's gradient shards those of the sum over all classes of its stage.  Collective.
+
+        Args:
+            chunk: The ministage; its reductions are finished.
+        """
+        if self._classes is None:
+            return
+        tied = self._tied(chunk)  # the sum over both ends holds for all classes
+        for bucket in chunk.buckets:
+            _sum(self._classes, chunk, bucket, [p for p in bucket.source.params_list if p is not tied])
+
+    def over_ends(self, chunks: Sequence[ChunkWindow]) -> None:
+        """Make the gradient shards of tied embeddings those of the sum over both ends.  Collective.
+
+        Args:
+            chunks: All ministages of this rank; their reductions are finished.
+        """
+        if self._ends is None:
+            return
+        for chunk in chunks:
+            tied = self._tied(chunk)
+            for bucket in chunk.buckets:
+                if tied is not None and any(p is tied for p in bucket.source.params_list):
+                    _sum(self._ends, chunk, bucket, [tied])
+
+    def _tied(self, chunk: ChunkWindow) -> torch.nn.Parameter | None:
+        """The copy of tied weights in a ministage."""
+        from megatron.core.utils import unwrap_model
+
+        model = unwrap_model(chunk.ddp)
+        if self._ends is None or not (model.pre_process or model.post_process):
+            return None
+        found: torch.nn.Parameter = model.shared_embedding_or_output_weight()
+        return found
 
 
-def _parameters(
-    exchange: ShardExchange, bucket: Bucket, whole: torch.Tensor, names: dict[torch.nn.Parameter, str]
-) -> list[ShardedParameter]:
-    """The parameters of a bucket, with views of their gradients in ``whole``."""
+def _sum(exchange: ShardExchange, chunk: ChunkWindow, bucket: Bucket, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Sum the gradients of some parameters of a bucket."""
+    if bucket.gradient is None:
+        return
+    # The bucket with this rank's part alone: parts add up to the class's sum.
+    whole = bucket.gradient.new_zeros(bucket.source.grad_data.numel())
+    chunk.parts.own(whole).copy_(bucket.gradient)
     views = {
         parameter: whole[start:end].view(parameter.shape)
         for parameter, (start, end) in bucket.source.param_to_index.items()
     }
-    named = ((names[parameter], parameter) for parameter in bucket.source.params_list)
+    names = {parameter: name for name, parameter in chunk.ddp.module.named_parameters()}
+    named = ((names[parameter], parameter) for parameter in parameters)
     # What TP ranks have summands of was added up before the reduction.
-    return exchange.described(named, views.__getitem__)
+    exchange.sum_parts(exchange.described(named, views.__getitem__))
+    bucket.gradient.copy_(chunk.parts.own(whole))

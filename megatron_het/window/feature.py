@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from megatron_het.gradients.finalize import class_exchange
+from megatron_het.gradients.finalize import class_exchange, tied_copies, tied_exchange
 from megatron_het.plan.shares import rank_shares
 from megatron_het.runtime.feature import BackwardPass, Call, Handler, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.kinds import Kind, executed_by
 from megatron_het.window.building import WINDOW_BUILDER
+from megatron_het.window.classes import StageSums
 from megatron_het.window.shards import set_shares
 from megatron_het.window.window import ParameterWindow
 
@@ -77,5 +78,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature."""
     counts_tokens = context.has_loss and context.placement.locate(context.rank).tp_rank == 0
     groups = context.groups
-    window = ParameterWindow(context.options, groups["tp"], groups["stage"], counts_tokens, class_exchange(groups))
+    tied = tied_exchange(groups) if tied_copies(context.plan) else None
+    sums = StageSums(class_exchange(groups), tied)
+    window = ParameterWindow(context.options, groups["tp"], groups["stage"], counts_tokens, sums)
     return WindowFeature(window, rank_shares(context.placement, context.rank))

@@ -38,7 +38,7 @@ def num_layers_of(chunk: torch.nn.Module) -> int:
 
 
 def layered_layout(chunk: torch.nn.Module, shards: int, ddp_config: DistributedDataParallelConfig) -> FullParamLayout:
-    """Buffers of a chunk with one bucket per layer, the last layer first (the order of the backward).
+    """Buffers of a chunk with a bucket per layer, the last layer first (the order of the backward).
 
     Args:
         chunk: The model chunk, not wrapped yet.
@@ -60,13 +60,12 @@ def layered_layout(chunk: torch.nn.Module, shards: int, ddp_config: DistributedD
             )
             for parameter, (start, end, bucket) in part.param_index_map.items():
                 index_map[parameter] = (base + start, base + end, len(buckets) + bucket)
-            first = len(buckets)
+            # One bucket, or two: upstream gives a copy of tied embeddings one of its own.
             buckets += [(base + start, base + end) for start, end in part.bucket_indices]
             # Fully reshardable checkpoints put the buckets together without their padding, but look
             # parameters up at their offsets in the buffer: only the last bucket may count as padded.
-            unpadded = [end - start for start, end in buckets[:first]]
-            unpadded += part.per_bucket_numel_unpadded
-            assert len(buckets) == first + 1, "a layer became several buckets"
+            unpadded = [end - start for start, end in buckets[:-1]]
+            unpadded.append(part.per_bucket_numel_unpadded[-1])
             base = buckets[-1][1]
         layouts[key] = PerBufferParamLayout(
             param_index_map=index_map,

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.features.window import WindowOptions
-from megatron_het.gradients.resharding import ShardExchange
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.schedule.ir import Kind
 from megatron_het.window.chunk import ChunkWindow
-from megatron_het.window.classes import sum_over_classes
+from megatron_het.window.classes import StageSums
 from megatron_het.window.memory import WindowUse
 from megatron_het.window.optimizer import ChunkedOptimizer
 
@@ -37,7 +36,7 @@ class ParameterWindow:
         stage_group: All ranks of this rank's stage.
         counts_tokens: Whether this rank's token counts are part of the global one (one TP rank of
             every replica of the last stage).
-        classes: Between replicas of different TP in the stage; None where there is one TP size.
+        sums: Sums beyond the replicas that share shards.
     """
 
     def __init__(
@@ -46,14 +45,14 @@ class ParameterWindow:
         tp_group: dist.ProcessGroup,
         stage_group: dist.ProcessGroup,
         counts_tokens: bool,
-        classes: ShardExchange | None = None,
+        sums: StageSums | None = None,
     ) -> None:
         self.options = options
         self.use = WindowUse()
         self._tp_group = tp_group
         self._stage_group = stage_group
         self._counts_tokens = counts_tokens
-        self._classes = classes
+        self._sums = sums or StageSums()
         self._chunks: list[ChunkWindow] = []
         self._optimizer: ChunkedOptimizer | None = None
         self._config: Any = None
@@ -192,8 +191,9 @@ class ParameterWindow:
             self._finish_reduction(c)
         if self.options.updates_early:
             return
+        self._sums.over_ends(self._chunks)
         for chunk in self._chunks:
-            self._sum_over_classes(chunk)
+            self._sums.over_classes(chunk)
         if num_tokens is None:
             return
         total = self._own_tokens(num_tokens)
@@ -256,16 +256,11 @@ class ParameterWindow:
             self._reducing.discard(c)
             self._chunks[c].keep_gradient_shards()
 
-    def _sum_over_classes(self, chunk: ChunkWindow) -> None:
-        """All replicas of a stage reduce ministages in one order, so those of other TP sizes get here too."""
-        if self._classes is not None:
-            sum_over_classes(self._classes, chunk)
-
     @torch.no_grad()
     def _step_at_once(self, c: int) -> None:
         assert self._optimizer is not None and self._total_tokens is not None
         self._finish_reduction(c)
-        self._sum_over_classes(self._chunks[c])
+        self._sums.over_classes(self._chunks[c])  # all replicas of a stage get here, in one order
         if self._scale is None:
             if self._counting is not None:
                 self._counting.wait()

@@ -45,9 +45,10 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "window": {
         "schedule": "ministage",
-        "window": "undo",
+        "window": "exact",
         "distributed_optimizer": True,
         "tp": "within a stage",
+        "tied": True,
         "routing": "uneven",
         "sequence_parallel": True,
     },

@@ -39,6 +39,8 @@ class Model(torch.nn.Module):
         self.decoder = torch.nn.Module()
         self.decoder.layers = torch.nn.ModuleList()
 
+    pre_process = post_process = True
+
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter:
         return self.embedding.weight
 

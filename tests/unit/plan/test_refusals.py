@@ -309,7 +309,10 @@ REFUSED = [
         mixed(scheduled("ministage", chunks=2, **WINDOW), shares=(1.0, 0.0)),
         r"state_share = \[1.0, 0.0\]: nobody keeps the state of the replicas of TP 2",
     ),
-    (tied(scheduled("ministage", chunks=2, **WINDOW)), "tied embeddings are reduced together"),
+    (
+        tied(scheduled("ministage", chunks=2, **WINDOW, update="undo")),
+        "update = 'undo': the gradients of tied embeddings",
+    ),
     (tied(scheduled("interleaved", stages=1, chunks=2)), "tied_embeddings.*single stage"),
     (scheduled("slimpipe", slices=1), "fewer slices than the 2 stages"),
     (scheduled("slimpipe", slices="x"), "needs a number of slices"),

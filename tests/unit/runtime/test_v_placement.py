@@ -173,6 +173,8 @@ class _End(torch.nn.Module):
         self.weight: Any = torch.nn.Parameter(torch.full((2,), weight))
         self.weight.main_grad = torch.full((2,), gradient)
 
+    pre_process = post_process = True
+
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter:
         return self.weight
 

@@ -25,9 +25,8 @@ class Ministage(Schedule):
     # -- what the search may ask -------------------------------------------------------------------
 
     def runs(self, estimator: OperatingPoints, candidate: Candidate) -> bool:
-        """A parameter window shards over the distributed optimizer, and ties no weights."""
-        tied = estimator.model.tied_embeddings and len(candidate.stages) > 1
-        return candidate.zero_stage >= 1 and not tied
+        """A parameter window shards over the distributed optimizer."""
+        return candidate.zero_stage >= 1
 
     def of(self, plain: Candidate, chunks: int, offload: bool = False) -> Candidate:
         """A 1F1B candidate with ``chunks`` ministages per stage."""
