@@ -50,37 +50,70 @@ def _parts_alone(ground: Ground, outcome: Outcome) -> None:
     So more kinds of GPUs and, on clusters that are not too large, more schedules than Megatron's own and one node
     more never make a plan worse.  Parts are left out where their bound leaves them no chance.
     """
-    effort = ground.asked or effort_for(sum(ground.whole))
-    near = sum(ground.whole) <= effort.near_gpus and not outcome.exact  # a proof knows smaller clusters
-    searches = [(limits, ground.goal) for limits in _kinds(ground)]
-    if near:
-        searches += [(limits, ground.goal) for limits in nodes_left_out(ground.merged.estimator)]
-        stock = tuple(s.name for s in ground.goal.allowed if s.is_stock)
-        if 0 < len(stock) < len(ground.goal.allowed):
-            searches.append((ground.whole, replace(ground.goal, schedules=stock)))
-    for limits, goal in dict.fromkeys(searches):
-        best = inf if outcome.best is None else outcome.best.value(ground.goal)
-        if ground.bounds.excludes(limits, best):
-            continue
-        ground.progress.text = "parts alone"
-        known_s = outcome.best.iteration_s if outcome.best is not None and ground.goal.objective != "cost" else inf
-        theirs = thorough(ground, limits, known_s, goal)
-        known = {found.candidate for found in outcome.found}
-        outcome.found += [found for found in theirs.found if found.candidate not in known]
-        outcome.found = confirm(ground.estimator, ground.goal, outcome.found)
-        outcome.evaluations = theirs.evaluations  # counted by the estimator
-        outcome.simulations += theirs.simulations
-        if theirs.interrupted:
-            raise KeyboardInterrupt
-
-
-def _kinds(ground: Ground) -> list[Limits]:
-    """Every kind of GPU alone."""
+    effort, goal = ground.asked or effort_for(sum(ground.whole)), ground.goal
+    near = sum(ground.whole) <= effort.near_gpus
     nodes = ground.merged.estimator.cluster.nodes
-    kinds = dict.fromkeys(n.gpu for n in nodes)
-    if len(kinds) < 2:
-        return []
-    return [tuple(n.quota if n.gpu == kind else 0 for n in nodes) for kind in kinds]
+    for kind in dict.fromkeys(n.gpu for n in nodes) if len({n.gpu for n in nodes}) > 1 else ():
+        limits = tuple(n.quota if n.gpu == kind else 0 for n in nodes)
+        if _may_be_better(ground, outcome, limits):
+            ground.progress.text = f"{kind} alone"
+            _join(ground, outcome, _kind_alone(ground, outcome, kind) if near else _thorough(ground, outcome, limits))
+    searches: list[tuple[Limits, Goal]] = []
+    if near and not outcome.exact:  # a proof knows smaller clusters
+        searches += [(limits, goal) for limits in nodes_left_out(ground.merged.estimator)]
+    stock = tuple(s.name for s in goal.allowed if s.is_stock)
+    if near and 0 < len(stock) < len(goal.allowed):
+        searches.append((ground.whole, replace(goal, schedules=stock)))
+    for limits, narrow in searches:
+        if _may_be_better(ground, outcome, limits):
+            ground.progress.text = "parts alone"
+            _join(ground, outcome, _thorough(ground, outcome, limits, narrow))
+
+
+def _may_be_better(ground: Ground, outcome: Outcome, limits: Limits) -> bool:
+    best = inf if outcome.best is None else outcome.best.value(ground.goal)
+    return not ground.bounds.excludes(limits, best)
+
+
+def _known_s(ground: Ground, outcome: Outcome) -> float:
+    """Time of the best plan so far, where slower ones are of no use."""
+    return outcome.best.iteration_s if outcome.best is not None and ground.goal.objective != "cost" else inf
+
+
+def _thorough(ground: Ground, outcome: Outcome, limits: Limits, goal: Goal | None = None) -> Outcome:
+    return thorough(ground, limits, _known_s(ground, outcome), goal)
+
+
+def _kind_alone(ground: Ground, outcome: Outcome, kind: str) -> Outcome:
+    """The whole search where nothing but this kind is known, its plans in the pools of the cluster."""
+    estimator, goal, progress = ground.estimator, ground.goal, ground.progress
+    pools = [p for p, n in enumerate(estimator.cluster.nodes) if n.gpu == kind]
+    limit = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
+    theirs = search_auto(estimator.only(pools), goal, limit, ground.asked, _known_s(ground, outcome))
+    found = []
+    for entry in theirs.found:
+        candidate = entry.candidate.in_pools(pools)
+        estimate = estimator.estimate(candidate)
+        if estimate is not None and entry.runnable:
+            found.append(replace(entry, candidate=candidate, estimate=estimate))
+    theirs.found = found
+    theirs.evaluations += outcome.evaluations
+    return theirs
+
+
+def _join(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:
+    """What a part has brought.
+
+    Raises:
+        KeyboardInterrupt: Its search was interrupted.
+    """
+    known = {found.candidate for found in outcome.found}
+    outcome.found += [found for found in theirs.found if found.candidate not in known]
+    outcome.found = confirm(ground.estimator, ground.goal, outcome.found)
+    outcome.evaluations = max(outcome.evaluations, theirs.evaluations)
+    outcome.simulations += theirs.simulations
+    if theirs.interrupted:
+        raise KeyboardInterrupt
 
 
 def _published_methods(outcome: Outcome, estimator: Estimator, goal: Goal, progress: Progress, bound_s: float) -> None:

@@ -81,9 +81,8 @@ def finish(
             continue
         left = each - spent.get(name[0], 0)
         allowed = most if ratios.is_new(name[0]) else left
-        if (bound_s < inf and least_s(book.estimator, candidate, estimate) > bound_s) or (
-            operations > allowed and found
-        ):
+        too_slow = bound_s < inf and least_s(book.estimator, candidate, estimate) > bound_s
+        if too_slow or (operations > allowed and found):
             continue
         placed = _placed(estimator, goal, place(candidate), candidate, estimate)
         if placed is None:
@@ -99,8 +98,7 @@ def finish(
             found.append(entry)
             best = min(best, entry.value(goal))
     if found and not outcome.interrupted and not book.progress.spent:
-        _deepen_best(estimator, goal, found)
-        _refine_best(estimator, goal, found, each)
+        _improve_best(estimator, goal, found, each)
     _conclude(book, outcome, confirm(estimator, goal, found), place)
 
 
@@ -112,16 +110,12 @@ def _conclude(book: Book, outcome: Outcome, found: list[Found], place: Callable[
         outcome.nearest = (place(book.nearest[1]), book.nearest[2])
 
 
-def _deepen_best(estimator: Estimator, goal: Goal, found: list[Found]) -> None:
-    """The best plans, with more in flight across slow links where that makes them faster."""
+def _improve_best(estimator: Estimator, goal: Goal, found: list[Found], operations: int) -> None:
+    """More in flight across slow links where that makes the best plans faster, and small changes of the best."""
     found.sort(key=lambda f: f.value(goal))
     for i, entry in enumerate(found[:DEEPENED]):
         if entry.value(goal) < found[0].value(goal) * (1 + ORDER_WINDOW):
             found[i] = deeper(estimator, goal, entry)
-
-
-def _refine_best(estimator: Estimator, goal: Goal, found: list[Found], operations: int) -> None:
-    """Put a better plan near the best one at the front of the list, where there is one."""
     found.sort(key=lambda f: f.value(goal))
     better = refine(estimator, goal, found[0], operations, partial(_simulated, estimator, goal, tries=1))
     if better is not found[0]:

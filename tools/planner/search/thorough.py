@@ -89,7 +89,7 @@ def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | 
     except KeyboardInterrupt:
         outcome.interrupted = True
         effort = replace(effort, simulated_operations=1000)  # somebody is waiting
-    if bound_s < inf:  # of what looks slower than a known plan nothing is simulated
+    if bound_s < inf and goal is ground.goal and limits != ground.whole:  # what looks slower is not simulated
         effort = replace(effort, first=0)
     finish(
         book, outcome, ground.estimator, goal, effort, lambda c: expand(merged, ground.estimator.cluster, c), bound_s
