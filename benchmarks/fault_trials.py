@@ -311,7 +311,7 @@ def _moment(rng: random.Random, pool: Pool) -> Trial:
 
 def _node(rng: random.Random, pool: Pool) -> Trial:
     largest = max(range(len(pool.nodes)), key=lambda n: pool.nodes[n])
-    more = {"node": pool.names[largest], "slot": rng.randrange(pool.nodes[largest])}
+    more: dict[str, Any] = {"node": pool.names[largest], "slot": rng.randrange(pool.nodes[largest])}
     return Trial("node", pool, (_fault(rng, pool, "node", **more),), node_returns=rng.random() < 0.5)
 
 

@@ -66,7 +66,7 @@ def abandon() -> None:
 
     A checkpoint counts when the tracker names it, which is written last.  So one that nobody finishes is no harm.
     """
-    module = sys.modules.get("megatron.training.async_utils")
+    module: Any = sys.modules.get("megatron.training.async_utils")
     queue = None if module is None else module._async_calls_queue
     if module is None or queue is None:
         return

@@ -10,6 +10,7 @@ import argparse
 import functools
 import importlib
 import inspect
+from typing import Any
 
 MODULES = (
     "megatron.training",
@@ -52,4 +53,5 @@ def remember_sources() -> None:
     command line, and finding one means to parse the whole file.
     """
     if not hasattr(inspect.getsource, "cache_info"):
-        inspect.getsource = functools.cache(inspect.getsource)
+        found: Any = functools.cache(inspect.getsource)
+        inspect.getsource = found
