@@ -216,26 +216,11 @@ class Server:
 def import_everything() -> None:
     """What every rank needs, without starting anything."""
     from megatron_het import platform, upstream
+    from megatron_het.elastic.warm import MODULES
 
     platform.activate()
     upstream.install("stock")
-    for name in (
-        "megatron.training",
-        "megatron.training.argument_utils",
-        "megatron.training.inprocess_restart",
-        "megatron.core.models.mimo",
-        "megatron.core.tokenizers.text.libraries",
-        "megatron.core.datasets.blended_megatron_dataset_builder",
-        "megatron.training.datasets.fim_dataset",
-        "megatron.training.datasets.sft_dataset",
-        "megatron.core.dist_checkpointing.strategies.torch",
-        "megatron_het.pretrain_gpt",
-        "megatron_het.hooks",
-        "megatron_het.runtime.training",
-        "megatron_het.checkpoint.loading",
-        "torch.utils.tensorboard",
-        "benchmarks.probe",
-    ):
+    for name in (*MODULES, "benchmarks.probe"):
         importlib.import_module(name)
     for patch in upstream.all_patches().values():  # their sources, which every start compares, are remembered
         upstream.changed_sources(patch)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_het.checkpoint import asynchronous
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.datasets import Kept, remembered
 from megatron_het.elastic.generation import Generation
@@ -119,6 +120,7 @@ class ElasticBoundary(Boundary):
             session.materialise_parameters()
             assert self.trainee is not None
             self._copies.wait()
+            asynchronous.finish()
             raise Leave(take(self.trainee, iteration))
         assert self.trainee is not None
         if self.generation.unsaved:

@@ -20,6 +20,7 @@ from megatron_het.elastic.datasets import Kept
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.sessions import Outcome, run_session
 from megatron_het.elastic.state import give
+from megatron_het.elastic.warm import warm_up
 
 _POLL_S = 0.02
 _BEAT_S = 0.5
@@ -232,8 +233,7 @@ def main() -> None:
     from megatron_het.pretrain_gpt import main as train
 
     platform.activate()
-    import megatron.training  # noqa: F401 - what takes seconds is done before the worker says that it is ready
-
+    warm_up()  # what takes seconds is done before the worker says that it is ready
     code = 1
     with suppress(BoardError):
         code = Worker(setting, sys.argv[1:], train).run()

@@ -1,9 +1,10 @@
-"""Gradients summed beyond the replicas that share shards: over replicas that cut weights otherwise, and over tied embeddings.
+"""Gradients summed beyond the replicas that share shards: over other classes of replicas, and over tied embeddings.
 
 Replicas of one TP and EP size share parameters, gradients and state; those of other sizes have a copy of their own,
-which they share.  Once a ministage's gradients are reduced to shards inside every class, leaders add up the classes' sums layer
-by layer (``gradients/resharding.py``), so that one layer's gradients are whole at a time.  Of tied embeddings the first
-ministage of the model and the last one have a copy each, whose gradients are added up once both are reduced.
+which they share.  Once a ministage's gradients are reduced to shards inside every class, leaders add up the classes'
+sums layer by layer (``gradients/resharding.py``), so that one layer's gradients are whole at a time.  Of tied
+embeddings the first ministage of the model and the last one have a copy each, whose gradients are added up once both
+are reduced.
 """
 
 from __future__ import annotations

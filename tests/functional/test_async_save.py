@@ -1,0 +1,47 @@
+"""``--async-save`` under a plan: what was saved while training went on is what was trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import common_flags
+from benchmarks.lab import Lab
+from benchmarks.runner import Finished, Job, words
+from megatron_het.plan import save_plan
+from tests.functional.test_checkpoint import KINDS
+
+STEPS, SAVED_AT, KILLED_AT = 8, 4, 7
+ASYNC = words("--async-save --use-persistent-ckpt-worker --async-strategy mcore")
+
+
+# Under a window parameters are freed when the next iteration begins; else they are trained on at once.
+@pytest.mark.parametrize("kind", ["ministages", "distributed-optimizer"])
+def test_a_run_that_was_killed_goes_on_from_an_asynchronous_save(lab: Lab, tmp_path: Path, kind: str):
+    plan, weights = KINDS[kind].first, KINDS[kind].weights
+    save_plan(plan, tmp_path / "plan.json")
+    common = (*common_flags(weights, steps=STEPS), "--het-plan", str(tmp_path / "plan.json"))
+    saved = tmp_path / "saved"
+
+    def run(name: str, *more: str, kill: tuple[int, int, int] | None = None) -> Finished:
+        folder = tmp_path / name
+        setup = ("benchmarks.probe:observe", {"out": None, "kill": kill})
+        job = Job(name, plan.world_size, (*common, "--het-report", str(folder), *more), folder, setup=setup)
+        return lab.runner.run(replace(job, timeout_s=240.0), check=kill is None)
+
+    run("undisturbed", *lab.start_flags(weights))
+    saving = ("--save", str(saved), "--save-interval", str(SAVED_AT), *ASYNC)
+    killed = run("killed", *lab.start_flags(weights), *saving, kill=(1, KILLED_AT - 1, 0))
+    assert -9 in killed.returncodes
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(SAVED_AT)
+    run("resumed", *lab.data_flags(), "--load", str(saved))
+    whole, rest = (losses_of(tmp_path / name) for name in ("undisturbed", "resumed"))
+    assert sorted(rest) == list(range(SAVED_AT + 1, STEPS + 1))
+    assert rest == {iteration: whole[iteration] for iteration in rest}
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    return {i: loss for file in folder.glob("rank-*.json") for i, loss in json.loads(file.read_text())["losses"]}

@@ -1,0 +1,91 @@
+"""What the benchmark of faults draws, and what it calls a survival."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.cases import MICROBATCHES
+from benchmarks.fault_plans import STEPS, Pool, draw
+from benchmarks.fault_trials import KINDS, Outcome, Trial, loss_difference, wrong_samples
+from benchmarks.faults import verdict
+from megatron_het.elastic.pool import Process, assign
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    return draw(random.Random("pool"), "1f1b")
+
+
+def good() -> Outcome:
+    """Two stages; every iteration once, in the right order."""
+    numbers = {i: list(range((i - 1) * MICROBATCHES, i * MICROBATCHES)) for i in range(1, STEPS + 1)}
+    return Outcome(
+        ended=True,
+        code=0,
+        history=["start"],
+        losses={i: {0: [2.0]} for i in numbers},
+        samples={i: {0: list(found), 1: list(found)} for i, found in numbers.items()},
+    )
+
+
+REFERENCE = dict.fromkeys(range(1, STEPS + 1), 2.0)
+
+
+def test_pools_have_a_plan_whatever_node_is_lost(pool: Pool):
+    assert len({plan.model for plan in pool.plans}) == 1
+    assert sum(pool.nodes) == pool.plans[0].world_size and pool.plans[-1].world_size == 1
+    workers = [Process(i, node) for i, node in enumerate(n for n, k in zip(pool.names, pool.nodes) for _ in range(k))]
+    assert assign(pool.plans[0], workers) is not None
+    for lost in pool.names:
+        assert any(assign(plan, [p for p in workers if p.node != lost]) for plan in pool.plans)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_of_a_kind_are_drawn_again_from_the_same_seed(pool: Pool, kind: str):
+    first, again = (KINDS[kind](random.Random("a"), pool) for _ in range(2))
+    assert first == again and first.kind == kind
+    for fault in first.faults:
+        assert fault["slot"] < pool.nodes[pool.names.index(fault["node"])]
+
+
+def test_samples_are_counted():
+    outcome = good()
+    assert wrong_samples(outcome) == 0
+    outcome.samples[2][1].remove(MICROBATCHES)  # skipped
+    outcome.samples[3][0].append(2 * MICROBATCHES)  # twice
+    outcome.samples[4][0][0] = 10**6  # another one
+    assert wrong_samples(outcome) == 4
+    del outcome.samples[5]
+    assert wrong_samples(outcome) == 4 + MICROBATCHES
+
+
+def test_losses_of_all_generations_are_compared():
+    outcome = good()
+    assert loss_difference(outcome, REFERENCE) == 0.0
+    outcome.losses[3][1] = [2.0, 2.2]
+    assert loss_difference(outcome, REFERENCE) == pytest.approx(0.1)
+    del outcome.losses[4]
+    assert math.isinf(loss_difference(outcome, REFERENCE))
+
+
+def test_what_a_survival_is(pool: Pool):
+    trial, outcome = Trial("kill", pool, ()), good()
+    assert verdict(trial, outcome, 0.0, 0) == ""
+    assert "differ" in verdict(trial, outcome, 1e-3, 0)
+    assert "samples" in verdict(trial, outcome, 0.0, 3)
+    assert verdict(trial, replace(outcome, ended=False), 0.0, 0) == "hung"
+    assert "exit code 1" in verdict(trial, replace(outcome, code=1), 0.0, 0)
+    changed = replace(outcome, history=["start", "1 ranks were lost"])
+    assert "there was a change" in verdict(replace(trial, unchanged=True), changed, 0.0, 0)
+    fault = {"name": "kill-1"}
+    assert "did not happen" in verdict(replace(trial, faults=(fault,)), outcome, 0.0, 0)
+    hopeless, line = (
+        replace(trial, hopeless=True),
+        "controller: 1 ranks were lost, and there is no plan for what is left",
+    )
+    assert verdict(hopeless, replace(outcome, code=1, error=[line]), 0.0, 0) == ""
+    assert "2 clear errors" in verdict(hopeless, replace(outcome, code=1, error=[line, line]), 0.0, 0)
