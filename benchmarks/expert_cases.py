@@ -37,14 +37,12 @@ def divided(plan: Plan, sizes: Sequence[Sequence[int]]) -> Plan:
     return replace(plan, stages=stages)
 
 
-def _draw_ep(case: Case, rng: random.Random) -> Plan:
-    """The case's plan with an EP size for every replica with TP, the same in a stage where it has to be."""
-    plan = case.plan
-    alike = case.overlap or "window" in plan.schedule.parameters
-    sizes = []
-    for stage in plan.stages:
-        found = [rng.choice([ep for ep in (1, 2, 4) if replica.tp % ep == 0]) for replica in stage.replicas]
-        sizes.append([found[0]] * len(found) if alike else found)
+def _draw_ep(plan: Plan, rng: random.Random) -> Plan:
+    """A plan with an EP size for every replica with TP."""
+    sizes = [
+        [rng.choice([ep for ep in (1, 2, 4) if replica.tp % ep == 0]) for replica in stage.replicas]
+        for stage in plan.stages
+    ]
     return divided(plan, sizes)
 
 
@@ -80,7 +78,7 @@ def with_experts(cases: Sequence[Case], seed: int) -> list[Case]:
         if max(_sizes(plan)) > 1:
             plan = replace(plan, training=replace(plan.training, sequence_parallel=True))
         family = rng.choice(families_for(plan))
-        plan = _draw_ep(replace(case, plan=plan), parts)
+        plan = _draw_ep(plan, parts)
         gathers = family != "capacity" and parts.random() < 1 / 3
         own = (*case.own, "--moe-token-dispatcher-type", "allgather") if gathers else case.own
         chosen = {

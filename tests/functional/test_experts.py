@@ -56,16 +56,20 @@ CASES = [
     make("capacity", "capacity", [[1, 1], [1]], [3, 2], overlap=True),
     with_chunks(make("in-a-v", "mixtral", [[1], [1, 1]], [2, 3]), "zb-v", ((1, 1), (2, 1))),
     with_chunks(make("interleaved", "deepseek", [[1], [1]], [3, 2]), "interleaved", ((2, 1), (1, 1))),
-    with_chunks(
-        make("window", "deepseek", [[1, 1], [1]], [3, 2], distributed_optimizer=True),
-        "ministage",
-        ((2, 1), (1, 1)),
-        window=True,
-        update="exact",
+    with_ep(
+        with_chunks(
+            make("window", "deepseek", [[2, 2], [1]], [3, 2], distributed_optimizer=True),
+            "ministage",
+            ((2, 1), (1, 1)),
+            window=True,
+            update="exact",
+        ),
+        [[2, 1], [1]],
     ),
     # In one stage a rank has half of the experts cut in two, or all of them whole.
     with_ep(
-        make("ep-in-mixed-tp", "deepseek", [[2], [4, 1]], [2, 3], distributed_optimizer=True, clip=0.05), [[2], [2, 1]]
+        make("ep-in-mixed-tp", "deepseek", [[2], [4, 1]], [2, 3], distributed_optimizer=True, clip=0.05, overlap=True),
+        [[2], [2, 1]],
     ),
     with_schedule(make("slices", "deepseek", [[1], [1]], [3, 2]), "slimpipe", 1, {"slices": 4}),
 ]

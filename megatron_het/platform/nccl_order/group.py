@@ -161,9 +161,10 @@ class OrderedGroup(dist.ProcessGroup):
         special = _UNEVEN.get(method)
 
         def start(data: dist.ProcessGroup) -> Any:
-            if special is not None and _is_uneven(arguments[1 - special]):
-                return _LISTS[method](data, self.rank(), *arguments)
-            return getattr(data, method)(*arguments)
+            given = [unversioned(argument) for argument in arguments]
+            if special is not None and _is_uneven(given[1 - special]):
+                return _LISTS[method](data, self.rank(), *given)
+            return getattr(data, method)(*given)
 
         outputs = () if where is None else tuple(_tensors(arguments[0]))
         if method == "broadcast" and arguments[1].rootRank == self.rank():
@@ -194,6 +195,13 @@ _UNEVEN = {"allgather": 1, "reduce_scatter": 0}
 
 def _is_uneven(lists: list[list[torch.Tensor]]) -> bool:
     return len({tensor.numel() for tensor in lists[0]}) > 1
+
+
+def unversioned(argument: Any) -> Any:
+    """Tensors as kernels write them: autograd, which has long made views of a result, does not count the writing."""
+    if isinstance(argument, list):
+        return [unversioned(entry) for entry in argument]
+    return argument.data if isinstance(argument, torch.Tensor) else argument
 
 
 class _Steps:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_het.platform.nccl_order.communicator import Communicator
 from megatron_het.platform.nccl_order.compute import ComputeStream
+from megatron_het.platform.nccl_order.group import unversioned
 from megatron_het.platform.nccl_order.items import Item, OrderError
 from megatron_het.platform.nccl_order.launch import Device, Options
 
@@ -249,3 +250,17 @@ def test_results_do_not_become_a_part_of_the_model():
     assert item.done.wait(20) and item.error is None
     communicator.close()
     assert result.tolist() == [0, 0] and result.grad_fn is before
+
+
+def test_a_late_result_is_no_change_in_place():
+    """Megatron splits what it has gathered; NCCL fills it afterwards, and autograd does not see that."""
+    whole = torch.nn.Parameter(torch.ones(4)) * 1
+    parts = whole.split(2)
+    (late,) = unversioned([whole])
+    with torch.no_grad():
+        late.copy_(torch.zeros(4))
+    assert torch.cat(parts).tolist() == [0, 0, 0, 0]
+    with torch.no_grad():
+        whole.copy_(torch.ones(4))
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        torch.cat(parts)
