@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.families import EXPERT_FAMILIES, FAMILIES
+from benchmarks.families import ALL_FAMILIES, FAMILIES
 from benchmarks.pairwise import Row
 from benchmarks.runner import words
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
@@ -111,7 +111,7 @@ def common_flags(
     """Everything but data, checkpoints and the plan."""
     flags = [
         *MODEL_FLAGS,
-        *(w.replace("{rest}", str(weights.layers - 1)) for w in (FAMILIES | EXPERT_FAMILIES)[weights.family]),
+        *(w.replace("{rest}", str(weights.layers - 1)) for w in ALL_FAMILIES[weights.family]),
         *TRAINING_FLAGS,
         *machine_flags(),
         "--clip-grad",

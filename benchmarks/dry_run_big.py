@@ -24,7 +24,11 @@ _SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "34B": (48, 8192, 22016, 64, 8, 32000),
     "70B": (80, 8192, 28672, 64, 8, 128256),
     "405B": (126, 16384, 53248, 128, 8, 128256),
+    "8x7B": (32, 4096, 14336, 32, 8, 32000),
+    "8x22B": (56, 6144, 16384, 48, 8, 32768),
 }
+# Experts, and how many of them a token goes to; each is as wide as the MLP above.
+_EXPERTS: dict[str, tuple[int, int]] = {"8x7B": (8, 2), "8x22B": (8, 2)}
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,11 @@ class BigPlan:
         """The model as a model file has it."""
         layers, hidden, ffn, heads, groups, rows = _SHAPES[self.model]
         assert sum(self.layers) == layers, self.name
-        return {
+        experts = {}
+        if self.model in _EXPERTS:
+            count, top_k = _EXPERTS[self.model]
+            experts = {"experts": {"count": count, "top_k": top_k, "ffn_hidden_size": ffn}}
+        return experts | {
             "name": self.model,
             "num_layers": layers,
             "hidden_size": hidden,
@@ -140,7 +148,7 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def big_plans() -> list[BigPlan]:
-    """Twenty plans."""
+    """All of them."""
     return [
         BigPlan("7B", 8192, _even(32, 4), 2, replicas=2),
         BigPlan("7B", 8192, _even(32, 2), 1, replicas=4, recompute="full", microbatches=2),
@@ -162,4 +170,9 @@ def big_plans() -> list[BigPlan]:
         BigPlan("70B", 131072, _even(80, 8), 8, schedule="slimpipe", slices=16, microbatches=1),
         BigPlan("405B", 8192, _even(126, 16), 8, replicas=8, microbatches=16),
         BigPlan("405B", 131072, _even(126, 16), 8, schedule="slimpipe", slices=16, microbatches=1, recompute="full"),
+        BigPlan("8x7B", 8192, _even(32, 4), 4, replicas=2),
+        BigPlan("8x7B", 32768, _even(32, 4), 8, recompute="full"),
+        BigPlan("8x7B", 8192, _even(32, 2), 4, replicas=2, schedule="ministage", chunks=4, recompute="full"),
+        BigPlan("8x22B", 8192, _even(56, 8), 8, replicas=2, microbatches=8),
+        BigPlan("8x22B", 131072, _even(56, 8), 8, schedule="slimpipe", slices=16, microbatches=1, recompute="full"),
     ]

@@ -48,6 +48,19 @@ def _unequal() -> dict[str, Case]:
     return found | {f"data-parallel, ZeRO-{zero}": zero_case((1, 1), zero, 2, {}, rng) for zero in range(4)}
 
 
+def _experts() -> dict[str, Case]:
+    """Layers of experts, all of which every token is sent to, so that a dry run knows how many each gets."""
+    plain = {
+        "1f1b, experts, mixed TP in a stage": _plain([[1], [2, 1]], [2, 3], sequence_parallel=True),
+        "ministage with a window, experts": _window([[1, 1], [1]], [1, 1]),
+        "zero-bubble, experts, full recompute": with_schedule(_plain([[1], [1]], [2, 2]), "zb-h1", 1, {}),
+    }
+    sliced = sliced_case({**PLAIN, "slices": 4}, "", random.Random(4))
+    return {
+        name: replace(case, family="every-expert") for name, case in ({**plain, "slimpipe, experts": sliced}).items()
+    }
+
+
 def dry_run_cases() -> list[Case]:
     """All cases, with names of their own."""
     mixed = _plain([[1], [2, 1]], [2, 3], sequence_parallel=True, tied=True, even_routing=False)
@@ -69,7 +82,7 @@ def dry_run_cases() -> list[Case]:
             [[1, 1]], [2], offload=True, offload_optimizer=True, offload_activations=0.5
         ),
     }
-    cases = [replace(case, name=name) for name, case in (found | _unequal()).items()]
+    cases = [replace(case, name=name) for name, case in (found | _unequal() | _experts()).items()]
     rng = random.Random(2)
     return cases + [sliced_case({**PLAIN, **row}, name, rng) for name, row in _SLICED_CASES.items()]
 

@@ -61,3 +61,14 @@ EXPERT_FAMILIES: dict[str, tuple[str, ...]] = {
         ),
     ),
 }
+# Every token goes to every expert: what a rank holds does not depend on values.
+COUNTED_FAMILIES: dict[str, tuple[str, ...]] = {
+    "every-expert": (
+        *_MOE,
+        *words(
+            "--moe-router-topk 4 --moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 64 "
+            "--moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1]*{rest}"
+        ),
+    )
+}
+ALL_FAMILIES = FAMILIES | EXPERT_FAMILIES | COUNTED_FAMILIES

@@ -41,6 +41,8 @@ def replace_kernels(count: CountFlops) -> None:
     )
     rope_utils.fused_apply_rotary_pos_emb = _rotated
     fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = _gated, _like_second
+    fused_bias_swiglu.weighted_swiglu = _weighted
+    fused_bias_swiglu.weighted_swiglu_back = _weighted_back
     torch.nn.RMSNorm.forward = lambda self, x: _Norm.apply(x, self.weight)  # type: ignore[method-assign]
 
     def attend(
@@ -109,3 +111,14 @@ def _gated(both: torch.Tensor) -> torch.Tensor:
 
 def _like_second(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(both)
+
+
+def _weighted(both: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The same with a weight per token, as experts have it."""
+    return _gated(both)
+
+
+def _weighted_back(
+    gradient: torch.Tensor, both: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(both), torch.empty_like(weights)

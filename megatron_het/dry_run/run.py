@@ -14,6 +14,7 @@ from megatron_het.config import HetConfig
 from megatron_het.dry_run import fake_cuda, kernels
 from megatron_het.dry_run.alone import join_alone, without_values
 from megatron_het.dry_run.device_streams import device_streams
+from megatron_het.dry_run.experts import balance_experts, check_experts
 from megatron_het.dry_run.samples import samples_provider
 from megatron_het.dry_run.session import WatchedSession
 from megatron_het.dry_run.tracker import Tracker
@@ -90,7 +91,8 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     hooks.install(make_session=make_session)
     args = _parse()
     if not setting.measured:
-        _check_values(args)
+        tracker.top_k = check_experts(args)
+        balance_experts()
     session = sessions[0]
     start_s = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -137,20 +139,6 @@ def _parse() -> Any:
     args.exit_interval = ITERATIONS
     args.do_train = True  # Megatron reads it from a broadcast
     return args
-
-
-def _check_values(args: Any) -> None:
-    """Where tokens go in a layer of experts depends on values, and a dry run has none.
-
-    Raises:
-        SystemExit: The model has such layers.
-    """
-    if args.num_experts:
-        sys.stderr.write(
-            f"megatron_het.dry_run: --num-experts {args.num_experts}: how many tokens an expert gets depends on "
-            "values, which a dry run does not have. Use the planner's estimate of memory\n"
-        )
-        raise SystemExit(2)
 
 
 def _train(args: Any) -> None:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_ca
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
+from megatron_het.dry_run.experts import SELECT, selected
 from megatron_het.dry_run.host_waits import HostWaits
 from megatron_het.dry_run.ledger import Ledger, Moment
 from megatron_het.dry_run.remembered import Remembered
@@ -72,6 +73,7 @@ class Tracker(StorageWatch):
         traffic: Operations of ``torch.distributed`` in the current iteration.
         waits: Of the host for the device, in the current iteration; counted on fake tensors of a CUDA device.
         flops: Of matrix products and attention in the current iteration, by kind of operation of the program.
+        top_k: Experts that a token is sent to, for fake tensors.
     """
 
     def __init__(self, *, is_fake: bool, device_type: str = "cpu", remembers: bool = True) -> None:
@@ -83,6 +85,7 @@ class Tracker(StorageWatch):
         self.traffic = Traffic()
         self.waits = HostWaits()
         self.flops: dict[str, int] = defaultdict(int)
+        self.top_k = 0
         self._remembered: Remembered | None = None
         self._iteration = -1
         self._kind = ""
@@ -144,6 +147,8 @@ class Tracker(StorageWatch):
                 return answer(func, args)
         elif func is _VALUE and self._is_fake:
             return _value(args[0])
+        elif func is SELECT and self._is_fake:
+            return self._made(selected(args, self.top_k))
         if self._remembered is None:
             return self._counted(func, types, args, kwargs)[0]
         key, tensors = self._remembered.key(func, args, kwargs or {})
@@ -157,6 +162,11 @@ class Tracker(StorageWatch):
         if known.flops:
             self.flops[self._kind] += known.flops
         return self._remembered.again(known, tensors)
+
+    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that no operator has returned."""
+        self._known.see(tensor, new=True)
+        return tensor
 
     def _counted(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, int]:
         """What an operator returns, and its FLOPs."""

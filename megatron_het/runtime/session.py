@@ -66,7 +66,6 @@ class HetSession:
         self._executor: Executor | None = None
         self._finalizer: GradientFinalizer | None = None
         self._models: list[torch.nn.Module] = []
-        self._wrapped: list[torch.nn.Module] = []
         self._marks_params_norm = config.plan.training.distributed_optimizer
         self.is_running = False
         """Whether the schedule runs, as opposed to Megatron's own code."""
@@ -194,8 +193,8 @@ class HetSession:
         self._executor = self._finalizer = None
         for feature in reversed(self._features):
             feature.close()
-        let_go(self._wrapped)
-        self._models, self._wrapped = [], []
+        let_go(self._models)
+        self._models = []
         self._features = ()
         if self._channels is not None:
             self._channels.close()
@@ -218,7 +217,7 @@ class HetSession:
         model_config.pre_wrap_hooks.append(self._prepare_model)
         # Before wrapping, weights without a device of their own in Megatron are still on the CPU.
         model_config.post_wrap_hooks.append(self._finalizer.copy_initial_weights)
-        model_config.post_wrap_hooks.append(self._remember_wrapped)
+        model_config.post_wrap_hooks.append(self._remember)
         if self._num_chunks > 1:
             from megatron_het.runtime.building import BUILDER, know_positions
 
@@ -227,8 +226,8 @@ class HetSession:
         for feature in self._features:
             feature.prepare_config(model_config)
 
-    def _remember_wrapped(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        self._wrapped += model  # chunks may come one by one
+    def _remember(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        self._models += model  # chunks may come one by one
         return model
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -260,15 +259,15 @@ class HetSession:
         from megatron.training import get_args
 
         assert self.report is not None, "the session is not open"
-        self._models = model if isinstance(model, list) else [model]
-        config = get_model_config(self._models[0])
+        models = model if isinstance(model, list) else [model]
+        config = get_model_config(models[0])
         if not forward_only and self._marks_params_norm:
             self._marks_params_norm = False
-            count_once_in_params_norm(self._models, self.groups)
+            count_once_in_params_norm(models, self.groups)
         call = Call(
             forward_step_func,
             iterators_per_chunk(data_iterator, self._num_chunks),
-            self._models,
+            models,
             config,
             self._passes(num_microbatches),
             self._local_seq_length,

@@ -103,10 +103,11 @@ def activation_bytes(
         return tokens * (e * h / split + pool)
     whole: float = 4 * e * h + (0 if model.gated else 2 * h)
     width, x = float(model.ffn_hidden_size), model.experts
-    if x is not None:  # inputs of the experts are kept sorted by expert
+    routed = 0.0
+    if x is not None:  # TP cuts the experts' weights; their inputs are gathered, sorted by expert, and kept whole
         share = 1 - min(1.0, x.dense_layers / model.num_layers)
         width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - width)
-        whole += share * 2 * x.top_k * h * e
+        routed = share * x.top_k * h * e
     mlp = (3 if model.gated else 2) * width * e
     # The attention's output and its inputs.  Values are views of the fused projection, which therefore stays whole
     # beside the rotated queries and keys.  Slices copy keys and values into their pool instead.
@@ -118,7 +119,7 @@ def activation_bytes(
     matrix = 0.0
     if not fused and recompute == "none":
         matrix = model.num_attention_heads * s * e
-    return tokens * (whole / split + (attention + mlp + matrix) / tp)
+    return tokens * (whole / split + routed + (attention + mlp + matrix) / tp)
 
 
 def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1) -> float:
@@ -126,17 +127,20 @@ def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1) -> float:
 
     Most is held in the MLP: the gradients of its first projection's outputs, or, where the sequence is divided, the
     gathered gradient of its second projection's outputs and that of its inputs.  Megatron gathers the inputs of
-    projections into one buffer, which stays.
+    projections into one buffer, which stays.  Experts' outputs (and their gradients) are there twice while they are
+    sorted, besides what each TP rank sends and gets.
     """
-    width = float(model.ffn_hidden_size)
+    width, routed, h = float(model.ffn_hidden_size), 0.0, model.hidden_size
     if model.experts is not None:
         x = model.experts
         share = 1 - min(1.0, x.dense_layers / model.num_layers)
         width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - width)
-    h, inner = model.hidden_size, width / tp
+        routed = share * x.top_k * h
+    inner = width / tp
     most = (2 if model.gated else 1) * inner + h
     if model.sequence_parallel and tp > 1:
         most = max(most - h, inner + h) + h / tp + h
+        most = max(most, 2 * routed * (1 + 1 / tp) + h)
     return batch * model.seq_length / cp * model.element_bytes * most
 
 

@@ -143,9 +143,6 @@ class Model(BaseModel):
         if self.not_run:
             name, problem = self.not_run[0], "is priced, but no run with a plan has it yet"
             raise PlannerError("model", name, str(getattr(self, name)), problem, hint)
-        if self.experts is not None:
-            problem = "how many tokens an expert gets depends on values, which a dry run does not have"
-            raise PlannerError("model", "experts.count", self.experts.count, problem, hint)
 
     @property
     def kv_size(self) -> int:

@@ -122,18 +122,20 @@ class Ministage(Schedule):
     def divide(
         self, estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
     ) -> list[GroupMemory]:
-        """The shares of the candidate, or by free memory if equal ones do not fit."""
-        if len(found) == 1 and candidate.shares is None:
-            return found
+        """The shares of the candidate, or by free memory if equal ones do not fit; each rank as it is at its peak."""
+        equal = [
+            at_peak(estimator, candidate, m, count, 1 / sum(x.group.count for x in found if x.group.tp == m.group.tp))
+            for m, count in zip(found, counts)
+        ]
         shares: list[float] | None = None
         if candidate.shares is not None:
             shares = list(candidate.shares[found[0].stage])
             if len(set(shares)) == 1 and shares[0] * sum(m.group.count for m in found) < 1 + 1e-9:
-                return found  # else kinds of replicas whose largest shares are equal
-        elif any(m.total_bytes > estimator.memory_margin * m.capacity_bytes for m in found):
+                return equal  # else kinds of replicas whose largest shares are equal
+        elif len(found) > 1 and any(m.total_bytes > estimator.memory_margin * m.capacity_bytes for m in equal):
             shares = shares_by_memory(estimator, candidate, found, counts)
         if shares is None:
-            return found
+            return equal
         return [
             _with_share(estimator, candidate, found, m, count, share) for m, count, share in zip(found, counts, shares)
         ]
@@ -197,32 +199,57 @@ def _with_share(
     share: float,
 ) -> GroupMemory:
     """A rank with its share of the state."""
-    parameters, gradients, optimizer = window_state(estimator, candidate, count, share)
     shards = sum(x.group.count for x in found if x.group.tp == mine.group.tp)
     host = mine.host_bytes
     if candidate.offload:
         host += host_state(estimator, count, share) - host_state(estimator, count, 1 / shards)
-    return mine._replace(
-        parameter_bytes=parameters,
-        gradient_bytes=gradients,
-        optimizer_bytes=optimizer,
-        state_share=share,
-        host_bytes=host,
-    )
+    peak = at_peak(estimator, candidate, mine, count, share)
+    return peak._replace(state_share=share, host_bytes=host)
+
+
+def at_peak(
+    estimator: OperatingPoints, candidate: Candidate, mine: GroupMemory, count: float, share: float
+) -> GroupMemory:
+    """What a rank holds in the backward pass that needs the most; ministages come in reverse order.
+
+    When the backward of ministage ``c`` begins, the activations of those after it are gone, its own parameters and the
+    next one's are whole, its gradients are whole, those of ``c + 1`` are being reduced, and of the rest the rank keeps
+    its share.  At last the reduction of the first ministage ends.
+
+    Args:
+        mine: With the activations of all ministages.
+        count: Parameters of the stage at this TP.
+        share: The part of the stage's state that the rank keeps.
+    """
+    v, element = candidate.chunks, estimator.model.element_bytes
+    kept_share = 0.0 if candidate.offload else share
+    moments = [(c + 1, min(2, c + 1), 1 if c == v - 1 else 2, max(0, v - 2 - c)) for c in range(v)]
+    found = []
+    for left, whole, buffers, shards in (*moments, (0, 0, 1, v)):
+        held = 1.0 if candidate.offload else left / v
+        found.append(
+            mine._replace(
+                parameter_bytes=count * element * (whole / v + kept_share),
+                gradient_bytes=count * 4.0 * (buffers + share * shards) / v,
+                activation_bytes=mine.activation_bytes * held,
+            )
+        )
+    most = max(found, key=lambda m: m.total_bytes)
+    return most._replace(optimizer_bytes=window_state(estimator, candidate, count, share)[2])
 
 
 def window_state(
     estimator: OperatingPoints, candidate: Candidate, count: float, share: float
 ) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer state of a rank under a parameter window.
+    """Bytes of parameters, gradients and optimizer state of a rank under a parameter window, each at its own peak.
 
     Args:
         count: Parameters of the stage at this TP.
         share: The part of the stage's state that the rank keeps.
     """
-    element, whole = estimator.model.element_bytes, min(1.0, 2.0 / candidate.chunks)
+    v, element, whole = candidate.chunks, estimator.model.element_bytes, min(1.0, 2.0 / candidate.chunks)
     parameters = count * element * (whole + (0.0 if candidate.offload else share))
-    gradients = count * 4.0 * (1 / candidate.chunks + share)
+    gradients = count * 4.0 * max(1 / v + share, (min(2, v) + share * max(0, v - 2)) / v)
     optimizer = count * estimator.optimizer_per_parameter * share * (whole if candidate.offload else 1.0)
     return parameters, gradients, optimizer
 
