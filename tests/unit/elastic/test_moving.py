@@ -112,7 +112,7 @@ def test_a_copy_of_what_no_other_node_holds(monkeypatch: pytest.MonkeyPatch):
     generation = Generation(0, None, (0, 1, 2), nodes=("a", "b", "b"))  # type: ignore[arg-type]
     states = [LocalState(list(held)) for held in BY_ROWS]
     monkeypatch.setattr(copies, "blocks_of", lambda *_: {})
-    monkeypatch.setattr(copies, "collect", lambda models, *_: states[models])
+    monkeypatch.setattr(copies, "collect", lambda models, *_, **__: states[models])
     monkeypatch.setattr(copies, "described", lambda trainee, iteration, state, pieces: snapshot(trainee.models, pieces))
 
     class Session:
