@@ -32,6 +32,7 @@ from tools.planner.replay.trace import Change, Trace
 
 _MOST_ITERATIONS = 100_000
 _FIRST_NODES, _ALL_NODES = 3, 4
+_WHY = {"join": "joins", "leave": "leaves", "death": "lost"}
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Event:
     node: str
 
 
-FIRST = ((Event(15, "join", "d"), Event(60, "death", "b"), Event(80, "leave", "c")), 100.0)
-SECOND = ((Event(20, "leave", "b"), Event(35, "join", "d"), Event(75, "join", "e"), Event(120, "death", "a")), 150.0)
+FIRST = ((Event(10, "join", "d"), Event(55, "death", "b"), Event(70, "leave", "c")), 85.0)
+SECOND = ((Event(15, "leave", "b"), Event(25, "join", "d"), Event(70, "death", "a")), 95.0)
 """Events, and the end of the trace in seconds."""
 
 
@@ -96,8 +97,11 @@ def figures_of(played: Played) -> tuple[dict[int, float], Costs]:
         RuntimeError: The job did not make the changes that its trace has.
     """
     changes = played.history[1:]
-    if len(changes) != len(played.events):
-        raise RuntimeError(f"{len(played.events)} events and {len(changes)} changes: {[c['why'] for c in changes]}")
+    whys = [change["why"] for change in changes]
+    if len(whys) != len(played.events) or not all(
+        _WHY[event.kind] in why for event, why in zip(played.events, whys, strict=True)
+    ):
+        raise RuntimeError(f"{[event.kind for event in played.events]} became {whys}; the machine may be too busy")
     bounds = [*(entry["planned"] for entry in played.history), float("inf")]
     times: dict[int, list[float]] = {}
     nodes = _FIRST_NODES

@@ -198,12 +198,15 @@ def run(out: Path, size: Size, source: Path | None, screen: Screen) -> dict[str,
     ]
     screen.title(f"Training: {size.iterations} iterations on three nodes")
     with Cluster(out, flags, files) as cluster, screen.training("training", size.iterations) as show:
+        shown = 0
 
         def reached(iteration: int) -> bool:
+            nonlocal shown
             steps = cluster.steps()
-            if steps:
-                show(steps[-1].iteration, size.iterations, steps[-1].loss)
-            return bool(steps) and steps[-1].iteration >= iteration
+            if steps and steps[-1].iteration != shown:
+                shown = steps[-1].iteration
+                show(shown, size.iterations, steps[-1].loss)
+            return shown >= iteration
 
         cluster.until(lambda: reached(size.kill_at), f"iteration {size.kill_at}")
         killed_s = cluster.kill_worker(NODES[0][0])
