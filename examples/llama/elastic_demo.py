@@ -52,8 +52,8 @@ class Size:
     kill_at: int
 
 
-FULL = Size(ModelShape(6, 192, 6, 3, 192, ffn_hidden_size=512), 150, 25)
-QUICK = Size(ModelShape(3, 32, 4, 2, 32, ffn_hidden_size=64), 600, 20)
+FULL = Size(ModelShape(6, 192, 6, 3, 192, ffn_hidden_size=512), 100, 25)
+QUICK = Size(ModelShape(3, 32, 4, 2, 32, ffn_hidden_size=64), 300, 20)
 
 
 def plans_of(model: ModelShape) -> tuple[Plan, Plan]:
@@ -198,12 +198,15 @@ def run(out: Path, size: Size, source: Path | None, screen: Screen) -> dict[str,
     ]
     screen.title(f"Training: {size.iterations} iterations on three nodes")
     with Cluster(out, flags, files) as cluster, screen.training("training", size.iterations) as show:
+        shown = 0
 
         def reached(iteration: int) -> bool:
+            nonlocal shown
             steps = cluster.steps()
-            if steps:
-                show(steps[-1].iteration, size.iterations, steps[-1].loss)
-            return bool(steps) and steps[-1].iteration >= iteration
+            if steps and steps[-1].iteration != shown:
+                shown = steps[-1].iteration
+                show(shown, size.iterations, steps[-1].loss)
+            return shown >= iteration
 
         cluster.until(lambda: reached(size.kill_at), f"iteration {size.kill_at}")
         killed_s = cluster.kill_worker(NODES[0][0])
@@ -250,13 +253,13 @@ def draw(report: dict[str, Any], file: Path) -> None:
     lower.step(times, [*rates, rates[-1]], where="post", color="#2171b5")
     lower.set(xlabel="seconds since the first iteration", ylabel="tokens per second", ylim=(0, None))
     for axes in (upper, lower):
-        axes.axvspan(report["killed_s"], report["goes_on_s"], color="#d98c3f", alpha=0.5, lw=0)
-        axes.axvspan(report["goes_on_s"], report["back_s"], color="#bdbdbd", alpha=0.35, lw=0)
+        axes.axvspan(report["killed_s"], report["goes_on_s"], color="#d98c3f", alpha=0.5, lw=0, label="until two go on")
+        axes.axvspan(report["goes_on_s"], report["back_s"], color="#bdbdbd", alpha=0.35, lw=0, label="two nodes")
         axes.spines[["top", "right"]].set_visible(False)
     top = {"xycoords": ("data", "axes fraction"), "fontsize": 9, "va": "bottom"}
-    upper.annotate("killed", (report["killed_s"], 1.01), ha="right", **top)
-    upper.annotate("two nodes", ((report["goes_on_s"] + report["back_s"]) / 2, 1.01), ha="center", **top)
-    upper.annotate("back", (report["back_s"], 1.01), ha="left", **top)
+    upper.annotate("worker killed", (report["killed_s"], 1.01), ha="right", **top)
+    upper.annotate("it is back", (report["back_s"], 1.01), ha="left", **top)
+    upper.legend(loc="upper right", frameon=False)
     figure.savefig(file, dpi=120)
 
 
