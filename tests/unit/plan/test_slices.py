@@ -73,13 +73,6 @@ def test_other_parameters_refused() -> None:
 
 
 EMPTY_CHUNK = replace(plan(PP4), stages=tuple(replace(s, layers=(n,)) for s, n in zip(plan(PP4).stages, (2, 3, 0, 3))))
-MIXED = replace(
-    plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
-    stages=(
-        plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2").stages[0],
-        plan("--pipeline-model-parallel-size 2", 2).stages[1],
-    ),
-)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +83,6 @@ MIXED = replace(
         (plan(PP4), {"context_exchange": True, "exchange_units": 3}, "--het-exchange-units = 3.*16 tokens of a slice"),
         (plan(PP4), {"context_exchange": True, "exchange_units": 0}, "whole number"),
         (EMPTY_CHUNK, {"context_exchange": True}, "a chunk has no layers.*layer by layer"),
-        (MIXED, {"context_exchange": True}, r"TP sizes \[1, 2\].*the same heads"),
     ],
 )
 def test_exchange_refused(made: Plan, given: dict[str, Any], reason: str) -> None:
