@@ -45,7 +45,7 @@ def runs(found: Estimator, candidate: Candidate) -> bool:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_ministages_only_where_a_parameter_window_can_hold_them(tied):
-    """Not where replicas of a stage differ in TP, nor with tied embeddings, which are in two stages or two chunks."""
+    """Replicas of a stage may differ in TP; tied embeddings may be in two stages, but not in two chunks of one."""
     found = estimator(tied_embeddings=tied)
     one = (Stage(12, (Group(0, 1, 2), Group(1, 1, 2))),)
     two = (Stage(6, (Group(0, 1, 2),)), Stage(6, (Group(1, 1, 2),)))
@@ -54,7 +54,7 @@ def test_ministages_only_where_a_parameter_window_can_hold_them(tied):
         candidate = Candidate(stages, 1, zero_stage=1)
         assert runs(found, candidate)
         ministages = candidate.with_(schedule="ministage", chunks=2)
-        assert runs(found, ministages) == (not tied and stages != mixed)
+        assert runs(found, ministages) == (not tied or len(stages) > 1)
         assert not runs(found, ministages.with_(zero_stage=0))
         if runs(found, ministages):
             build_plan(found, ministages, found.estimate(ministages))
