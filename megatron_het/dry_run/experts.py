@@ -55,8 +55,9 @@ def balance_experts() -> None:
     def known_splits(self: Any, routing_map: torch.Tensor) -> Any:
         counts = preprocess(self, routing_map)
         if self.output_splits_tp is not None:  # every TP rank has an equal part of the sequence
-            self.input_splits = equal_shares(self.num_out_tokens, self.ep_size)
-            self.output_splits = [self.input_splits[self.ep_rank]] * self.ep_size
+            sent = equal_shares(self.num_out_tokens, self.ep_size)
+            self.input_splits = _Sizes(sent, self.input_splits)
+            self.output_splits = _Sizes([sent[self.ep_rank]] * self.ep_size, self.output_splits)
             received = sum(self.output_splits)
             self.output_splits_tp.tolist = lambda: [received] * self.tp_size
         return counts
@@ -95,6 +96,14 @@ def equal_shares(tokens: int, parts: int) -> list[int]:
     """How many tokens each part gets; the first parts get what is left over."""
     share, rest = divmod(tokens, parts)
     return [share + (p < rest) for p in range(parts)]
+
+
+class _Sizes(list[int]):
+    """Split sizes, and the tensor that they stand for: passes keep it as long as they would keep that one."""
+
+    def __init__(self, values: Iterable[int], tensor: torch.Tensor) -> None:
+        super().__init__(values)
+        self.tensor = tensor
 
 
 class _List:
