@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.cases import Case, build_plan, common_flags, with_schedule
-from benchmarks.expert_cases import divided
 from benchmarks.poplar_cases import with_sizes
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
 from benchmarks.zero_cases import zero_case
@@ -49,17 +48,10 @@ def _unequal() -> dict[str, Case]:
     return found | {f"data-parallel, ZeRO-{zero}": zero_case((1, 1), zero, 2, {}, rng) for zero in range(4)}
 
 
-def _divided(case: Case, sizes: list[list[int]]) -> Case:
-    return replace(case, plan=divided(case.plan, sizes))
-
-
 def _experts() -> dict[str, Case]:
     """Layers of experts, all of which every token is sent to, so that a dry run knows how many each gets."""
     plain = {
         "1f1b, experts, mixed TP in a stage": _plain([[1], [2, 1]], [2, 3], sequence_parallel=True),
-        "1f1b, experts divided over ranks": _divided(
-            _plain([[2], [4, 1]], [2, 3], sequence_parallel=True), [[2], [2, 1]]
-        ),
         "ministage with a window, experts": _window([[1, 1], [1]], [1, 1]),
         "zero-bubble, experts, full recompute": with_schedule(_plain([[1], [1]], [2, 2]), "zb-h1", 1, {}),
     }
