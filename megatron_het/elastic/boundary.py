@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_het.checkpoint import asynchronous
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.datasets import Kept, remembered
 from megatron_het.elastic.generation import Generation
@@ -120,7 +119,6 @@ class ElasticBoundary(Boundary):
             session.materialise_parameters()
             assert self.trainee is not None
             self._copies.wait()
-            asynchronous.finish()
             raise Leave(take(self.trainee, iteration))
         assert self.trainee is not None
         if self.generation.unsaved:
