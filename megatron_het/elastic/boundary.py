@@ -6,9 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron_het.checkpoint import asynchronous
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.datasets import Kept, remembered
 from megatron_het.elastic.generation import Generation
@@ -62,7 +59,7 @@ class ElasticBoundary(Boundary):
     ) -> None:
         self.generation, self.process, self._timeout_s = generation, process, timeout_s
         self._job_store = store
-        self.store = dist.PrefixStore("world", meeting_of(generation, store, timeout_s))
+        self.store = meeting_of(generation, "world", store, timeout_s)
         self._copies, self._leaves_at = copies, leaves_at
         self.padded_vocab_size = padded_vocab_size
         self._datasets = datasets
@@ -120,7 +117,6 @@ class ElasticBoundary(Boundary):
             session.materialise_parameters()
             assert self.trainee is not None
             self._copies.wait()
-            asynchronous.finish()
             raise Leave(take(self.trainee, iteration))
         assert self.trainee is not None
         if self.generation.unsaved:
@@ -134,22 +130,20 @@ class ElasticBoundary(Boundary):
 
     def _open_copies(self, rank: int) -> None:
         if self._copies.every:
-            prefix = dist.PrefixStore("copies", meeting_of(self.generation, self._job_store, self._timeout_s))
-            links = Links(prefix, rank, len(self.generation.ranks), self._timeout_s)
+            meeting = meeting_of(self.generation, "copies", self._job_store, self._timeout_s)
+            links = Links(meeting, rank, len(self.generation.ranks), self._timeout_s)
             self._copies.open(self.generation, rank, links)
 
 
 def open_links(generation: Generation, process: int, store: Any, timeout_s: float) -> Links:
     """The connections over which the state of a generation moves.  Collective over its movers."""
     movers = generation.movers
-    prefix = dist.PrefixStore("movers", meeting_of(generation, store, timeout_s))
-    return Links(prefix, movers.index(process), len(movers), timeout_s)
+    return Links(meeting_of(generation, "movers", store, timeout_s), movers.index(process), len(movers), timeout_s)
 
 
-def meeting_of(generation: Generation, store: Any, timeout_s: float) -> MeetingStore:
+def meeting_of(generation: Generation, what_for: str, store: Any, timeout_s: float) -> MeetingStore:
     """Where the processes of a generation meet, in the job's store."""
-    prefix = dist.PrefixStore(str(generation.number), store)
-    return MeetingStore(prefix, generation.lost_key.partition("/")[2], timeout_s)
+    return MeetingStore(store, f"{generation.number}/{what_for}", generation.lost_key, timeout_s)
 
 
 def _load_newest_checkpoint(args: Any, folder: str | None) -> None:

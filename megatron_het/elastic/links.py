@@ -28,6 +28,7 @@ class Links:
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         self.rank, self.size = rank, size
+        self._store = store  # the group holds its part in C++ only
         self._group: Any = None
         if size > 1:
             self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))

@@ -24,15 +24,18 @@ class LostError(RuntimeError):
 class MeetingStore(dist.Store):
     """A store over another one.
 
+    Whoever hands it to torch keeps it as well: torch holds the part in C++ only, which cannot do without this one.
+
     Args:
         store: Where keys and values are.
-        lost: Key of the other store that is there once a process of the generation is lost.
+        name: What its keys begin with.
+        lost: Key that is there once a process of the generation is lost.
         timeout_s: Bound on a wait that names none, in seconds.
     """
 
-    def __init__(self, store: Any, lost: str, timeout_s: float) -> None:
+    def __init__(self, store: Any, name: str, lost: str, timeout_s: float) -> None:
         super().__init__()
-        self._store, self._lost = store, lost
+        self._store, self._whole, self._lost = dist.PrefixStore(name, store), store, lost
         self._timeout = timedelta(seconds=timeout_s)
 
     def set(self, key: str, value: Any) -> None:
@@ -76,7 +79,7 @@ class MeetingStore(dist.Store):
         bound = (timeout or self._timeout).total_seconds()
         deadline_s, pause_s = time.monotonic() + bound, _POLL_S
         while not self._store.check(list(keys)):
-            if self._store.check([self._lost]):
+            if self._whole.check([self._lost]):
                 raise LostError(f"nobody waits for {', '.join(keys)} any more: a process of this generation is lost")
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"{', '.join(keys)} did not come within {bound:g} s")

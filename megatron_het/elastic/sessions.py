@@ -14,7 +14,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_het.checkpoint import asynchronous
 from megatron_het.elastic.boundary import ElasticBoundary, Leave
 from megatron_het.elastic.state import Snapshot
 from megatron_het.plan import save_plan
@@ -109,7 +108,6 @@ def end_session() -> None:
 
     with contextlib.suppress(OSError):
         flush_logs()  # the next session has a writer of its own
-    asynchronous.abandon()
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
