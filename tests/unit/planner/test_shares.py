@@ -18,13 +18,13 @@ from tools.planner.estimate import Estimator
 from tools.planner.layercost import CatalogCosts
 from tools.planner.model import Model
 from tools.planner.reference import reference_nodes
-from tools.planner.schedules.ministage import window_state
+from tools.planner.schedules.ministage import at_peak
 from tools.planner.search.balance import balance
 
 BIG, SMALL = 0, 1
 
 
-def estimator(layers: int = 24, margin: float = 0.95) -> Estimator:
+def estimator(layers: int = 28, margin: float = 0.95) -> Estimator:
     model = Model(
         num_layers=layers,
         hidden_size=2048,
@@ -40,7 +40,7 @@ def estimator(layers: int = 24, margin: float = 0.95) -> Estimator:
     return Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=margin)
 
 
-def mixed(layers: int = 24, chunks: int = 1, **more: object) -> Candidate:
+def mixed(layers: int = 28, chunks: int = 1, **more: object) -> Candidate:
     """One stage of two large and two small GPUs."""
     stage = Stage(layers, (Group(BIG, 1, 2), Group(SMALL, 1, 2)))
     return Candidate((stage,), 1, "full", schedule="ministage", chunks=chunks, zero_stage=1).with_(**more)
@@ -60,7 +60,7 @@ def test_state_goes_where_memory_is_free_when_equal_shares_do_not_fit():
     filled = []
     for m in estimate.memory:
         count = m.parameter_bytes / (2 * (1 + m.state_share))
-        state = sum(window_state(e, candidate, count, m.state_share)) - sum(window_state(e, candidate, count, 0.0))
+        state = m.total_bytes - at_peak(e, candidate, m, count, 0.0).total_bytes
         filled.append(state / (0.95 * m.capacity_bytes - m.total_bytes + state))
     assert filled[0] == pytest.approx(filled[1])
 
@@ -105,7 +105,7 @@ def test_what_is_priced_as_offloaded_is_offloaded():
 
 def test_of_replicas_of_one_kind_the_one_that_keeps_most_counts():
     e = estimator()
-    candidate = Candidate((Stage(24, (Group(BIG, 1, 4),)),), 1, "full", schedule="ministage", zero_stage=1)
+    candidate = Candidate((Stage(28, (Group(BIG, 1, 4),)),), 1, "full", schedule="ministage", zero_stage=1)
     plan = build_plan(e, candidate, e.estimate(candidate))
     even = e.estimate(candidate_of(plan, e.cluster)[0]).memory[0]
     assert even.state_share is None

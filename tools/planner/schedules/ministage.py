@@ -271,8 +271,7 @@ def shares_by_memory(
         return None
     free = []
     for m, count in zip(found, counts):
-        alone = sum(window_state(estimator, candidate, count, 0.0))
-        rest = m.activation_bytes + m.workspace_bytes + m.reserved_bytes
-        free.append(max(0.0, estimator.memory_margin * m.capacity_bytes - rest - alone))
+        alone = at_peak(estimator, candidate, m, count, 0.0).total_bytes
+        free.append(max(0.0, estimator.memory_margin * m.capacity_bytes - alone))
     total = sum(f * m.group.count for f, m in zip(free, found))
     return [f / total for f in free] if total else None
