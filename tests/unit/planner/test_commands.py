@@ -233,7 +233,7 @@ def hand_made(folder, schedule="1f1b", parameters=None, shares=(1.0, 1.0), chunk
         ({"schedule": "slimpipe", "parameters": {"slices": 1}}, "--het-slices"),
         (
             {"schedule": "slimpipe", "parameters": {"slices": 4, "context_exchange": True}, "tp": 2},
-            "--het-context-exchange",
+            "schedule.name",  # microbatches change replicas, so that helpers would not be there
         ),
         ({"parameters": {"zero_stage": 3}}, "schedule.parameters.zero_stage"),
         ({"parameters": {"slack": None}}, "schedule.parameters.slack"),

@@ -35,9 +35,11 @@ HOPEFUL = 0.6
 UNKNOWN = 0.97
 """Simulation over closed form that may be hoped for in a class that nothing is known of."""
 ORDER_WINDOW = 0.03
-"""Other orders and depths are tried for plans within this share of the best (they gain less)."""
+"""Other orders are tried for plans within this share of the best (they gain less)."""
+SMALL = 5_000
+"""Compute operations of plans that are all tried with more in flight, if they may become the best by it."""
 DEEPENED = 2
-"""Plans for which depths are chosen."""
+"""Plans for which depths are chosen, however large they are."""
 
 
 def finish(
@@ -113,9 +115,13 @@ def _conclude(book: Book, outcome: Outcome, found: list[Found], place: Callable[
 def _improve_best(estimator: Estimator, goal: Goal, found: list[Found], operations: int) -> None:
     """More in flight across slow links where that makes the best plans faster, and small changes of the best."""
     found.sort(key=lambda f: f.value(goal))
-    for i, entry in enumerate(found[:DEEPENED]):
-        if entry.value(goal) < found[0].value(goal) * (1 + ORDER_WINDOW):
-            found[i] = deeper(estimator, goal, entry)
+    best = found[0].iteration_s
+    for i, entry in enumerate(found):
+        is_large = operations_of(estimator, entry.candidate) > SMALL
+        if i >= DEEPENED and (is_large or least_s(estimator, entry.candidate, entry.estimate) >= best):
+            continue
+        found[i] = deeper(estimator, goal, entry)
+        best = min(best, found[i].iteration_s)
     found.sort(key=lambda f: f.value(goal))
     better = refine(estimator, goal, found[0], operations, partial(_simulated, estimator, goal, tries=1))
     if better is not found[0]:
