@@ -167,6 +167,19 @@ def folder_of(plan: Plan, folder: Path) -> Path:
 
 def job(plan_file: Path, folder: Path, iterations: int, stand_in: Mapping[str, Any], *more: str) -> Job:
     """The training of a plan on paced devices."""
+    own = ("--het-plan", str(plan_file), "--het-report", str(folder / "ranks"))
+    return Job(
+        folder.name,
+        load_plan(plan_file).world_size,
+        (*training_flags(iterations), *own, *more),
+        folder / "logs",
+        setup=("benchmarks.drift_stand_ins:paced", dict(stand_in)),
+        timeout_s=900.0,
+    )
+
+
+def training_flags(iterations: int) -> tuple[str, ...]:
+    """Of the paced model, without a plan."""
     from megatron_het.platform.flags import platform_flags
 
     m = MODEL
@@ -178,15 +191,7 @@ def job(plan_file: Path, folder: Path, iterations: int, stand_in: Mapping[str, A
     --mock-data --tokenizer-type NullTokenizer --vocab-size {m.vocab_size - 1} --eval-iters 0
     --eval-interval 100000 --log-interval 1 --calculate-per-token-loss --train-iters {iterations}"""
     platform = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
-    own = ("--het-plan", str(plan_file), "--het-report", str(folder / "ranks"))
-    return Job(
-        folder.name,
-        load_plan(plan_file).world_size,
-        words(flags, platform, own, *more),
-        folder / "logs",
-        setup=("benchmarks.drift_stand_ins:paced", dict(stand_in)),
-        timeout_s=900.0,
-    )
+    return words(flags, platform)
 
 
 def times_of(folder: Path, first: int) -> list[float]:

@@ -26,7 +26,7 @@ def work() -> None:
         job["token"],
         own["process"],
         own["node"],
-        "",
+        own.get("device", ""),
         str(folder),
         1,
         job["timeout_s"],

@@ -53,7 +53,9 @@ _REFUSED = (
     Refusal("step_batch_size_schedule", "a plan routes a fixed number of microbatches"),
     Refusal("mtp_num_layers", "multi-token prediction is not supported with a plan"),
     Refusal("hybrid_layer_pattern", "hybrid models are not supported with a plan"),
-    Refusal("num_distributed_optimizer_instances", "a plan has one optimizer instance per TP class", more_than_one),
+    Refusal(
+        "num_distributed_optimizer_instances", "a plan has one optimizer instance per class of replicas", more_than_one
+    ),
     Refusal("data_parallel_random_init", "replicas must start from the same weights"),
     Refusal("full_validation", "evaluation must have the plan's number of microbatches"),
     Refusal("multiple_validation_sets", "evaluation must have the plan's number of microbatches"),
@@ -247,7 +249,7 @@ def _check_checkpoint(plan: Plan, args: Any) -> None:
         raise PlanError(
             "--non-persistent-ckpt-type",
             args.non_persistent_ckpt_type,
-            "of replicas of different TP and of tied embeddings only one copy is saved, which other ranks "
+            "of replicas of different TP or EP and of tied embeddings only one copy is saved, which other ranks "
             "cannot read from a local checkpoint",
             "Use global",
         )

@@ -3,7 +3,7 @@
 - Layers are keyed one by one (``non_homogeneous_layers``), because a stacked key needs one local
   shape for all layers and stages may have different TP.  The flag is stored in the checkpoint, so
   that any reader, stock Megatron included, uses the same keys.
-- Of several TP classes of a stage the primary one writes; of tied embeddings the model's first chunk does.
+- Of several classes of replicas of a stage the primary one writes; of tied embeddings the model's first chunk does.
 - Random-number states are kept per world rank under an own key, and only loaded again under the
   same topology.  To stock Megatron the checkpoint says that it has none: its own key is a grid of
   (pipeline, tensor) ranks, which a plan does not have.

@@ -153,7 +153,8 @@ def _check_documents(args: Any) -> None:
     if packing := asked_by(args):
         sys.stderr.write(
             f"megatron_het.dry_run: {flag_of(packing)}: where documents begin depends on values, which a dry run does "
-            "not have. Leave the flag out: sequences of one document take at least as much memory\n"
+            "not have. Without the flag every sequence is one document; under full recomputation a run with "
+            "documents also holds the keys and values of its microbatches in flight\n"
         )
         raise SystemExit(2)
 

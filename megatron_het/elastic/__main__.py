@@ -263,7 +263,7 @@ def _planner(options: Any) -> Planner:
     if options.cluster is None or options.model is None:
         raise UsageError("the controller needs plans: give --plans, or --cluster and --model to search them, or both")
     search = Search(options.cluster, options.model, options.profile, options.folder, options.plan_limit_s)
-    searched = SearchedPlans(options.cluster, search.run)
+    searched = SearchedPlans(options.cluster, search, _say)
     return GivenFirst(plans, searched) if plans else searched
 
 

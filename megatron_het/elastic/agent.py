@@ -18,6 +18,7 @@ from megatron_het.elastic.worker import ENVIRONMENT, Setting
 
 _POLL_S = 0.02
 _END_S = 20.0
+_TELL_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -74,6 +75,7 @@ class Agent:
         self._restarts = [node.restarts] * node.workers
         self._asked = False
         self._stops = False
+        self._told_s = 0.0
 
     def run(self) -> int:
         """Until the job is over or no worker is left; returns the exit code."""
@@ -127,8 +129,8 @@ class Agent:
 
     def _look_after(self) -> None:
         name = self._node.setting.node
-        if self._stops:
-            self._stops = False
+        if self._stops and time.monotonic() - self._told_s > _TELL_S:  # again and again: a session may have missed it
+            self._told_s = time.monotonic()
             for worker in self._workers:
                 worker.process.send_signal(signal.SIGUSR1)
         if self._asked and not self._board.has(f"asked/{name}"):

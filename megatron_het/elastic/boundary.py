@@ -13,6 +13,7 @@ from megatron_het.elastic.links import Links
 from megatron_het.elastic.meeting import MeetingStore
 from megatron_het.elastic.state import Restored, Snapshot, Trainee, restore, take
 from megatron_het.runtime.boundary import Boundary
+from megatron_het.watch.feature import RankWatch
 
 LeavesAt = Callable[[int], bool]
 
@@ -67,10 +68,14 @@ class ElasticBoundary(Boundary):
         self.restored: Restored | None = None
         self.iteration: int | None = None
         """Iterations that are done, as far as this session knows."""
+        self.is_saving = False
+        """Whether a checkpoint is written, since the last boundary."""
         self._save_every: int | None = None
         self._saved_in: str | None = None
         self.times: dict[str, float] = {}
         """Wall-clock times of what a change waits for."""
+        self.drift: dict[str, Any] | None = None
+        """What the watch has measured, on the rank that compares, once after something has begun to drift."""
 
     def prepare(self, args: Any) -> None:
         """All generations have one vocabulary: its padding depends on TP, and padded rows take part in the loss."""
@@ -108,11 +113,18 @@ class ElasticBoundary(Boundary):
             _load_newest_checkpoint(args, self._saved_in)
         return None
 
+    def saves(self) -> None:
+        """What fails from here to the next boundary is this checkpoint."""
+        self.is_saving = True
+
     def reached(self, session: Any, iteration: int) -> None:
         """Leave, if it is time."""
+        self.is_saving = False
         if self.iteration is not None:
             self.times.setdefault("first_step", time.time())
         self.iteration = iteration
+        watch = session.feature("watch")
+        self.drift = watch.news() if isinstance(watch, RankWatch) else None
         if self._leaves_at(iteration):
             session.materialise_parameters()
             assert self.trainee is not None
@@ -122,6 +134,15 @@ class ElasticBoundary(Boundary):
         if self.generation.unsaved:
             self.trainee.args.save_interval = None if iteration + 1 in self.generation.unsaved else self._save_every
         self._copies.keep(session, self.trainee, iteration)
+
+    @property
+    def iterations_left(self) -> int:
+        """Of the training, as far as this session knows."""
+        assert self.trainee is not None
+        args, done = self.trainee.args, self.iteration or 0
+        if args.train_iters:
+            return int(args.train_iters) - done
+        return max(0, (args.train_samples or 0) - args.consumed_train_samples) // max(1, args.global_batch_size)
 
     def closed(self) -> None:
         """The session is over, however it ended."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_het.elastic.board import Board, BoardError
 from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.lessons import Lessons
 from megatron_het.elastic.members import Bounds, Member
 from megatron_het.elastic.pool import NoPlanError, Planner, Process
 from megatron_het.untrusted import read_json, write_text
@@ -45,7 +46,9 @@ class Controller:
     ) -> None:
         self._board, self._planner, self._state, self._nodes = board, planner, state, nodes
         self._bounds, self._say = bounds, say
+        self._lessons = Lessons(planner, say)
         self._members: dict[int, Member] = {}
+        self._newest = 0
         self._leaving: set[str] = set()
         self._generation: Generation | None = None
         self._ended: dict[int, dict[str, Any]] = {}
@@ -102,6 +105,7 @@ class Controller:
             reason, since_s = self._wanted
             self._next(reason, since_s)
         elif self._wanted is None:
+            self._perhaps_learn(generation)
             self._perhaps_change(generation)
         return False
 
@@ -127,6 +131,8 @@ class Controller:
             self._note_ended(message)
         elif kind == "opened":
             self._note_opened(message)
+        elif kind == "drift" and self._generation is not None and message["generation"] == self._generation.number:
+            self._lessons.note(message, self._generation, self._pool(), self.history)
         elif kind == "leave":
             self._leaving.add(str(message["node"]))
             self._say(f"node {message['node']} is to leave")
@@ -163,6 +169,8 @@ class Controller:
         node = str(message["node"])
         self._members[number] = Member(Process(number, node, str(message["device"])))
         self._missing[node] = self._missing.get(node, int(message.get("workers", 1))) - 1
+        self._newest = max(self._newest, number)
+        self._save()  # a controller that is started again must not give its number to another one
         self._say(f"worker {number} on {message['node']} is ready")
 
     def _note_opened(self, message: dict[str, Any]) -> None:
@@ -195,6 +203,9 @@ class Controller:
             beat = self._board.get(f"beat/{number}")
             if beat is not None and beat["beats"] != member.beats:
                 member.beats, member.seen_s, member.iteration = beat["beats"], now, int(beat["iteration"])
+                ended, running = beat.get("ended"), self._generation
+                if ended and running and number not in self._ended and ended["generation"] == running.number:
+                    self._note_ended(ended)  # it was said to a controller that is no more
             elif now - member.seen_s > self._bounds.lost_s:
                 self._board.put(f"kill/{number}", "no sign of life")
                 self._lose(number, f"worker {number} on {member.process.node} gives no sign of life")
@@ -237,6 +248,12 @@ class Controller:
                 f"only {len(found)} of {self._nodes} nodes came in {self._bounds.start_s:g} s ({', '.join(found)}). "
                 "Start the agents of the others, or ask for fewer with --nodes"
             )
+
+    def _perhaps_learn(self, generation: Generation) -> None:
+        """A better plan for what the run has measured."""
+        if reason := self._lessons.reason(generation, self._members):
+            self._considered, self._prepared = frozenset(process.number for process in self._pool()), frozenset()
+            self._want(reason)
 
     def _perhaps_change(self, generation: Generation) -> None:
         """Nodes that leave, and newcomers with whom there is a better plan; every pool is looked at once."""
@@ -342,7 +359,9 @@ class Controller:
                 {"process": n, "node": m.process.node, "device": m.process.device, "iteration": m.iteration}
                 for n, m in sorted(self._members.items())
             ],
+            "newest": self._newest,
             "leaving": sorted(self._leaving),
+            "corrected": self._lessons.corrected,
             "history": self.history,
         }
 
@@ -356,7 +375,11 @@ class Controller:
         if not self._state.exists():
             return
         document = read_json(self._state)
-        if document["generation"] is None or document.get("over"):
+        if document.get("over"):
+            return
+        self._newest = int(document.get("newest", 0))
+        self._board.start_count("processes", self._newest)
+        if document["generation"] is None:
             return
         self._generation = Generation.from_json(document["generation"])
         self._signature, self.history = document["signature"], document["history"]
@@ -364,10 +387,10 @@ class Controller:
             process = Process(int(member["process"]), member["node"], member["device"])
             self._members[process.number] = Member(process)
         self._leaving, self._unsaved = set(document["leaving"]), set(self._generation.unsaved)
+        self._lessons.recall(document.get("corrected"))
         number = self._generation.number
         self._board.put(f"{number}/generation", self._generation.to_json())
         self._board.put("latest", number)
-        self._board.start_count("processes", max(self._members, default=0))
         self._say(f"goes on with generation {number} and {len(self._members)} workers")
 
     def _end(self, error: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from megatron_het.elastic.learned import Learned
 from megatron_het.plan import Plan
 
 
@@ -51,6 +52,25 @@ class Planner(Protocol):
     def renew(self) -> None:
         """Forget the plans that were made: what they were made from has changed."""
 
+    def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
+        """Begin to search a better plan for what a run measured; returns at once.
+
+        Args:
+            pool: The processes that there are.
+            plan: What runs.
+            measured: What its watch has summed up.
+            change_s: Seconds that a change of the plan takes.
+        """
+
+    def learned(self) -> Learned | None:
+        """What the last :meth:`learn` has found; None before that, afterwards, and where nothing is better."""
+
+    def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
+        """Plan with what was learned from now on; its plan is the one for a pool, whose kinds are those of it."""
+
+    def recall(self, document: dict[str, Any]) -> None:
+        """Plan with what was learned before the controller was started again (:meth:`Learned.to_json`)."""
+
 
 class GivenPlans:
     """Takes the best plan of a list that the pool can run.
@@ -89,6 +109,19 @@ class GivenPlans:
     def renew(self) -> None:
         """See :class:`Planner`; the list stays."""
 
+    def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
+        """See :class:`Planner`; the list has no other plan for the same pool."""
+
+    def learned(self) -> Learned | None:
+        """See :class:`Planner`; nothing."""
+        return None
+
+    def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
+        """See :class:`Planner`; never asked."""
+
+    def recall(self, document: dict[str, Any]) -> None:
+        """See :class:`Planner`; the list stays."""
+
 
 class GivenFirst:
     """Takes a plan of a list where the pool can run one, and another planner's for every other pool.
@@ -99,7 +132,8 @@ class GivenFirst:
     """
 
     def __init__(self, given: Sequence[Plan], other: Planner) -> None:
-        self._plans, self._given, self._other = given, GivenPlans(given), other
+        self._plans: Sequence[Plan] = given
+        self._given, self._other = GivenPlans(given), other
 
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
         """See :class:`Planner`."""
@@ -122,6 +156,24 @@ class GivenFirst:
     def renew(self) -> None:
         """See :class:`Planner`; the list stays."""
         self._other.renew()
+
+    def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
+        """See :class:`Planner`: searched, because the list says nothing of devices that have become slow."""
+        self._other.learn(pool, plan, measured, change_s)
+
+    def learned(self) -> Learned | None:
+        """See :class:`Planner`."""
+        return self._other.learned()
+
+    def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
+        """See :class:`Planner`; plans of the list name kinds of devices that some of the pool are no longer."""
+        self._plans, self._given = (), GivenPlans(())
+        self._other.accept(learned, pool)
+
+    def recall(self, document: dict[str, Any]) -> None:
+        """See :class:`Planner`."""
+        self._plans, self._given = (), GivenPlans(())
+        self._other.recall(document)
 
     def _for(self, pool: Sequence[Process]) -> Planner:
         fits = any(assign(plan, pool) is not None for plan in self._plans)

@@ -16,10 +16,11 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from megatron_het.elastic.learned import Learned, read_better, read_learned, write_run
 from megatron_het.elastic.pool import NoPlanError, Process, assign
 from megatron_het.plan import Plan, load_plan
 from megatron_het.untrusted import read_yaml, write_text
@@ -55,20 +56,62 @@ class Search:
         key = hashlib.sha256(document.encode()).hexdigest()[:16]
         cluster, out = self.folder / f"cluster-{key}.yaml", self.folder / f"plan-{key}.json"
         write_text(cluster, document)
+        done = self._planner("plan", "--cluster", str(cluster), "--out", str(out))
+        if done.returncode:
+            raise NoPlanError(done.stderr.strip() or f"the planner ended with exit code {done.returncode}")
+        return load_plan(out)
+
+    def better(self, document: str, plan: Plan, measured: dict[str, Any], change_s: float) -> Learned | None:
+        """A better plan for what a run measured; None where there is none.
+
+        Args:
+            document: Text of the cluster file that the run's plan fits.
+            plan: What runs.
+            measured: What its watch has summed up.
+            change_s: Seconds that a change takes.
+
+        Raises:
+            NoPlanError: The planner cannot say.
+        """
+        key = hashlib.sha256(json.dumps(measured).encode()).hexdigest()[:16]
+        folder = self.folder / f"measured-{key}"
+        files = write_run(folder, plan, document, measured)
+        done = self._planner("replan", str(folder), *files, "--restart-s", f"{change_s:g}", "--json")
+        if done.returncode == 1:
+            return None
+        if done.returncode:
+            raise NoPlanError(done.stderr.strip() or f"the planner ended with exit code {done.returncode}")
+        return read_better(folder, done.stdout)
+
+    def with_profile(self, profile: Path | None) -> Search:
+        """The same with another profile."""
+        return replace(self, profile=profile)
+
+    def _planner(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of the planner, in bounded time."""
         name = "het_planner" if importlib.util.find_spec("het_planner") else "tools.planner"
-        command = [sys.executable, "-m", name, "plan", "--cluster", str(cluster), "--model", str(self.model)]
-        command += ["--out", str(out), "--limit-s", f"{self.limit_s:g}"]
+        command = [sys.executable, "-m", name, *words, "--model", str(self.model), "--limit-s", f"{self.limit_s:g}"]
         command += [] if self.profile is None else ["--profile", str(self.profile)]
         if nice := shutil.which("nice"):  # the controller's machine usually trains as well
             command = [nice, "-n", "10", *command]
         bound_s = 4 * self.limit_s + 60
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=bound_s, check=False)
+            return subprocess.run(command, capture_output=True, text=True, timeout=bound_s, check=False)
         except subprocess.TimeoutExpired:
             raise NoPlanError(f"the planner did not end within {bound_s:g} s") from None
-        if done.returncode:
-            raise NoPlanError(done.stderr.strip() or f"the planner ended with exit code {done.returncode}")
-        return load_plan(out)
+
+
+class Searcher(Protocol):
+    """What :class:`SearchedPlans` needs of a :class:`Search`."""
+
+    def run(self, document: str) -> Plan:
+        """See :class:`Search`."""
+
+    def better(self, document: str, plan: Plan, measured: dict[str, Any], change_s: float) -> Learned | None:
+        """See :class:`Search`."""
+
+    def with_profile(self, profile: Path | None) -> Searcher:
+        """The same with another profile."""
 
 
 class SearchedPlans:
@@ -76,19 +119,22 @@ class SearchedPlans:
 
     Args:
         cluster: Cluster file, from which the nodes that are there are taken.  It is read now and on :meth:`renew`.
-        run: Searches a plan for a cluster file's text; raises :class:`NoPlanError`.
+        search: Searches a plan for a cluster file's text; raises :class:`NoPlanError`.
+        say: Writes one line of progress.
 
     Raises:
         FileError: The cluster file cannot be read.
     """
 
-    def __init__(self, cluster: Path, run: Callable[[str], Plan]) -> None:
-        self._cluster, self._run = cluster, run
+    def __init__(self, cluster: Path, search: Searcher, say: Callable[[str], None]) -> None:
+        self._cluster, self._search, self._say = cluster, search, say
         self._whole: dict[str, Any] = read_yaml(cluster)
         self._known: dict[str, Plan | NoPlanError] = {}
         self._queue: deque[str] = deque()
         self._running: str | None = None
         self._renewed = 0
+        self._learns = False
+        self._learned: Learned | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -145,8 +191,65 @@ class SearchedPlans:
         Raises:
             FileError: The cluster file cannot be read any more; all stays as it is.
         """
-        self._whole = read_yaml(self._cluster)
+        whole = read_yaml(self._cluster)
+        kinds = {group["gpu"] for group in whole["nodes"]}
+        own = [group for group in self._whole["nodes"] if group["gpu"] not in kinds]  # learned from measurements
+        gpus = {group["gpu"]: self._whole["gpus"][group["gpu"]] for group in own if "gpus" in self._whole}
+        if own:
+            whole = {**whole, "nodes": [*whole["nodes"], *own], "gpus": {**gpus, **whole.get("gpus", {})}}
         with self._changed:
+            self._whole = whole
+            self._known.clear()
+            self._renewed += 1
+
+    def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
+        """See :class:`~megatron_het.elastic.pool.Planner`; one search at a time, others are left out."""
+        try:
+            document = self._document(pool)
+        except NoPlanError:
+            return
+        with self._changed:
+            if self._learns:
+                return
+            self._learns, self._learned = True, None
+        threading.Thread(
+            target=self._learn, args=(document, plan, measured, change_s), name="better plan", daemon=True
+        ).start()
+
+    def _learn(self, document: str, plan: Plan, measured: dict[str, Any], change_s: float) -> None:
+        found = None
+        try:
+            found = self._search.better(document, plan, measured, change_s)
+        except (NoPlanError, OSError, ValueError) as error:
+            self._say(f"no better plan from what was measured: {error}")
+        finally:
+            with self._changed:
+                self._learns, self._learned = False, found
+
+    def learned(self) -> Learned | None:
+        """See :class:`~megatron_het.elastic.pool.Planner`."""
+        with self._changed:
+            found, self._learned = self._learned, None
+        return found
+
+    def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
+        """See :class:`~megatron_het.elastic.pool.Planner`."""
+        self._change(learned.cluster, learned.profile)
+        document = self._document(pool)
+        with self._changed:
+            self._known[document] = learned.plan
+
+    def recall(self, document: dict[str, Any]) -> None:
+        """See :class:`~megatron_het.elastic.pool.Planner`."""
+        self._change(*read_learned(document))
+
+    def _change(self, cluster: dict[str, Any], profile: Path | None) -> None:
+        """Search with another cluster and profile from now on.  Kinds that may come back keep their nodes."""
+        kinds = {group["gpu"] for group in cluster["nodes"]}
+        others = [group for group in self._whole["nodes"] if group["gpu"] not in kinds]
+        with self._changed:
+            self._whole = {**cluster, "nodes": [*cluster["nodes"], *others]}
+            self._search = self._search.with_profile(profile)
             self._known.clear()
             self._renewed += 1
 
@@ -167,7 +270,7 @@ class SearchedPlans:
         renewed = self._renewed
         answer: Plan | NoPlanError
         try:
-            answer = self._run(document)
+            answer = self._search.run(document)
         except NoPlanError as error:
             answer = error
         except (OSError, ValueError) as error:

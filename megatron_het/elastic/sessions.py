@@ -71,7 +71,10 @@ def run_session(
             raise
     except RuntimeError as error:  # what torch.distributed raises when a peer has gone
         return Outcome("failed", error=_told(error))
-    except (OSError, CheckpointException) as error:  # a full disk: training goes on without this checkpoint
+    except (OSError, CheckpointException) as error:
+        if not boundary.is_saving:  # this node's own trouble: the others go on without it
+            raise
+        # A full disk: training goes on without this checkpoint.
         return Outcome("failed", error=_told(error), unsaved=(boundary.iteration or 0) + 1)
     finally:
         boundary.closed()

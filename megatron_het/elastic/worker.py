@@ -82,6 +82,7 @@ class Worker:
         self._copies = Copies(setting.copy_every)
         self._datasets: Kept = {}
         self._iteration = 0
+        self._ended: dict[str, Any] | None = None
         self._padded_vocab_size: int | None = None
 
     def _connect(self, patience_s: float) -> Board:
@@ -116,17 +117,16 @@ class Worker:
             outcome, boundary = self._train(generation)
             if outcome.snapshot is not None:
                 self._copies.add(outcome.snapshot)
-            self._board.post(
-                {
-                    "type": "ended",
-                    "process": process,
-                    "generation": generation.number,
-                    "how": outcome.how,
-                    "error": outcome.error[-2000:],
-                    "unsaved": outcome.unsaved,
-                    "iteration": boundary.iteration or 0,
-                }
-            )
+            self._ended = {
+                "type": "ended",
+                "process": process,
+                "generation": generation.number,
+                "how": outcome.how,
+                "error": outcome.error[-2000:],
+                "unsaved": outcome.unsaved,
+                "iteration": boundary.iteration or 0,
+            }
+            self._board.post(self._ended)
         elif process in generation.movers:
             try:
                 links = open_links(generation, process, self._board.store, self._setting.timeout_s)
@@ -159,6 +159,16 @@ class Worker:
     def _opened(self, boundary: ElasticBoundary) -> None:
         """At every boundary: note progress; after the first iteration say how long the phases took."""
         self._iteration = boundary.iteration or 0
+        if boundary.drift is not None:
+            self._board.post(
+                {
+                    "type": "drift",
+                    "generation": boundary.generation.number,
+                    "measured": boundary.drift,
+                    "last": self._iteration + boundary.iterations_left,
+                }
+            )
+            boundary.drift = None
         if "first_step" in boundary.times and "told" not in boundary.times:
             boundary.times["told"] = time.time()
             restored = boundary.restored
@@ -182,7 +192,9 @@ class Worker:
             beats += 1
             try:
                 board = board or self._connect(1.0)
-                board.put(f"beat/{self._setting.process}", {"beats": beats, "iteration": self._iteration})
+                # How the last session ended is said again: a controller that dies has not read all that was posted.
+                sign = {"beats": beats, "iteration": self._iteration, "ended": self._ended}
+                board.put(f"beat/{self._setting.process}", sign)
             except BoardError:
                 board = None
             time.sleep(_BEAT_S)

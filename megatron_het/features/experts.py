@@ -39,9 +39,11 @@ class Experts(Feature):
     refused_by_plans = (
         Refusal("expert_tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
         Refusal("moe_router_force_load_balancing", "it draws experts at random on every rank"),
-        Refusal("moe_single_grouped_weight", "replicas of different TP exchange the experts one by one"),
-        Refusal("moe_single_grouped_bias", "replicas of different TP exchange the experts one by one"),
-        Refusal("moe_mlp_glu_interleave_size", "replicas of different TP take the halves of a gated MLP for whole"),
+        Refusal("moe_single_grouped_weight", "replicas of different TP or EP exchange the experts one by one"),
+        Refusal("moe_single_grouped_bias", "replicas of different TP or EP exchange the experts one by one"),
+        Refusal(
+            "moe_mlp_glu_interleave_size", "replicas of different TP or EP take the halves of a gated MLP for whole"
+        ),
         Refusal("moe_expert_rank_capacity_factor", "it drops tokens by the number of ranks that share experts"),
         Refusal("overlap_moe_expert_parallel_comm", "it orders the passes of a pipeline itself"),
         Refusal("moe_use_upcycling", "a dense checkpoint is turned into experts by one layout; convert it before"),

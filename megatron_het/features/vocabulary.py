@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag
+from megatron_het.features.overlap import check_reductions_meet
 from megatron_het.features.window import Window
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
-from megatron_het.schedule.gradient_sync import unequal_orders
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.passes.embedding import add_embedding
 from megatron_het.schedule.passes.vocabulary import add_vocabulary
@@ -111,15 +111,7 @@ class Vocabulary(Feature):
 
     def check_program(self, program: Callable[[], Program], options: VocabularyOptions, args: Any) -> None:
         """Refuse an early reduction of gradients that would not meet that of other replicas."""
-        stage = unequal_orders(program()) if args.overlap_grad_reduce else None
-        if stage is not None:
-            raise PlanError(
-                "--overlap-grad-reduce",
-                True,
-                f"with {_SWITCH} the replicas of stage {stage} complete "
-                "their gradients in different orders, so that their reductions would not meet",
-                "Give all replicas of a stage as many microbatches, or leave the flag out",
-            )
+        check_reductions_meet(program, args, _SWITCH)
 
     def before_transfers(self, program: Program, options: VocabularyOptions, speeds: Sequence[float] | None) -> Program:
         """The program in which every device has its part of the output layer and of the embeddings."""

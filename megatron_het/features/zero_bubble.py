@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature, Refusal
+from megatron_het.features.overlap import check_reductions_meet
 from megatron_het.plan import Plan, PlanError
+from megatron_het.schedule.ir import Program
 from megatron_het.schedule.paths import placement_of
 
 _LAYERS, _DDP = "megatron.core.tensor_parallel.layers", "megatron.core.distributed"
@@ -61,6 +63,10 @@ class ZeroBubble(Feature):
             lambda value: value == "transformer_engine",
         ),
     )
+
+    def check_program(self, program: Callable[[], Program], options: ZeroBubbleOptions, args: Any) -> None:
+        """Weight gradients fill idle time, and replicas with other work are idle at other times."""
+        check_reductions_meet(program, args, "this schedule")
 
     def check_plan(self, plan: Plan, options: ZeroBubbleOptions) -> None:
         """A V needs two chunks of every stage."""

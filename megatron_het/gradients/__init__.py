@@ -1,1 +1,1 @@
-"""Sums of gradients and equal initial weights across replicas whose TP sizes differ."""
+"""Sums of gradients and equal initial weights across replicas that cut weights otherwise."""

@@ -196,7 +196,7 @@ def _span(held: dict[int, tuple[int, int]], gradient: torch.Tensor) -> tuple[int
 
 
 def class_exchange(groups: PlanGroups) -> ShardExchange | None:
-    """Between the TP classes of this rank's stage; None where there is one."""
+    """Between the classes of replicas of this rank's stage; None where there is one."""
     stage = groups.placement.locate(groups.rank).stage
     return _exchange(groups, [stage], "leaders") if groups.placement.is_mixed(stage) else None
 
@@ -232,7 +232,7 @@ def mark_sharded(model: list[torch.nn.Module]) -> None:
     """Say of parameters which TP cuts that it does, where Megatron's own layers forget to.
 
     The learnable softmax offset has one number per attention head of its rank.  Without the attributes it
-    would be taken for a copy: in the exchange between TP classes, and in norms.  And Transformer Engine's layers of
+    would be taken for a copy: in the exchange between classes, and in norms.  And Transformer Engine's layers of
     experts do not say that their gated projection is cut in two halves.
     """
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes

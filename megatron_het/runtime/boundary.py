@@ -40,6 +40,9 @@ class Boundary:
         """
         return None
 
+    def saves(self) -> None:
+        """A checkpoint is about to be written, at the end of an iteration."""
+
     def reached(self, session: Any, iteration: int) -> None:
         """An iteration of training is about to begin, and nothing of it has been done.
 

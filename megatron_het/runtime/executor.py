@@ -102,6 +102,7 @@ class Executor:
         state = Iteration(num_tokens=torch.zeros([], dtype=torch.int, device=call.device))
         self._hold_gradient_sync(call, state)
         begin_gathers(call)
+        self.current = "the start of an iteration"
         for feature in self._features:
             feature.begin(call, state)
         for index, op in enumerate(program.ops):

@@ -19,7 +19,7 @@ MESSAGE_BYTES = 4096
 def of_whole_stage(reports: Reports, placement: Placement, groups: PlanGroups) -> Reports:
     """One entry for the whole stage when its replicas have unequal work or TP, or share sequences.
 
-    Megatron sums entries over the data-parallel group, which here is one TP class only.
+    Megatron sums entries over the data-parallel group, which here is one class of replicas only.
     """
     where = placement.locate(groups.rank)
     if len(placement.plan.stages[where.stage].replicas) == 1 and placement.num_cp_ranks == 1:

@@ -156,6 +156,7 @@ class PretrainHook:
         """A checkpoint of an iteration is about to be written."""
         if iteration is None:
             return
+        self._boundary.saves()
         if self._checksums is None:
             self._checksums = ChecksumWriter(dist.get_rank())
         self._checksums.begin(save_folders(args), iteration)

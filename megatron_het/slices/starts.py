@@ -37,6 +37,8 @@ class DocumentStarts:
     def __init__(self, keeps_positions: bool) -> None:
         self._keeps_positions = keeps_positions
         self._starts: dict[int, tuple[Starts, ...]] = {}
+        self._begins: torch.Tensor | None = None
+        self._sequences: Callable[[int], int] = lambda _: 0
 
     def note(self, microbatch: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """See where the documents of a batch begin.
@@ -64,6 +66,10 @@ class DocumentStarts:
 
     def of(self, microbatch: int) -> tuple[Starts, ...]:
         """Where the documents of each sequence of a microbatch begin."""
+        if microbatch not in self._starts:
+            assert self._begins is not None, "no batch was noted and none exchanged"
+            begins = self._begins[microbatch, : self._sequences(microbatch)]
+            self._starts[microbatch] = starts_of(1 - begins)
         return self._starts[microbatch]
 
     def exchange(
@@ -84,9 +90,11 @@ class DocumentStarts:
                 begins[microbatch, i, list(own)] = 1
         begins = begins.to(device)
         dist.all_reduce(begins, op=dist.ReduceOp.MAX)
-        begins = begins.cpu()
-        self._starts = {m: starts_of(1 - begins[m, : sequences(m)]) for m in range(microbatches)}
+        # Each is decoded when it is asked for: a rank needs its own microbatches only.
+        self._begins, self._sequences = begins.cpu(), sequences
+        self._starts.clear()
 
     def clear(self) -> None:
         """A new iteration begins."""
         self._starts.clear()
+        self._begins = None

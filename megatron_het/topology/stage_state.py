@@ -3,7 +3,7 @@
 Large parts of Megatron (samplers, layer layout, DDP, optimizer, checkpoints, random seeds) read
 the module's globals, so on every rank they are set to what is true *for its own stage*:
 
-- tensor axis: the replica; data axis: the replicas of the same TP class; pipeline axis: an Axis.
+- tensor axis: the replica; data axis: the replicas that cut weights alike; pipeline axis: an Axis.
 - "model parallel" and "optimizer instance" groups are the WORLD, so that gradient norm, inf checks
   and success flags are global without further code.
 - the data-parallel *size* seen by the microbatch calculator is 1: microbatches are routed by the

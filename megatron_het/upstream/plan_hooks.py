@@ -67,7 +67,7 @@ PATCHES = (
         target="megatron.training.checkpointing.generate_state_dict",
         reason=(
             "what is saved depends on the layout in three places (stacked layers, one random "
-            "state per grid cell, every TP class writes); there is no hook before the save"
+            "state per grid cell, every class of replicas writes); there is no hook before the save"
         ),
         sources={
             "megatron.training.checkpointing.generate_state_dict": (

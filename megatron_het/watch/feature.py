@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -88,6 +89,10 @@ class RankWatch(RuntimeFeature):
             "events": events_of(past.records),
         }
         self._board.post("timeline", self._rank, json.dumps(body, separators=(",", ":")))
+
+    def news(self) -> dict[str, Any] | None:
+        """What was measured, once after something has begun to drift, on the rank that compares."""
+        return self._reader.news() if self._reader is not None and self._is_on else None
 
     def figures(self) -> Mapping[str, Mapping[str, int]]:
         """See :class:`RuntimeFeature`."""

@@ -51,6 +51,14 @@ class Reader:
         self._written = 0
         self._stride = 1
         self._wants_trace = True
+        self._has_news = False
+
+    def news(self) -> dict[str, Any] | None:
+        """All that was measured, once after something has begun to drift; None at other times."""
+        if not self._has_news or self._monitor is None or not self._monitor.watch.active:
+            return None
+        self._has_news = False
+        return self._monitor.summary()
 
     def read(self, newest: int) -> None:
         """Read what is there up to an iteration; never waits."""
@@ -95,7 +103,8 @@ class Reader:
         for finding in changes:
             self._say(finding)
         self._to_tensorboard(iteration)
-        self._wants_trace |= any(finding.ended is None for finding in changes)
+        begun = any(finding.ended is None for finding in changes)
+        self._wants_trace, self._has_news = self._wants_trace or begun, self._has_news or begun
         if changes or iteration - self._written >= WRITTEN_EVERY:
             self._write(iteration)
         if self._wants_trace and self._folder is not None:

@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job
 from megatron_het.elastic.board import Board
 from megatron_het.elastic.controller import Bounds, Controller, JobError
-from megatron_het.elastic.pool import GivenPlans
+from megatron_het.elastic.pool import GivenPlans, Planner
 from megatron_het.plan import Plan
 
 STEPS, TOKEN = 16, "0123456789abcdef"
@@ -41,30 +41,50 @@ class Running:
         folder: An empty folder.
         workers: Node of every worker, and the file for which it waits before it comes.
         kill: Worker, iteration and forward step at which it kills itself.
+        planner: Of the controller; by default the plans above.
+        flags: Of the training; by default those of the lab's small model.
+        setup: What workers do before they come, and its arguments.
+        device: Kind of all devices.
     """
 
-    def __init__(self, lab: Lab, folder: Path, workers: list[tuple[str, str]], kill: tuple[int, int, int]) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        folder: Path,
+        workers: list[tuple[str, str]],
+        kill: tuple[int, int, int] | None = None,
+        *,
+        planner: Planner | None = None,
+        flags: Sequence[str] | None = None,
+        setup: tuple[str, dict[str, Any]] | None = None,
+        device: str = "",
+    ) -> None:
         self._lab, self.folder = lab, folder
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
-        described = [{"process": i + 1, "node": node, "after": after} for i, (node, after) in enumerate(workers)]
+        described = [
+            {"process": i + 1, "node": node, "after": after, "device": device}
+            for i, (node, after) in enumerate(workers)
+        ]
         document = {"port": self.port, "token": TOKEN, "timeout_s": 40.0, "workers": described}
         (folder / "job.json").write_text(json.dumps(document))
         board = Board("127.0.0.1", self.port, TOKEN, serve=True)
         first = sum(not after for _, after in workers)
         bounds = Bounds(lost_s=8.0, leave_s=30.0)
         self.lines: list[str] = []
-        self.controller = Controller(board, GivenPlans(PLANS), folder / "state.json", first, bounds, self.lines.append)
+        plans = planner or GivenPlans(PLANS)
+        self.controller = Controller(board, plans, folder / "state.json", first, bounds, self.lines.append)
         self.error: JobError | None = None
         self.finished: Finished | None = None
         options = {"out": None, "kill": kill}
+        own = (*common_flags(Weights(), steps=STEPS), *lab.start_flags(Weights()))
         job = Job(
             "elastic job",
             len(workers),
-            (*common_flags(Weights(), steps=STEPS), *lab.start_flags(Weights()), "--het-report", str(folder)),
+            (*(flags or own), "--het-report", str(folder)),
             folder,
             "benchmarks.elastic_job:work",
-            ("benchmarks.probe:observe", options),
+            setup or ("benchmarks.probe:observe", options),
             {"HET_JOB": str(folder / "job.json")},
             timeout_s=LIMIT_S,
             grace_s=LIMIT_S,

@@ -82,7 +82,7 @@ def history(out: Path) -> list[str]:
     return [entry["why"] for entry in json.loads(file.read_text())["history"]] if file.exists() else []
 
 
-def test_a_node_goes_down_and_the_job_is_queued_again(tmp_path: Path) -> None:
+def test_a_node_goes_down(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with slurm_cluster.SlurmCluster(tmp_path / "slurm", ["big", "small", "small"], kill_wait_s=90) as slurm:
         script = write_run(out)

@@ -180,6 +180,9 @@ for ((i = 0; i < 600; i++)); do
     [[ ! -s "$ELASTIC/token" ]] && kill -0 "$controller" 2>/dev/null || break
     sleep 0.1
 done
+if ! kill -0 "$controller" 2>/dev/null; then  # its error is in this log
+    wait "$controller" && exit 0 || exit "$?"
+fi
 
 # One step per node.  --kill-on-bad-exit=0: a node that fails ends its own step only.
 steps=()
@@ -201,6 +204,10 @@ rc=143
 while ((rc > 128)) && kill -0 "$controller" 2>/dev/null; do  # a signal that is trapped ends the waiting
     wait "$controller" && rc=0 || rc=$?
 done
+if ((rc > 128)); then  # it has ended between two looks; 127: it was waited for, and a signal has ended it
+    wait "$controller" 2>/dev/null && ended=0 || ended=$?
+    ((ended == 127)) || rc=$ended
+fi
 if [[ -n "$noticed" ]]; then
     for ((i = 0; i < 200; i++)); do  # agents end when their workers have; they were told how the job ended
         kill -0 "${steps[@]}" 2>/dev/null || break

@@ -27,6 +27,9 @@ class Notes:
         self.documents[key] = self.documents.get(key, 0) + 1
         return int(self.documents[key])
 
+    def start_count(self, key: str, least: int) -> None:
+        self.documents[key] = max(self.documents.get(key, 0), least)
+
     def post(self, document: Any) -> None:
         self.put(f"inbox/{sum(key.startswith('posted') for key in self.documents) + 1}", document)
         self.put(f"posted/{len(self.documents)}", True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,3 +148,50 @@ def test_a_refused_worker_is_named_once_and_not_started_again(monkeypatch: pytes
         agent._look_after()
     assert [line for line in said if "was refused" in line] == ["worker 1 was refused: other flags"]
     assert sum("started" in line for line in said) == 1
+
+
+def test_what_a_dead_controller_did_not_read_is_heard_again(tmp_path: Path):
+    """Sessions tell once how they ended; signs of life say it again to a controller that was started again."""
+    board: Any = Notes()
+    plans = GivenPlans([plan([[1], [1]])])
+    first = Controller(board, plans, tmp_path / "state.json", 2, Bounds(), print)
+    for number in (1, 2):
+        come(board, number, f"n{number}")
+    first._step()
+    again = Controller(board, plans, tmp_path / "state.json", 2, Bounds(), print)
+    again._read = first._read
+    for number in (1, 2):
+        ended = {"process": number, "generation": 0, "how": "finished", "error": "", "iteration": 9}
+        board.put(f"beat/{number}", {"beats": 7, "iteration": 9, "ended": ended})
+    assert again._step() or again._step()
+
+
+def test_numbers_of_processes_are_not_given_again(tmp_path: Path):
+    """Also those of workers that came after the last generation began."""
+    board: Any = Notes()
+    plans = GivenPlans([plan([[1], [1]])])
+    first = Controller(board, plans, tmp_path / "state.json", 2, Bounds(), print)
+    for number in (1, 2, 3):
+        come(board, number, f"n{number}")
+    first._step()
+    fresh: Any = Notes()
+    Controller(fresh, plans, tmp_path / "state.json", 2, Bounds(), print)
+    assert fresh.count("processes") == 4
+
+
+def test_workers_are_told_to_stop_until_they_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A session that is being built or taken down does not notice a signal."""
+    board: Any = Notes()
+    monkeypatch.setattr(agents, "Board", lambda *_, **__: board)
+    monkeypatch.setattr(agents, "_TELL_S", 0.0)
+    setting = Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s")
+    agent = Agent(Node(setting, 1, tmp_path, (), 3), print)
+    told: list[int] = []
+    process = SimpleNamespace(send_signal=told.append, poll=lambda: None)
+    agent._workers = [agents._Worker(1, 0, process)]  # type: ignore[arg-type]
+    agent._look_after()
+    assert not told
+    agent._ask_to_stop()
+    for _ in range(3):
+        agent._look_after()
+    assert told == [signal.SIGUSR1] * 3

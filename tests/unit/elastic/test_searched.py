@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_het.elastic.controller import Bounds, Controller
+from megatron_het.elastic.learned import Learned
 from megatron_het.elastic.pool import NoPlanError, Process
 from megatron_het.elastic.searched import SearchedPlans
 from megatron_het.plan import Plan
@@ -27,6 +28,9 @@ class Searches:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.open = threading.Event()
+        self.measured: list[tuple[dict[str, Any], float]] = []
+        self.answer: Learned | None = None
+        self.profiles: list[Path | None] = []
 
     def run(self, document: str) -> Plan:
         size = sum(group["count"] * group["gpus_per_node"] for group in json.loads(document)["nodes"])
@@ -35,6 +39,14 @@ class Searches:
         if size == 1:
             raise NoPlanError("one GPU is too small")
         return plan_of([[1]] * size)
+
+    def better(self, document: str, plan: Plan, measured: dict[str, Any], change_s: float) -> Learned | None:
+        self.measured.append((measured, change_s))
+        return self.answer
+
+    def with_profile(self, profile: Path | None) -> Searches:
+        self.profiles.append(profile)
+        return self
 
 
 @pytest.fixture
@@ -46,7 +58,7 @@ def searches() -> Searches:
 def plans(tmp_path: Path, searches: Searches) -> SearchedPlans:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(json.dumps({"nodes": [{"gpu": "T4", "count": 9, "gpus_per_node": 1}]}))
-    return SearchedPlans(cluster, searches.run)
+    return SearchedPlans(cluster, searches, lambda _: None)
 
 
 def pool(size: int) -> list[Process]:
@@ -101,10 +113,11 @@ def test_an_error_is_an_answer(plans: SearchedPlans, searches: Searches):
 
 
 def test_a_planner_that_cannot_be_run_is_an_answer(plans: SearchedPlans, tmp_path: Path):
-    def run(_: str) -> Plan:
-        raise OSError("no space left")
+    class Broken(Searches):
+        def run(self, document: str) -> Plan:
+            raise OSError("no space left")
 
-    broken = SearchedPlans(tmp_path / "cluster.yaml", run)
+    broken = SearchedPlans(tmp_path / "cluster.yaml", Broken(), lambda _: None)
     broken.prepare([pool(2)])
     until(lambda: broken.is_ready(pool(2)))
     with pytest.raises(NoPlanError, match="no space left"):

@@ -231,10 +231,6 @@ def hand_made(folder, schedule="1f1b", parameters=None, shares=(1.0, 1.0), chunk
         ({"shares": (2.0, 1.0)}, "stages[0].replicas[*].state_share"),
         ({"schedule": "ministage", "chunks": 3, "parameters": {"window": True}}, "training.distributed_optimizer"),
         ({"schedule": "slimpipe", "parameters": {"slices": 1}}, "--het-slices"),
-        (
-            {"schedule": "slimpipe", "parameters": {"slices": 4, "context_exchange": True}, "tp": 2},
-            "schedule.name",  # microbatches change replicas, so that helpers would not be there
-        ),
         ({"parameters": {"zero_stage": 3}}, "schedule.parameters.zero_stage"),
         ({"parameters": {"slack": None}}, "schedule.parameters.slack"),
         ({"schedule": "zb-v"}, "stages[*].layers"),

@@ -11,7 +11,7 @@ import pytest
 from tools.planner.__main__ import main
 from tools.planner.cluster import Cluster, cluster_from_document
 from tools.planner.errors import PlannerError
-from tools.planner.replay.policies import Costs, run_elastic, run_full_pool, run_restart, with_start
+from tools.planner.replay.policies import Costs, _Job, run_elastic, run_full_pool, run_restart, with_start
 from tools.planner.replay.searched import limited
 from tools.planner.replay.trace import Change, Trace, load_trace
 
@@ -154,3 +154,29 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "pauses.json").write_text("{}")
     assert main(words) == 2
     assert "benchmarks.elastic" in capsys.readouterr().out
+
+
+def test_a_save_at_notice_counts_when_a_node_fails_later() -> None:
+    job = _Job("restart", Costs(save_every=100), 1.0, 1000.0)
+    job.train_until(150.0)
+    job.save()
+    job.train_until(180.0)
+    job.lose(to_checkpoint=True)
+    assert (job.course.iterations, job.course.repeated) == (150, 30)
+
+
+def test_nothing_is_trained_after_the_end_of_the_trace() -> None:
+    job = _Job("elastic", Costs(save_s=0.0), 100.0, 960.0)
+    job.train_until(950.0)
+    job.change(job.finish_iteration(950.0), 5.0, 100.0)
+    course = job.end(960.0)
+    assert (course.iterations, course.training_s, course.paused_s) == (9, 960.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [('0,"' + "x" * 200_000, "is no CSV"), ("1e308,A10G,1,", "time_s")], ids=["quote", "time"]
+)
+def test_lines_that_cannot_be_counted_with(line: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(f"time_s,gpu,nodes,notice\n{line}\n")
+    with pytest.raises(PlannerError, match=said):
+        load_trace(tmp_path / "trace.csv", cluster())

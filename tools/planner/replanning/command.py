@@ -112,9 +112,19 @@ def body(found: Replanned, files: list[str]) -> dict[str, Any]:
         "restart_s": found.restart_s,
         "pays_after_iterations": found.pays_after,
         "notes": list(found.corrected.notes),
+        "kinds": _kinds(found),
         "files": files,
         "search_cpu_s": found.outcome.cpu_s,
     }
+
+
+def _kinds(found: Replanned) -> dict[str, list[int]]:
+    """The ranks of the run's plan by kind of device, of which slow ones have their own now."""
+    out: dict[str, list[int]] = {}
+    for stage in found.corrected.plan.stages:
+        for replica in stage.replicas:
+            out.setdefault(replica.device, []).extend(replica.ranks)
+    return out
 
 
 def _tables(found: Replanned, written: list[Path], findings: Any) -> list[Any]:

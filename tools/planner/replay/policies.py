@@ -67,12 +67,14 @@ class Course:
 class _Job:
     """A job and its clock."""
 
-    def __init__(self, policy: str, costs: Costs, step_s: float | None) -> None:
-        self.course, self._costs, self.step_s = Course(policy), costs, step_s
+    def __init__(self, policy: str, costs: Costs, step_s: float | None, end_s: float) -> None:
+        self.course, self._costs, self.step_s, self._end_s = Course(policy), costs, step_s, end_s
         self._now_s = self._part = 0.0
+        self._saved = 0.0
 
     def train_until(self, time_s: float) -> None:
         """Go on with the present plan; it may be paused or idle beyond that time."""
+        time_s = min(time_s, self._end_s)
         course, span_s = self.course, time_s - self._now_s
         if span_s <= 0:
             return
@@ -93,10 +95,15 @@ class _Job:
         self.train_until(self._now_s + (1.0 - self._part) * self._pace_s)
         return self._now_s
 
+    def save(self) -> None:
+        """A checkpoint of what is done, beside the regular ones."""
+        self._saved = self.course.iterations
+
     def lose(self, *, to_checkpoint: bool) -> None:
         """The running iteration; all since the newest checkpoint."""
         course = self.course
-        kept = course.iterations // self._costs.save_every * self._costs.save_every if to_checkpoint else None
+        every = self._costs.save_every
+        kept = max(self._saved, course.iterations // every * every) if to_checkpoint else None
         course.repeated += self._part + (0 if kept is None else course.iterations - kept)
         course.iterations = course.iterations if kept is None else kept
         self._part = 0.0
@@ -129,7 +136,7 @@ class _Job:
 def run_elastic(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
     """Changes of plan while the processes stay; nodes that come are used when they are ready, where they help."""
     ready = with_start(trace, costs.start_s)
-    job = _Job("elastic", costs, time_of(ready[0].pool))
+    job = _Job("elastic", costs, time_of(ready[0].pool), trace.end_s)
     for before, change in pairwise(ready):
         job.train_until(change.time_s)
         step_s = time_of(change.pool)
@@ -152,7 +159,7 @@ def run_elastic(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
 
 def run_restart(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
     """Kill all, start again under a plan for what is there; for nodes that come too, after a checkpoint."""
-    job = _Job("restart", costs, time_of(trace.changes[0].pool))
+    job = _Job("restart", costs, time_of(trace.changes[0].pool), trace.end_s)
     for before, change in pairwise(trace.changes):
         job.train_until(change.time_s)
         step_s = time_of(change.pool)
@@ -169,7 +176,7 @@ def run_restart(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
 def run_full_pool(trace: Trace, time_of: IterationTime, costs: Costs, full: Pool) -> Course:
     """Train while all nodes are there, and wait otherwise."""
     present = trace.changes[0].pool == full
-    job = _Job("full pool", costs, time_of(full) if present else None)
+    job = _Job("full pool", costs, time_of(full) if present else None, trace.end_s)
     for change in trace.changes[1:]:
         job.train_until(change.time_s)
         if (change.pool == full) == present:
@@ -185,7 +192,9 @@ def run_full_pool(trace: Trace, time_of: IterationTime, costs: Costs, full: Pool
 def _stop(job: _Job, change: Change, *, failed: bool) -> float:
     """With notice the running iteration ends and is saved; when the job has stopped."""
     if not failed:
-        return job.finish_iteration(change.time_s)
+        stopped_s = job.finish_iteration(change.time_s)
+        job.save()
+        return stopped_s
     job.lose(to_checkpoint=True)
     return change.time_s
 

@@ -31,6 +31,7 @@ Pool = tuple[int, ...]
 _NEEDED = ("time_s", "gpu", "nodes")
 _COLUMNS = (*_NEEDED, "notice")
 _MOST_LINES = 100_000
+_LONGEST_S = 1e10
 _NOTICE = {"yes": True, "no": False, "": False}
 
 
@@ -66,6 +67,26 @@ class Trace:
         return tuple(dict.fromkeys(change.pool for change in self.changes))
 
 
+def _rows(path: str, text: str) -> tuple[list[int], list[list[str]]]:
+    """The rows of a CSV file, and the line in which each of them ends.
+
+    Raises:
+        PlannerError: A row that cannot be read.
+    """
+    reader = csv.reader(io.StringIO(text))
+    numbers: list[int] = []
+    rows: list[list[str]] = []
+    try:
+        for row in reader:
+            rows.append(row)
+            numbers.append(reader.line_num)
+    except csv.Error as error:
+        raise PlannerError(
+            path, f"line {reader.line_num}", None, f"is no CSV: {error}", "A quotation mark may lack its end"
+        ) from None
+    return numbers, rows
+
+
 def load_trace(path: Path, cluster: Cluster) -> Trace:
     """Read a trace.
 
@@ -76,7 +97,7 @@ def load_trace(path: Path, cluster: Cluster) -> Trace:
         text = read_text(path)
     except FileError as error:
         raise from_file_error(error) from None
-    lines = list(csv.reader(io.StringIO(text)))
+    lines_of, lines = _rows(str(path), text)
     if not lines or not {*_NEEDED} <= set(lines[0]) <= {*_COLUMNS} or len(set(lines[0])) < len(lines[0]):
         found = ",".join(lines[0]) if lines else ""
         raise PlannerError(
@@ -88,11 +109,11 @@ def load_trace(path: Path, cluster: Cluster) -> Trace:
     pool = [node.count for node in cluster.nodes]
     changes: list[Change] = []
     now_s = 0.0
-    for number, line in enumerate(lines[1:], 2):
+    for number, line in zip(lines_of[1:], lines[1:], strict=True):
         if not line:
             continue
         row = _Row(str(path), number, dict(zip(lines[0], line)) if len(line) == len(lines[0]) else None, line)
-        time_s = row.number("time_s", now_s, inf)
+        time_s = row.number("time_s", now_s, _LONGEST_S)
         if time_s > now_s and not changes:
             changes.append(Change(0.0, tuple(pool)))
         now_s = time_s

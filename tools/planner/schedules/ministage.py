@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
+from typing import NamedTuple
 
 from megatron_het.features import host_parameters, switches
 from megatron_het.plan.routing import route
@@ -219,21 +221,38 @@ def at_peak(
         count: Parameters of the stage at this TP.
         share: The part of the stage's state that the rank keeps.
     """
-    v, element = candidate.chunks, estimator.model.element_bytes
-    kept_share = 0.0 if candidate.offload else share
-    moments = [(c + 1, min(2, c + 1), 1 if c == v - 1 else 2, max(0, v - 2 - c)) for c in range(v)]
-    found = []
-    for left, whole, buffers, shards in (*moments, (0, 0, 1, v)):
-        held = 1.0 if candidate.offload else left / v
-        found.append(
-            mine._replace(
-                parameter_bytes=count * element * (whole / v + kept_share),
-                gradient_bytes=count * 4.0 * (buffers + share * shards) / v,
-                activation_bytes=mine.activation_bytes * held,
-            )
-        )
-    most = max(found, key=lambda m: m.total_bytes)
-    return most._replace(optimizer_bytes=window_state(estimator, candidate, count, share)[2])
+    moments = [_at(estimator, candidate, mine, count, share, moment) for moment in _moments(candidate.chunks)]
+    return max(moments, key=lambda m: m.total_bytes)
+
+
+class _Moment(NamedTuple):
+    """What is there at once, in ministages: activations, whole parameters, whole gradients, shards of gradients."""
+
+    left: int
+    whole: int
+    buffers: int
+    shards: int
+
+
+def _moments(v: int) -> list[_Moment]:
+    """Where the backward of each ministage begins, and where the last reduction ends."""
+    found = [_Moment(c + 1, min(2, c + 1), 1 if c == v - 1 else 2, max(0, v - 2 - c)) for c in range(v)]
+    return [*found, _Moment(0, 0, 1, v)]
+
+
+def _at(
+    estimator: OperatingPoints, candidate: Candidate, mine: GroupMemory, count: float, share: float, moment: _Moment
+) -> GroupMemory:
+    """A rank at a moment; arguments as of :func:`at_peak`."""
+    v = candidate.chunks
+    return mine._replace(
+        parameter_bytes=count
+        * estimator.model.element_bytes
+        * (moment.whole / v + (0.0 if candidate.offload else share)),
+        gradient_bytes=count * 4.0 * (moment.buffers + share * moment.shards) / v,
+        optimizer_bytes=window_state(estimator, candidate, count, share)[2],
+        activation_bytes=mine.activation_bytes * (1.0 if candidate.offload else moment.left / v),
+    )
 
 
 def window_state(
@@ -260,7 +279,7 @@ def host_state(estimator: OperatingPoints, count: float, share: float) -> float:
 def shares_by_memory(
     estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
 ) -> list[float] | None:
-    """The part of a stage's state for a replica of each group, in proportion to what else is free there.
+    """The part of a stage's state for a replica of each group, in proportion to the largest that fits there.
 
     If any division fits, this one does.
 
@@ -269,9 +288,13 @@ def shares_by_memory(
     """
     if len({m.group.tp for m in found}) > 1:
         return None
-    free = []
+    largest = []
     for m, count in zip(found, counts):
-        alone = at_peak(estimator, candidate, m, count, 0.0).total_bytes
-        free.append(max(0.0, estimator.memory_margin * m.capacity_bytes - alone))
-    total = sum(f * m.group.count for f, m in zip(free, found))
-    return [f / total for f in free] if total else None
+        budget = estimator.memory_margin * m.capacity_bytes
+        most = inf
+        for moment in _moments(candidate.chunks):  # memory grows evenly with the share
+            none, all_of_it = (_at(estimator, candidate, m, count, s, moment).total_bytes for s in (0.0, 1.0))
+            most = min(most, (budget - none) / max(all_of_it - none, 1.0))
+        largest.append(max(0.0, most))
+    total = sum(share * m.group.count for share, m in zip(largest, found))
+    return [share / total for share in largest] if total else None

@@ -20,7 +20,7 @@ from ..search.depths import deeper
 from ..search.effort import Effort
 from ..search.goal import Goal
 from ..search.least import least_s
-from ..search.outcome import Found, Outcome
+from ..search.outcome import Found, Outcome, Progress
 from ..search.refine import refine
 from ..simulation import MOST_COUPLED, block_s, operations_of, simulate_parts
 
@@ -99,8 +99,7 @@ def finish(
         if _within(goal, entry):
             found.append(entry)
             best = min(best, entry.value(goal))
-    if found and not outcome.interrupted and not book.progress.spent:
-        _improve_best(estimator, goal, found, each)
+    _improve(estimator, goal, book.progress, outcome, found, each)
     _conclude(book, outcome, confirm(estimator, goal, found), place)
 
 
@@ -112,16 +111,33 @@ def _conclude(book: Book, outcome: Outcome, found: list[Found], place: Callable[
         outcome.nearest = (place(book.nearest[1]), book.nearest[2])
 
 
-def _improve_best(estimator: Estimator, goal: Goal, found: list[Found], operations: int) -> None:
+def _improve(
+    estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcome, found: list[Found], operations: int
+) -> None:
+    """Better plans in place of the best ones, where there is time; what has been found stays."""
+    if not found or outcome.interrupted:
+        return
+    try:
+        _improve_best(estimator, goal, found, operations, progress)
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+        found.sort(key=lambda f: f.value(goal))
+
+
+def _improve_best(estimator: Estimator, goal: Goal, found: list[Found], operations: int, progress: Progress) -> None:
     """More in flight across slow links where that makes the best plans faster, and small changes of the best."""
     found.sort(key=lambda f: f.value(goal))
-    best = found[0].iteration_s
+    best = found[0].value(goal)
     for i, entry in enumerate(found):
+        if progress.spent:
+            return
         is_large = operations_of(estimator, entry.candidate) > SMALL
-        if i >= DEEPENED and (is_large or least_s(estimator, entry.candidate, entry.estimate) >= best):
+        # A plan's price goes with its time.
+        hope = least_s(estimator, entry.candidate, entry.estimate) / entry.iteration_s * entry.value(goal)
+        if i >= DEEPENED and (is_large or hope >= best):
             continue
         found[i] = deeper(estimator, goal, entry)
-        best = min(best, found[i].iteration_s)
+        best = min(best, found[i].value(goal))
     found.sort(key=lambda f: f.value(goal))
     better = refine(estimator, goal, found[0], operations, partial(_simulated, estimator, goal, tries=1))
     if better is not found[0]:
