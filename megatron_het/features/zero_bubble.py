@@ -15,6 +15,7 @@ from megatron_het.schedule.paths import placement_of
 _LAYERS, _DDP = "megatron.core.tensor_parallel.layers", "megatron.core.distributed"
 _TRANSFORMER = "megatron.core.transformer"
 _LAYOUT = f"{_TRANSFORMER}.pipeline_parallel_layer_layout.PipelineParallelLayerLayout"
+_BUCKET_SIZE, _LARGE_VOCABULARY = 40_000_000, 300_000
 SCHEDULES = ("v-half", "zb-h1", "zb-v")
 """Schedules that split backward passes and that plans can have."""
 
@@ -65,8 +66,13 @@ class ZeroBubble(Feature):
     )
 
     def check_program(self, program: Callable[[], Program], options: ZeroBubbleOptions, args: Any) -> None:
-        """Weight gradients fill idle time, and replicas with other work are idle at other times."""
-        check_reductions_meet(program, args, "this schedule")
+        """Weight gradients fill idle time, and replicas with other work are idle at other times.
+
+        Where a chunk's gradients are one bucket, its reduction begins with the last of them, in one order on all
+        replicas.  Further buckets may hold nothing but norms and embeddings, whose gradients come earlier.
+        """
+        if not getattr(args, "untie_embeddings_and_output_weights", True) or _parameters(args) > _bucket_size(args):
+            check_reductions_meet(program, args, "this schedule")
 
     def check_plan(self, plan: Plan, options: ZeroBubbleOptions) -> None:
         """A V needs two chunks of every stage."""
@@ -83,3 +89,22 @@ class ZeroBubble(Feature):
     def options_of(self, plan: Plan) -> ZeroBubbleOptions | None:
         """On with the schedules that need it."""
         return ZeroBubbleOptions() if plan.schedule.name in SCHEDULES else None
+
+
+def _parameters(args: Any) -> int:
+    """Of a chunk at most: all layers whole, and the vocabulary twice."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    attention = 4 * hidden * max(hidden, heads * (getattr(args, "kv_channels", None) or 0))
+    experts = getattr(args, "num_experts", None) or 1
+    width = max(getattr(args, name, None) or 0 for name in ("ffn_hidden_size", "moe_ffn_hidden_size")) or 4 * hidden
+    shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
+    layers = args.num_layers * (attention + 3 * hidden * (experts * width + shared) + 16 * hidden)
+    rows = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
+    return layers + 2 * hidden * (rows or _LARGE_VOCABULARY)
+
+
+def _bucket_size(args: Any) -> int:
+    """Megatron's, in elements: it begins another bucket where one has as many."""
+    if getattr(args, "ddp_num_buckets", None):
+        return 0
+    return getattr(args, "ddp_bucket_size", None) or _BUCKET_SIZE

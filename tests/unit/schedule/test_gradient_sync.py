@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.cases import Case, build_plan, with_schedule
 from megatron_het.features import feature, options_of
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError
@@ -57,3 +59,22 @@ def test_replicas_must_complete_their_gradients_in_one_order() -> None:
     with pytest.raises(PlanError, match="--overlap-grad-reduce.*replicas of stage 0.*different orders"):
         check_overlap(plan, moved, early=True)
     check_overlap(plan, moved, early=False)
+
+
+def test_weight_gradients_in_idle_time_may_end_in_other_orders() -> None:
+    """Two replicas of the first stage with two and four microbatches, whose idle times differ."""
+    plan = build_plan([[1, 1], [1, 1]], [1, 1], random.Random(1), even_routing=False)
+    plan = with_schedule(Case("", plan), "zb-v", 2, {}).plan
+    args = SimpleNamespace(
+        overlap_grad_reduce=True, num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=128
+    )
+    args.untie_embeddings_and_output_weights = True
+    feature("zero_bubble").check_program(lambda: build(plan)[False], options_of(plan, "zero_bubble"), args)
+    args.untie_embeddings_and_output_weights = False  # the embeddings are a bucket of their own
+    with pytest.raises(PlanError, match="--overlap-grad-reduce.*replicas of stage 0.*different orders"):
+        feature("zero_bubble").check_program(lambda: build(plan)[False], options_of(plan, "zero_bubble"), args)
+    args.untie_embeddings_and_output_weights, args.hidden_size = True, 8192  # more than a bucket
+    with pytest.raises(PlanError, match="different orders"):
+        feature("zero_bubble").check_program(lambda: build(plan)[False], options_of(plan, "zero_bubble"), args)
+    args.overlap_grad_reduce = False
+    feature("zero_bubble").check_program(lambda: build(plan)[False], options_of(plan, "zero_bubble"), args)
