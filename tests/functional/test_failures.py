@@ -85,10 +85,7 @@ BAD_PLANS: dict[str, tuple[Callable[[Document], None], tuple[str, ...]]] = {
 
 # name: (flags, what the one message must contain)
 BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "expert parallelism": (
-        ("--num-experts", "4", "--expert-model-parallel-size", "2"),
-        ("--expert-model-parallel-size", "2"),
-    ),
+    "expert parallelism": (("--expert-model-parallel-size", "2"), ("--expert-model-parallel-size", "2")),
     "context parallelism": (("--context-parallel-size", "2"), ("--context-parallel-size", "2")),
     "FSDP": (("--use-torch-fsdp2",), ("--use-torch-fsdp2", "True")),
     "Megatron FSDP": (("--use-megatron-fsdp",), ("--use-megatron-fsdp", "True")),

@@ -20,13 +20,13 @@ from benchmarks.parity import labs
 from benchmarks.runner import Runner
 
 FP32_BAR = 1e-5
-# Mixed TP with routing, overlapped reduction, ties; a window with unequal shares; sizes by microbatch; interleaved;
+# Mixed TP in a stage with ties and overlapped reductions; a window with unequal shares; sizes by microbatch; interleaved;
 # exchange, split vocabulary, activations offloaded, CP; chunks in a V, whose loss is told to another stage.
 CHOSEN = {
-    "1f1b": ("pair-01", "pair-07"),
+    "1f1b": ("pair-04", "random-03"),
     "gpipe": ("gpipe-pair-01",),
     "zero-bubble": ("zb-h1-pair-04", "zb-v-pair-01"),
-    "unequal-microbatches": ("sizes-1-1-2-2-p2-n8-v1", "sizes-1-5-interleaved-plain-20"),
+    "unequal-microbatches": ("sizes-1-1-2-2-p2-n8-v1", "sizes-5-1-interleaved-plain-20"),
     "ministage": ("fp32-03", "fp32-42"),
     "slimpipe": ("exchange-p4-n8-vocabulary", "cp2-exchange"),
     "data-parallel": ("12-sizes-1-1-1-2-1-zero-2",),
