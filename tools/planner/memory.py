@@ -44,8 +44,8 @@ def _of_group(
             forward, backward = candidate.sends(s)
             activations += boundary * (mine * forward + (mine - held) * backward)
     workspace = u.workspace_bytes
-    if has_head:  # a microbatch's logits are gone before the backward of its first layer
-        workspace = max(workspace - u.head_bytes, u.head_workspace_bytes)
+    if has_head:
+        workspace = schedule.head_workspace(u)
     workspace /= candidate.slices
     return GroupMemory(
         s,

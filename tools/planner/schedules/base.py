@@ -224,6 +224,10 @@ class Schedule:
         del held
         return head_bytes / candidate.slices
 
+    def head_workspace(self, unit: Unit) -> float:
+        """What a pass through the last stage needs besides; logits are gone before the backward of its first layer."""
+        return max(unit.workspace_bytes - unit.head_bytes, unit.head_workspace_bytes)
+
     def divide(
         self, estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
     ) -> list[GroupMemory]:

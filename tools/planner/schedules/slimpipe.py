@@ -53,6 +53,17 @@ class SlimPipe(Schedule):
         """Attention by slices keeps no attention matrices."""
         return unit.sliced_share
 
+    def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
+        """Of all slices: the last stage goes through all of them before the backward of the last one, which is first.
+
+        Most is held in the backward of its layers, when its own logits are used up.
+        """
+        return held * head_bytes * (1 - 1 / candidate.slices)
+
+    def head_workspace(self, unit: Unit) -> float:
+        """The logits of the slice are not there any more."""
+        return max(unit.workspace_bytes, unit.head_workspace_bytes)
+
     def parameters(self, candidate: Candidate, estimate: Estimate, alike: bool) -> dict[str, object]:
         """The number of slices."""
         return {"slices": candidate.slices} | super().parameters(candidate, estimate, alike)

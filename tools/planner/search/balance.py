@@ -68,7 +68,8 @@ def _cap(
             free -= held * u.embedding_bytes
         if last:
             ends += u.head_parameters
-            free -= (u.head_bytes + max(0.0, u.head_workspace_bytes - u.workspace_bytes)) / like.slices
+            free -= schedule.logits(like, 1.0, u.head_bytes)
+            free -= max(0.0, u.head_workspace_bytes - u.workspace_bytes) / like.slices
         least = min(least, int((free - ends * per) // (u.layer_parameters * per + held * u.layer_bytes)))
         if may_divide:
             whole = schedule.whole_per_parameter(estimator, like)
