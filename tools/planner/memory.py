@@ -45,7 +45,7 @@ def _of_group(
             activations += boundary * (mine * forward + (mine - held) * backward)
     workspace = u.workspace_bytes
     if has_head:
-        workspace = schedule.head_workspace(u)
+        workspace = schedule.head_workspace(candidate, u)
     workspace /= candidate.slices
     return GroupMemory(
         s,

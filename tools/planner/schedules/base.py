@@ -224,8 +224,9 @@ class Schedule:
         del held
         return head_bytes / candidate.slices
 
-    def head_workspace(self, unit: Unit) -> float:
+    def head_workspace(self, candidate: Candidate, unit: Unit) -> float:
         """What a pass through the last stage needs besides; logits are gone before the backward of its first layer."""
+        del candidate
         return max(unit.workspace_bytes - unit.head_bytes, unit.head_workspace_bytes)
 
     def divide(

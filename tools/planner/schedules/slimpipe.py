@@ -56,13 +56,16 @@ class SlimPipe(Schedule):
     def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
         """Of all slices: the last stage goes through all of them before the backward of the last one, which is first.
 
-        Most is held in the backward of its layers, when its own logits are used up.
+        Most is held in that backward: at its loss, or under full recomputation in its layers, where its own logits are
+        used up and all keys and values have gradients.
         """
-        return held * head_bytes * (1 - 1 / candidate.slices)
+        return held * head_bytes * (1 - 1 / candidate.slices if candidate.recompute == "full" else 1.0)
 
-    def head_workspace(self, unit: Unit) -> float:
-        """The logits of the slice are not there any more."""
-        return max(unit.workspace_bytes, unit.head_workspace_bytes)
+    def head_workspace(self, candidate: Candidate, unit: Unit) -> float:
+        """Under full recomputation that of the layers, beside which the slice's logits are not there any more."""
+        if candidate.recompute == "full":
+            return max(unit.workspace_bytes, unit.head_workspace_bytes)
+        return super().head_workspace(candidate, unit)
 
     def parameters(self, candidate: Candidate, estimate: Estimate, alike: bool) -> dict[str, object]:
         """The number of slices."""
