@@ -137,7 +137,7 @@ class ElasticBoundary(Boundary):
 
     @property
     def iterations_left(self) -> int:
-        """Of the training, as far as this session knows."""
+        """Of the training, after those that are done."""
         assert self.trainee is not None
         args, done = self.trainee.args, self.iteration or 0
         if args.train_iters:

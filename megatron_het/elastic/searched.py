@@ -133,6 +133,8 @@ class SearchedPlans:
         self._queue: deque[str] = deque()
         self._running: str | None = None
         self._renewed = 0
+        self._taught: frozenset[str] = frozenset()
+        """Kinds of devices that are in no file: slow ones, learned from measurements."""
         self._learns = False
         self._learned: Learned | None = None
         self._changed = threading.Condition()
@@ -193,8 +195,8 @@ class SearchedPlans:
         """
         whole = read_yaml(self._cluster)
         kinds = {group["gpu"] for group in whole["nodes"]}
-        own = [group for group in self._whole["nodes"] if group["gpu"] not in kinds]  # learned from measurements
-        gpus = {group["gpu"]: self._whole["gpus"][group["gpu"]] for group in own if "gpus" in self._whole}
+        own = [group for group in self._whole["nodes"] if group["gpu"] in self._taught - kinds]
+        gpus = {name: gpu for name, gpu in self._whole.get("gpus", {}).items() if name in self._taught}
         if own:
             whole = {**whole, "nodes": [*whole["nodes"], *own], "gpus": {**gpus, **whole.get("gpus", {})}}
         with self._changed:
@@ -248,6 +250,7 @@ class SearchedPlans:
         kinds = {group["gpu"] for group in cluster["nodes"]}
         others = [group for group in self._whole["nodes"] if group["gpu"] not in kinds]
         with self._changed:
+            self._taught |= kinds - {group["gpu"] for group in self._whole["nodes"]}
             self._whole = {**cluster, "nodes": [*cluster["nodes"], *others]}
             self._search = self._search.with_profile(profile)
             self._known.clear()

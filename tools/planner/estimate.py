@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from .candidate import Candidate
 from .cluster import Cluster
 from .errors import PlannerError
 from .estimates import Estimate, GroupMemory, StageTimes, Unit, allocate
 from .formulas import evaluate
-from .layer import LayerCosts
-from .model import Model
 from .operating import OperatingPoints
-from .runtime import MEGATRON_HET, Runtime
 
 INFEASIBLE = float("inf")
 
@@ -33,17 +31,15 @@ class Estimator(OperatingPoints):
 
     evaluations = 0
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        model: Model,
-        costs: LayerCosts,
-        runtime: Runtime = MEGATRON_HET,
-        memory_margin: float = 0.95,
-    ) -> None:
-        super().__init__(cluster, model, costs, runtime, memory_margin)
-        self.known_estimates: dict[Candidate, Estimate | None] = {}
-        self.known_seconds: dict[tuple[Candidate, bool], float | PlannerError] = {}
+    @cached_property
+    def known_estimates(self) -> dict[Candidate, Estimate | None]:
+        """By candidate; None where there are no figures."""
+        return {}
+
+    @cached_property
+    def known_seconds(self) -> dict[tuple[Candidate, bool], float | PlannerError]:
+        """By candidate, and whether the whole plan was simulated."""
+        return {}
 
     def simulated_s(self, candidate: Candidate, whole: bool, simulate: Callable[[], float]) -> float:
         """What ``simulate`` says of the candidate, asked once.

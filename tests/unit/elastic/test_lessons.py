@@ -12,7 +12,7 @@ import pytest
 from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.learned import Learned, read_better, write_run
 from megatron_het.elastic.lessons import pause_s
-from megatron_het.elastic.pool import GivenFirst, Process
+from megatron_het.elastic.pool import GivenFirst, NoPlanError, Process
 from megatron_het.elastic.searched import SearchedPlans
 from megatron_het.plan import Plan, save_plan
 from tests.unit.elastic.notes import Notes
@@ -125,6 +125,12 @@ def test_a_new_cluster_file_keeps_the_kinds_that_were_learned(tmp_path: Path) ->
     job = Job(tmp_path, learned())
     pool = [Process(1, "n1", "T4"), Process(2, "n2", "T4 slow 1")]
     job.plans.accept(learned(), pool)
+    # A kind that was taken out of the file does not come back, but the slow one stays.
+    (tmp_path / "cluster.yaml").write_text(json.dumps({"nodes": [{**CLUSTER["nodes"][0], "gpu": "L4"}]}))
+    job.plans.renew()
+    with pytest.raises(NoPlanError, match="no kind of GPU of the cluster file, which has L4, T4 slow 1"):
+        job.plans.plan(pool)
+    (tmp_path / "cluster.yaml").write_text(json.dumps(CLUSTER))
     job.plans.renew()
     assert job.plans.plan(pool)[0].world_size == 2
 
