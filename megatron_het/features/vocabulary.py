@@ -72,8 +72,26 @@ class Vocabulary(Feature):
 
     def check_plan(self, plan: Plan, options: VocabularyOptions) -> None:
         """Refuse stages that cannot share it."""
-        if plan.schedule.parameters.get(Window.switch.parameter):
-            raise PlanError(_SWITCH, True, "a parameter window closes the layers that hold the vocabulary")
+        window = Window().options_of(plan)
+        if window is None or window.zero:
+            return
+        if window.per_microbatch or not window.keep_at_turn:
+            name = "per_microbatch" if window.per_microbatch else "keep_at_turn"
+            raise PlanError(
+                f"schedule.parameters.{name}",
+                window.per_microbatch,
+                "parts of the output layer run between the last ministage's forwards and backwards, all over the "
+                "pipeline: its replicas would wait for each other if it was closed in between",
+                f"Leave it out, or {_SWITCH}",
+            )
+        if plan.model.tied_embeddings and any(len(stage.layers) > 1 for stage in plan.stages):
+            raise PlanError(
+                "model.tied_embeddings",
+                True,
+                f"with a parameter window and {_SWITCH} a stage's rows are in its first ministage, which is closed "
+                "when its last ministage needs them for the output layer",
+                f"Use one ministage per stage, untie them, or leave out {_SWITCH}",
+            )
 
     def named(self, plan: Plan) -> str:
         """The flag."""

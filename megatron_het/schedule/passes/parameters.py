@@ -3,15 +3,18 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_het.schedule.columns import Direction
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
-from megatron_het.schedule.kinds import PARAMETER_KINDS
+from megatron_het.schedule.kinds import PARAMETER_KINDS, PARTS, chunk_of
 
 STEPS = ("end", "ministage", "none")
+_USERS = COMPUTE | PARTS
+"""Operations that use parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """A run of compute operations of one chunk; ``first`` and ``last`` are positions in the device's list."""
+    """A run of operations that use one chunk; ``first`` and ``last`` are positions in the device's list."""
 
     chunk: int
     first: int
@@ -33,6 +36,7 @@ def add_parameters(
     A *visit* is a run of operations of one chunk.  Its parameters are gathered ``prefetch`` visits ahead
     and released when it ends, so ``prefetch + 1`` chunks are materialised at most.  With the ministage
     schedule a chunk is visited once forward and once backward, whatever the number of microbatches.
+    Parts of a split vocabulary are operations of the chunk that has their rows (``kinds.chunk_of``).
 
     Args:
         program: any; schedules that alternate between chunks gather at every change.
@@ -53,7 +57,10 @@ def add_parameters(
         raise ValueError(f"prefetch = {prefetch}, step = {step!r}: prefetch >= 0, step one of {', '.join(STEPS)}")
     if any(op.kind in PARAMETER_KINDS for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name} has parameter operations already")
-    visits = [_visits(row, keep_at_turn, per_operation) for row in program.ops]
+    visits = [
+        _visits(row, len(program.shape.layers[device.stage]), keep_at_turn, per_operation)
+        for row, device in zip(program.ops, program.devices, strict=True)
+    ]
     for d, device in enumerate(program.devices):
         first = program.shape.first_device[device.stage]
         if [v.chunk for v in visits[d]] != [v.chunk for v in visits[first]]:
@@ -65,19 +72,20 @@ def add_parameters(
     return replace(program, ops=tuple(window.device(d, row) for d, row in enumerate(visits)))
 
 
-def _visits(ops: Sequence[Op], keep_at_turn: bool, per_operation: bool) -> list[_Visit]:
+def _visits(ops: Sequence[Op], chunks: int, keep_at_turn: bool, per_operation: bool) -> list[_Visit]:
     visits: list[_Visit] = []
     backward = False
     for i, op in enumerate(ops):
-        if op.kind not in COMPUTE:
+        if op.kind not in _USERS:
             continue
-        turn = op.kind is not Kind.FORWARD and not backward
-        backward = backward or op.kind is not Kind.FORWARD
-        same = visits and visits[-1].chunk == op.chunk and not per_operation
+        chunk, is_backward = chunk_of(op.kind, op.chunk, chunks), op.kind.direction is Direction.BACKWARD
+        turn = is_backward and not backward
+        backward = backward or is_backward
+        same = visits and visits[-1].chunk == chunk and not per_operation
         if same and (keep_at_turn or not turn):
-            visits[-1] = _Visit(op.chunk, visits[-1].first, i)
+            visits[-1] = _Visit(chunk, visits[-1].first, i)
         else:
-            visits.append(_Visit(op.chunk, i, i))
+            visits.append(_Visit(chunk, i, i))
     return visits
 
 
