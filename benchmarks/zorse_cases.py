@@ -265,13 +265,15 @@ class MinistageLab(Lab):
         """As in a lab, with a checkpoint after the last step; clipped by ministages where the case is."""
         weights, clip, extra = case.reference
         groups = clipping_groups(case)
-        key = (*case.reference, str(groups))
+        stages = len(case.plan.stages) if case.plan.schedule.parameters.get("vocabulary") else 0
+        key = (*case.reference, str(groups), stages if groups else 0)
         if key not in self._saved:
             folder = self.folder / f"one-saved-{len(self._saved)}-{weights}-{clip}"
             flags = (*common_flags(weights, clip, extra), *self.start_flags(weights, extra), *_saving(folder))
             setup: tuple[str, Row] = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
             if groups is not None:
-                setup = ("benchmarks.zorse_clipping:observe_clipping_groups", {"out": str(folder), "groups": groups})
+                options = {"out": str(folder), "groups": groups, "stages": stages}
+                setup = ("benchmarks.zorse_clipping:observe_clipping_groups", options)
             self.runner.run(Job(folder.name, 1, flags, folder, timeout_s=600, setup=setup))
             self._saved[key] = folder
         return self._saved[key]
