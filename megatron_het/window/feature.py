@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_het.gradients.finalize import class_exchange, tied_copies, tied_exchange
+from megatron_het.features import tied_copies
+from megatron_het.gradients.finalize import class_exchange, tied_exchange
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan.shares import rank_shares
 from megatron_het.runtime.feature import BackwardPass, Call, Handler, Iteration, OpenContext, RuntimeFeature

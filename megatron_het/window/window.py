@@ -281,6 +281,10 @@ class ParameterWindow:
     def _step_at_once(self, c: int) -> None:
         assert self._optimizer is not None and self._total_tokens is not None
         self._finish_reduction(c)
+        for bucket in self._chunks[c].buckets:
+            if bucket.host is not None:  # a shard that comes back for a late step
+                bucket.host.wait()
+        self._sums.over_ends([self._chunks[c]])
         self._sums.over_classes(self._chunks[c])  # all replicas of a stage get here, in one order
         if self._scale is None:
             if self._counting is not None:

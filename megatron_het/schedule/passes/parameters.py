@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from megatron_het.schedule.columns import Direction
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
 from megatron_het.schedule.kinds import PARAMETER_KINDS, PARTS, chunk_of
+from megatron_het.schedule.paths import Place
 
 STEPS = ("end", "ministage", "none")
 _USERS = COMPUTE | PARTS
@@ -30,6 +31,7 @@ def add_parameters(
     keep_at_turn: bool = True,
     per_operation: bool = False,
     step: str = "end",
+    late: Sequence[Place] = (),
 ) -> Program:
     """The program with gathers before use, releases after use, reductions and optimizer steps.
 
@@ -48,6 +50,8 @@ def add_parameters(
         step: ``"ministage"``: OPTIMIZER_STEP one visit after the chunk's reduction, overlapping the next
             backward (the paper; breaks gradient clipping by the global norm and skipped steps);
             ``"end"``: all steps after all reductions (exact); ``"none"``: no OPTIMIZER_STEP.
+        late: (stage, chunk) of chunks that are stepped after all others, whatever ``step`` says, but for none: their
+            gradients are also those of another stage.
 
     Raises:
         ValueError: parameter operations are there already, an option is out of range, or the replicas of a
@@ -68,7 +72,7 @@ def add_parameters(
                 f"program {program.name}: device {device} visits its chunks in another order than replica 0 of its "
                 "stage, so they cannot gather parameters together (does every replica have microbatches?)"
             )
-    window = _Window(program, prefetch, per_layer, offload, step)
+    window = _Window(program, prefetch, per_layer, offload, step, late)
     return replace(program, ops=tuple(window.device(d, row) for d, row in enumerate(visits)))
 
 
@@ -92,9 +96,12 @@ def _visits(ops: Sequence[Op], chunks: int, keep_at_turn: bool, per_operation: b
 class _Window:
     """Places the operations of one device after the other."""
 
-    def __init__(self, program: Program, prefetch: int, per_layer: bool, offload: bool, step: str) -> None:
+    def __init__(
+        self, program: Program, prefetch: int, per_layer: bool, offload: bool, step: str, late: Sequence[Place]
+    ) -> None:
         self.program, self.prefetch = program, prefetch
         self.per_layer, self.offload, self.step = per_layer, offload, step
+        self.late = frozenset(late)
 
     def _layers(self, device: int, chunk: int) -> list[tuple[int, int]]:
         layers = self.program.shape.layers[self.program.devices[device].stage][chunk]
@@ -129,6 +136,8 @@ class _Window:
                     place += self._open(device, chunk, chunk not in resident)
                     resident.add(chunk)
 
+        stage = self.program.devices[device].stage
+        late = [chunk for chunk in sorted(last_visit) if (stage, chunk) in self.late]
         closed: set[int] = set()
         steps: list[Op] = []
         for i, visit in enumerate(visits):
@@ -141,7 +150,7 @@ class _Window:
             place.append(Op(Kind.PARAM_RELEASE, chunk=visit.chunk))
             closed.add(i)
             final = last_visit[visit.chunk] == i and not self.program.forward_only
-            stepping = final and self.step == "ministage"
+            stepping = final and self.step == "ministage" and visit.chunk not in late
             if final:
                 place += self._reduce(device, visit.chunk)
             if stepping:
@@ -150,9 +159,8 @@ class _Window:
             if self.offload and visit.chunk not in ahead:
                 (steps if stepping else place).append(Op(Kind.PARAM_OFFLOAD, chunk=visit.chunk))
                 resident.discard(visit.chunk)
-        tail = steps
-        if self.step == "end" and not self.program.forward_only:
-            tail = [*steps, *self._steps_at_end(sorted(last_visit))]
+        at_end = {"end": [c for c in sorted(last_visit) if c not in late] + late, "ministage": late, "none": []}
+        tail = [] if self.program.forward_only else [*steps, *self._steps_at_end(at_end[self.step])]
         return self._join(ops, before, after, tail)
 
     def _steps_at_end(self, chunks: Sequence[int]) -> Iterator[Op]:
