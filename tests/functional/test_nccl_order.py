@@ -21,7 +21,8 @@ from benchmarks.runner import Runner
 
 FP32_BAR = 1e-5
 # Mixed TP in a stage with ties and overlapped reductions; a window with unequal shares; sizes by microbatch; chunks;
-# exchange, split vocabulary, also under a window, updates of ties, activations offloaded, CP; chunks in a V, whose loss is told to another stage.
+# exchange, split vocabulary, also under a window, updates of ties, activations offloaded, CP; chunks in a V, whose loss
+# is told to another stage.
 CHOSEN = {
     "1f1b": ("pair-04", "random-03"),
     "gpipe": ("gpipe-pair-01",),
