@@ -243,6 +243,16 @@ class Window(Feature):
                 f"stage need equally many microbatches; found {[sorted(found) for found in per_stage]}",
             )
 
+    def check_copies(self, plan: Plan, options: WindowOptions) -> None:
+        """Refuse two norms for one weight."""
+        if options.update == "per-ministage":
+            raise PlanError(
+                "schedule.parameters.update",
+                options.update,
+                "the copies of tied embeddings, in the first and the last ministage, would be clipped by two norms",
+                'Use "exact", "undo" or "at-once", untie them, or split the vocabulary over one ministage per stage',
+            )
+
     def named(self, plan: Plan) -> str:
         """One window of several."""
         return "a parameter window"
