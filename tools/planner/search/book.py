@@ -32,6 +32,7 @@ class Book:
     Args:
         limits: GPUs that may be used of each pool; None: all.
         known: Another book of the same estimator and goal, whose sketches and layers are used too.
+        bound: Value of a plan that is known already: what looks much worse is of no use.
     """
 
     KEEP = 1000
@@ -43,6 +44,7 @@ class Book:
         progress: Progress,
         limits: Limits | None = None,
         known: Book | None = None,
+        bound: float = inf,
     ) -> None:
         self.estimator, self.goal, self.progress = estimator, goal, progress
         self.limits = limits or all_gpus(estimator)
@@ -50,10 +52,15 @@ class Book:
         self.balanced: dict[object, Candidate | None] = known.balanced if known else {}
         self.scores: dict[object, tuple[float, Candidate | None]] = {}
         self.good: dict[Candidate, tuple[float, Estimate]] = {}
-        self.best = inf
+        self.best, self.bound = inf, bound
         self.by_stages: dict[int, tuple[float, Candidate]] = {}
         self.alike: dict[int, tuple[float, Candidate]] = {}
         self.nearest: tuple[float, Candidate, Estimate] | None = None
+
+    @property
+    def to_beat(self) -> float:
+        """The best value so far, here or known before."""
+        return min(self.best, self.bound)
 
     def try_groups(self, groups: Groups, like: Candidate) -> tuple[float, Candidate | None]:
         """Balance the layers of these stages and evaluate."""
