@@ -75,9 +75,7 @@ def pipelines_s(schedule: str, shape: Shape, speeds: Sequence[float], costs: Cos
         raise PlannerError("plan", "schedule.parameters", parameters, str(error)) from None
 
 
-def _different(
-    shape: Shape, parts: list[Part], speeds: Sequence[float], costs: Costs, wiring: Wiring
-) -> list[Part]:
+def _different(shape: Shape, parts: list[Part], speeds: Sequence[float], costs: Costs, wiring: Wiring) -> list[Part]:
     """Parts that are not alike in shape, speeds and kinds; where each is in a place of its own, all."""
     if len(parts) == 1:
         return parts
@@ -115,7 +113,7 @@ def _part_s(
         raise ValueError("links are shared")
     seconds = compiled.het_makespan(
         *layout.arguments,
-        _ints(shape.first_device + (len(devices),)),
+        _ints((*shape.first_device, len(devices))),
         (c_uint8 * sum(map(len, orders)))(*chain.from_iterable(orders)),
         _doubles(passes[0]),
         _doubles(passes[1]),

@@ -20,6 +20,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).with_name("pipelines.c")
 COMPILER = "MEGATRON_HET_COMPILER"
@@ -72,11 +73,15 @@ def _require_own(path: Path) -> None:
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     """With the types of its functions, which C does not tell."""
-    ints, doubles, octets = (ctypes.POINTER(t) for t in (ctypes.c_int32, ctypes.c_double, ctypes.c_uint8))
-    shape = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ints, ints, ints, ints]
+    ints, doubles, octets = (
+        ctypes.POINTER(ctypes.c_int32),
+        ctypes.POINTER(ctypes.c_double),
+        ctypes.POINTER(ctypes.c_uint8),
+    )
+    shape: list[Any] = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ints, ints, ints, ints]
     found.het_merge.argtypes = [*shape, ints, doubles, doubles, ctypes.c_int32, octets, ints]
     found.het_merge.restype = ctypes.c_int
-    links = [ints, ints, ctypes.c_int32, doubles, doubles]
+    links: list[Any] = [ints, ints, ctypes.c_int32, doubles, doubles]
     found.het_makespan.argtypes = [*shape, ints, octets, doubles, doubles, doubles, *links]
     found.het_makespan.restype = ctypes.c_double
     return found
