@@ -78,6 +78,9 @@ def dry_run_cases() -> list[Case]:
         "v-half": with_schedule(_plain([[1], [1], [1]], [1, 1, 1]), "v-half", 2, {}),
         "ministage without a window": with_schedule(_plain([[1], [1]], [1, 1]), "ministage", 2, {"window": False}),
         "ministage with a window": _window([[1, 1], [1]], [1, 1]),
+        "ministage with a window, split vocabulary": _window(
+            [[1, 1], [2]], [1, 1], vocabulary=True, vocabulary_shares=[3, 1], update="undo"
+        ),
         "ministage, all offloaded": _window(
             [[1, 1]], [2], offload=True, offload_optimizer=True, offload_activations=0.5
         ),

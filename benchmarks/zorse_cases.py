@@ -20,131 +20,12 @@ from benchmarks.cases import STEPS, Case, build_plan, common_flags
 from benchmarks.lab import Lab
 from benchmarks.runner import Job, Runner
 from benchmarks.zorse_clipping import Groups, groups_of
+from benchmarks.zorse_rows import CLIPS, MORE, NO_WINDOW, ROWS, Row
 from megatron_het.plan import Plan, ScheduleSpec
 
-Row = dict[str, Any]
-
-# Every row: stages x ranks per stage, TP, ministages, options of the window.
-_ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
-    ((1,), 1, 2, {}),
-    ((2,), 1, 4, {}),
-    ((3,), 1, 3, {"prefetch": 0}),
-    ((4,), 1, 2, {"keep_at_turn": False}),
-    ((2, 1), 1, 1, {}),
-    ((2, 1), 1, 2, {"offload": True}),
-    ((1, 3), 1, 4, {"per_layer": False}),
-    ((2, 2), 1, 2, {"prefetch": 2}),
-    ((1, 2), 2, 2, {}),
-    ((2, 2), 1, 4, {"per_microbatch": True, "keep_at_turn": False}),
-    ((1, 2, 1), 1, 2, {"offload": True, "per_layer": False}),
-    ((2, 1, 1), 1, 2, {"keep_at_turn": False}),
-    ((1, 1, 2, 1), 1, 2, {}),
-    ((2, 2, 2, 2), 1, 1, {"offload": True, "keep_at_turn": False}),
-    ((2, 2), 1, 2, {"update": "at-once"}),
-    ((3,), 1, 4, {"update": "at-once", "offload": True}),
-    ((1, 2), 2, 1, {"update": "at-once", "prefetch": 0}),
-)
-CLIP_SOME = 1.0
-_CLIPS = (1.0, 0.05)  # the second one is below every norm of these models
 _LONELY = 1000
 """One element in so many of a parameter may have had a first gradient of zero up to rounding."""
 _OPTIMIZER_BAR = 0.05  # bf16 rounds gradients; tensors that are mixed up differ by about 1
-_NO_WINDOW = (((1, 2), 1, 2), ((2,), 1, 3), ((1, 1, 1), 1, 2))
-_MORE: tuple[Row, ...] = (
-    {"replicas": (2, 2), "ministages": 2, "window": {"update": "undo"}, "clip": 0.05},
-    {"replicas": (3,), "ministages": 4, "window": {"update": "undo", "offload": True}, "clip": 1.0},
-    {
-        "replicas": (1, 2),
-        "tp": 2,
-        "ministages": 2,
-        "window": {"update": "undo", "offload_optimizer": True},
-        "clip": 0.05,
-    },
-    # One ministage in one stage: its norm is the global one.
-    {"replicas": (4,), "ministages": 1, "window": {"update": "per-ministage"}, "clip": 0.05},
-    {"replicas": (2, 1), "ministages": 2, "window": {"update": "per-ministage"}, "clip": 100.0},
-    {"replicas": (2, 1), "ministages": 2, "window": {"offload": True, "offload_optimizer": True}, "clip": 1.0},
-    {"replicas": (3,), "ministages": 2, "window": {"update": "at-once", "offload_optimizer": True}, "clip": 0.0},
-    # Two microbatches in four stages.
-    {"replicas": (1, 1, 1, 1), "ministages": 1, "window": {"offload": True}, "clip": 1.0, "micro_batch_size": 3},
-    {"replicas": (2, 1, 1), "ministages": 2, "window": {}, "clip": 1.0, "micro_batch_size": 3},
-    {
-        "replicas": (2, 1),
-        "ministages": 2,
-        "window": {"update": "undo", "offload_optimizer": True},
-        "clip": 0.05,
-        "precision": "bf16",
-    },
-    {"replicas": (2, 1), "ministages": 2, "window": {"offload": True, "offload_activations": 1.0}, "clip": 1.0},
-    {
-        "replicas": (1, 2),
-        "tp": 2,
-        "ministages": 2,
-        "window": {"offload_activations": 0.5},
-        "clip": 1.0,
-        "recompute": "none",
-    },
-    {"replicas": (2,), "ministages": 3, "window": {"update": "undo", "offload_activations": 1.0}, "clip": 0.05},
-    # Unequal shares of a stage's state.
-    {"replicas": (2, 1), "ministages": 2, "window": {}, "clip": 0.05, "shares": ((3, 1), (1,))},
-    {
-        "replicas": (3,),
-        "ministages": 4,
-        "window": {"offload": True, "offload_optimizer": True},
-        "clip": 1.0,
-        "shares": ((0, 2, 1),),
-    },
-    {"replicas": (4,), "ministages": 2, "window": {"update": "undo"}, "clip": 0.05, "shares": ((4, 2, 0, 1),)},
-    {
-        "replicas": (1, 2),
-        "tp": 2,
-        "ministages": 2,
-        "window": {"keep_at_turn": False},
-        "clip": 0.05,
-        "shares": ((1,), (1, 2.5)),
-    },
-    {
-        "replicas": (2, 2),
-        "ministages": 4,
-        "window": {"update": "at-once", "offload": True},
-        "clip": 0.0,
-        "shares": ((1, 0), (1, 5)),
-    },
-    {"replicas": (4,), "ministages": 1, "window": {"update": "per-ministage"}, "clip": 0.05, "shares": ((1, 2, 3, 4),)},
-    {
-        "replicas": (2, 2),
-        "ministages": 2,
-        "window": {"per_microbatch": True, "per_layer": False},
-        "clip": 1.0,
-        "shares": ((2, 1), (1, 0)),
-    },
-    {
-        "replicas": (2, 1),
-        "ministages": 2,
-        "window": {"update": "undo", "offload_optimizer": True},
-        "clip": 0.05,
-        "precision": "bf16",
-        "shares": ((0, 1), (1,)),
-    },
-    {
-        "replicas": (1, 3),
-        "ministages": 2,
-        "window": {"offload": True},
-        "clip": 1.0,
-        "precision": "bf16",
-        "shares": ((1,), (1, 3, 2)),
-    },
-    # Several: against one process that clips group by group; this bound is below some of the norms only.
-    {"replicas": (2, 1), "ministages": 2, "window": {"update": "per-ministage"}, "clip": CLIP_SOME},
-    {"replicas": (3,), "ministages": 3, "window": {"update": "per-ministage", "offload": True}, "clip": 0.05},
-    {
-        "replicas": (1, 2),
-        "tp": 2,
-        "ministages": 2,
-        "window": {"update": "per-ministage", "offload_optimizer": True},
-        "clip": CLIP_SOME,
-    },
-)
 
 
 def ministage_cases(seed: int, quick: bool) -> list[Case]:
@@ -156,8 +37,8 @@ def ministage_cases(seed: int, quick: bool) -> list[Case]:
     """
     rng = random.Random(seed)
     rows: list[Row] = []
-    for i, (sizes, tp, chunks, options) in enumerate(_ROWS):
-        clip = 0.0 if options.get("update") == "at-once" else _CLIPS[i % 2]
+    for i, (sizes, tp, chunks, options) in enumerate(ROWS):
+        clip = 0.0 if options.get("update") == "at-once" else CLIPS[i % 2]
         rows.append(
             {
                 "replicas": sizes,
@@ -169,7 +50,7 @@ def ministage_cases(seed: int, quick: bool) -> list[Case]:
                 "precision": "fp32",
             }
         )
-    for sizes, tp, chunks in _NO_WINDOW:
+    for sizes, tp, chunks in NO_WINDOW:
         rows.append(
             {
                 "replicas": sizes,
@@ -182,7 +63,7 @@ def ministage_cases(seed: int, quick: bool) -> list[Case]:
             }
         )
     rows += [{**rows[i], "precision": "bf16"} for i in (1, 5, 8)]
-    for row in _MORE:
+    for row in MORE:
         common = {"tp": 1, "recompute": "full", "precision": "fp32"}
         rows.append({**common, **row, "window": {"window": True, **row["window"]}})
     cases = [_case(row, f"{row['precision']}-{i:02}", rng) for i, row in enumerate(rows)]
@@ -203,6 +84,7 @@ def _case(row: Row, name: str, rng: random.Random) -> Case:
         sequence_parallel=row["tp"] > 1,
         recompute=row["recompute"],
         distributed_optimizer=True,
+        tied=row.get("tied", False),
     )
     assert sum(sum(s.layers) for s in plan.stages) == LAYERS
     if "micro_batch_size" in row:
@@ -265,13 +147,15 @@ class MinistageLab(Lab):
         """As in a lab, with a checkpoint after the last step; clipped by ministages where the case is."""
         weights, clip, extra = case.reference
         groups = clipping_groups(case)
-        key = (*case.reference, str(groups))
+        stages = len(case.plan.stages) if case.plan.schedule.parameters.get("vocabulary") else 0
+        key = (*case.reference, str(groups), stages if groups else 0)
         if key not in self._saved:
             folder = self.folder / f"one-saved-{len(self._saved)}-{weights}-{clip}"
             flags = (*common_flags(weights, clip, extra), *self.start_flags(weights, extra), *_saving(folder))
             setup: tuple[str, Row] = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
             if groups is not None:
-                setup = ("benchmarks.zorse_clipping:observe_clipping_groups", {"out": str(folder), "groups": groups})
+                options = {"out": str(folder), "groups": groups, "stages": stages}
+                setup = ("benchmarks.zorse_clipping:observe_clipping_groups", options)
             self.runner.run(Job(folder.name, 1, flags, folder, timeout_s=600, setup=setup))
             self._saved[key] = folder
         return self._saved[key]

@@ -1,7 +1,8 @@
 """The reference of per-ministage clipping: one process whose gradients are clipped group by group.
 
 A group holds the parameters of one ministage of one stage.  Norm and clipping are written out here,
-with whole gradients in double precision; everything else is stock Megatron's.
+with whole gradients in double precision; everything else is stock Megatron's.  With a split vocabulary every
+stage has rows of the embeddings in its first ministage, and of the output layer in its last one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,23 @@ def group_of(name: str, groups: Groups) -> int:
     return 0 if "embedding" in parts else len(groups) - 1
 
 
-def observe_clipping_groups(*, rank: int, out: str, groups: Groups) -> None:
+def rows_of(name: str, total: int, groups: Groups, stages: int) -> list[tuple[int, int, int]]:
+    """(group, first row, end) of a parameter's rows, with a vocabulary that is split equally over the stages.
+
+    Args:
+        name: Of the parameter in the one-process model.
+        total: Its rows.
+        groups: Of the plan.
+        stages: That share the vocabulary; 0 where it is not split.
+    """
+    is_word, is_output = name.endswith("word_embeddings.weight"), name == "output_layer.weight"
+    if not stages or not (is_word or is_output):
+        return [(group_of(name, groups), 0, total)]
+    first = 0 if is_word else len(groups) - stages
+    return [(first + s, s * total // stages, (s + 1) * total // stages) for s in range(stages)]
+
+
+def observe_clipping_groups(*, rank: int, out: str, groups: Groups, stages: int = 0) -> None:
     """Setup of the reference: observe as always, and clip every group by its own norm."""
     from megatron.core.optimizer import optimizer
     from megatron.training import training
@@ -50,7 +67,7 @@ def observe_clipping_groups(*, rank: int, out: str, groups: Groups) -> None:
     from benchmarks.probe import observe
 
     observe(rank=rank, out=out, gradients=True)
-    clipper = _Clipper(groups, Path(out) / "clipping.json")
+    clipper = _Clipper(groups, stages, Path(out) / "clipping.json")
     setup = training.setup_model_and_optimizer
 
     @functools.wraps(setup)
@@ -64,30 +81,32 @@ def observe_clipping_groups(*, rank: int, out: str, groups: Groups) -> None:
 
 
 class _Clipper:
-    def __init__(self, groups: Groups, path: Path) -> None:
-        self._groups = groups
+    def __init__(self, groups: Groups, stages: int, path: Path) -> None:
+        self._groups, self._stages = groups, stages
         self._path = path
-        self._members: list[list[Any]] = [[] for _ in groups]
+        self._members: list[list[tuple[Any, int, int]]] = [[] for _ in groups]
         self._clipped: list[list[bool]] = []
 
     def learn(self, model: Any) -> None:
         from benchmarks.probe import _named_parameters
 
         for name, parameter in _named_parameters(model):
-            self._members[group_of(name, self._groups)].append(parameter)
+            for group, first, end in rows_of(name, parameter.shape[0], self._groups, self._stages):
+                self._members[group].append((parameter, first, end))
 
     def clip(self, parameters: Any, max_norm: float, *_unused: Any, **_ignored: Any) -> None:
         """In place of Megatron's clipping by the global norm."""
-        missing = {id(p) for p in parameters} ^ {id(p) for members in self._members for p in members}
+        missing = {id(p) for p in parameters} ^ {id(p) for members in self._members for p, _, _ in members}
         if missing:
             raise RuntimeError(f"{len(missing)} parameters are in no group, or are not clipped")
         clipped = []
         for members in self._members:
-            norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in members))
+            gradients = [parameter.grad[first:end] for parameter, first, end in members]
+            norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
             factor = max_norm / (norm + 1e-6)  # the epsilon is Megatron's
             clipped.append(factor < 1)
             if factor < 1:
-                for parameter in members:
-                    parameter.grad.mul_(factor)
+                for gradient in gradients:
+                    gradient.mul_(factor)
         self._clipped.append(clipped)
         self._path.write_text(json.dumps(self._clipped), encoding="utf-8")

@@ -49,6 +49,14 @@ def features_of(plan: Plan) -> Iterator[tuple[Feature, Any]]:
             yield feature, options
 
 
+def tied_copies(plan: Plan) -> bool:
+    """Whether the stages of the first and of the last chunk hold copies of the same weights.
+
+    A feature may have every row held once, by one stage.
+    """
+    return plan.model.tied_embeddings and not any(feature.holds_rows_once for feature, _ in features_of(plan))
+
+
 def options_of(plan: Plan, name: str) -> Any | None:
     """The options of one feature of a checked plan; None where the feature is off.
 

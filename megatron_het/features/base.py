@@ -223,7 +223,9 @@ class Feature:
         """All that a plan's schedule may say of the feature, the switch first."""
         kinds = typing.get_type_hints(self.options)
         described = [(f, f.metadata["option"]) for f in dataclasses.fields(self.options) if "option" in f.metadata]
-        found = tuple(dataclasses.replace(o, field=f.name, kind=kinds[f.name]) for f, o in described)
+        # In a plan tuples are lists.
+        plain = {f.name: list if typing.get_origin(kinds[f.name]) is tuple else kinds[f.name] for f, _ in described}
+        found = tuple(dataclasses.replace(o, field=f.name, kind=plain[f.name]) for f, o in described)
         return found if self.switch is None else (self.switch, *found)
 
     def goes_with(self, schedule: str) -> bool:
@@ -236,7 +238,8 @@ class Feature:
         is_on = bool(given) if self.switch is None else given.get(self.switch, False)
         if not is_on or not self.goes_with(schedule.name):
             return None
-        return self.options(**{o.field: value for o, value in given.items() if o.field})
+        values = {o.field: value for o, value in given.items() if o.field}
+        return self.options(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
     def options_of(self, plan: Plan) -> Any | None:
         """The options of a checked plan; None where the feature is off."""

@@ -8,7 +8,7 @@ import inspect
 import itertools
 from collections.abc import Sequence
 
-from megatron_het.features import FEATURES
+from megatron_het.features import FEATURES, options_of, tied_copies
 from megatron_het.features.base import Option
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.generators import GENERATORS, generate
@@ -75,6 +75,7 @@ def check_plan_alone(plan: Plan) -> None:
     _check_chunks(plan)
     for feature in FEATURES:
         feature.check(plan)
+    _check_tied_copies(plan)
 
 
 def _check_name(name: str) -> None:
@@ -151,4 +152,16 @@ def _check_chunks(plan: Plan) -> None:
             "the embedding and the output layer of a single stage are "
             "in different chunks and cannot share their weights",
             "Add --untie-embeddings-and-output-weights, or use one chunk",
+        )
+
+
+def _check_tied_copies(plan: Plan) -> None:
+    """Copies of one weight have to stay alike."""
+    window = options_of(plan, "window")
+    if window is not None and window.update == "per-ministage" and len(plan.stages) > 1 and tied_copies(plan):
+        raise PlanError(
+            "schedule.parameters.update",
+            window.update,
+            "the copies of tied embeddings, in the first and the last ministage, would be clipped by two norms",
+            'Use "exact", "undo" or "at-once", untie them, or split the vocabulary over one ministage per stage',
         )

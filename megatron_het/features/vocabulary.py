@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag
+from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, option
 from megatron_het.features.overlap import check_reductions_meet
 from megatron_het.features.window import Window
 from megatron_het.plan import Plan, PlanError
+from megatron_het.plan.rows import PARAMETER, stage_rows, tp_unit
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.passes.embedding import add_embedding
@@ -19,9 +19,30 @@ from megatron_het.schedule.passes.vocabulary import add_vocabulary
 _SWITCH = "--het-vocabulary-parallel"
 
 
+_MOST_SHARE = 1_000_000
+
+
 @dataclass(frozen=True, slots=True)
 class VocabularyOptions:
-    """There is nothing to choose."""
+    """How the rows are divided.
+
+    Attributes:
+        shares: Rows of each stage, relative to the others; none for equal ones.
+    """
+
+    shares: tuple[int, ...] = option(
+        PARAMETER,
+        (),
+        accepts=lambda value, plan: (
+            len(value) == len(plan.stages)
+            and all(isinstance(share, int) and not isinstance(share, bool) for share in value)
+            and all(1 <= share <= _MOST_SHARE for share in value)
+        ),
+        problem=lambda plan: (
+            f"must be a list of {len(plan.stages)} whole numbers, one per stage, each of 1 to {_MOST_SHARE}: the rows "
+            "that a stage holds, relative to the others"
+        ),
+    )
 
 
 class Vocabulary(Feature):
@@ -72,8 +93,26 @@ class Vocabulary(Feature):
 
     def check_plan(self, plan: Plan, options: VocabularyOptions) -> None:
         """Refuse stages that cannot share it."""
-        if plan.schedule.parameters.get(Window.switch.parameter):
-            raise PlanError(_SWITCH, True, "a parameter window closes the layers that hold the vocabulary")
+        window = Window().options_of(plan)
+        if window is None or window.zero:
+            return
+        if window.per_microbatch or not window.keep_at_turn:
+            name = "per_microbatch" if window.per_microbatch else "keep_at_turn"
+            raise PlanError(
+                f"schedule.parameters.{name}",
+                window.per_microbatch,
+                "parts of the output layer run between the last ministage's forwards and backwards, all over the "
+                "pipeline: its replicas would wait for each other if it was closed in between",
+                f"Leave it out, or {_SWITCH}",
+            )
+        if plan.model.tied_embeddings and any(len(stage.layers) > 1 for stage in plan.stages):
+            raise PlanError(
+                "model.tied_embeddings",
+                True,
+                f"with a parameter window and {_SWITCH} a stage's rows are in its first ministage, which is closed "
+                "when its last ministage needs them for the output layer",
+                f"Use one ministage per stage, untie them, or leave out {_SWITCH}",
+            )
 
     def named(self, plan: Plan) -> str:
         """The flag."""
@@ -89,25 +128,17 @@ class Vocabulary(Feature):
                 f"cannot be used with {_SWITCH}: its kernel needs whole logits",
                 "Use native",
             )
-        stages = len(plan.stages)
-        tp = math.lcm(*(r.tp for s in plan.stages for r in s.replicas))
-        padded = getattr(args, "padded_vocab_size", None)
-        if padded is not None:
-            if padded % (stages * tp):
-                raise PlanError(
-                    "--padded-vocab-size",
-                    padded,
-                    f"does not divide over {stages} stages of {tp} TP ranks",
-                    f"Use a multiple of {stages * tp}",
-                )
-        elif args.make_vocab_size_divisible_by % stages:
-            # It is padded to a multiple of this times the TP sizes (``config.apply_plan``).
-            raise PlanError(
-                "--make-vocab-size-divisible-by",
-                args.make_vocab_size_divisible_by,
-                f"the vocabulary must divide over {stages} stages",
-                f"Use a multiple of {stages}",
-            )
+        # It is padded to a multiple of the last one times the TP sizes (``config.apply_plan``).
+        unit, padded = tp_unit(plan), getattr(args, "padded_vocab_size", None)
+        rows = args.make_vocab_size_divisible_by * unit if padded is None else padded
+        try:
+            stage_rows(plan, rows)
+        except ValueError as error:
+            stages = len(plan.stages)
+            name, least = ("--padded-vocab-size", stages * unit)
+            if padded is None:
+                name, rows, least = "--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by, stages
+            raise PlanError(name, rows, str(error), f"Use a multiple of {least}") from error
 
     def check_program(self, program: Callable[[], Program], options: VocabularyOptions, args: Any) -> None:
         """Refuse an early reduction of gradients that would not meet that of other replicas."""
@@ -118,8 +149,9 @@ class Vocabulary(Feature):
         return add_embedding(add_vocabulary(program, speeds=speeds), speeds=speeds)
 
     def price(self, costs: Costs, options: VocabularyOptions, program: Program, figures: Figures) -> Costs:
-        """Every stage has an equal part of what the first and the last chunk had."""
+        """Every stage has its share of what the first and the last chunk had."""
         stages = program.shape.stages
+        shares = options.shares or [1] * stages
         first, last = program.shape.path[0], program.shape.path[-1]
 
         def without(table: PerChunk, embedding: Sequence[float], head: Sequence[float]) -> PerChunk:
@@ -131,7 +163,8 @@ class Vocabulary(Feature):
             return tuple(map(tuple, rows))
 
         def part(row: Sequence[float]) -> tuple[float, ...]:
-            return tuple(value / stages for value in row)
+            held = (shares[device.stage] for device in program.devices)
+            return tuple(value * share / sum(shares) for value, share in zip(row, held, strict=True))
 
         f = figures
         return replace(

@@ -18,6 +18,7 @@ from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.passes.parameters import add_parameters
 from megatron_het.schedule.passes.sharded_passes import STAGES, add_sharded_passes
+from megatron_het.schedule.paths import Place
 
 SCHEDULE = "ministage"
 ALONE = "data-parallel"
@@ -46,6 +47,7 @@ class WindowOptions:
             every pass; 0 for ministages, whose window gathers and reduces once per iteration.
         steps: Where a program that is only looked at has its updates (``add_parameters``); a plan has them
             where ``update`` says.
+        late: (stage, chunk) of ministages that are updated last, because they have copies of tied embeddings.
     """
 
     prefetch: int = option("prefetch", 1)
@@ -87,6 +89,7 @@ class WindowOptions:
         "parameters for every pass (ZeRO-2 and 3); ZeRO-1 is --use-distributed-optimizer without this flag",
     )
     steps: str = ""
+    late: tuple[Place, ...] = ()
 
     @property
     def updates_early(self) -> bool:
@@ -183,6 +186,13 @@ class Window(Feature):
             return None
         return WindowOptions(flags["prefetch"], per_layer=False, offload=flags["offload"], steps=flags["step"])
 
+    def options_of(self, plan: Plan) -> WindowOptions | None:
+        """With the ministages that have copies of tied embeddings."""
+        options: WindowOptions | None = super().options_of(plan)
+        if options is None or not plan.model.tied_embeddings or len(plan.stages) == 1:
+            return options
+        return replace(options, late=(plan.path[0], plan.path[-1]))
+
     def elsewhere(self, plan: Plan, given: Option) -> PlanError | None:
         """A window with another schedule."""
         if given is not self.switch:
@@ -211,14 +221,6 @@ class Window(Feature):
                 False,
                 "the parameter window shards over the distributed optimizer",
                 "Set it to true",
-            )
-        if plan.model.tied_embeddings and len(plan.stages) > 1 and options.updates_early:
-            raise PlanError(
-                "schedule.parameters.update",
-                options.update,
-                "the gradients of tied embeddings are those of the first and the last ministage together, which "
-                "end at different times",
-                'Use "exact", or untie them',
             )
         for s, stage in enumerate(plan.stages):
             kept = {r.cut for r in stage.replicas if r.state_share > 0}
@@ -276,6 +278,7 @@ class Window(Feature):
             keep_at_turn=options.keep_at_turn,
             per_operation=options.per_microbatch,
             step=options.steps or ("ministage" if options.updates_early else "none"),
+            late=options.late,
         )
 
     def price(self, costs: Costs, options: WindowOptions, program: Program, figures: Figures) -> Costs:

@@ -14,19 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.features import features_of
 from megatron_het.gradients.parameters import ShardedParameter
 from megatron_het.gradients.resharding import ReplicaClass, ShardExchange
-from megatron_het.plan import Placement, Plan
+from megatron_het.plan import Placement
 from megatron_het.topology import PlanGroups
-
-
-def tied_copies(plan: Plan) -> bool:
-    """Whether the stages of the first and of the last chunk hold copies of the same weights.
-
-    A feature may have every row held once, by one stage.
-    """
-    return plan.model.tied_embeddings and not any(feature.holds_rows_once for feature, _ in features_of(plan))
 
 
 class GradientFinalizer:

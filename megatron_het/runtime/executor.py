@@ -23,6 +23,7 @@ from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handle
 from megatron_het.runtime.late_gathers import begin_gathers
 from megatron_het.schedule.gradient_sync import sync_points
 from megatron_het.schedule.ir import Kind
+from megatron_het.schedule.kinds import PARTS
 from megatron_het.topology import at_chunk
 
 
@@ -110,6 +111,8 @@ class Executor:
             for chunk in self._sync_points[call.forward_only].get(index, ()):
                 state.no_sync.pop(chunk).close()  # the gradients that follow complete those of the chunk
             with record_function(op.label), self._timeline.measure(op):
+                for feature in self._features if op.kind in PARTS else ():
+                    feature.before_part(op, state)
                 self._handlers[op.kind](op, call, state)
         for feature in self._features:
             feature.finish(call, state)

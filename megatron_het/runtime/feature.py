@@ -163,6 +163,9 @@ class RuntimeFeature:
         """Around a BACKWARD or BACKWARD_INPUT, the waiting for its gradient included."""
         return contextlib.nullcontext()
 
+    def before_part(self, op: RankOp, state: Iteration) -> None:
+        """A part of a layer that stages share (``kinds.PARTS``) is about to run, with the parameters of its chunk."""
+
     def finish(self, call: Call, state: Iteration) -> None:
         """All operations of the iteration have been issued."""
 

@@ -15,14 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.config import HetConfig
-from megatron_het.features import features_of
-from megatron_het.gradients.finalize import (
-    GradientFinalizer,
-    count_once_in_params_norm,
-    mark_duplicates,
-    mark_sharded,
-    tied_copies,
-)
+from megatron_het.features import features_of, tied_copies
+from megatron_het.gradients.finalize import GradientFinalizer, count_once_in_params_norm, mark_duplicates, mark_sharded
 from megatron_het.lowering.programs import build, program_of
 from megatron_het.lowering.ranks import boundary_maps, edges, lower
 from megatron_het.lowering.transports import Choice, choose_transport, posted_for

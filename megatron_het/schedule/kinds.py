@@ -282,6 +282,21 @@ OWNERS = where(lambda kind: kind.fields is Fields.UNITS)
 """Those of the device whose attention is exchanged; the others are the helper's."""
 OUTPUT_PARTS = where(lambda kind: kind.effect in (Effect.KEEP_LOGITS, Effect.USE_UP_LOGITS))
 """Parts of the output layer."""
-WORD_PARTS = where(lambda kind: kind.role is Role.PART) - OUTPUT_PARTS
+PARTS = where(lambda kind: kind.role is Role.PART)
+WORD_PARTS = PARTS - OUTPUT_PARTS
 """Parts of the word embeddings."""
 HELPS = where(lambda kind: kind.role is Role.HELP)
+
+
+def chunk_of(kind: Kind, chunk: int, chunks: int) -> int:
+    """The chunk of a device whose parameters an operation is about.
+
+    Parts of layers that devices share have chunk 0 in programs.  A device's rows of the word embeddings are in its
+    first chunk, those of the output layer are in its last one; tied ones have a device with one chunk only.
+
+    Args:
+        kind: of the operation.
+        chunk: what the operation says.
+        chunks: how many the device has.
+    """
+    return chunks - 1 if kind in OUTPUT_PARTS else chunk

@@ -8,16 +8,17 @@ values, see ``deps.py``; graph, validator and memory curves read it from here.
 Operations of side streams (gathers, copies from and to the host, reductions, keys and values sent ahead) are issued
 when the compute operation before them in the list is done; compute waits for the parameters and activations brought
 for it.  A gather with its first user right after it is on demand: it begins when the user's other data is there
-(nothing is overlapped), except at the start of the iteration.
+(nothing is overlapped), except at the start of the iteration, and where devices share layers: parts of these wait for
+other stages, whose replicas would wait for the gather.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
-from megatron_het.schedule.columns import Effect, Role, Work, complete
+from megatron_het.schedule.columns import Direction, Effect, Role, Work, complete
 from megatron_het.schedule.ir import Op, Program
-from megatron_het.schedule.kinds import RECEIVES, Kind, where
+from megatron_het.schedule.kinds import PARTS, RECEIVES, Kind, chunk_of, where
 
 Pass = tuple[int, int, int]
 """(microbatch, slice, chunk)"""
@@ -68,6 +69,7 @@ class Lifetimes:
         effects = {kind.effect for kind in kinds}
         self.gathers, self.reduces = Effect.GATHER in effects, Effect.REDUCE in effects
         self.exchanges = Effect.KEYS_ARRIVE in effects
+        self._shares = not kinds.isdisjoint(PARTS)
         self.gathered: list[set[int]] = [set() for _ in self.layers]
         self.on_device = [Effect.SHARD_FROM_HOST not in effects] * len(self.layers)
         self.reduced: list[set[int]] = [set() for _ in self.layers]
@@ -101,6 +103,8 @@ class Lifetimes:
         kind = op.kind
         if kind in _ISSUED and kind not in _UNISSUED and self._compute >= 0:
             found.append(self._compute)
+        if kind in PARTS and (self.gathers or self.reduces):
+            self._part(node, op, found)
         self._effects[kind.effect](node, op, found)
 
     def finish(self) -> None:
@@ -149,19 +153,26 @@ class Lifetimes:
     def _nothing(self, node: int, op: Op, found: list[int]) -> None:
         """Nothing that the device holds changes."""
 
+    def _part(self, node: int, op: Op, found: list[int]) -> None:
+        """A part of a layer that devices share uses the parameters of the chunk that has its rows."""
+        chunk = chunk_of(op.kind, op.chunk, len(self.layers))
+        self._computes(node, chunk, found)
+        self._has_parameters(node, chunk)
+        if op.kind.direction is Direction.BACKWARD:
+            self._makes_gradients(node, chunk)
+
     def _keep(self, node: int, op: Op, found: list[int]) -> None:
-        self._computes(node, op, found)
-        self._has_parameters(node, op)
+        self._computes(node, op.chunk, found)
+        self._has_parameters(node, op.chunk)
         self.kept[op.microbatch, op.slice, op.chunk] = False
 
     def _use(self, node: int, op: Op, found: list[int]) -> None:
         key = (op.microbatch, op.slice, op.chunk)
-        self._computes(node, op, found)
-        self._backward[op.chunk] = node
+        self._computes(node, op.chunk, found)
         if key in self._fetched:
             found.append(self._fetched.pop(key))
         if op.kind.effect is not Effect.USE_UP_WITHOUT_PARAMETERS:
-            self._has_parameters(node, op)
+            self._has_parameters(node, op.chunk)
         on_host = self.kept.get(key)
         if on_host is None:
             self._unfit(node, "its FORWARD has not run, or its activations are already released")
@@ -169,25 +180,29 @@ class Lifetimes:
             self._unfit(node, "its activations are on the host (no fetch before it)")
         if op.kind.effect is not Effect.USE:
             self.kept.pop(key, None)
-        if op.chunk in self._reduced_by_pass:
-            self.reduced[op.chunk] = set()  # the pass has made new gradients
-        elif self.reduced[op.chunk]:
-            self._unfit(node, f"the gradients of chunk {op.chunk} are already reduced")
+        self._makes_gradients(node, op.chunk)
 
-    def _computes(self, node: int, op: Op, found: list[int]) -> None:
+    def _makes_gradients(self, node: int, chunk: int) -> None:
+        self._backward[chunk] = node
+        if chunk in self._reduced_by_pass:
+            self.reduced[chunk] = set()  # the pass has made new gradients
+        elif self.reduced[chunk]:
+            self._unfit(node, f"the gradients of chunk {chunk} are already reduced")
+
+    def _computes(self, node: int, chunk: int, found: list[int]) -> None:
         """A pass waits for the gathers of its chunk; a gather right before it waits for what it waits for."""
-        for chunk, gather in self._demanded:
-            if chunk == op.chunk:
+        for gathered, gather in self._demanded:
+            if gathered == chunk:
                 gather.extend(found)
         self._demanded = []
         self._compute = node
-        found += self._gathering.pop(op.chunk, ())
+        found += self._gathering.pop(chunk, ())
 
-    def _has_parameters(self, node: int, op: Op) -> None:
+    def _has_parameters(self, node: int, chunk: int) -> None:
         if self.gathers:
-            missing = self._whole(op.chunk) - self.gathered[op.chunk]
+            missing = self._whole(chunk) - self.gathered[chunk]
             if missing:
-                self._unfit(node, f"the parameters of layers {_ranges(missing)} of chunk {op.chunk} are not gathered")
+                self._unfit(node, f"the parameters of layers {_ranges(missing)} of chunk {chunk} are not gathered")
 
     def _to_host(self, node: int, op: Op, found: list[int]) -> None:
         self._offloaded[op.microbatch, op.slice, op.chunk] = node
@@ -240,7 +255,7 @@ class Lifetimes:
         found += [self._prefetched[chunk]] if chunk in self._prefetched else []
         found += self._after_step(chunk)
         self._gathering.setdefault(chunk, []).append(node)
-        if self._compute >= 0:
+        if self._compute >= 0 and not self._shares:
             self._demanded.append((chunk, found))
         if not self.on_device[chunk]:
             self._unfit(node, f"the parameter shard of chunk {chunk} is on the host (no prefetch before it)")

@@ -8,6 +8,7 @@ from megatron_het.schedule.cost import PerChunk
 from megatron_het.schedule.durations import message_bytes
 from megatron_het.schedule.graph import collection_paused
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, Kind, Op
+from megatron_het.schedule.kinds import PARTS, chunk_of
 from megatron_het.schedule.lifetimes import Lifetimes
 from megatron_het.schedule.timeline import Timeline
 
@@ -173,7 +174,11 @@ class _Holdings:
                     self.found.append((self.start[i], workspace, _WORKSPACE))
                     self.found.append((self.end[i], -workspace, _WORKSPACE))
                 if reduces and Work.WEIGHTS in kind.work:
-                    self._open_gradients(i, op)
+                    self._open_gradients(i, op.chunk)
+            elif kind in PARTS:
+                self.issued = end[i] if Effect.GATHER in self.present else self.issued
+                if reduces and kind.direction is Direction.BACKWARD:
+                    self._open_gradients(i, chunk_of(kind, op.chunk, len(self.layers)))
             handler = handlers[kind]
             if handler is not None:
                 handler(i, op)
@@ -249,14 +254,14 @@ class _Holdings:
     def _shard_to_host(self, node: int, op: Op) -> None:
         self.found.append((self.end[node], -self.shard[op.chunk], _PARAMETERS))
 
-    def _open_gradients(self, node: int, op: Op) -> None:
-        if op.chunk not in self.with_gradients:
-            self.with_gradients.add(op.chunk)
-            self.found.append((self.start[node], self.gradient[op.chunk], _GRADIENTS))
+    def _open_gradients(self, node: int, chunk: int) -> None:
+        if chunk not in self.with_gradients:
+            self.with_gradients.add(chunk)
+            self.found.append((self.start[node], self.gradient[chunk], _GRADIENTS))
 
     def _reduce(self, node: int, op: Op) -> None:
         chunk, share = op.chunk, self._walk(node, op)
-        self._open_gradients(node, op)  # of a pass that this replica does not have: zeros
+        self._open_gradients(node, chunk)  # of a pass that this replica does not have: zeros
         self.found.append((self.end[node], -self.gradient[chunk] * share, _GRADIENTS))
         # Reduced after every pass, the shards of all passes are added up in one place.
         if not self.program.forward_only and (chunk, op.start) not in self.with_shards:

@@ -84,6 +84,9 @@ class EmbeddingTeam:
             model.embedding.word_embeddings = self._layer  # type: ignore[union-attr]
         else:
             model.embedding = EmbeddingHolder(config, self._layer)
+            modules = model._modules  # in the order of the whole model: buffers of gradients are laid out by it
+            for name in [name for name in modules if name != "embedding"]:
+                modules[name] = modules.pop(name)
         return self._layer.weight
 
     def enter(self, op: RankOp) -> None:

@@ -71,7 +71,14 @@ class VocabularyFeature(RuntimeFeature):
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature."""
+    chunks = len(context.lowered[False].backwards)
     vocabulary = SplitVocabulary(
-        context.placement, context.rank, context.new_channels, context.groups["tp"], context.timeline, context.batches
+        context.placement,
+        context.rank,
+        context.new_channels,
+        context.groups["tp"],
+        context.timeline,
+        context.batches,
+        chunks,
     )
-    return VocabularyFeature(vocabulary, context.has_loss, len(context.lowered[False].backwards))
+    return VocabularyFeature(vocabulary, context.has_loss, chunks)

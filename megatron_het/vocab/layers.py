@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_het.plan import Placement
+from megatron_het.plan.rows import stage_rows, tp_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +48,18 @@ class VocabularyShard:
         Args:
             placement: The plan's lookup tables.
             rank: A world rank.
-            vocab_size: Padded, so that it divides over all stages times any TP size.
+            vocab_size: Padded, so that it divides over the stages (``plan.rows``).
+
+        Raises:
+            ValueError: It does not.
         """
-        where, stages = placement.locate(rank), placement.num_stages
+        where, plan = placement.locate(rank), placement.plan
         tp = placement.replica(where.stage, where.replica).tp
-        parts = stages * math.lcm(*(r.tp for s in placement.plan.stages for r in s.replicas))
-        if vocab_size % parts:
-            raise ValueError(f"a vocabulary of {vocab_size} rows does not divide over {parts} ranks")
-        of_stage = vocab_size // stages
-        rows = of_stage // tp
-        return cls(where.stage * of_stage + where.tp_rank * rows, rows, tp, vocab_size, vocab_size // parts)
+        of_stage = stage_rows(plan, vocab_size)
+        rows = of_stage[where.stage] // tp
+        first = sum(of_stage[: where.stage]) + where.tp_rank * rows
+        unit = math.gcd(*of_stage) // tp_unit(plan)
+        return cls(first, rows, tp, vocab_size, unit)
 
     @property
     def stage_rows(self) -> int:

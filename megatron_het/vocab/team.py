@@ -64,6 +64,7 @@ class SplitVocabulary:
         tp_group: This rank's TP group.
         timeline: Is told about waiting.
         batches: What forwards read.
+        chunks: Model chunks on this rank.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class SplitVocabulary:
         tp_group: dist.ProcessGroup,
         timeline: Timeline,
         batches: Batches,
+        chunks: int = 1,
     ) -> None:
+        self._chunks, self._attached = chunks, 0
         self._placement = placement
         self._rank = rank
         self._team = Team(placement, rank)
@@ -101,9 +104,24 @@ class SplitVocabulary:
         """Give this rank its rows: embeddings in its first chunk, output layer in its last one.
 
         Args:
-            models: GPTModels, not wrapped.
+            models: GPTModels, not wrapped; in the order of the chunks, all at once or one after the other.
         """
-        model = models[-1]
+        for model in models:
+            if self._attached == 0:
+                self._attach_embedding(model)
+            self._attached += 1
+            if self._attached == self._chunks:
+                self._attach_output(model)
+
+    def _attach_embedding(self, model: torch.nn.Module) -> None:
+        rows = self._embedding.attach(model)
+        if model.share_embeddings_and_output_weights:
+            # One shard serves both; fused gradient accumulation of the output layer must leave zeros
+            # where autograd looks for the embedding's gradient.
+            self._tied_weight = rows
+            rows.zero_out_wgrad = True  # type: ignore[attr-defined]
+
+    def _attach_output(self, model: torch.nn.Module) -> None:
         shard = VocabularyShard.of(self._placement, self._rank, model.vocab_size)  # type: ignore[arg-type]
         config: Any = model.config
         if self._is_last:
@@ -112,16 +130,10 @@ class SplitVocabulary:
             last.post_process = False
             del last.output_layer
             model.register_forward_pre_hook(self._keep_labels, with_kwargs=True)
-        tied = bool(model.share_embeddings_and_output_weights)
+        tied = self._tied_weight is not None
         init = config.embedding_init_method if config.use_mup and not tied else config.init_method
         self._layer = SplitOutputLayer(shard, config, init, self._tp_group, has_weight=not tied)
         model.output_layer = self._layer
-        rows = self._embedding.attach(models[0])
-        if tied:
-            # One shard serves both; fused gradient accumulation of the output layer must leave zeros
-            # where autograd looks for the embedding's gradient.
-            self._tied_weight = rows
-            rows.zero_out_wgrad = True  # type: ignore[attr-defined]
 
     def _keep_labels(self, _model: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._labels = kwargs.get("labels")

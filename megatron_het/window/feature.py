@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_het.gradients.finalize import class_exchange, tied_copies, tied_exchange
+from megatron_het.features import tied_copies
+from megatron_het.gradients.finalize import class_exchange, tied_exchange
+from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan.shares import rank_shares
 from megatron_het.runtime.feature import BackwardPass, Call, Handler, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.kinds import Kind, executed_by
@@ -34,7 +36,7 @@ class WindowFeature(RuntimeFeature):
 
     def handlers(self) -> Mapping[Kind, Handler]:
         """See :class:`RuntimeFeature`."""
-        return dict.fromkeys(executed_by("window"), lambda op, call, state: self.window.handle(op))
+        return dict.fromkeys(executed_by("window"), lambda op, call, state: self.window.handle(op, state.num_tokens))
 
     def prepare_config(self, model_config: Any) -> None:
         """See :class:`RuntimeFeature`; the window finalises gradients itself."""
@@ -54,8 +56,12 @@ class WindowFeature(RuntimeFeature):
     @contextlib.contextmanager
     def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Iterator[None]:
         """See :class:`RuntimeFeature`."""
-        self.window.before_backward(backward.op.chunk, state.num_tokens)
+        self.window.before_backward(backward.op.chunk)
         yield
+
+    def before_part(self, op: RankOp, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`; the rows of a split vocabulary are in the first and the last chunk."""
+        self.window.before_part(op)
 
     def materialise(self) -> None:
         """See :class:`RuntimeFeature`."""

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from megatron_het.features.window import WindowOptions
 from megatron_het.lowering.ranks import RankOp
+from megatron_het.schedule.columns import Direction
 from megatron_het.schedule.ir import Kind
+from megatron_het.schedule.kinds import chunk_of
 from megatron_het.window.chunk import ChunkWindow
 from megatron_het.window.classes import StageSums
 from megatron_het.window.memory import WindowUse
@@ -148,8 +150,13 @@ class ParameterWindow:
 
     # -- what the executor calls ---------------------------------------------------------------
 
-    def handle(self, op: RankOp) -> None:
-        """Run one parameter operation."""
+    def handle(self, op: RankOp, num_tokens: torch.Tensor | None = None) -> None:
+        """Run one parameter operation.
+
+        Args:
+            op: The operation.
+            num_tokens: Of this rank's losses up to now.  All losses are known before the first reduction.
+        """
         if self._optimizer is None:
             return
         chunk = self._chunks[op.chunk]
@@ -165,20 +172,28 @@ class ParameterWindow:
             case Kind.PARAM_OFFLOAD:
                 chunk.store()
             case Kind.GRAD_REDUCE:
+                self._count_tokens(num_tokens)
                 self._reduce(op.chunk, op.start, op.stop)
             case Kind.OPTIMIZER_STEP:
                 self._step_at_once(op.chunk)
 
-    def before_backward(self, chunk: int, num_tokens: torch.Tensor | None) -> None:
+    def before_part(self, op: RankOp) -> None:
+        """As :meth:`before_backward`, of the chunk that has the rows; a forward needs the parameters alone."""
+        if self._optimizer is None:
+            return
+        chunk = chunk_of(op.kind, op.chunk, len(self._chunks))
+        if op.kind.direction is Direction.BACKWARD:
+            self.before_backward(chunk)
+        else:
+            self._chunks[chunk].wait()
+
+    def before_backward(self, chunk: int) -> None:
         """Parameters are there and gradients are allocated when this returns."""
         if self._optimizer is None:
             return
         for c in sorted(self._reducing):
             if c == chunk or not self._chunks[c].is_reducing():  # a pass adds to no gradients under reduction
                 self._finish_reduction(c)
-        if num_tokens is not None and self._total_tokens is None and self.options.updates_early:
-            self._total_tokens = self._own_tokens(num_tokens)
-            self._counting = dist.all_reduce(self._total_tokens, async_op=True)
         self._chunks[chunk].wait()
         self._chunks[chunk].open_gradients()
 
@@ -205,6 +220,12 @@ class ParameterWindow:
                     bucket.gradient *= scale
 
     # -- helpers -------------------------------------------------------------------------------
+
+    def _count_tokens(self, num_tokens: torch.Tensor | None) -> None:
+        """Begin to add up the tokens of all ranks, where updates inside the iteration are divided by them."""
+        if num_tokens is not None and self._total_tokens is None and self.options.updates_early:
+            self._total_tokens = self._own_tokens(num_tokens)
+            self._counting = dist.all_reduce(self._total_tokens, async_op=True)
 
     def _own_tokens(self, num_tokens: torch.Tensor) -> torch.Tensor:
         own = num_tokens.to(torch.int64)
@@ -260,6 +281,10 @@ class ParameterWindow:
     def _step_at_once(self, c: int) -> None:
         assert self._optimizer is not None and self._total_tokens is not None
         self._finish_reduction(c)
+        for bucket in self._chunks[c].buckets:
+            if bucket.host is not None:  # a shard that comes back for a late step
+                bucket.host.wait()
+        self._sums.over_ends([self._chunks[c]])
         self._sums.over_classes(self._chunks[c])  # all replicas of a stage get here, in one order
         if self._scale is None:
             if self._counting is not None:

@@ -68,6 +68,21 @@ KINDS = {
         slices=4,
         vocabulary=True,
     ),
+    # Stages with other numbers of rows, and under a window.
+    "vocabulary-shares": Kind(
+        _ministages(
+            plan("first", [[1], [2, 1]], [2, 3], distributed_optimizer=True),
+            ((1, 1), (2, 1)),
+            offload=True,
+            update="undo",
+            vocabulary=True,
+            vocabulary_shares=[1, 3],
+        ),
+        replace(
+            plan("second", [[1], [1, 1]], [3, 2], distributed_optimizer=True),
+            schedule=ScheduleSpec("1f1b", {"vocabulary": True, "vocabulary_shares": [5, 2]}),
+        ),
+    ),
     "tied": _kind(([[1], [2, 1]], [2, 3]), ([[2, 1], [1], [1]], [1, 2, 2]), tied=True),
     "distributed-optimizer": _kind(
         ([[1, 1], [2, 1]], [2, 3]), ([[1], [4], [1, 1]], [1, 3, 1]), distributed_optimizer=True, sequence_parallel=True

@@ -19,6 +19,7 @@ _CHOSEN = (
     "zero-bubble",
     "zero-bubble in a V",
     "ministage with a window",
+    "ministage with a window, split vocabulary",
     "slimpipe",
     "1f1b, experts, mixed TP in a stage",
 )

@@ -25,6 +25,7 @@ from megatron_het.schedule.ir import Kind, Op
 
 FP32_BAR = 1e-5
 NAMES = ("fp32-05", "fp32-08", "fp32-12", "fp32-14", "fp32-26", "fp32-30", "fp32-36", "fp32-40")
+NAMES += ("fp32-48", "fp32-49", "fp32-50", "fp32-51", "fp32-52", "fp32-53", "fp32-54")  # split vocabulary, ties
 CASES = {case.name: case for case in ministage_cases(0, quick=False) if case.name in NAMES}
 
 
@@ -63,10 +64,15 @@ def check_collectives(case: Case, folder: Path) -> None:
 def _buckets(case: Case, stage: int, op: Op) -> int:
     """Layers that an operation covers; without layers there may be an embedding or an output layer."""
     chunks = case.plan.stages[stage].layers
-    if chunks[op.chunk]:
-        return chunks[op.chunk] if op.start < 0 else op.stop - op.start
-    ends = (stage == 0 and op.chunk == 0, stage == len(case.plan.stages) - 1 and op.chunk == len(chunks) - 1)
-    return int(any(ends))
+    is_split = "vocabulary" in case.plan.schedule.parameters
+    first = op.chunk == 0 and (is_split or stage == 0)
+    last = op.chunk == len(chunks) - 1 and (is_split or stage == len(case.plan.stages) - 1)
+    if not chunks[op.chunk]:
+        return int(first or last)
+    start, stop = (0, chunks[op.chunk]) if op.start < 0 else (op.start, op.stop)
+    # Upstream gives a copy of tied embeddings a bucket of its own.
+    has_copy = (first and start == 0) or (last and stop == chunks[op.chunk])
+    return stop - start + (case.plan.model.tied_embeddings and not is_split and has_copy)
 
 
 def test_from_flags(lab: MinistageLab, tmp_path: Path):

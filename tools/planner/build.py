@@ -21,6 +21,7 @@ from megatron_het.plan import (
     TrainingShape,
 )
 from megatron_het.plan import Stage as PlanStage
+from megatron_het.plan.rows import vocabulary_shares
 from megatron_het.plan.shares import state_parts
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators.listing import ORDERS
@@ -296,10 +297,20 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         slack=_number(parameters, "slack", SLACK, file),
         order=_order(parameters, file),
         depths=_depths(parameters, len(plan.stages), file),
+        rows=_rows(plan),
     )
     if schedule_of(found).shards_parameters:
         found = found.with_(shares=tuple(shares))
     return found, seated
+
+
+def _rows(plan: Plan) -> tuple[tuple[float, float], ...]:
+    """What each stage has of a split vocabulary; tied embeddings have one table for both ends."""
+    if not plan.schedule.parameters.get("vocabulary"):
+        return ()
+    shares = vocabulary_shares(plan) or (1,) * len(plan.stages)
+    parts = [share / sum(shares) for share in shares]
+    return tuple((part, 0.0 if plan.model.tied_embeddings else part) for part in parts)
 
 
 def _order(parameters: dict[str, Any], file: str) -> str:

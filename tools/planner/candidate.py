@@ -51,6 +51,8 @@ class Candidate:
             empty: one more each.
         cp: Context-parallel size: a replica has ``tp * cp`` GPUs, each with its part of every sequence.
         ep: Expert-parallel size: the experts of a layer are divided over so many ranks of a stage.
+        rows: With a split vocabulary: per stage, the parts of the embeddings and of the output layer that it has;
+            empty: the first stage has all of the embeddings, the last one all of the output layer.
     """
 
     stages: tuple[Stage, ...]
@@ -68,6 +70,7 @@ class Candidate:
     depths: tuple[int, ...] = ()
     cp: int = 1
     ep: int = 1
+    rows: tuple[tuple[float, float], ...] = ()
 
     def with_(self, **changes: object) -> Candidate:
         """A changed copy."""

@@ -208,6 +208,9 @@ class Pipeline(NamedTuple):
 def rank_parameters(candidate: Candidate, unit: Unit, s: int) -> float:
     """Parameters of one rank of stage ``s``, embedding and head included."""
     count = float(candidate.stages[s].layers * unit.layer_parameters)
+    if candidate.rows:
+        words, output = candidate.rows[s]
+        return count + words * unit.embedding_parameters + output * unit.head_parameters
     if s == 0:
         count += unit.embedding_parameters
     if s == candidate.head_stage:

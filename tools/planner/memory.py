@@ -35,8 +35,9 @@ def _of_group(
     held = schedule.in_flight(candidate, stage, s, i)
     kept = layers * (u.layer_bytes * schedule.layer_share(u)) + (u.embedding_bytes if s == 0 else 0.0)
     activations, waiting = schedule.activations(candidate, held, kept)
-    if has_head:
-        activations += schedule.logits(candidate, held, u.head_bytes)
+    logits = max(candidate.rows[s]) if candidate.rows else float(has_head)
+    if logits:
+        activations += schedule.logits(candidate, held, u.head_bytes) * logits
     if len(candidate.stages) > 1:
         activations += 2 * boundary
         if runtime.keeps_sent and not schedule.cuts_sequences:

@@ -3,15 +3,19 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_het.schedule.columns import Direction
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
-from megatron_het.schedule.kinds import PARAMETER_KINDS
+from megatron_het.schedule.kinds import PARAMETER_KINDS, PARTS, chunk_of
+from megatron_het.schedule.paths import Place
 
 STEPS = ("end", "ministage", "none")
+_USERS = COMPUTE | PARTS
+"""Operations that use parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """A run of compute operations of one chunk; ``first`` and ``last`` are positions in the device's list."""
+    """A run of operations that use one chunk; ``first`` and ``last`` are positions in the device's list."""
 
     chunk: int
     first: int
@@ -27,12 +31,14 @@ def add_parameters(
     keep_at_turn: bool = True,
     per_operation: bool = False,
     step: str = "end",
+    late: Sequence[Place] = (),
 ) -> Program:
     """The program with gathers before use, releases after use, reductions and optimizer steps.
 
     A *visit* is a run of operations of one chunk.  Its parameters are gathered ``prefetch`` visits ahead
     and released when it ends, so ``prefetch + 1`` chunks are materialised at most.  With the ministage
     schedule a chunk is visited once forward and once backward, whatever the number of microbatches.
+    Parts of a split vocabulary are operations of the chunk that has their rows (``kinds.chunk_of``).
 
     Args:
         program: any; schedules that alternate between chunks gather at every change.
@@ -44,6 +50,8 @@ def add_parameters(
         step: ``"ministage"``: OPTIMIZER_STEP one visit after the chunk's reduction, overlapping the next
             backward (the paper; breaks gradient clipping by the global norm and skipped steps);
             ``"end"``: all steps after all reductions (exact); ``"none"``: no OPTIMIZER_STEP.
+        late: (stage, chunk) of chunks that are stepped after all others, whatever ``step`` says, but for none: their
+            gradients are also those of another stage.
 
     Raises:
         ValueError: parameter operations are there already, an option is out of range, or the replicas of a
@@ -53,7 +61,10 @@ def add_parameters(
         raise ValueError(f"prefetch = {prefetch}, step = {step!r}: prefetch >= 0, step one of {', '.join(STEPS)}")
     if any(op.kind in PARAMETER_KINDS for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name} has parameter operations already")
-    visits = [_visits(row, keep_at_turn, per_operation) for row in program.ops]
+    visits = [
+        _visits(row, len(program.shape.layers[device.stage]), keep_at_turn, per_operation)
+        for row, device in zip(program.ops, program.devices, strict=True)
+    ]
     for d, device in enumerate(program.devices):
         first = program.shape.first_device[device.stage]
         if [v.chunk for v in visits[d]] != [v.chunk for v in visits[first]]:
@@ -61,32 +72,36 @@ def add_parameters(
                 f"program {program.name}: device {device} visits its chunks in another order than replica 0 of its "
                 "stage, so they cannot gather parameters together (does every replica have microbatches?)"
             )
-    window = _Window(program, prefetch, per_layer, offload, step)
+    window = _Window(program, prefetch, per_layer, offload, step, late)
     return replace(program, ops=tuple(window.device(d, row) for d, row in enumerate(visits)))
 
 
-def _visits(ops: Sequence[Op], keep_at_turn: bool, per_operation: bool) -> list[_Visit]:
+def _visits(ops: Sequence[Op], chunks: int, keep_at_turn: bool, per_operation: bool) -> list[_Visit]:
     visits: list[_Visit] = []
     backward = False
     for i, op in enumerate(ops):
-        if op.kind not in COMPUTE:
+        if op.kind not in _USERS:
             continue
-        turn = op.kind is not Kind.FORWARD and not backward
-        backward = backward or op.kind is not Kind.FORWARD
-        same = visits and visits[-1].chunk == op.chunk and not per_operation
+        chunk, is_backward = chunk_of(op.kind, op.chunk, chunks), op.kind.direction is Direction.BACKWARD
+        turn = is_backward and not backward
+        backward = backward or is_backward
+        same = visits and visits[-1].chunk == chunk and not per_operation
         if same and (keep_at_turn or not turn):
-            visits[-1] = _Visit(op.chunk, visits[-1].first, i)
+            visits[-1] = _Visit(chunk, visits[-1].first, i)
         else:
-            visits.append(_Visit(op.chunk, i, i))
+            visits.append(_Visit(chunk, i, i))
     return visits
 
 
 class _Window:
     """Places the operations of one device after the other."""
 
-    def __init__(self, program: Program, prefetch: int, per_layer: bool, offload: bool, step: str) -> None:
+    def __init__(
+        self, program: Program, prefetch: int, per_layer: bool, offload: bool, step: str, late: Sequence[Place]
+    ) -> None:
         self.program, self.prefetch = program, prefetch
         self.per_layer, self.offload, self.step = per_layer, offload, step
+        self.late = frozenset(late)
 
     def _layers(self, device: int, chunk: int) -> list[tuple[int, int]]:
         layers = self.program.shape.layers[self.program.devices[device].stage][chunk]
@@ -121,6 +136,8 @@ class _Window:
                     place += self._open(device, chunk, chunk not in resident)
                     resident.add(chunk)
 
+        stage = self.program.devices[device].stage
+        late = [chunk for chunk in sorted(last_visit) if (stage, chunk) in self.late]
         closed: set[int] = set()
         steps: list[Op] = []
         for i, visit in enumerate(visits):
@@ -133,7 +150,7 @@ class _Window:
             place.append(Op(Kind.PARAM_RELEASE, chunk=visit.chunk))
             closed.add(i)
             final = last_visit[visit.chunk] == i and not self.program.forward_only
-            stepping = final and self.step == "ministage"
+            stepping = final and self.step == "ministage" and visit.chunk not in late
             if final:
                 place += self._reduce(device, visit.chunk)
             if stepping:
@@ -142,9 +159,8 @@ class _Window:
             if self.offload and visit.chunk not in ahead:
                 (steps if stepping else place).append(Op(Kind.PARAM_OFFLOAD, chunk=visit.chunk))
                 resident.discard(visit.chunk)
-        tail = steps
-        if self.step == "end" and not self.program.forward_only:
-            tail = [*steps, *self._steps_at_end(sorted(last_visit))]
+        at_end = {"end": [c for c in sorted(last_visit) if c not in late] + late, "ministage": late, "none": []}
+        tail = [] if self.program.forward_only else [*steps, *self._steps_at_end(at_end[self.step])]
         return self._join(ops, before, after, tail)
 
     def _steps_at_end(self, chunks: Sequence[int]) -> Iterator[Op]:

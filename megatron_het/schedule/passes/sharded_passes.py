@@ -7,8 +7,9 @@ in those of the passes that it does not have, with no tokens: its gradients are 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_het.schedule.columns import Direction
 from megatron_het.schedule.ir import Kind, Op, Program
-from megatron_het.schedule.kinds import PARAMETER_KINDS
+from megatron_het.schedule.kinds import OUTPUT_PARTS, PARAMETER_KINDS, PARTS, chunk_of
 
 STAGES = (2, 3)
 
@@ -109,8 +110,7 @@ class _Passes:
                 opened += 1
             for place in visit:
                 slot = self.slots[place]
-                if slot in own:
-                    yield own[slot]
+                yield from own.get(slot, ())
                 if slot.backward:
                     yield from self._ranged(Kind.GRAD_REDUCE, slot.chunk, backwards=True)
             for chunk in self._chunks(i):
@@ -119,16 +119,29 @@ class _Passes:
                     yield Op(Kind.PARAM_OFFLOAD, chunk=chunk)
             is_open -= set(self._chunks(i))
 
-    def _own_passes(self, device: int) -> dict[_Slot, Op]:
-        """The device's passes by slot."""
+    def _own_passes(self, device: int) -> dict[_Slot, list[Op]]:
+        """The device's passes by slot, each with the parts of a split vocabulary that use its chunk.
+
+        In the only stage nobody else waits for them: the output layer comes between the forward and the backward of
+        the last chunk, the embeddings come before the forward and behind the backward of the first one.
+        """
+        chunks = len(self.program.shape.layers[0])
         turns = {m: turn for turn, m in enumerate(self.program.shape.microbatches_of(device))}
         wanted = [slot for slot in self.slots if slot.turn < len(turns)]
-        found: dict[_Slot, Op] = {}
+        found: dict[_Slot, list[Op]] = {}
+        parts: list[tuple[_Slot, Op]] = []
         for op in self.program.ops[device]:
-            slot = _Slot(turns[op.microbatch], op.chunk, op.kind is not Kind.FORWARD)
+            chunk = chunk_of(op.kind, op.chunk, chunks)
+            slot = _Slot(turns[op.microbatch], chunk, op.kind.direction is Direction.BACKWARD)
+            if op.kind in PARTS:
+                parts.append((slot, op))
+                continue
             if len(found) >= len(wanted) or slot != wanted[len(found)]:
                 raise ValueError(f"program {self.program.name}: {op} is not in the order of passes one after the other")
-            found[slot] = op
+            found[slot] = [op]
+        for slot, op in parts:
+            row, is_ahead = found[slot], slot.backward is (op.kind in OUTPUT_PARTS)
+            row.insert(0 if is_ahead else len(row), op)
         return found
 
     def _chunks(self, visit: int) -> tuple[int, ...]:

@@ -293,7 +293,7 @@ REFUSED = [
     (scheduled("slimpipe", slices=4, exchange_unit=2), "no such parameter. Did you mean exchange_units[?]"),
     (
         scheduled("1f1b", vocabulry=True),
-        "Did you mean vocabulary[?] .* slack, order, depths, vocabulary, offload_activations",
+        "Did you mean vocabulary[?] .* slack, order, depths, vocabulary, vocabulary_shares, offload_activations",
     ),
     (scheduled("gpipe", update="undo"), "gpipe has no such parameter. Schedules that have it: ministage"),
     (scheduled("1f1b", slack=None), r"parameters\.slack = None: must be a number"),
@@ -310,8 +310,8 @@ REFUSED = [
         r"state_share = \[1.0, 0.0\]: nobody keeps the state of the replicas of TP 2",
     ),
     (
-        tied(scheduled("ministage", chunks=2, **WINDOW, update="undo")),
-        "update = 'undo': the gradients of tied embeddings",
+        tied(scheduled("ministage", chunks=2, **WINDOW, update="per-ministage")),
+        "update = 'per-ministage': the copies of tied embeddings",
     ),
     (tied(scheduled("interleaved", stages=1, chunks=2)), "tied_embeddings.*single stage"),
     (scheduled("slimpipe", slices=1), "fewer slices than the 2 stages"),

@@ -16,12 +16,13 @@ from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.catalog import catalog
 from tools.planner.cluster import Cluster
 from tools.planner.estimate import Estimator
-from tools.planner.estimates import GroupMemory
+from tools.planner.estimates import GroupMemory, rank_parameters
 from tools.planner.layercost import CatalogCosts
 from tools.planner.model import Model
 from tools.planner.reference import reference_nodes
 from tools.planner.schedules.ministage import at_peak, shares_by_memory
 from tools.planner.search.balance import balance
+from tools.planner.simulation import simulate_candidate, with_costs
 
 BIG, SMALL = 0, 1
 
@@ -142,3 +143,29 @@ def test_balancing_layers_counts_on_divided_state():
     assert e.fits(estimate)
     assert estimate.memory[0].state_share is not None
     assert not e.fits(e.estimate(candidate.with_(shares=((0.25, 0.25), (0.5,)))))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("ministage", 2)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_with_more_rows_of_the_vocabulary_takes_longer_for_them_and_holds_more(
+    schedule: str, chunks: int, tied: bool
+):
+    e = estimator(24)
+    stages = (Stage(12, (Group(BIG, 1, 1),)), Stage(12, (Group(BIG, 1, 1),)))
+    candidate = Candidate(stages, 1, "full", schedule=schedule, chunks=chunks, zero_stage=1)
+    made = build_plan(e, candidate, e.estimate(candidate))
+    parameters = {**made.schedule.parameters, "vocabulary": True, "vocabulary_shares": [3, 1]}
+    model = replace(made.model, tied_embeddings=tied)
+    plan = replace(made, model=model, schedule=replace(made.schedule, parameters=parameters))
+    again, seated = candidate_of(plan, e.cluster)
+    (unit,) = {e.unit_of(again, stages[0].groups[0])}
+    held = [rank_parameters(again, unit, s) - 12 * unit.layer_parameters for s in range(2)]
+    assert held[0] == 3 * held[1]
+    assert sum(held) == unit.embedding_parameters + (0 if tied else unit.head_parameters)
+    predicted = with_costs(e, again, e.estimate(again), plan, seated).predicted
+    assert predicted is not None and predicted.costs is not None
+    first, last = predicted.costs.devices
+    assert first.vocab_forward_s == pytest.approx(3 * last.vocab_forward_s, rel=1e-4) and last.vocab_forward_s > 0
+    equal = replace(plan, schedule=replace(plan.schedule, parameters={**parameters, "vocabulary_shares": [1, 1]}))
+    seconds = [simulate_candidate(e, again, e.estimate(again), p, seated).iteration_s for p in (equal, plan)]
+    assert seconds[0] < seconds[1]  # alike devices are best with alike parts

@@ -11,9 +11,11 @@ from megatron_het.schedule import COMPUTE, Kind, Program, Shape, add_transfers, 
 from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.passes import post_receives_early
+from megatron_het.schedule.passes.embedding import add_embedding
 from megatron_het.schedule.passes.exchange import add_exchange
 from megatron_het.schedule.passes.offload import add_activation_offload
 from megatron_het.schedule.passes.parameters import add_parameters
+from megatron_het.schedule.passes.sharded_passes import add_sharded_passes
 from megatron_het.schedule.passes.vocabulary import add_vocabulary
 from megatron_het.schedule.transports import deadlock
 from megatron_het.schedule.validate import validate
@@ -96,10 +98,57 @@ def test_ministage(shape: Shape) -> None:
     """Unequal chunk counts and replicas; then with its whole window."""
     program = generate("ministage", shape)
     for step in ("end", "ministage", "none"):
-        complete = add_activation_offload(add_parameters(add_transfers(program), offload=True, step=step))
+        late = (shape.path[0], shape.path[-1]) if step == "ministage" else ()
+        complete = add_activation_offload(add_parameters(add_transfers(program), offload=True, step=step, late=late))
         order_kept(program, complete)
         good(complete)
     run(add_parameters(add_transfers(program), per_layer=True))
+
+
+@given(
+    routed_shapes(chunks=True, all_busy=True),
+    st.lists(st.floats(0.2, 5.0), min_size=12, max_size=12),
+    st.integers(0, 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_ministage_with_a_split_vocabulary(
+    shape: Shape, speeds: list[float], prefetch: int, per_layer: bool, offload: bool
+) -> None:
+    """Parts wait for other stages, gathers for other replicas: never do they wait for each other."""
+    used = speeds[: len(shape.devices)]
+    for forward_only in (False, True):
+        program = generate("ministage", shape, forward_only=forward_only)
+        program = add_transfers(add_embedding(add_vocabulary(program, speeds=used), speeds=used), speeds=used)
+        options = {"prefetch": prefetch, "per_layer": per_layer, "offload": offload}
+        for step, late in (("none", ()), ("ministage", (shape.path[0], shape.path[-1]))):
+            complete = add_parameters(program, **options, step=step, late=late)  # type: ignore[arg-type]
+            order_kept(program, complete)
+            good(complete)
+            good_when_posted_early(complete)
+            opened = [op.chunk for op in complete.ops[0] if op.kind is Kind.PARAM_RELEASE]
+            count = len(shape.layers[0])  # no visit more than without parts
+            assert opened == [*range(count), *([] if forward_only else range(count - 2, -1, -1))]
+
+
+@given(
+    st.integers(1, 3),
+    st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    st.lists(st.integers(0, 2), min_size=3, max_size=6),
+    st.sampled_from([2, 3]),
+    st.integers(0, 2),
+    st.booleans(),
+    st.booleans(),
+)
+def test_zero_with_a_split_vocabulary(
+    replicas: int, layers: list[int], route: list[int], zero: int, prefetch: int, keep: bool, forward_only: bool
+) -> None:
+    """Also where replicas have unequal numbers of passes."""
+    shape = Shape((tuple(layers),), (tuple(r % replicas for r in route),), (replicas,))
+    program = add_embedding(add_vocabulary(generate("data-parallel", shape, forward_only=forward_only)))
+    complete = add_sharded_passes(program, zero=zero, prefetch=prefetch, keep_at_turn=keep, per_layer=True)
+    order_kept(program, complete)
+    good(complete)
 
 
 @given(routed_shapes(chunks=True, slices=True))

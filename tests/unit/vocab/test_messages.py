@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,5 +100,19 @@ def test_replicas_of_a_stage_hold_the_same_rows() -> None:
         **{3 + t: (16 + 4 * t, 4) for t in range(4)},
     }
     assert {shard.unit for shard in shards.values()} == {4}  # of a checkpoint
-    with pytest.raises(ValueError, match="does not divide over 8 ranks"):
+    with pytest.raises(ValueError, match="does not divide over 2 stages of 4 TP ranks"):
         VocabularyShard.of(placement, 0, rows + 4)
+
+
+def test_a_stage_may_hold_more_rows() -> None:
+    plan, rows = _mixed().plan, 32
+    parameters = {"vocabulary": True, "vocabulary_shares": [3, 1]}
+    placement = Placement(replace(plan, schedule=replace(plan.schedule, parameters=parameters)))
+    shards = {rank: VocabularyShard.of(placement, rank, rows) for rank in range(7)}
+    assert {rank: (shard.first, shard.rows) for rank, shard in shards.items()} == {
+        0: (0, 24),
+        1: (0, 12),
+        2: (12, 12),
+        **{3 + t: (24 + 2 * t, 2) for t in range(4)},
+    }
+    assert {shard.unit for shard in shards.values()} == {2}
