@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -265,6 +266,8 @@ def main() -> None:
 
     platform.activate()
     warm_up()  # what takes seconds is done before the worker says that it is ready
+    gc.collect()
+    gc.freeze()  # sessions are collected when they end; what was imported is not looked through each time
     code = 1
     with suppress(BoardError):
         code = Worker(setting, sys.argv[1:], train).run()
