@@ -18,6 +18,7 @@ from megatron_het.elastic.boundary import ElasticBoundary, Leave
 from megatron_het.elastic.state import Snapshot
 from megatron_het.plan import save_plan
 from megatron_het.runtime.leaving import flush_logs
+from megatron_het.upstream import failed_writes
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _told(error: BaseException) -> str:
     text = "".join(traceback.format_exception_only(causes[0] if causes else error)).strip()
     for one in (error, *causes):
         traceback.clear_frames(one.__traceback__)
-    return text
+    return failed_writes.noted() or text
 
 
 def _with_own_folders(flags: Sequence[str], number: int) -> list[str]:
