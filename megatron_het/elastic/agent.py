@@ -142,7 +142,7 @@ class Agent:
             self._obey(worker)
             code = worker.process.poll()
             if code is not None:
-                end_all(worker.process)
+                _end_session(worker.process.pid)
                 self._workers.remove(worker)
                 self._board.post({"type": "exit", "process": worker.number, "node": name, "why": _why(code)})
                 self._perhaps_restart(worker, code)
@@ -183,8 +183,12 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
         process: The worker, started in a session of its own.
     """
     process.kill()
+    _end_session(process.pid)
+
+
+def _end_session(leader: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _why(code: int) -> str:
