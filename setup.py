@@ -44,6 +44,7 @@ setup(
     package_dir=FOLDERS,
     package_data={
         "het_planner": ["data/*"],
+        "het_planner.compiled": ["*.c"],
         "het_planner.page": ["assets/*"],
         "megatron_het.patches": ["*.md", "*.patch"],
     },

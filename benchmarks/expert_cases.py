@@ -10,8 +10,8 @@ from benchmarks.cases import Case
 from benchmarks.families import EXPERT_FAMILIES
 from megatron_het.plan import Plan
 
-_UNBALANCED = ("deepseek",)
-"""Families whose balancing does not look at whole sequences."""
+_WHOLE_SEQUENCES = ("capacity",)
+"""Families whose passes need whole sequences."""
 _BY_SEQUENCE = ("deepseek", "sequence-balance")
 """Families whose balancing does not depend on the sizes of microbatches."""
 
@@ -55,11 +55,11 @@ def families_for(plan: Plan) -> list[str]:
     cuts_sequences = plan.schedule.parameters.get("slices", 1) != 1 or any(
         replica.cp > 1 for stage in plan.stages for replica in stage.replicas
     )
-    if cuts_sequences:
-        return list(_UNBALANCED)
     if max(plan.training.micro_batch_sizes or (plan.training.micro_batch_size,)) > 1:
         return list(_BY_SEQUENCE)  # the reference has microbatches of one sequence
-    drawn = [name for name in EXPERT_FAMILIES if name not in _ONE_REPLICA]
+    drawn = [name for name in EXPERT_FAMILIES if not (cuts_sequences and name in _WHOLE_SEQUENCES)]
+    if any(len(stage.replicas) > 1 for stage in plan.stages):
+        drawn = [name for name in drawn if name not in _ONE_REPLICA]
     return [name for name in drawn if name != "capacity" or max(_sizes(plan)) == 1]
 
 

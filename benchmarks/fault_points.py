@@ -7,17 +7,24 @@ A fault is a JSON object: ``name``; ``act``, what happens; ``node`` and ``slot``
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import json
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_het.elastic import severing
+
 _SAVE_S, _STALL_S = 0.4, 900.0
+_SO_ATTACH_FILTER, _BPF_RETURN = 26, 6
 Fault = dict[str, Any]
 
 
@@ -34,6 +41,7 @@ class Worker:
         setting = json.loads(os.environ[ENVIRONMENT])
         self._folder = folder
         self._where = setting["node"], int(os.environ["LOCAL_RANK"])
+        self._port = int(setting["port"])
         self._records = folder / "records" / f"{setting['process']}.jsonl"
         self._faults = [
             fault
@@ -70,6 +78,10 @@ class Worker:
             _truncate_newest(self._folder / "saved")
         if act in ("agent", "node"):
             _end_node(with_workers=act == "node")
+        elif act == "vanish":
+            _stop_node()
+        elif act == "link":
+            drop_what_comes(but_from=self._port)
         elif act in ("stop", "moment"):  # a moment ends by the benchmark's signal
             os.kill(os.getpid(), signal.SIGSTOP)
         elif act == "controller":
@@ -97,6 +109,28 @@ def _end_node(*, with_workers: bool) -> None:
                 os.kill(other, signal.SIGKILL)
     os.kill(agent, signal.SIGKILL)
     time.sleep(_STALL_S)
+
+
+def _stop_node() -> None:
+    """Stop every process of this node, the agent first: nothing is closed, and nobody answers."""
+    agent = os.getppid()
+    others = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split())
+    for process in (agent, *(other for other in others if other != os.getpid()), os.getpid()):
+        os.kill(process, signal.SIGSTOP)
+
+
+def drop_what_comes(but_from: int) -> None:
+    """Drop every packet that arrives on this process's connections, which stay open.
+
+    Args:
+        but_from: Port of the controller, whose packets still come.
+    """
+    drops = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))  # keeps no byte of a packet
+    program = struct.pack("HP", 1, ctypes.addressof(drops))
+    for one in severing.sockets():
+        with contextlib.suppress(OSError):
+            if one.getpeername()[1] != but_from:
+                one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def _truncate_newest(saved: Path) -> None:

@@ -6,13 +6,12 @@ import contextlib
 import functools
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from benchmarks.fault_points import Fault
 from benchmarks.fault_processes import Forked, descendants, end, het_run, reap
 from megatron_het.elastic.__main__ import main as plain_het_run
 
-_POLL_S, _ENDS_S, _AWAY_S, _MOMENT_S = 0.05, 40.0, 1.0, 3.0
+_POLL_S, _ENDS_S, _AWAY_S, _MOMENT_S, _GONE_S = 0.05, 40.0, 1.0, 3.0, 16.0
 BAR = 1e-5
 
 
@@ -32,7 +31,7 @@ class Trial:
     """What is to happen.
 
     Attributes:
-        kind: Key of ``KINDS``.
+        kind: Key of ``fault_kinds.KINDS``.
         pool: Nodes and plans.
         faults: See :mod:`benchmarks.fault_points`.
         options: More words for every node's ``het-run``.
@@ -40,7 +39,7 @@ class Trial:
         unchanged: Whether the first generation must do all iterations.
         hopeless: Whether there is no plan for what is left.
         disk_bytes: Size of the disk for checkpoints, 0 for any.
-        node_returns: Whether a node whose agent has died is started again.
+        node_returns: Whether a node whose agent has died is started again, and one that has vanished is there again.
     """
 
     kind: str
@@ -104,6 +103,7 @@ class Processes:
         self.agents = {name: self._start_agent(name) for name in trial.pool.names}
         self._dies_s = 0.0
         self._continued: set[str] = set()
+        self._vanished: set[str] = set()
 
     def _start_controller(self) -> Forked:
         files = [str(self._folder / f"plan-{n}.json") for n in range(len(self._trial.pool.plans))]
@@ -126,6 +126,7 @@ class Processes:
         """One round; whether the job is over."""
         reap(self._known)
         self._end_moments()
+        self._note_vanished()
         code = self.controller.poll()
         if code is not None and code < 0:  # killed: started again with the same command after a while
             self._dies_s = self._dies_s or time.monotonic()
@@ -136,7 +137,26 @@ class Processes:
             for name, agent in self.agents.items():
                 if (agent.poll() or 0) < 0 and code is None:
                     self.agents[name] = self._start_agent(name)
-        return code is not None and all(agent.poll() is not None for agent in self.agents.values())
+        if code is not None:
+            for name in self._vanished:
+                end([*descendants(self.agents[name].pid), self.agents[name].pid])
+        return code is not None and all(
+            agent.poll() is not None or name in self._vanished for name, agent in self.agents.items()
+        )
+
+    def _note_vanished(self) -> None:
+        for fault in self._trial.faults:
+            mark = self._folder / f"happened-{fault['name']}"
+            if fault["act"] != "vanish" or fault["name"] in self._continued or not mark.exists():
+                continue
+            self._vanished.add(fault["node"])
+            if self._trial.node_returns and time.time() - mark.stat().st_mtime > _GONE_S:
+                self._continued.add(fault["name"])
+                self._vanished.discard(fault["node"])
+                agent = self.agents[fault["node"]].pid
+                for process in (*descendants(agent), agent):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGCONT)
 
     def _end_moments(self) -> None:
         for fault in self._trial.faults:
@@ -278,97 +298,3 @@ def loss_difference(outcome: Outcome, reference: Mapping[int, float]) -> float:
         for losses in by_generation.values()
         for loss in losses
     )
-
-
-# -- kinds of faults -------------------------------------------------------------------------------
-
-
-def _fault(rng: random.Random, pool: Pool, act: str, point: str = "operation", **more: Any) -> Fault:
-    node = rng.randrange(len(pool.nodes))
-    found = {
-        "name": f"{act}-{rng.randrange(10**6)}",
-        "act": act,
-        "node": pool.names[node],
-        "slot": rng.randrange(pool.nodes[node]),
-        "point": point,
-        "iteration": rng.randrange(2, STEPS - 4),
-        "share": rng.random(),
-    }
-    return found | more
-
-
-def _kill(rng: random.Random, pool: Pool) -> Trial:
-    return Trial("kill", pool, (_fault(rng, pool, "kill"),), ("--copy-every", str(rng.choice((1, 1, 2)))))
-
-
-def _stop(rng: random.Random, pool: Pool) -> Trial:
-    return Trial("stop for ever", pool, (_fault(rng, pool, "stop"),))
-
-
-def _moment(rng: random.Random, pool: Pool) -> Trial:
-    return Trial("stop for a moment", pool, (_fault(rng, pool, "moment"),), unchanged=True)
-
-
-def _node(rng: random.Random, pool: Pool) -> Trial:
-    largest = max(range(len(pool.nodes)), key=lambda n: pool.nodes[n])
-    more: dict[str, Any] = {"node": pool.names[largest], "slot": rng.randrange(pool.nodes[largest])}
-    return Trial("node", pool, (_fault(rng, pool, "node", **more),), node_returns=rng.random() < 0.5)
-
-
-def _controller(rng: random.Random, pool: Pool) -> Trial:
-    return Trial("controller", pool, (_fault(rng, pool, "controller"),), unchanged=True)
-
-
-def _agent(rng: random.Random, pool: Pool) -> Trial:
-    return Trial("agent", pool, (_fault(rng, pool, "agent"),), node_returns=rng.random() < 0.5)
-
-
-def _update(rng: random.Random, pool: Pool) -> Trial:
-    return Trial("in an update", pool, (_fault(rng, pool, "kill", "update"),))
-
-
-def _save(rng: random.Random, pool: Pool) -> Trial:
-    return Trial("in a save", pool, (_fault(rng, pool, "kill", "save", iteration=4 * rng.choice((1, 2))),), (), 4)
-
-
-def _reconfiguration(rng: random.Random, pool: Pool) -> Trial:
-    first = _fault(rng, pool, "kill")
-    point = rng.choice(("left", "opening", "agreeing", "moving"))
-    others = [name for name in pool.names if name != first["node"]]
-    second = _fault(rng, pool, "kill", point, node=rng.choice(others), slot=0)
-    return Trial("in a reconfiguration", pool, (first, second | {"after": 0 if point == "left" else 1}))
-
-
-def _truncated(rng: random.Random, pool: Pool) -> Trial:
-    fault = _fault(rng, pool, "truncate", iteration=rng.randrange(8, STEPS - 3))
-    return Trial("truncated checkpoint", pool, (fault,), ("--copy-every", "0"), 3)
-
-
-def _full_disk(rng: random.Random, pool: Pool) -> Trial:
-    return Trial("full disk", pool, (_fault(rng, pool, "kill"),), (), 4, disk_bytes=1)
-
-
-def _stall(rng: random.Random, pool: Pool) -> Trial:
-    return Trial("stalled connection", pool, (_fault(rng, pool, "stall", rng.choice(("operation", "copy"))),))
-
-
-def _hopeless(rng: random.Random, pool: Pool) -> Trial:
-    pool = replace(pool, plans=pool.plans[:1])
-    return Trial("no plan", pool, (_fault(rng, pool, "kill"),), ("--restarts", "0", "--return-s", "2"), hopeless=True)
-
-
-KINDS: dict[str, Callable[[random.Random, Pool], Trial]] = {
-    "kill": _kill,
-    "stop for ever": _stop,
-    "stop for a moment": _moment,
-    "node": _node,
-    "controller": _controller,
-    "agent": _agent,
-    "in an update": _update,
-    "in a save": _save,
-    "in a reconfiguration": _reconfiguration,
-    "truncated checkpoint": _truncated,
-    "full disk": _full_disk,
-    "stalled connection": _stall,
-    "no plan": _hopeless,
-}

@@ -1,8 +1,8 @@
-"""Random faults in real training: ``python -m benchmarks.faults --seed S --trials N --json OUT``.
+"""Random faults in real training: ``python -m benchmarks.faults --seed S [S ...] --trials N --json OUT``.
 
 Every trial is a job of ``het-run`` on this machine: a controller, agents, and workers that train over gloo.  Its pool
 and plans are random (any schedule, mixed stages and options, a list of smaller plans for what is left), and so are the
-operation, the iteration and the process at which the fault happens.  Kinds: see ``fault_trials.KINDS``.  Processes are
+operation, the iteration and the process at which the fault happens.  Kinds: see ``fault_kinds.KINDS``.  Processes are
 forked from one that has imported Megatron; nothing else is replaced.  A full disk needs the right to mount one.
 
 Keys: ``survived``: trials whose job ended well, after all iterations, or, where no plan was left, with one clear error;
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import random
@@ -30,9 +31,10 @@ from typing import Any
 
 from benchmarks import rank_server
 from benchmarks.cases import Weights, common_flags
+from benchmarks.fault_kinds import KINDS
 from benchmarks.fault_plans import SCHEDULES, STEPS, Pool, draw, problems
 from benchmarks.fault_processes import Forked, adopt_orphans
-from benchmarks.fault_trials import BAR, KINDS, Outcome, Trial, can_mount, loss_difference, run, wrong_samples
+from benchmarks.fault_trials import BAR, Outcome, Trial, can_mount, loss_difference, run, wrong_samples
 from benchmarks.lab import Lab
 from benchmarks.machine import machine
 from benchmarks.runner import Job, Runner
@@ -114,7 +116,7 @@ def verdict(trial: Trial, outcome: Outcome, difference: float, samples: int) -> 
 
 
 def carry_out(lab: FaultLab, trial: Trial, folder: Path, limit_s: float) -> dict[str, Any]:
-    """A trial's entry in the record."""
+    """A trial's entry in the record, but for its seed and number."""
     if trial.disk_bytes:  # room for one checkpoint, and not for a second one
         trial = replace(trial, disk_bytes=int(1.6 * lab.checkpoint_bytes(trial.pool)))
     reference, flags = lab.reference(trial.pool), lab.start_flags(trial.pool)
@@ -141,12 +143,12 @@ def carry_out(lab: FaultLab, trial: Trial, folder: Path, limit_s: float) -> dict
     }
 
 
-def summary(seed: int, entries: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """The document of all trials."""
     return {
         "machine": machine(),
         "load_average": os.getloadavg()[0],
-        "seed": seed,
+        "seeds": sorted({entry["seed"] for entry in entries}),
         "trials": len(entries),
         "survived": sum(not entry["failed"] for entry in entries),
         "hung": sum(entry["hung"] for entry in entries),
@@ -155,24 +157,30 @@ def summary(seed: int, entries: list[dict[str, Any]]) -> dict[str, Any]:
         "max_loss_difference": max((entry["loss_difference"] for entry in entries), default=0.0),
         "kinds": dict(Counter(entry["kind"] for entry in entries)),
         "schedules": dict(Counter(row["schedule"] for entry in entries for row in entry["plans"])),
-        "failed": [f"{i}: {entry['kind']}: {entry['failed']}" for i, entry in enumerate(entries) if entry["failed"]],
+        "failed": [f"{e['seed']}.{e['number']}: {e['kind']}: {e['failed']}" for e in entries if e["failed"]],
         "entries": entries,
     }
 
 
-def main() -> int:
-    """Command line; 1 where a trial did not survive."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--seed", type=int, nargs="+", default=[0])
+    parser.add_argument("--trials", type=int, default=100, help="of every seed (default 100)")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--first", type=int, default=0, help="number of the first trial, to repeat some of a seed")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[], help="only these kinds")
     parser.add_argument("--limit-s", type=float, default=240.0, help="bound on a job (default 240)")
-    parser.add_argument("--add", action="store_true", help="add to the trials of the seed that the file has")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="a result to go on with: trials that FILE has are not "
+                        "done again, and all of them are in OUT")  # fmt: skip
     parser.add_argument("--keep", type=Path, help="folder for everything that the jobs write")
     options = parser.parse_args()
-    folder = (options.keep or Path(tempfile.mkdtemp(prefix="faults-"))).resolve()
+    if options.add is not None and not options.add.is_file():
+        parser.error(f"--add {options.add}: there is no such file; leave it out to begin a new result")
+    return options
+
+
+def _prepare(folder: Path) -> None:
+    """What every process of the benchmark is forked from."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -180,27 +188,37 @@ def main() -> int:
     rank_server.remember_docstrings()
     rank_server.share_queue_server()
     adopt_orphans()
-    kinds = options.kinds or [kind for kind in KINDS if kind != "full disk" or can_mount(folder)]
     gc.collect()
     gc.freeze()
+
+
+def main() -> int:
+    """Command line; 1 where a trial did not survive."""
+    options = _options()
     entries: list[dict[str, Any]] = []
-    if options.add and options.json.exists():
-        entries = json.loads(options.json.read_text(encoding="utf-8"))["entries"]
+    if options.add is not None:
+        entries = json.loads(options.add.read_text(encoding="utf-8"))["entries"]
+    done = {(entry["seed"], entry["number"]) for entry in entries}
+    folder = (options.keep or Path(tempfile.mkdtemp(prefix="faults-"))).resolve()
+    _prepare(folder)
+    kinds = options.kinds or [kind for kind in KINDS if kind != "full disk" or can_mount(folder)]
+    numbers = range(options.first, options.first + options.trials)
     with Runner() as runner:
         lab = FaultLab(runner, folder / "lab")
-        for number in range(options.first, options.first + options.trials):
-            trial = drawn(options.seed, number, kinds[number % len(kinds)], folder)
-            entries.append(carry_out(lab, trial, folder / f"trial-{number}", options.limit_s))
-            last = entries[-1]
-            print(f"{number} {last['kind']}: {last['failed'] or 'survived'} ({last['seconds']} s)", flush=True)
-            options.json.write_text(json.dumps(summary(options.seed, entries), indent=1) + "\n", encoding="utf-8")
+        for number, seed in itertools.product(numbers, options.seed):
+            if (seed, number) in done:
+                continue
+            trial = drawn(seed, number, kinds[number % len(kinds)], folder / f"seed-{seed}")
+            where = folder / f"seed-{seed}" / f"trial-{number}"
+            last = {"seed": seed, "number": number} | carry_out(lab, trial, where, options.limit_s)
+            entries.append(last)
+            print(f"{seed}.{number} {last['kind']}: {last['failed'] or 'survived'} ({last['seconds']} s)", flush=True)
+            options.json.write_text(json.dumps(summary(entries), indent=1) + "\n", encoding="utf-8")
             if options.keep is None:
-                shutil.rmtree(folder / f"trial-{number}")
+                shutil.rmtree(where)
     if options.keep is None:
         shutil.rmtree(folder)
-    print(
-        json.dumps({key: value for key, value in summary(options.seed, entries).items() if key != "entries"}, indent=1)
-    )
+    print(json.dumps({key: value for key, value in summary(entries).items() if key != "entries"}, indent=1))
     return int(any(entry["failed"] for entry in entries))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_het.checkpoint import asynchronous
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.plan import Placement, Plan, PlanError
@@ -118,6 +119,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     check_skipping(plan, args)
     _check_optimizer(plan, args)
     _check_checkpoint(plan, args)
+    asynchronous.check(args)
     for feature, options in features_of(plan):
         feature.check_arguments(plan, options, args)
 

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron_het.checkpoint import asynchronous
 from megatron_het.checkpoint.random_state import RANDOM_STATE_KEY, random_state_object
 from megatron_het.plan import topology_hash
 from megatron_het.topology import PlanGroups
@@ -66,7 +67,10 @@ class StateDictHook:
         kept["args"] = saved_args
         if not args.no_save_rng:
             kept[RANDOM_STATE_KEY] = random_state_object()
-        return kept
+        if not args.async_save:
+            return kept
+        asynchronous.watch()
+        return asynchronous.staged(kept)
 
     def _strip(self, part: Any) -> Any:
         """Drop sharded entries that another rank writes; unsharded ones stay."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -96,7 +97,7 @@ class Agent:
                 time.sleep(_POLL_S)
         finally:
             for worker in self._workers:
-                worker.process.kill()
+                end_all(worker.process)
         self._say("no worker is left on this node")
         return 0 if self._asked else 1
 
@@ -123,6 +124,7 @@ class Agent:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 preexec_fn=_die_with_parent if _LIBC else None,  # noqa: PLW1509  one prctl, no lock
+                start_new_session=True,  # see end_all
             )
         self._workers.append(_Worker(number, slot, process))
         self._say(f"worker {number} started, its log is {folder / 'log.txt'}")
@@ -140,6 +142,7 @@ class Agent:
             self._obey(worker)
             code = worker.process.poll()
             if code is not None:
+                _end_session(worker.process.pid)
                 self._workers.remove(worker)
                 self._board.post({"type": "exit", "process": worker.number, "node": name, "why": _why(code)})
                 self._perhaps_restart(worker, code)
@@ -166,10 +169,26 @@ class Agent:
     def _wait_for_ends(self) -> None:
         deadline_s = time.monotonic() + _END_S
         for worker in self._workers:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
+            end_all(worker.process)
+
+
+def end_all(process: subprocess.Popen[bytes]) -> None:
+    """End a worker, if it has not ended, and what it has started.
+
+    Saving a checkpoint and reading data start processes that wait for their parent for ever once it was killed.
+
+    Args:
+        process: The worker, started in a session of its own.
+    """
+    process.kill()
+    _end_session(process.pid)
+
+
+def _end_session(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _why(code: int) -> str:

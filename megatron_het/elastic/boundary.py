@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron_het.checkpoint import asynchronous
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.datasets import Kept, remembered
 from megatron_het.elastic.generation import Generation
@@ -68,8 +69,8 @@ class ElasticBoundary(Boundary):
         self.restored: Restored | None = None
         self.iteration: int | None = None
         """Iterations that are done, as far as this session knows."""
-        self.is_saving = False
-        """Whether a checkpoint is written, since the last boundary."""
+        self.saving: int | None = None
+        """Iteration whose checkpoint is being written; None where none is."""
         self._save_every: int | None = None
         self._saved_in: str | None = None
         self.times: dict[str, float] = {}
@@ -115,11 +116,12 @@ class ElasticBoundary(Boundary):
 
     def saves(self) -> None:
         """What fails from here to the next boundary is this checkpoint."""
-        self.is_saving = True
+        self.saving = (self.iteration or 0) + 1
 
     def reached(self, session: Any, iteration: int) -> None:
         """Leave, if it is time."""
-        self.is_saving = False
+        if not asynchronous.is_under_way():
+            self.saving = None
         if self.iteration is not None:
             self.times.setdefault("first_step", time.time())
         self.iteration = iteration
@@ -129,6 +131,7 @@ class ElasticBoundary(Boundary):
             session.materialise_parameters()
             assert self.trainee is not None
             self._copies.wait()
+            asynchronous.finish()
             raise Leave(take(self.trainee, iteration))
         assert self.trainee is not None
         if self.generation.unsaved:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 _POLL_S = 0.002
 _LONGEST_POLL_S = 0.05
+_SHARE = 0.15
+"""A poll comes after this share of the time that was waited so far: most waits are short, and the others are few."""
 
 
 class LostError(RuntimeError):
@@ -77,11 +79,11 @@ class MeetingStore(dist.Store):
             RuntimeError: They did not come in time, or the store does not answer.
         """
         bound = (timeout or self._timeout).total_seconds()
-        deadline_s, pause_s = time.monotonic() + bound, _POLL_S
+        start_s = time.monotonic()
         while not self._store.check(list(keys)):
             if self._whole.check([self._lost]):
                 raise LostError(f"nobody waits for {', '.join(keys)} any more: a process of this generation is lost")
-            if time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - start_s
+            if waited_s > bound:
                 raise RuntimeError(f"{', '.join(keys)} did not come within {bound:g} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+            time.sleep(min(max(_POLL_S, _SHARE * waited_s), _LONGEST_POLL_S))

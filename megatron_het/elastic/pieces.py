@@ -28,10 +28,12 @@ class LocalState:
     Attributes:
         pieces: What is held, with the elements as flat views of the tensors themselves.
         numbers: Of the optimizer, by parameter name: what its state has besides tensors, such as the step.
+        stateless: Names of parameters that are optimized here and of whose optimizer state nobody holds anything.
     """
 
     pieces: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    stateless: list[str] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -109,25 +111,31 @@ def collect(
 
 @torch.no_grad()
 def prepare(
-    models: Sequence[torch.nn.Module], optimizer: Any, args: Any, kinds: Mapping[str, Sequence[str]]
+    models: Sequence[torch.nn.Module], optimizer: Any, args: Any, kinds: Mapping[str, Sequence[str]], blocks: Blocks
 ) -> LocalState:
     """The state that a new rank needs, with room for it: the optimizer's state is made where it is lazy.
 
     Args:
         models: The model chunks as Megatron trains them.
-        optimizer: Megatron's.
+        optimizer: Megatron's.  Its state is nothing but room after this.
         args: Megatron's arguments.
         kinds: Names of the optimizer's states with their data types, by parameter name, as those who hold them say.
+        blocks: What :func:`blocks_of` returned for these models.
     """
-    blocks = blocks_of(models, args)
+    forget(optimizer)
+    stateless = []
     for inner, pairs in optimizers(optimizer):
         for parameter, main, _ in pairs:
-            state = inner.state[main]
-            for entry in kinds.get(blocks[id(parameter)][1][0].key, ()):
+            keys = [part.key for part in blocks[id(parameter)][1]]
+            entries = next((kinds[key] for key in keys if key in kinds), ())
+            if not entries:
+                stateless.append(keys[0])
+            for entry in entries:
                 name, _, dtype = entry.partition(":")
-                if name not in state:
-                    state[name] = torch.zeros_like(main, dtype=getattr(torch, dtype))
-    return collect(models, optimizer, args, blocks)
+                inner.state[main][name] = torch.zeros_like(main, dtype=getattr(torch, dtype))
+    found = collect(models, optimizer, args, blocks)
+    found.stateless = stateless
+    return found
 
 
 def forget(optimizer: Any) -> None:
@@ -137,9 +145,8 @@ def forget(optimizer: Any) -> None:
 
 
 @torch.no_grad()
-def set_numbers(models: Sequence[torch.nn.Module], optimizer: Any, args: Any, numbers: Mapping[str, Any]) -> None:
+def set_numbers(optimizer: Any, blocks: Blocks, numbers: Mapping[str, Any]) -> None:
     """Give the optimizer the numbers that belong to its state, such as the count of steps."""
-    blocks = blocks_of(models, args)
     for inner, pairs in optimizers(optimizer):
         for parameter, main, _ in pairs:
             for name, value in numbers.get(blocks[id(parameter)][1][0].key, {}).items():

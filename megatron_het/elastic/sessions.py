@@ -14,10 +14,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_het.checkpoint import asynchronous
 from megatron_het.elastic.boundary import ElasticBoundary, Leave
 from megatron_het.elastic.state import Snapshot
 from megatron_het.plan import save_plan
 from megatron_het.runtime.leaving import flush_logs
+from megatron_het.upstream import failed_writes
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,10 @@ def run_session(
     except RuntimeError as error:  # what torch.distributed raises when a peer has gone
         return Outcome("failed", error=_told(error))
     except (OSError, CheckpointException) as error:
-        if not boundary.is_saving:  # this node's own trouble: the others go on without it
+        if boundary.saving is None:  # this node's own trouble: the others go on without it
             raise
         # A full disk: training goes on without this checkpoint.
-        return Outcome("failed", error=_told(error), unsaved=(boundary.iteration or 0) + 1)
+        return Outcome("failed", error=_told(error), unsaved=boundary.saving)
     finally:
         boundary.closed()
         end_session()
@@ -88,7 +90,7 @@ def _told(error: BaseException) -> str:
     text = "".join(traceback.format_exception_only(causes[0] if causes else error)).strip()
     for one in (error, *causes):
         traceback.clear_frames(one.__traceback__)
-    return text
+    return failed_writes.noted() or text
 
 
 def _with_own_folders(flags: Sequence[str], number: int) -> list[str]:
@@ -111,6 +113,7 @@ def end_session() -> None:
 
     with contextlib.suppress(OSError):
         flush_logs()  # the next session has a writer of its own
+    asynchronous.abandon()
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

@@ -16,7 +16,7 @@ import torch
 from megatron_het.elastic import random_state
 from megatron_het.elastic.links import Links
 from megatron_het.elastic.moving import Held, Holdings, move
-from megatron_het.elastic.pieces import LocalState, collect, forget, prepare, set_numbers
+from megatron_het.elastic.pieces import Blocks, LocalState, blocks_of, collect, forget, prepare, set_numbers
 from megatron_het.elastic.ranges import Piece
 from megatron_het.plan import Plan, topology_hash
 
@@ -119,7 +119,7 @@ def give(links: Links, snapshots: Sequence[Snapshot]) -> int | None:
     Returns:
         The iteration that the others go on from; None where nothing was complete.
     """
-    version, _ = _change(links, snapshots, None)
+    version, _ = _change(links, snapshots, None, {})
     return version
 
 
@@ -137,11 +137,12 @@ def restore(links: Links, snapshots: Sequence[Snapshot], trainee: Trainee) -> Re
     Raises:
         StateError: An optimizer whose state cannot be moved.
     """
-    version, found = _change(links, snapshots, trainee)
+    blocks = blocks_of(trainee.models, trainee.args)
+    version, found = _change(links, snapshots, trainee, blocks)
     if version is None:
         return None
     common, numbers, states, sent = found
-    set_numbers(trainee.models, trainee.optimizer, trainee.args, numbers)
+    set_numbers(trainee.optimizer, blocks, numbers)
     _set_common(trainee, common)
     if states is None:
         random_state.move_on(trainee.args, version)
@@ -150,7 +151,9 @@ def restore(links: Links, snapshots: Sequence[Snapshot], trainee: Trainee) -> Re
     return Restored(version, common["flops"], sent)
 
 
-def _change(links: Links, snapshots: Sequence[Snapshot], trainee: Trainee | None) -> tuple[int | None, Any]:
+def _change(
+    links: Links, snapshots: Sequence[Snapshot], trainee: Trainee | None, blocks: Blocks
+) -> tuple[int | None, Any]:
     """Offer, choose and move; the second value is common state, numbers, random states and bytes sent."""
     offers = links.gather([snapshot.header() for snapshot in snapshots])
     versions = sorted({offer["iteration"] for member in offers for offer in member}, reverse=True)
@@ -161,8 +164,10 @@ def _change(links: Links, snapshots: Sequence[Snapshot], trainee: Trainee | None
         if trainee is None:
             possible.append(version)
             continue
-        local = prepare(trainee.models, trainee.optimizer, trainee.args, holdings.kinds())
-        if not holdings.moves(links.rank, [piece for piece, _ in local.pieces])[1]:
+        local = _room(trainee, holdings, blocks)
+        # Optimizers have state of all parameters or of none: what nobody speaks of was with those who are lost.
+        is_whole = not local.stateless or not holdings.kinds()
+        if is_whole and not holdings.moves(links.rank, [piece for piece, _ in local.pieces])[1]:
             possible.append(version)
     agreed = set(versions).intersection(*links.gather(possible))
     if not agreed:
@@ -170,12 +175,18 @@ def _change(links: Links, snapshots: Sequence[Snapshot], trainee: Trainee | None
             forget(trainee.optimizer)
         return None, None
     version = max(agreed)
+    if trainee is not None and version != versions[-1]:
+        local = _room(trainee, by_version[version], blocks)
     chosen = [snapshot for snapshot in snapshots if snapshot.iteration == version]
     held = [entry for snapshot in chosen for entry in snapshot.pieces]
     needs = links.gather([piece.to_json() for piece, _ in local.pieces])
     sent = move(links, held, local.pieces, by_version[version], [_pieces(member) for member in needs])
     rest = _everybody_elses(links, chosen)
     return version, (*_own_part(rest, trainee), sent)
+
+
+def _room(trainee: Trainee, holdings: Holdings, blocks: Blocks) -> LocalState:
+    return prepare(trainee.models, trainee.optimizer, trainee.args, holdings.kinds(), blocks)
 
 
 def _holdings(offers: Sequence[Sequence[dict[str, Any]]], version: int) -> Holdings:

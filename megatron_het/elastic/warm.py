@@ -7,6 +7,7 @@ part of the pause.
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import importlib
 import inspect
@@ -31,6 +32,10 @@ MODULES = (
 """What a session imports, now or when it needs it; without starting anything."""
 
 
+_CONFIGURATION = "@dataclass"
+"""What the source of a configuration class begins with."""
+
+
 def warm_up() -> None:
     """Import, read and compare what every session needs; the process has its platform already."""
     from megatron_het import upstream
@@ -47,11 +52,24 @@ def warm_up() -> None:
 
 
 def remember_sources() -> None:
-    """Find the source of a class once in the life of this process.
+    """Find and parse the source of a configuration class once in the life of this process.
 
     Megatron makes the help of its flags from the sources of its configuration classes, each time that it parses a
     command line, and finding one means to parse the whole file.
     """
-    if not hasattr(inspect.getsource, "cache_info"):
-        found: Any = functools.cache(inspect.getsource)
-        inspect.getsource = found
+    if hasattr(inspect.getsource, "cache_info"):
+        return
+    found: Any = functools.cache(inspect.getsource)
+    inspect.getsource = found
+    parse, trees = ast.parse, dict[str, ast.Module]()
+
+    @functools.wraps(parse)
+    def parse_once(source: Any, *positional: Any, **keywords: Any) -> Any:
+        """The tree of a configuration class is only looked at."""
+        if positional or keywords or not isinstance(source, str) or not source.startswith(_CONFIGURATION):
+            return parse(source, *positional, **keywords)
+        if source not in trees:
+            trees[source] = parse(source)
+        return trees[source]
+
+    ast.parse = parse_once

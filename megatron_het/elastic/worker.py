@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -19,11 +20,13 @@ from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.datasets import Kept
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.sessions import Outcome, run_session
+from megatron_het.elastic.severing import Severing
 from megatron_het.elastic.state import give
 from megatron_het.elastic.warm import warm_up
 
 _POLL_S = 0.02
 _BEAT_S = 0.5
+_LOOK_S = 0.1
 _AWAY_S = 5.0
 ENVIRONMENT = "HET_ELASTIC_WORKER"
 
@@ -80,6 +83,7 @@ class Worker:
         self._setting, self._flags, self._entry = setting, flags, entry
         self._board = self._connect(setting.timeout_s)
         self._copies = Copies(setting.copy_every)
+        self._severing = Severing(setting.host, setting.port)
         self._datasets: Kept = {}
         self._iteration = 0
         self._ended: dict[str, Any] | None = None
@@ -93,12 +97,14 @@ class Worker:
         """Until the job is over; returns the exit code."""
         setting = self._setting
         threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._look_out, daemon=True).start()
         about = {"process": setting.process, "node": setting.node, "device": setting.device, "workers": setting.workers}
         self._board.post({"type": "ready", **about, "signature": setting.signature})
         number = -1
         while (generation := self._next(number)) is not None:
             number = generation.number
-            self._take_part(generation)
+            with self._severing.during(generation.lost_key):
+                self._take_part(generation)
         return 0
 
     def _next(self, after: int) -> Generation | None:
@@ -199,6 +205,20 @@ class Worker:
                 board = None
             time.sleep(_BEAT_S)
 
+    def _look_out(self) -> None:
+        """On a thread: leave the waits of a generation once one of its processes is lost."""
+        board = None
+        while True:
+            try:
+                key = self._severing.key
+                if key is not None:
+                    board = board or self._connect(1.0)
+                    if board.has(key):
+                        self._severing.cut(key)
+            except BoardError:
+                board = None
+            time.sleep(_LOOK_S)
+
 
 class _Watch:
     """Whether all ranks of a generation leave at a boundary.
@@ -246,6 +266,8 @@ def main() -> None:
 
     platform.activate()
     warm_up()  # what takes seconds is done before the worker says that it is ready
+    gc.collect()
+    gc.freeze()  # sessions are collected when they end; what was imported is not looked through each time
     code = 1
     with suppress(BoardError):
         code = Worker(setting, sys.argv[1:], train).run()

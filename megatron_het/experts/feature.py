@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_het.features.experts import GLOBAL, balancing_of
 from megatron_het.gradients.finalize import GradientFinalizer
 from megatron_het.lowering.experts import expert_name
+from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Cut
-from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature
+from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
+
+if TYPE_CHECKING:
+    from megatron_het.experts.balancing import BalancedRouter, Passes
 
 _SYNC = "_sync_metrics"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -27,13 +33,15 @@ class Experts(RuntimeFeature):
 
     Args:
         cut: How this rank's replica cuts weights.
-        parts: Into how many passes and ranks of equal size a microbatch is divided: slices x CP x TP.
+        passes: Which pass runs, and into how many a microbatch is divided.
+        whole: Whether balancing losses have to be put together from several passes or ranks.
     """
 
-    def __init__(self, cut: Cut, parts: int) -> None:
+    def __init__(self, cut: Cut, passes: Passes, *, whole: bool) -> None:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        self._cut, self._parts = cut, parts
+        self._cut, self._passes, self._whole = cut, passes, whole
+        self._routers: list[BalancedRouter] = []
         self._tracker: Any = get_moe_metrics_tracker()
         setattr(self._tracker, _SYNC, self._sync)
 
@@ -52,6 +60,28 @@ class Experts(RuntimeFeature):
             for name, parameter in model.named_parameters():
                 if expert_name(name) is not None:
                     parameter.allreduce = True  # type: ignore[attr-defined]
+        if self._whole:
+            from megatron_het.experts.balancing import balance_whole_microbatches
+
+            self._routers += balance_whole_microbatches(models, self._passes)
+
+    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Routers know the pass that runs."""
+        return contextlib.nullcontext() if call.forward_only else self._running(forward.op)
+
+    def around_backward(
+        self, backward: BackwardPass, call: Call, state: Iteration
+    ) -> contextlib.AbstractContextManager[None]:
+        """Likewise in a recomputation."""
+        return self._running(backward.op)
+
+    @contextlib.contextmanager
+    def _running(self, op: RankOp) -> Iterator[None]:
+        self._passes.current = op.microbatch, op.slice
+        try:
+            yield
+        finally:
+            self._passes.current = None
 
     def _sync(self, metric_names: Sequence[str], pg_collection: Any = None) -> None:
         """In place of the tracker's own."""
@@ -62,11 +92,13 @@ class Experts(RuntimeFeature):
                 continue
             values: torch.Tensor = entry.values
             if entry.avg_group is not None:  # a mean over the tokens of every pass and rank, not a share of a sum
-                values /= self._parts
+                values /= self._passes.parts
             dist.all_reduce(values)
 
     def finish(self, call: Call, state: Iteration) -> None:
         """Move the biases of the experts, unless Megatron's own function does it, with which gradients end."""
+        for router in self._routers:
+            router.sums.clear()
         if call.forward_only or isinstance(call.config.finalize_model_grads_func, GradientFinalizer):
             return
         from megatron.core import parallel_state
@@ -87,6 +119,12 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
     if not getattr(context.args, "num_experts", None):
         return RuntimeFeature()
+    from megatron_het.experts.balancing import Passes
+
     where = context.placement.locate(context.rank)
     replica = context.placement.replica(where.stage, where.replica)
-    return Experts(replica.cut, replica.tp * replica.cp * context.programs[False].shape.slices)
+    slices = context.programs[False].shape.slices
+    sizes = {"tp": replica.tp, "cp": replica.cp}
+    groups = [context.groups[role] for role, size in sizes.items() if size > 1]
+    whole = slices > 1 or replica.cp > 1 or GLOBAL in balancing_of(context.args)
+    return Experts(replica.cut, Passes(slices, groups), whole=whole)

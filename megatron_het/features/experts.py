@@ -11,9 +11,10 @@ from megatron_het.plan import Plan, PlanError
 
 _MOE = "megatron.core.transformer.moe"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
-_GLOBAL = "global_aux_loss"
-_OF_A_SEQUENCE = ("aux_loss", "seq_aux_loss", _GLOBAL)
-_OF_A_MICROBATCH = ("aux_loss", _GLOBAL)
+GLOBAL = "global_aux_loss"
+"""The loss that every pass computes with the counts of the passes before it too."""
+_KNOWN = ("none", "aux_loss", "seq_aux_loss", GLOBAL)
+_OF_A_MICROBATCH = ("aux_loss", GLOBAL)
 _NOT_BALANCED = {
     "sinkhorn": "it normalises over the tokens of a rank, which depend on TP and on slices",
     "quantile_balancing": "it takes the mean of replicas, which may have different numbers of microbatches",
@@ -62,6 +63,20 @@ class Experts(Feature):
             "77cc758f506e750cdf0b11a580f98bbac0e9aa67f99eb5dee64a2be3a009761c"
         ),
         f"{_MOE}.router.TopKRouter.apply_z_loss": ("00c83a903d28df13273e0bb71c0cde460ae34e3dea0f2bf4a98b8ba657f0fe60"),
+        f"{_MOE}.router.TopKRouter.routing": ("74bbf31940a074f4c23ee769faa07b57c8ab51297d57272d6c5428050e895a5d"),
+        f"{_MOE}.router.TopKRouter._apply_aux_loss": (
+            "b0e7cc8fa4597e1f72bd4cc864ee642e43795c6abc060acf325c963212b8dc5a"
+        ),
+        f"{_MOE}.router.TopKRouter._apply_seq_aux_loss": (
+            "ff35e8d8e2182338e3b393046c7cadca570756715e7888fab330073cc55f6119"
+        ),
+        f"{_MOE}.router.TopKRouter._apply_global_aux_loss": (
+            "41b885ec47fb4c0dde426581e1ebdf2a90c42b39f805bc011e1552041da17e06"
+        ),
+        f"{_MOE}.moe_utils.MoEAuxLossAutoScaler": ("3af61ed074ef86568de8895747f80e3c3a7dfe55627925ea7498ccbff33975f7"),
+        f"{_MOE}.moe_utils.compute_routing_scores_for_aux_loss": (
+            "087e0ffe213addb6723dd1281ab1b4d1b2de06d87a905ee1a4d474c2f7191470"
+        ),
         f"{_FINALIZE}._update_router_expert_bias": "fb4e285510fc83b570f4c89eb6f3acaccae8dfd9e233657e2f353ebb9cbaafe8",
         f"{_FINALIZE}.reset_model_temporary_tensors": (
             "2b65786f613b8d1da64b72795f22e8682d455dd41b853d6bcfbaf7f99ddd97be"
@@ -147,18 +162,17 @@ def _check_tensor_parallel(plan: Plan, args: Any) -> None:
 
 def _check_balancing(plan: Plan, args: Any) -> None:
     """Balancing over more than the tokens of one replica's pass would not be that of one process."""
-    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
-    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    kinds = balancing_of(args)
     for kind in kinds:
-        if kind not in ("none", *_OF_A_SEQUENCE):
+        if kind not in _KNOWN:
             raise PlanError(
                 "--moe-router-load-balancing-type",
                 kind,
                 _NOT_BALANCED.get(kind, "is not known to give what one process gives"),
                 "Use aux_loss, seq_aux_loss, or none with --moe-router-enable-expert-bias",
             )
-    if _GLOBAL in kinds:
-        _check_global_balancing(plan, args)
+    if GLOBAL in kinds:
+        _check_global_balancing(plan)
     coefficients = getattr(args, "moe_aux_loss_coeff", 0.0)
     if isinstance(coefficients, list | tuple) and len(coefficients) != len(kinds):
         raise PlanError(
@@ -167,46 +181,43 @@ def _check_balancing(plan: Plan, args: Any) -> None:
             f"there are {len(coefficients)} coefficients for {len(kinds)} losses",
             "Give one for each value of --moe-router-load-balancing-type",
         )
-    for parts, whole, affected, instead in (
-        (_parts_of_a_sequence(plan), "sequence", _OF_A_SEQUENCE, "none"),
-        (_unequal(plan), "microbatch", _OF_A_MICROBATCH, "seq_aux_loss, or none"),
-    ):
-        losses = [kind for kind in kinds if kind in affected and _coefficient(args, kinds, kind)]
-        if parts and losses:
-            raise PlanError(
-                "--moe-router-load-balancing-type",
-                " ".join(losses),
-                f"the loss is a product of two sums over a whole {whole}, and {parts}",
-                f"Use --moe-router-load-balancing-type {instead} with --moe-router-enable-expert-bias",
-            )
-        capacity = getattr(args, "moe_expert_capacity_factor", None)
+    unequal = _unequal(plan)
+    losses = [kind for kind in kinds if kind in _OF_A_MICROBATCH and _coefficient(args, kinds, kind)]
+    if unequal and losses:
+        raise PlanError(
+            "--moe-router-load-balancing-type",
+            " ".join(losses),
+            f"the loss is a product of two sums over a whole microbatch, and {unequal}",
+            "Use --moe-router-load-balancing-type seq_aux_loss, or none with --moe-router-enable-expert-bias",
+        )
+    capacity = getattr(args, "moe_expert_capacity_factor", None)
+    for parts, whole in ((_parts_of_a_sequence(plan), "sequence"), (unequal, "microbatch")):
         if parts and capacity is not None:
             raise PlanError(
-                "--moe-expert-capacity-factor", capacity, f"capacities count the tokens of a whole {whole}, and {parts}"
+                "--moe-expert-capacity-factor",
+                capacity,
+                f"capacities count the tokens of a whole {whole}, and {parts}",
+                "Leave the flag out: then no token is dropped",
             )
 
 
-def _check_global_balancing(plan: Plan, args: Any) -> None:
+def _check_global_balancing(plan: Plan) -> None:
     """Every forward pass is balanced by all before it, so there must be one order of passes: that of one process."""
-    where, advice = "--moe-router-load-balancing-type", "Use aux_loss or seq_aux_loss"
     for s, stage in enumerate(plan.stages):
         if len(stage.replicas) > 1:
             raise PlanError(
-                where,
-                _GLOBAL,
+                "--moe-router-load-balancing-type",
+                GLOBAL,
                 "it sums over replicas in every forward pass, and these may have different numbers of passes: stage "
                 f"{s} has {len(stage.replicas)}",
-                f"{advice}, or a plan with one replica per stage",
+                "Use aux_loss or seq_aux_loss, or a plan with one replica per stage",
             )
-    granularity = getattr(args, "recompute_granularity", None) or plan.training.recompute
-    modules = getattr(args, "recompute_modules", None) or ()
-    if granularity == "full" or (granularity == "selective" and "moe" in modules):
-        raise PlanError(
-            where,
-            _GLOBAL,
-            "layers that are recomputed are balanced in the order of backward passes, which is the schedule's",
-            f"{advice}, or do not recompute layers of experts",
-        )
+
+
+def balancing_of(args: Any) -> list[str]:
+    """The kinds of balancing losses among Megatron's arguments."""
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
+    return [kinds] if isinstance(kinds, str) else list(kinds)
 
 
 def _unequal(plan: Plan) -> str:

@@ -162,7 +162,6 @@ class Window(Feature):
         ),
     }
     refused = (
-        Refusal("async_save", "parameters are materialised only while a checkpoint is written synchronously"),
         Refusal("log_params_norm", "it reads parameters that are not materialised"),
         Refusal("check_weight_hash_across_dp_replicas_interval", "it reads parameters that are not materialised"),
         Refusal("use_precision_aware_optimizer", "its main parameters are not the window's"),

@@ -129,15 +129,23 @@ def assemble_compute(plan: Plan) -> Program | None:
     Raises:
         PlanError: The schedule cannot run the plan's shape.
     """
-    shape = schedule_shape(plan)
-    if any(_adds_operations(feature) for feature, _ in features_of(plan)):
+    inputs = generator_inputs(plan)
+    if inputs is None:
         return None
+    shape, speeds, parameters = inputs
     try:
-        program = assemble(shape, plan.schedule.name, speeds=_speeds(plan), transfers="none", **_parameters(plan))
+        program = assemble(shape, plan.schedule.name, speeds=speeds, transfers="none", **parameters)
     except (ValueError, TypeError) as error:
         raise _refused(plan, error) from error
     plain = all(op.kind in (Kind.FORWARD, Kind.BACKWARD) for ops in program.ops for op in ops)
     return program if plain else None
+
+
+def generator_inputs(plan: Plan) -> tuple[Shape, list[float], dict[str, Any]] | None:
+    """Shape, speeds of the devices and parameters of the plan's generator; None where features add operations."""
+    if any(_adds_operations(feature) for feature, _ in features_of(plan)):
+        return None
+    return schedule_shape(plan), _speeds(plan), _parameters(plan)
 
 
 def _adds_operations(feature: Feature) -> bool:

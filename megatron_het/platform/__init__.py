@@ -111,9 +111,10 @@ def activate(*, plays_cuda: bool = False) -> Platform:
         if _cuda_is_usable():
             _ACTIVE.append(Platform("cuda"))
         else:
-            from megatron_het.platform import cpu
+            from megatron_het.platform import cpu, cpu_children
 
             cpu.install()
+            cpu_children.install(activate)
             _ACTIVE.append(Platform("cpu"))
     if plays_cuda and not _ACTIVE[0].is_cuda:
         _ACTIVE[0] = Platform("cpu", plays_cuda=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_het.checkpoint.checksums import ChecksumWriter
 from megatron_het.checkpoint.choice import save_folders
@@ -17,6 +18,7 @@ from megatron_het.runtime.boundary import Boundary
 from megatron_het.runtime.data import routed_provider
 from megatron_het.runtime.roll_call import RollCall
 from megatron_het.runtime.session import HetSession
+from megatron_het.upstream import failed_writes
 
 
 class PretrainHook:
@@ -88,6 +90,10 @@ class PretrainHook:
             raise
         except RuntimeError as error:
             self._add_verdict(error, args.rank)
+            _add_failed_write(error)
+            raise
+        except CheckpointException as error:
+            _add_failed_write(error)
             raise
         self._finish()
         return result
@@ -157,6 +163,8 @@ class PretrainHook:
         if iteration is None:
             return
         self._boundary.saves()
+        failed_writes.guard()
+        failed_writes.forget()
         if self._checksums is None:
             self._checksums = ChecksumWriter(dist.get_rank())
         self._checksums.begin(save_folders(args), iteration)
@@ -191,6 +199,12 @@ def _get_args() -> Any:
     from megatron.training import get_args
 
     return get_args()
+
+
+def _add_failed_write(error: BaseException) -> None:
+    """Say of a checkpoint that failed what could not be written; upstream says that something failed."""
+    if failed := failed_writes.noted():
+        error.add_note(f"het: the checkpoint is not complete: {failed}. Free space there, or give another --save")
 
 
 def _say_on_first_rank(session: HetSession) -> None:

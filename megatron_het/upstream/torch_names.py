@@ -43,6 +43,12 @@ TORCH_NAMES = (
         "the store on which ranks tell who has stopped; torch.distributed shows it nowhere else",
     ),
     TorchName(
+        "torch.distributed.checkpoint.filesystem._StorageWriterTransforms",
+        ("extensions",),
+        "gives the stream for each object of a checkpoint; wrapped, because a write that fails makes the process crash "
+        "later on, and the public extensions are noted in the checkpoint",
+    ),
+    TorchName(
         "torch._foreach_add_",
         None,
         "adds to many tensors in one kernel; torch's optimizers use it, and its public form does not exist",

@@ -103,3 +103,16 @@ def test_an_incomplete_state_leaves_nothing_behind(lab: Lab, tmp_path: Path):
     assert sorted(after) == [1, 2, 3], "the training begins as its flags say"
     for iteration, loss in before.items():
         assert loss == pytest.approx(after[iteration], rel=1e-6, abs=0.0), iteration
+
+
+def test_optimizer_state_that_went_with_a_rank_is_missed(lab: Lab, tmp_path: Path):
+    # The shards of the second stage end between two layers: nobody that is left knows the lost layer's state, and
+    # everybody has its weights.
+    weights = Weights("fp32", False, 5)
+    three = plan("three", [[1], [1, 1], [1]], [1, 2, 2], **DIVIDED)
+    before, after = run(
+        lab, tmp_path, weights, [(three, [0, 1, 2, 3], 2), (three, [0, 1, 2, 3], None)], steps=3, lost={1: [1]}
+    )
+    assert sorted(after) == [1, 2, 3], "the training begins as its flags say"
+    for iteration, loss in before.items():
+        assert loss == pytest.approx(after[iteration], rel=1e-6, abs=0.0), iteration

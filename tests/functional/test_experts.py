@@ -15,9 +15,11 @@ import pytest
 from benchmarks.cases import Case, build_plan, with_schedule
 from benchmarks.compare import compare
 from benchmarks.expert_cases import divided
+from benchmarks.families import EXPERT_FAMILIES
 from benchmarks.lab import Lab
 from benchmarks.nccl_order import in_nccl_order
 from benchmarks.runner import Finished
+from benchmarks.slimpipe_cases import with_context_parallel
 from megatron_het.plan import ScheduleSpec
 from tests.functional.selected import run_selected
 
@@ -34,6 +36,11 @@ def make(name: str, family: str, sizes: list[list[int]], layers: list[int], **pl
 
 def with_ep(case: Case, sizes: list[list[int]], **more: Any) -> Case:
     return replace(case, plan=divided(case.plan, sizes), **more)
+
+
+def sharing(case: Case) -> Case:
+    """With context parallelism."""
+    return replace(case, plan=replace(case.plan, stages=with_context_parallel(case.plan.stages, 2)))
 
 
 def with_chunks(case: Case, schedule: str, layers: tuple[tuple[int, ...], ...], **parameters: Any) -> Case:
@@ -72,6 +79,28 @@ CASES = [
         [[2], [2, 1]],
     ),
     with_schedule(make("slices", "deepseek", [[1], [1]], [3, 2]), "slimpipe", 1, {"slices": 4}),
+    # Balancing losses of whole microbatches and sequences, of which a pass has a part.
+    with_schedule(
+        with_ep(make("balance", "mixtral", [[2, 1], [1]], [3, 2], distributed_optimizer=True), [[2, 1], [1]]),
+        "slimpipe",
+        1,
+        {"slices": 4},
+    ),
+    sharing(
+        with_schedule(
+            make("sequence-balance-in-parts", "sequence-balance", [[1], [1, 1]], [3, 2], recompute="full"),
+            "slimpipe",
+            1,
+            {"slices": 2},
+        )
+    ),
+    with_schedule(
+        make("global-balance-recomputed", "global-balance", [[2], [1]], [3, 2], recompute="full"),
+        "slimpipe",
+        1,
+        {"slices": 8},
+    ),
+    sharing(make("balance-in-context-parallelism", "qwen3-moe", [[2, 1]], [5])),
 ]
 BY_NAME = {case.name: case for case in CASES}
 
@@ -103,7 +132,19 @@ def logged(text: str) -> dict[int, dict[str, float]]:
     }
 
 
-@pytest.mark.parametrize("name", ["mixed-tp", "sequence-balance", "global-balance", "slimpipe-slices"])
+LOGGED = [
+    "mixed-tp",
+    "sequence-balance",
+    "global-balance",
+    "slimpipe-slices",
+    "slimpipe-balance",
+    "slimpipe-sequence-balance-in-parts",
+    "slimpipe-global-balance-recomputed",
+    "balance-in-context-parallelism",
+]
+
+
+@pytest.mark.parametrize("name", LOGGED)
 def test_balancing_losses_in_the_log_are_those_of_one_process(
     name: str, lab: Lab, finished: dict[str, Finished]
 ) -> None:
@@ -112,7 +153,7 @@ def test_balancing_losses_in_the_log_are_those_of_one_process(
     stock = logged((lab.reference(case) / "rank-0.log").read_text())
     mine = logged(done.log(case.plan.world_size - 1))
     assert sorted(mine) == sorted(stock) and any(value > 0.1 for value in stock[1].values())
-    assert name in ("mixed-tp", "global-balance") or "z_loss" in stock[1]
+    assert ("z_loss" in stock[1]) == ("--moe-z-loss-coeff" in EXPERT_FAMILIES[case.family])
     for iteration, values in stock.items():
         assert mine[iteration] == pytest.approx(values, rel=1e-5), iteration
 

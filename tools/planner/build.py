@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import inf
 from typing import Any
 
@@ -43,11 +44,17 @@ def rooms_of(cluster: Cluster) -> list[Room]:
 
 def seats(cluster: Cluster, stages: tuple[Stage, ...]) -> list[list[list[Seat]]] | None:
     """Seats of every replica, ``[stage][replica][tp rank]``; None when TP groups do not fit into nodes."""
-    found = pack(rooms_of(cluster), [((g.pool,), g.tp) for stage in stages for g in _single(stage.groups)])
+    return _seats(tuple(rooms_of(cluster)), tuple(stage.groups for stage in stages))
+
+
+@lru_cache(maxsize=4)
+def _seats(rooms: tuple[Room, ...], stages: tuple[tuple[Group, ...], ...]) -> list[list[list[Seat]]] | None:
+    """A search asks for the same stages several times in turn."""
+    found = pack(rooms, [((g.pool,), g.tp) for groups in stages for g in _single(groups)])
     if found is None:
         return None
-    groups = iter(found)
-    return [[next(groups) for _ in _single(stage.groups)] for stage in stages]
+    mine = iter(found)
+    return [[next(mine) for _ in _single(groups)] for groups in stages]
 
 
 def _single(groups: tuple[Group, ...]) -> list[Group]:

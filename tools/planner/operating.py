@@ -44,7 +44,7 @@ class OperatingPoints:
         self.known_stages: dict[object, dict[object, StageTimes | None]] = {}
         self.known_ways: dict[object, float] = {}
         self.known_loads: dict[object, Any] = {}
-        self.known_caps: dict[object, dict[object, int]] = {}
+        self.known_caps: dict[object, dict[object, Any]] = {}
         self.known_points: dict[object, Candidate] = {}
         self.limits_host_memory = any(n.host_memory_bytes is not None for n in cluster.nodes)
         self.price = [self._price(i) for i in range(len(cluster.nodes))]

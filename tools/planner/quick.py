@@ -62,15 +62,17 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
     each = count * slices
     arrived = [_NOT_YET] * (2 * (last + 1) * each)  # by direction, place in the model, microbatch, slice
     waiting = [-1] * len(arrived)
-    seconds: dict[tuple[int, Kind, int, int], float] = {}
+    prices = _prices(shape, costs)
     now, at = [0.0] * len(orders), [0] * len(orders)
     ready = list(range(len(orders)))[::-1]
     while ready:
         d = ready.pop()
         order, stage, time_s, place = orders[d], shape.devices[d].stage, now[d], at[d]
-        while place < len(order):
-            kind, microbatch, piece, chunk, *_ = order[place]
-            back, virtual = kind is Kind.BACKWARD, chunk * stages + stage
+        price, length = prices[d], len(order)
+        while place < length:
+            op = order[place]
+            back, microbatch, piece = op[0] is Kind.BACKWARD, op[1], op[2]
+            virtual = op[3] * stages + stage
             if virtual != (last if back else 0):
                 key = (virtual + virtual + back) * each + microbatch * slices + piece
                 came = arrived[key]
@@ -79,10 +81,7 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
                     break
                 if came > time_s:
                     time_s = came
-            one = d, kind, piece, chunk
-            if one not in seconds:
-                seconds[one] = _pass_s(costs, slices, *one)
-            time_s += seconds[one]
+            time_s += price[back][op[3]][piece]
             place += 1
             if virtual == (0 if back else last):
                 continue
@@ -103,13 +102,30 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
     return max(max(t, wires.last_s.get(d, 0.0)) + tail for d, t, tail, order in ends if order)
 
 
-def _pass_s(costs: Costs, slices: int, device: int, kind: Kind, piece: int, chunk: int) -> float:
-    """Seconds of a forward or backward of one slice."""
-    back = kind is Kind.BACKWARD
-    whole = (costs.backward_s if back else costs.forward_s)[device][chunk]
-    table = costs.attention_backward_s if back else costs.attention_forward_s
-    share = (piece + costs.diagonal) / costs.attention_total(slices)
-    return whole / slices + (table[device][chunk] * share if table else 0.0) + costs.operation_s
+Prices = tuple[tuple[tuple[float, ...], ...], ...]
+"""Seconds of a device's forwards and of its backwards, by chunk and slice."""
+
+
+def _prices(shape: Shape, costs: Costs) -> list[Prices]:
+    """Of every device; equal devices share them."""
+    known: dict[object, Prices] = {}
+    shares = [(piece + costs.diagonal) / costs.attention_total(shape.slices) for piece in range(shape.slices)]
+    tables = (costs.forward_s, costs.attention_forward_s), (costs.backward_s, costs.attention_backward_s)
+    out = []
+    for d in range(len(shape.devices)):
+        rows = tuple((whole[d], slices[d] if slices else ()) for whole, slices in tables)
+        if rows not in known:
+            known[rows] = tuple(
+                tuple(_of_slices(s, mine[c] if mine else 0.0, shares, costs.operation_s) for c, s in enumerate(whole))
+                for whole, mine in rows
+            )
+        out.append(known[rows])
+    return out
+
+
+def _of_slices(whole_s: float, attention_s: float, shares: Sequence[float], operation_s: float) -> tuple[float, ...]:
+    """Seconds of each slice of a pass."""
+    return tuple(whole_s / len(shares) + attention_s * share + operation_s for share in shares)
 
 
 class _Wires:

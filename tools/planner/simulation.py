@@ -19,9 +19,10 @@ from megatron_het.schedule.simulate import Result, simulate
 from .build import build_plan, part_of, seats
 from .candidate import Candidate, Group
 from .errors import PlannerError
-from .estimate import Estimate, Estimator
+from .estimate import Estimate, Estimator, Unit
 from .figures import Device, figures_of
 from .packing import Seat
+from .plain import Wiring, pipelines_s
 from .quick import can_price, compute_orders, makespan_s
 from .schedules import schedule_of
 from .stages import sharding_s, stage_tails
@@ -73,15 +74,21 @@ def program_of(plan: Plan) -> Program:
 
 
 def _devices(estimator: Estimator, candidate: Candidate, seated: Seats) -> list[Device]:
-    """The replicas in the plan's order, with their figures."""
-    devices: list[Device] = []
+    """The replicas in the plan's order, with their figures; replicas of a kind share one entry."""
+    known: dict[tuple[int, int, int], Device] = {}
+
+    def device(s: int, pool: int, tp: int) -> Device:
+        g = Group(pool, tp, 1)
+        unit = estimator.unit_of(candidate, g)
+        assert unit is not None
+        return s, g, unit
+
+    out = []
     for s, stage in enumerate(seated):
         for replica in stage:
-            g = Group(replica[0].pool, len(replica), 1)
-            unit = estimator.unit_of(candidate, g)
-            assert unit is not None
-            devices.append((s, g, unit))
-    return devices
+            kind = s, replica[0].pool, len(replica)
+            out.append(known.get(kind) or known.setdefault(kind, device(*kind)))
+    return out
 
 
 Rows = list[tuple[float, ...]]
@@ -98,10 +105,9 @@ def _passes(
         for s, its in enumerate(whole.stages):
             units = [estimator.unit_of(whole, g) for g in its.groups]
             least[s] = sharding_s(estimator, whole, units, s)  # type: ignore[arg-type]
-    forward: Rows = []
-    backward: Rows = []
-    kept: Rows = []
-    for s, _, u in devices:
+    known: dict[tuple[int, Group], tuple[tuple[float, ...], ...]] = {}
+
+    def rows(s: int, u: Unit) -> tuple[tuple[float, ...], ...]:
         layers = plan.stages[s].layers
         f, b = (u.chunks_s(layers, s == 0, s == last, back) for back in (False, True))
         a = [n * u.layer_bytes for n in layers]
@@ -109,9 +115,10 @@ def _passes(
             a[0] += u.embedding_bytes
         if s in least:
             f, b = [max(x, least[s][0]) for x in f], [max(x, least[s][1]) for x in b]
-        forward.append(tuple(f))
-        backward.append(tuple(b))
-        kept.append(tuple(a))
+        return tuple(f), tuple(b), tuple(a)
+
+    found = [known.get((s, g)) or known.setdefault((s, g), rows(s, u)) for s, g, u in devices]
+    forward, backward, kept = (list(column) for column in zip(*found, strict=True))
     return forward, backward, kept
 
 
@@ -136,13 +143,12 @@ def costs_of(
     tails = stage_tails(estimator, whole, estimate)
     last = candidate.head_stage
 
-    def link(source: int, target: int) -> Link:
-        (_, a, _), (_, b, _) = devices[source], devices[target]
-        local = flat[source][0][:2] == flat[target][0][:2]
+    def price(a: Group, b: Group, local: bool) -> Link:
         seconds = estimator.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local)
         fixed = min(seconds, estimator.runtime.transfer_latency_s)
         return Link(fixed, size / max(seconds - fixed, 1e-12))
 
+    link = Wiring([g for _, g, _ in devices], [replica[0][:2] for replica in flat], price)
     forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
     by_group = {(m.stage, m.group.pool, m.group.tp): m for m in estimate.memory}
     memories = [by_group[s, g.pool, g.tp] for s, g, _ in devices]
@@ -273,13 +279,17 @@ def _quick_s(
     estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None
 ) -> float:
     """The iteration time of a plan by ``quick.py``, or simulated where its program does more than compute."""
-    found = compute_orders(plan)
-    if found is not None:
-        shape, orders = found
+    inputs = programs.generator_inputs(plan)
+    if inputs is not None:
         seated = seated or seats(estimator.cluster, candidate.stages)
         assert seated is not None  # the plan has been made of it
         costs = _priced(estimator, whole, candidate, estimate, plan, seated, None)
-        seconds = makespan_s(shape, orders, costs) if can_price(shape, costs) else None
+        shape, speeds, parameters = inputs
+        seconds = pipelines_s(plan.schedule.name, shape, speeds, costs, parameters)
+        if seconds is not None:
+            return seconds
+        found = compute_orders(plan) if can_price(shape, costs) else None
+        seconds = None if found is None else makespan_s(*found, costs)
         if seconds is not None:
             return seconds
     return _simulate(estimator, whole, candidate, estimate, plan, seated).iteration_s

@@ -24,14 +24,21 @@ def forward_program(name: str, shape: Shape, orders: Sequence[Sequence[Op]]) -> 
     return Program(name, shape, tuple(tuple(order) for order in orders), forward_only=True)
 
 
+def in_turns(count: int, warmup: int) -> bytes:
+    """Whether each operation is a backward: ``warmup`` forwards, pairs of a forward and a backward, backwards."""
+    warmup = min(warmup, count)
+    return b"\0" * warmup + b"\0\1" * (count - warmup) + b"\1" * warmup
+
+
+def in_order(forward: Sequence[Op], backward: Sequence[Op], ways: Sequence[int]) -> tuple[Op, ...]:
+    """Both queues in one: 1 takes the next backward, 0 the next forward."""
+    queues = iter(forward), iter(backward)
+    return tuple([next(queues[back]) for back in ways])
+
+
 def alternate(forward: Sequence[Op], backward: Sequence[Op], warmup: int) -> tuple[Op, ...]:
     """``warmup`` forwards, then pairs of one forward and one backward, then the remaining backwards."""
-    warmup = min(warmup, len(forward))
-    steady = len(forward) - warmup
-    out = list(forward[:warmup])
-    for pair in zip(forward[warmup:], backward[:steady]):
-        out += pair
-    return tuple(out) + tuple(backward[steady:])
+    return in_order(forward, backward, in_turns(len(forward), warmup))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,15 @@
 """GPipe and 1F1B (PipeDream-Flush), with one or several replicas per stage."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_het.schedule.generators.fast_merge import fast_merge
 from megatron_het.schedule.generators.listing import (
     Speeds,
-    alternate,
     compute_ops,
     forward_program,
+    in_order,
+    in_turns,
     require,
     require_all,
     require_order,
@@ -88,12 +89,7 @@ def one_f_one_b(
         ValueError: the shape has chunks or slices, ``speeds`` do not fit the devices, ``slack`` is negative,
             ``order`` is unknown or cannot run, or ``depths`` are not one positive number per boundary.
     """
-    _check("1f1b", shape)
-    valid = isinstance(slack, (int, float)) and 0 <= slack < math.inf
-    require("1f1b", valid, f"slack = {slack!r}: must be a number of at least 0")
-    require_order("1f1b", order)
-    fits = not depths or (len(depths) == shape.stages - 1 and all(isinstance(n, int) and n > 0 for n in depths))
-    require("1f1b", fits, f"depths = {depths!r}: must be one positive whole number per boundary of stages")
+    _check_all(shape, slack, order, depths)
     if forward_only:
         return forward_program("1f1b", shape, _orders(shape, Kind.FORWARD))
     Speeds.of(shape, speeds)  # checks them
@@ -101,31 +97,52 @@ def one_f_one_b(
 
     def make(part: Shape, own: Sequence[float]) -> tuple[tuple[Op, ...], ...]:
         forward, backward = _orders(part, Kind.FORWARD), _orders(part, Kind.BACKWARD)
-        if single_replicas(part):
-            warmup = [sum(depths[s:]) if depths else part.stages - 1 - s for s in range(part.stages)]
-            return tuple(alternate(f, b, n) for f, b, n in zip(forward, backward, warmup))
-        return _merged(part, forward, backward, in_flight_limits(part, slack, depths), own, order)
+        found = ways(part, own, slack=slack, order=order, depths=depths)
+        return tuple(in_order(f, b, mine) for f, b, mine in zip(forward, backward, found))
 
     return Program("1f1b", shape, by_part(shape, parts_of(shape), given, make))
 
 
-def _merged(
-    shape: Shape,
-    forward: Sequence[Sequence[Op]],
-    backward: Sequence[Sequence[Op]],
-    limits: Sequence[int],
+def _check_all(shape: Shape, slack: float, order: str, depths: Sequence[int]) -> None:
+    _check("1f1b", shape)
+    valid = isinstance(slack, (int, float)) and 0 <= slack < math.inf
+    require("1f1b", valid, f"slack = {slack!r}: must be a number of at least 0")
+    require_order("1f1b", order)
+    fits = not depths or (len(depths) == shape.stages - 1 and all(isinstance(n, int) and n > 0 for n in depths))
+    require("1f1b", fits, f"depths = {depths!r}: must be one positive whole number per boundary of stages")
+
+
+Ways = Sequence[Sequence[int]]
+"""By device, whether each of its operations is a backward; both kinds run in ascending order of microbatches."""
+
+
+def ways(
+    part: Shape,
     speeds: Sequence[float],
-    order: str,
-) -> tuple[tuple[Op, ...], ...]:
-    """What ``listing.merge`` says of these forwards and backwards."""
-    times = Speeds.of(shape, speeds)
-    ways = fast_merge(shape, limits, [f for (f,) in times.forward_s], [b for (b,) in times.backward_s], order)
-    require_all(shape, ways, [len(f) + len(b) for f, b in zip(forward, backward)], limits, order)
-    out = []
-    for f, b, way in zip(forward, backward, ways):
-        queues = iter(f), iter(b)
-        out.append(tuple([next(queues[back]) for back in way]))
-    return tuple(out)
+    *,
+    slack: float = SLACK,
+    order: str = "greedy",
+    depths: Sequence[int] = (),
+    merge: Callable[..., Ways] = fast_merge,
+) -> Ways:
+    """The order of one part of a shape (:mod:`~megatron_het.schedule.generators.pipelines`), by device.
+
+    Args:
+        part: exchanges nothing with other parts.
+        speeds, slack, order, depths: as in :func:`one_f_one_b`.
+        merge: what decides where a stage has several replicas; says what ``fast_merge`` says.
+
+    Raises:
+        ValueError: as in :func:`one_f_one_b`.
+    """
+    _check_all(part, slack, order, depths)
+    if single_replicas(part):
+        warmup = [sum(depths[s:]) if depths else part.stages - 1 - s for s in range(part.stages)]
+        return [in_turns(part.microbatches, n) for n in warmup]
+    times, limits = Speeds.of(part, speeds), in_flight_limits(part, slack, depths)
+    found = merge(part, limits, [f for (f,) in times.forward_s], [b for (b,) in times.backward_s], order)
+    require_all(part, found, [2 * len(part.microbatches_of(d)) for d in range(len(part.devices))], limits, order)
+    return found
 
 
 def gpipe(shape: Shape, *, forward_only: bool = False) -> Program:

@@ -46,15 +46,18 @@ def parts_of(shape: Shape) -> list[Part]:
     members: dict[int, list[int]] = {}
     for m, path in enumerate(paths):
         members.setdefault(find(path[0]), []).append(m)
-    used = {device for path in paths for device in path}
-    out = []
-    for first in sorted(members):
-        devices = tuple(d for d in range(len(shape.devices)) if d in used and find(d) == first)
-        out.append(Part(devices, tuple(members[first]), _alone(shape, devices, members[first])))
-    return out
+    devices: dict[int, list[int]] = {}
+    for device in sorted({device for path in paths for device in path}):
+        devices.setdefault(find(device), []).append(device)
+    return [
+        Part(tuple(devices[first]), tuple(members[first]), _alone(shape, devices[first], members[first]))
+        for first in sorted(members)
+    ]
 
 
 def _alone(shape: Shape, devices: Sequence[int], microbatches: Sequence[int]) -> Shape:
+    if len(devices) == len(shape.devices) and len(microbatches) == shape.microbatches:
+        return shape
     by_stage: list[list[int]] = [[] for _ in range(shape.stages)]
     for d in devices:
         by_stage[shape.devices[d].stage].append(shape.devices[d].replica)

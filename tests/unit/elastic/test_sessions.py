@@ -18,7 +18,7 @@ class Session:
 
     def __init__(self, is_saving: bool) -> None:
         self.generation, self.process = Generation(0, plan([[1]]), (1,), (), ("n1",)), 1
-        self.is_saving, self.iteration = is_saving, 4
+        self.saving, self.iteration = 5 if is_saving else None, 4
 
     def closed(self) -> None:
         pass

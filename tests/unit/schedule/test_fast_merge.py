@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from megatron_het.schedule.generators.listing import ORDERS, Speeds, merge
-from megatron_het.schedule.generators.one_f_one_b import _merged, _orders, in_flight_limits
+from megatron_het.schedule.generators.fast_merge import fast_merge
+from megatron_het.schedule.generators.listing import ORDERS, Speeds, in_order, merge, require_all
+from megatron_het.schedule.generators.one_f_one_b import _orders, in_flight_limits
 from megatron_het.schedule.ir import Kind, Shape
 
 
@@ -21,13 +22,15 @@ def test_it_decides_as_the_general_merge(order):
         speeds = [rng.choice((0.25, 0.5, 1.0)) for _ in shape.devices]
         forward, backward = _orders(shape, Kind.FORWARD), _orders(shape, Kind.BACKWARD)
         limits = [max(1, n - rng.randint(0, 1)) for n in in_flight_limits(shape, rng.choice((0.0, 0.5, 1.0)))]
+        times = Speeds.of(shape, speeds)
+        ways = fast_merge(shape, limits, [f for (f,) in times.forward_s], [b for (b,) in times.backward_s], order)
         try:
-            wanted = merge(shape, forward, backward, limits, Speeds.of(shape, speeds), order)
+            wanted = merge(shape, forward, backward, limits, times, order)
         except ValueError as error:
             with pytest.raises(ValueError, match="waits forever") as caught:
-                _merged(shape, forward, backward, limits, speeds, order)
+                require_all(shape, ways, [2 * len(f) for f in forward], limits, order)
             assert str(caught.value) == str(error)
             continue
         ran += 1
-        assert _merged(shape, forward, backward, limits, speeds, order) == wanted
+        assert tuple(in_order(f, b, way) for f, b, way in zip(forward, backward, ways)) == wanted
     assert ran > 30

@@ -59,7 +59,6 @@ def test_a_window_takes_the_place_of_megatrons_overlap() -> None:
 @pytest.mark.parametrize(
     ("options", "more", "what"),
     [
-        ({}, {"async_save": True}, "--async-save"),
         ({}, {"log_params_norm": True}, "--log-params-norm"),
         ({}, {"optimizer": "sgd"}, "--optimizer"),
         ({"update": "at-once"}, {"clip_grad": 1.0}, "norm of all gradients"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..candidate import Candidate, Group, Stage
 from ..estimate import Estimator, Unit
 from ..schedules import schedule_of
@@ -32,53 +34,105 @@ class Load:
         return found
 
 
-def _cap(
-    estimator: Estimator,
-    groups: tuple[Group, ...],
-    units: list[Unit],
-    later: int,
-    total: int,
-    first: bool,
-    last: bool,
-    like: Candidate,
-) -> int:
+class _Room(NamedTuple):
+    """What decides how many layers fit into the memory of a group's replicas, whatever comes after the stage.
+
+    Attributes:
+        share: Of the stage's microbatches, that of one replica.
+        replicas: How many.
+        free: Bytes for layers and activations, the state of embedding and head taken off.
+        undivided_free: The same without that state.
+        held_end: Bytes of the embedding's activations per microbatch in flight.
+        layer: State of a layer, bytes.
+        held_layer: Activations of a layer, bytes per microbatch in flight.
+        ends: Parameters of embedding and head.
+        parameters: Of a layer.
+    """
+
+    share: float
+    replicas: int
+    free: float
+    undivided_free: float
+    held_end: float
+    layer: float
+    held_layer: float
+    ends: float
+    parameters: float
+
+
+class Rooms:
     """Most layers that fit the memory of every replica of a stage.
 
     Under a parameter window replicas of different memory may keep different shares of the state: together they
     must hold one copy of it, and each what is not divided.
     """
-    schedule = schedule_of(like)
-    speed = sum(g.count / (u.layer_f + u.layer_b) for g, u in zip(groups, units))
-    boundary = 2 * estimator.boundary_bytes_per_sequence * like.micro_batch_size
-    least = alone = 1 << 30
-    may_divide = schedule.shards_parameters and len(groups) > 1 and len({g.tp for g in groups}) == 1
-    divided = estimator.model.element_bytes + 4.0 + estimator.optimizer_per_parameter
-    free_together = needed_together = 0.0
-    for g, u in zip(groups, units):
-        shards = sum(h.count for h in groups if h.tp == g.tp) if like.zero_stage >= 1 else 1
-        per = schedule.state_per_parameter(estimator, like, g.count, shards)
-        share = 1 / (u.layer_f + u.layer_b) / speed
-        held = schedule.expected_in_flight(like, share, total, later)
-        free = (
-            u.capacity_bytes * estimator.memory_margin - u.reserved_bytes - u.workspace_bytes / like.slices - boundary
-        )
-        ends = 0
-        if first:
-            ends += u.embedding_parameters
-            free -= held * u.embedding_bytes
-        if last:
-            ends += u.head_parameters
-            free -= schedule.logits(like, 1.0, u.head_bytes)
-            free -= max(0.0, u.head_workspace_bytes - u.workspace_bytes) / like.slices
-        least = min(least, int((free - ends * per) // (u.layer_parameters * per + held * u.layer_bytes)))
-        if may_divide:
-            whole = schedule.whole_per_parameter(estimator, like)
-            free -= ends * whole
-            needed = u.layer_parameters * whole + held * u.layer_bytes
+
+    __slots__ = ("_divided", "_like", "_may_divide", "_rooms", "_schedule", "_total", "_whole")
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        groups: tuple[Group, ...],
+        units: list[Unit],
+        total: int,
+        first: bool,
+        last: bool,
+        like: Candidate,
+    ) -> None:
+        schedule = self._schedule = schedule_of(like)
+        self._like, self._total = like, total
+        speed = sum([g.count / (u.layer_f + u.layer_b) for g, u in zip(groups, units)])
+        boundary = 2 * estimator.boundary_bytes_per_sequence * like.micro_batch_size
+        self._may_divide = schedule.shards_parameters and len(groups) > 1 and len({g.tp for g in groups}) == 1
+        self._divided = estimator.model.element_bytes + 4.0 + estimator.optimizer_per_parameter
+        self._whole = schedule.whole_per_parameter(estimator, like) if self._may_divide else 0.0
+        self._rooms: list[_Room] = []
+        for g, u in zip(groups, units):
+            shards = sum([h.count for h in groups if h.tp == g.tp]) if like.zero_stage >= 1 else 1
+            per = schedule.state_per_parameter(estimator, like, g.count, shards)
+            kept = u.reserved_bytes + u.workspace_bytes / like.slices + boundary
+            free = u.capacity_bytes * estimator.memory_margin - kept
+            ends = (u.embedding_parameters if first else 0) + (u.head_parameters if last else 0)
+            if last:
+                free -= schedule.logits(like, 1.0, u.head_bytes)
+                free -= max(0.0, u.head_workspace_bytes - u.workspace_bytes) / like.slices
+            self._rooms.append(
+                _Room(
+                    1 / (u.layer_f + u.layer_b) / speed,
+                    g.count,
+                    free - ends * per,
+                    free,
+                    u.embedding_bytes if first else 0.0,
+                    u.layer_parameters * per,
+                    u.layer_bytes,
+                    ends,
+                    u.layer_parameters,
+                )
+            )
+
+    def cap(self, later: int) -> int:
+        """Most layers, with so many replicas in later stages; may be below 1."""
+        least = 1 << 30
+        held_of, like, total = self._schedule.expected_in_flight, self._like, self._total
+        for room in self._rooms:
+            held = held_of(like, room.share, total, later)
+            fitting = int((room.free - held * room.held_end) // (room.layer + held * room.held_layer))
+            if fitting < least:
+                least = fitting
+        return max(least, self._together(later)) if self._may_divide else least
+
+    def _together(self, later: int) -> int:
+        """Most layers with the state divided as the replicas' memory allows."""
+        alone, whole, each = 1 << 30, self._whole, self._divided / len(self._rooms)
+        free_together = needed_together = 0.0
+        for room in self._rooms:
+            held = self._schedule.expected_in_flight(self._like, room.share, self._total, later)
+            free = room.undivided_free - held * room.held_end - room.ends * whole
+            needed = room.parameters * whole + held * room.held_layer
             alone = min(alone, int(free // needed))
-            free_together += g.count * free - ends * divided / len(groups)
-            needed_together += g.count * needed + u.layer_parameters * divided / len(groups)
-    return max(least, min(alone, int(free_together // needed_together))) if may_divide else least
+            free_together += room.replicas * free - room.ends * each
+            needed_together += room.replicas * needed + room.parameters * each
+        return min(alone, int(free_together // needed_together))
 
 
 def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: Candidate) -> Candidate | None:
@@ -138,14 +192,14 @@ def layer_cap(
     known = estimator.known_caps.get(point)
     if known is None:
         known = estimator.known_caps[point] = {}
-    key = groups, later, first, last
-    found = known.get(key)
-    if found is None:
+    stage = groups, first, last
+    if stage not in known:
         load = stage_load(estimator, groups, like, first, last)
         if c.slack != slack:
             c = estimator.known_points.get(point) or estimator.known_points.setdefault(point, c.with_(slack=slack))
-        found = known[key] = 0 if load is None else _cap(estimator, groups, load.units, later, total, first, last, c)
-    return found
+        known[stage] = Rooms(estimator, groups, load.units, total, first, last, c) if load else None
+    rooms = known[stage]
+    return 0 if rooms is None else rooms.cap(later)
 
 
 def stage_load(

@@ -23,6 +23,17 @@ NEARLY = 1.6 * PENALTY
 """Scores above this multiple of the best are hopeless: too slow, or more than about half too large for memory."""
 
 
+def there(estimator: Estimator, limits: Limits, groups: Groups) -> bool:
+    """Whether the cluster has these GPUs, within limits and whole TP groups per node."""
+    used: dict[int, int] = {}
+    for stage in groups:
+        for g in stage:
+            if g.tp > estimator.cluster.nodes[g.pool].gpus_per_node:
+                return False
+            used[g.pool] = used.get(g.pool, 0) + g.tp * g.count
+    return all(n <= limits[p] for p, n in used.items())
+
+
 class Book:
     """Memo of scores; remembers the best candidates that hold all constraints.
 
@@ -32,6 +43,7 @@ class Book:
     Args:
         limits: GPUs that may be used of each pool; None: all.
         known: Another book of the same estimator and goal, whose sketches and layers are used too.
+        bound: Value of a plan that is known already: what looks much worse is of no use.
     """
 
     KEEP = 1000
@@ -43,6 +55,7 @@ class Book:
         progress: Progress,
         limits: Limits | None = None,
         known: Book | None = None,
+        bound: float = inf,
     ) -> None:
         self.estimator, self.goal, self.progress = estimator, goal, progress
         self.limits = limits or all_gpus(estimator)
@@ -50,10 +63,15 @@ class Book:
         self.balanced: dict[object, Candidate | None] = known.balanced if known else {}
         self.scores: dict[object, tuple[float, Candidate | None]] = {}
         self.good: dict[Candidate, tuple[float, Estimate]] = {}
-        self.best = inf
+        self.best, self.bound = inf, bound
         self.by_stages: dict[int, tuple[float, Candidate]] = {}
         self.alike: dict[int, tuple[float, Candidate]] = {}
         self.nearest: tuple[float, Candidate, Estimate] | None = None
+
+    @property
+    def to_beat(self) -> float:
+        """The best value so far, here or known before."""
+        return min(self.best, self.bound)
 
     def try_groups(self, groups: Groups, like: Candidate) -> tuple[float, Candidate | None]:
         """Balance the layers of these stages and evaluate."""
@@ -69,7 +87,7 @@ class Book:
         )
         found = self.scores.get(key)
         if found is None:
-            if not self._there(groups):
+            if not there(self.estimator, self.limits, groups):
                 self.scores[key] = (inf, None)
                 return inf, None
             candidate = self._balance(key, groups, like, like.slack or SLACK)
@@ -136,17 +154,6 @@ class Book:
         elif self.nearest is None or score < self.nearest[0]:
             self.nearest = (score, candidate, estimate)
         return score
-
-    def _there(self, groups: Groups) -> bool:
-        """Whether the cluster has these GPUs, within quotas and whole TP groups per node."""
-        used: dict[int, int] = {}
-        for stage in groups:
-            for g in stage:
-                node = self.estimator.cluster.nodes[g.pool]
-                if g.tp > node.gpus_per_node:
-                    return False
-                used[g.pool] = used.get(g.pool, 0) + g.tp * g.count
-        return all(n <= self.limits[p] for p, n in used.items())
 
     def _runs(self, candidate: Candidate) -> bool:
         """Whether the runtime can run this schedule on these stages; the closed form prices it all the same."""

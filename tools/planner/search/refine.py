@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from itertools import chain, combinations
 
 from ..build import seats
 from ..candidate import Candidate, Stage
 from ..estimate import Estimate, Estimator
+from ..search.balance import balance
+from ..search.book import there
 from ..search.goal import Goal
+from ..search.moves import neighbours
 from ..search.outcome import Found
+from ..search.pools import all_gpus
 from ..simulation import operations_of
 
 LEAST_TRIES = 4
@@ -35,15 +39,7 @@ def refine(estimator: Estimator, goal: Goal, found: Found, operations: int, simu
     seen = {found.candidate}
     while improved:
         improved = False
-        for candidate in _changes(current.candidate):
-            if candidate in seen:
-                continue
-            seen.add(candidate)
-            estimate = estimator.estimate(candidate)
-            if estimate is None or not estimator.fits(estimate) or goal.violation(candidate, estimate) > 0:
-                continue
-            if goal.value(estimate) > HOPEFUL * goal.value(current.estimate):
-                continue
+        for candidate, estimate in _hopeful(estimator, goal, current, seen):
             if seats(estimator.cluster, candidate.stages) is None:
                 continue
             operations -= each
@@ -54,6 +50,34 @@ def refine(estimator: Estimator, goal: Goal, found: Found, operations: int, simu
                 current, improved = tried, True
                 break
     return current
+
+
+def _hopeful(
+    estimator: Estimator, goal: Goal, current: Found, seen: set[Candidate]
+) -> list[tuple[Candidate, Estimate]]:
+    """Changes that have not been seen and do not look much worse, the best first."""
+    found: list[tuple[float, int, Candidate, Estimate]] = []
+    for candidate in chain(_changes(current.candidate), _regrouped(estimator, goal, current)):
+        if candidate in seen:
+            continue
+        seen.add(candidate)
+        estimate = estimator.estimate(candidate)
+        if estimate is None or not estimator.fits(estimate) or goal.violation(candidate, estimate) > 0:
+            continue
+        if goal.value(estimate) <= HOPEFUL * goal.value(current.estimate):
+            found.append((goal.value(estimate), len(found), candidate, estimate))
+    return [(candidate, estimate) for _, _, candidate, estimate in sorted(found, key=lambda item: item[:2])]
+
+
+def _regrouped(estimator: Estimator, goal: Goal, current: Found) -> Iterator[Candidate]:
+    """Replicas moved between stages, added and left out, with the layers that balance them."""
+    limits = all_gpus(estimator)
+    for groups, like in neighbours(estimator, goal, current.candidate, current.estimate.bottleneck, limits):
+        if like.schedule == current.candidate.schedule and there(estimator, limits, groups):
+            depths = like.depths if len(groups) == len(like.stages) else ()
+            balanced = balance(estimator, groups, like.with_(depths=depths))
+            if balanced is not None and balanced.stages:
+                yield balanced
 
 
 def _changes(candidate: Candidate) -> Iterator[Candidate]:

@@ -164,12 +164,16 @@ class _Offers:
     ) -> None:
         self._estimator, self._tps, self._degree, self._total = estimator, tps, degree, total
         self._bound_s = bound_s
-        self._regions = list(dict.fromkeys(estimator.network.region))
         last = len(layers) - 1
         self._seconds: list[dict[int, float]] = []
         for s, tp in enumerate(tps):
             units = {p: estimator.unit(p, tp[p], like.micro_batch_size, like.recompute) for p in tp}
             self._seconds.append({p: u.both_s(layers[s], s == 0, s == last) for p, u in units.items() if u is not None})
+        region, in_time = estimator.network.region, bound_s / total
+        self._regions = [
+            [pools for r in dict.fromkeys(region) if (pools := [p for p in of if region[p] == r and of[p] <= in_time])]
+            for of in self._seconds
+        ]
         # What the stages after a stage take at least, on GPUs that nobody else has.
         fastest = [min(seconds.values(), default=inf) for seconds in self._seconds]
         self._sums = [sum(fastest[s + 1 :]) for s in range(last + 1)]
@@ -182,9 +186,7 @@ class _Offers:
         """
         out = []
         seconds = self._seconds[s]
-        for region in self._regions:
-            in_region = [p for p in seconds if self._estimator.network.region[p] == region]
-            pools = [p for p in in_region if self._total * seconds[p] <= self._bound_s]
+        for pools in self._regions[s]:
             for combination in _combinations(self._degree, pools, free, self._tps[s]):
                 mine = max(seconds[pool] for pool, _ in combination)
                 least = (self._total - 1) * max(mine, self._slowest[s]) + mine + self._sums[s]

@@ -54,47 +54,68 @@ def partitions(estimator: Estimator, subset: tuple[int, ...]) -> list[list[tuple
     return list(unique.values())
 
 
-def seed_groups(
-    estimator: Estimator,
-    blocks: list[tuple[int, ...]],
-    tp: dict[int, int],
-    share: float,
-    stages: int,
-    point: Candidate,
-    limits: Limits,
-) -> Groups | None:
-    """Stages for blocks of pools: numbers of stages in proportion to speed, units spread evenly.
+class _Cut:
+    """Blocks of pools at one TP level and share of their GPUs, to be cut into stages.
 
-    Where a stage gets many units, the remainder is left unused (stages of equal width fit each other).
+    Numbers of stages are in proportion to speed, units spread evenly.  Where a stage gets many units, the
+    remainder is left unused (stages of equal width fit each other).
     """
-    units: dict[int, int] = {}
-    for block in blocks:
-        for p in block:
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        blocks: list[tuple[int, ...]],
+        tp: dict[int, int],
+        share: float,
+        point: Candidate,
+        limits: Limits,
+    ) -> None:
+        self._blocks, self._tp = [sorted(block) for block in blocks], tp
+        self._units: dict[int, int] = {}
+        for p in (p for block in blocks for p in block):
             node = estimator.cluster.nodes[p]
             whole, rest = divmod(limits[p], node.gpus_per_node)
             limit = whole * (node.gpus_per_node // tp[p]) + rest // tp[p]
-            units[p] = max(1, round(limit * share)) if limit else 0
-    power = [sum(units[p] * tp[p] * unit_rate(estimator, p, tp[p], point) for p in block) for block in blocks]
-    if min(power) <= 0:
-        return None
-    counts = [1] * len(blocks)
-    for _ in range(stages - len(blocks)):
-        room = [i for i, block in enumerate(blocks) if counts[i] < max(units[p] for p in block)]
-        if not room:
+            self._units[p] = max(1, round(limit * share)) if limit else 0
+        units = self._units
+        self._power = [sum(units[p] * tp[p] * unit_rate(estimator, p, tp[p], point) for p in b) for b in blocks]
+        self._most = [max(units[p] for p in block) for block in blocks]
+        self._made: dict[tuple[int, int], list[tuple[Group, ...]] | None] = {}
+
+    def stages(self, wanted: int) -> Groups | None:
+        """So many stages; None where that is not possible."""
+        if min(self._power) <= 0:
             return None
-        counts[max(room, key=lambda i: power[i] / counts[i])] += 1
-    out: list[tuple[Group, ...]] = []
-    for block, count in zip(blocks, counts):
+        counts = [1] * len(self._blocks)
+        for _ in range(wanted - len(counts)):
+            room = [i for i, n in enumerate(counts) if n < self._most[i]]
+            if not room:
+                return None
+            counts[max(room, key=lambda i: self._power[i] / counts[i])] += 1
+        out: list[tuple[Group, ...]] = []
+        for i, count in enumerate(counts):
+            if (i, count) not in self._made:
+                self._made[i, count] = self._of_block(i, count)
+            made = self._made[i, count]
+            if made is None:
+                return None
+            out += made
+        return tuple(out)
+
+    def _of_block(self, i: int, count: int) -> list[tuple[Group, ...]] | None:
+        """The stages of one block; None where one of them would be empty."""
+        out = []
         for k in range(count):
             stage = []
-            for p in block:
-                n = units[p] // count + (1 if k < units[p] % count and units[p] < 4 * count else 0)
+            for p in self._blocks[i]:
+                each, rest = divmod(self._units[p], count)
+                n = each + (1 if k < rest and each < 4 else 0)
                 if n:
-                    stage.append(Group(p, tp[p], n))
+                    stage.append(Group(p, self._tp[p], n))
             if not stage:
                 return None
-            out.append(tuple(sorted(stage)))
-    return tuple(out)
+            out.append(tuple(stage))
+        return out
 
 
 def tp_choices(estimator: Estimator, subset: tuple[int, ...], point: Candidate) -> list[dict[int, int]]:
@@ -133,12 +154,13 @@ def seeds(book: Book, limit: int, limits: Limits, hope: list[float]) -> Iterator
                 bound = model.global_batch_size * model.num_layers / rate
                 if goal.objective == "cost":
                     bound *= sum(estimator.price[p] * n for p, n in used.items())
-                if bound > SLACK * min(book.best, hope[0] * WORTH):
+                if bound > SLACK * min(book.to_beat, hope[0] * WORTH):
                     continue
-                for blocks, stages in product(ways, STAGE_COUNTS):
-                    if not len(blocks) <= stages <= model.num_layers:
+                cuts = [(len(blocks), _Cut(estimator, blocks, tp, share, point, limits)) for blocks in ways]
+                for (least, cut), stages in product(cuts, STAGE_COUNTS):
+                    if not least <= stages <= model.num_layers:
                         continue
-                    groups = seed_groups(estimator, blocks, tp, share, stages, point, limits)
+                    groups = cut.stages(stages)
                     if groups is None:
                         continue
                     yield groups, point

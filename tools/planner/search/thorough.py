@@ -70,7 +70,9 @@ def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | 
     """
     merged, goal, progress = ground.merged, goal or ground.goal, ground.progress
     effort, gpus = ground.asked or effort_for(sum(limits)), sum(limits)
-    book = Book(merged.estimator, goal, progress, limits, ground.first)
+    # The closed form of a small plan may be far off, so that nothing is given up for it.
+    beaten = bound_s if goal.objective == "throughput" and gpus > effort.near_gpus else inf
+    book = Book(merged.estimator, goal, progress, limits, ground.first, beaten)
     ground.first = ground.first or book
     outcome = Outcome("auto")
     try:
@@ -112,7 +114,7 @@ def _climb_by_stages(book: Book, effort: Effort, limits: Limits) -> None:
     """Local search from the best of each number of stages: what is best may be reached from another number."""
     best = sorted(book.by_stages.values(), key=lambda entry: entry[0])
     for score, candidate in best[: effort.counts]:
-        if score < WORTH * book.best:
+        if score < WORTH * book.to_beat:
             _climb(book, effort, candidate, limits)
 
 
@@ -124,7 +126,7 @@ def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits) -> None:
     left = effort.parts
     smaller = replace(effort, sketches=effort.part_sketches, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
     for limits in sorted(parts(book.estimator, whole), key=lambda p: (sum(map(bool, p)) > 1, bounds.ideal(p))):
-        if bounds.excludes(limits, book.best * (1 + effort.promising)):
+        if bounds.excludes(limits, book.to_beat * (1 + effort.promising)):
             continue
         explore(book, smaller, limits)
         left -= 1
@@ -137,7 +139,7 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
     sketched: list[tuple[float, int, Groups, Candidate]] = []
     hope = [inf]
     for i, (groups, like) in enumerate(seeds(book, effort.sketches, limits, hope)):
-        value = book.sketch.value(groups, like, WORTH * min(book.best, hope[0]))
+        value = book.sketch.value(groups, like, WORTH * min(book.to_beat, hope[0]))
         if value < inf:
             sketched.append((value, i, groups, like))
             hope[0] = min(hope[0], value)
@@ -149,7 +151,7 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
     for value, i, groups, like in sketched:
         kind = tuple(tuple(g.pool for g in stage) for stage in groups)
         tried[kind] = tried.get(kind, 0) + 1
-        if len(scored) == effort.seeds or value > WORTH * min(book.best, hope[0]):
+        if len(scored) == effort.seeds or value > WORTH * min(book.to_beat, hope[0]):
             break
         if tried[kind] <= effort.alike:
             score, candidate = book.try_groups(groups, like)
@@ -271,7 +273,7 @@ def _polish(book: Book) -> None:
             for refined in schedule.refined(candidate):
                 book.try_groups(tuple(s.groups for s in candidate.stages), refined)
         for candidate, _ in book.top(2, schedule.name):
-            if book.try_candidate(candidate) < POLISHED * book.best:
+            if book.try_candidate(candidate) < POLISHED * book.to_beat:
                 _swap_stages(book, candidate)
                 _shift_layers(book, candidate)
 

@@ -1,0 +1,230 @@
+"""Losses that balance experts, exact where a pass has only a part of the sequences.
+
+The loss of a layer and microbatch is ``E c / (k T^2) * sum_e f_e p_e``: E experts, coefficient c, k experts per token,
+T tokens, f_e how many tokens chose expert e, and p_e the sum of the scores that tokens give it (Switch Transformer,
+2101.03961, section 2.2).  It is a product of two sums over all tokens, so the losses of slices do not add up to it.
+
+The f_e have no gradient, and a token's score has the gradient ``E c / (k T^2) f_e``.  In SlimPipe all slices of a
+microbatch have run forward before its first backward begins (section 4.1 of 2504.14519).  So forward passes only count,
+the last one adds what the other ranks of the replica have counted, and every backward pass uses the whole f_e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+
+_MEAN_OF_MICROBATCH, _MEAN_OF_SEQUENCE, _MEAN_OF_BATCH = "aux_loss", "seq_aux_loss", "global_aux_loss"
+_LOGGED = {
+    _MEAN_OF_MICROBATCH: "load_balancing_loss",
+    _MEAN_OF_SEQUENCE: "seq_load_balancing_loss",
+    _MEAN_OF_BATCH: "global_load_balancing_loss",
+}
+"""The losses of this kind, by the names that Megatron has for their flags and in its log."""
+
+
+@dataclass(slots=True)
+class Passes:
+    """Which pass runs on this rank, and who has the other parts of its microbatch.
+
+    The backward of a CUDA graph of operations runs on another thread, so this is no thread-local.
+
+    Attributes:
+        slices: Per sequence.
+        groups: Groups over which counts are summed one after the other: TP, then CP.
+        current: (microbatch, slice) of the pass of training that runs; None outside.
+    """
+
+    slices: int
+    groups: Sequence[dist.ProcessGroup] = ()
+    current: tuple[int, int] | None = None
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts of equal size a microbatch is divided: slices x ranks."""
+        parts = self.slices
+        for group in self.groups:
+            parts *= group.size()
+        return parts
+
+
+@dataclass(slots=True, eq=False)
+class Sums:
+    """What the tokens of one microbatch give the experts of one layer.
+
+    Attributes:
+        chosen: ``[e]``: tokens by expert, of the slices so far; of a loss per sequence ``[b * e]``.
+        scores: Likewise, the sum of their scores on this rank.
+        slices: Which slices are in the sums.
+        whole: ``[e]`` or ``[b * e]``: what the gradient of a score is proportional to, when all slices are counted.
+    """
+
+    chosen: torch.Tensor
+    scores: torch.Tensor
+    slices: set[int] = field(default_factory=set)
+    whole: torch.Tensor | None = None
+
+
+class _WithLoss(torch.autograd.Function):
+    """Hands on what is given to it; the backward adds the gradient of a balancing loss to the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: torch.Tensor, scores: torch.Tensor, sums: Sums, factor: float) -> torch.Tensor:
+        ctx.sums, ctx.factor, ctx.like = sums, factor, (scores.shape, scores.dtype)
+        return probs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        whole: torch.Tensor | None = ctx.sums.whole
+        if whole is None:
+            raise RuntimeError(
+                f"slices {sorted(ctx.sums.slices)} of a microbatch have been counted, and a backward pass needs all: "
+                "the schedule runs a backward before the last forward of its microbatch"
+            )
+        shape, dtype = ctx.like
+        scale: Any = MoEAuxLossAutoScaler.main_loss_backward_scale
+        gradient = whole * (ctx.factor if scale is None else scale * ctx.factor)
+        return grad, gradient.to(dtype).expand(shape), None, None
+
+
+class BalancedRouter(TopKRouter):
+    """Megatron's router with balancing losses of whole microbatches; see the text of the module.
+
+    Routers become one by :func:`balance_whole_microbatches`.
+    """
+
+    passes: Passes
+    sums: dict[tuple[str, int], Sums]
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Megatron.  A pass that will be recomputed counts as well: its recomputation comes too late."""
+        counts = self.training and not torch.is_grad_enabled() and self.passes.current is not None
+        if counts and self.is_aux_loss_enabled():
+            seq_length, sequences = logits.shape[:2]
+            chosen, scores = compute_routing_scores_for_aux_loss(
+                logits.view(-1, self.config.num_moe_experts),
+                self.topk,
+                self.score_function,
+                fused=self.config.moe_router_fusion,
+            )
+            for kind in _LOGGED:
+                if self.get_aux_loss_coeff(kind):
+                    rows = seq_length if kind == _MEAN_OF_SEQUENCE else seq_length * sequences
+                    self._count(kind, scores.reshape(rows, -1), chosen.reshape(rows, -1))
+        return super().routing(logits, padding_mask)
+
+    def _apply_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, with_padding_mask: bool = False
+    ) -> torch.Tensor:
+        return self._with_loss(_MEAN_OF_MICROBATCH, probs, scores, routing_map, with_padding_mask)
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores: torch.Tensor,
+        routing_map: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        del bsz
+        scores, routing_map = scores.reshape(seq_length, -1), routing_map.reshape(seq_length, -1)
+        return self._with_loss(_MEAN_OF_SEQUENCE, probs, scores, routing_map, with_padding_mask)
+
+    def _apply_global_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, with_padding_mask: bool = False
+    ) -> torch.Tensor:
+        return self._with_loss(_MEAN_OF_BATCH, probs, scores, routing_map, with_padding_mask)
+
+    def _with_loss(
+        self, kind: str, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, is_padded: bool
+    ) -> torch.Tensor:
+        """The routing probabilities with a loss attached; ``scores`` is ``[t, e]``, or ``[s, b * e]`` per sequence."""
+        if not self.get_aux_loss_coeff(kind):
+            return probs
+        if is_padded:
+            raise RuntimeError(f"{kind}: tokens that are padding cannot be left out of whole microbatches")
+        sums = self._count(kind, scores, routing_map)
+        # Gradients are divided by the tokens of the batch at the end of an iteration; Megatron makes up for it so.
+        tokens = probs.shape[0] * self.passes.parts if self.calculate_per_token_loss else 1
+        return _WithLoss.apply(probs, scores, sums, self._factor(kind, scores) * tokens)
+
+    def _factor(self, kind: str, scores: torch.Tensor) -> float:
+        """What the product of the two sums is multiplied by: ``E c / (k T^2)``."""
+        experts, tokens = self.config.num_moe_experts, scores.shape[0] * self.passes.parts
+        sequences = scores.shape[1] // experts  # 1 but of a loss per sequence, which is the mean of theirs
+        return experts * self.get_aux_loss_coeff(kind) / (self.topk * tokens * tokens * sequences)
+
+    @torch.no_grad()
+    def _count(self, kind: str, scores: torch.Tensor, routing_map: torch.Tensor) -> Sums:
+        """The sums of the pass's microbatch, with this pass; a recomputed pass is in them already."""
+        if self.passes.current is None:
+            raise RuntimeError("a layer of experts runs outside of the schedule, which balances whole microbatches")
+        microbatch, index = self.passes.current
+        sums = self.sums.get((kind, microbatch))
+        if sums is None:
+            sums = Sums(torch.zeros_like(routing_map[0], dtype=torch.float32), torch.zeros_like(scores[0]))
+            self.sums[kind, microbatch] = sums
+        if index in sums.slices:
+            return sums
+        sums.slices.add(index)
+        sums.chosen += routing_map.sum(dim=0)
+        sums.scores += scores.sum(dim=0)
+        if len(sums.slices) == self.passes.slices:
+            self._complete(kind, sums, self._factor(kind, scores) / self.get_aux_loss_coeff(kind))
+        return sums
+
+    def _complete(self, kind: str, sums: Sums, factor: float) -> None:
+        """All slices are counted: add the other ranks' counts, and log this rank's share of the loss."""
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        whole = sums.chosen
+        for group in self.passes.groups:
+            dist.all_reduce(whole, group=group)
+        if kind == _MEAN_OF_BATCH:  # the mean over the microbatches so far
+            self.global_tokens_per_expert += whole
+            self.ga_steps += 1
+            whole = self.global_tokens_per_expert / self.ga_steps
+        sums.whole = whole
+        get_moe_metrics_tracker().record(
+            _LOGGED[kind],
+            (sums.scores * whole).sum() * factor,
+            self.layer_number,
+            self.config.num_layers,
+            reduce_group=self.tp_cp_group,
+            needs_dp_avg=kind != _MEAN_OF_BATCH,
+        )
+
+
+def balance_whole_microbatches(models: Sequence[torch.nn.Module], passes: Passes) -> list[BalancedRouter]:
+    """Let the routers of model chunks balance whole microbatches.
+
+    Args:
+        models: GPTModels, not wrapped.
+        passes: Told which pass runs.
+
+    Returns:
+        The routers.
+
+    Raises:
+        ValueError: A router that is not Megatron's own.
+    """
+    found = []
+    for module in (module for model in models for module in model.modules()):
+        if not isinstance(module, TopKRouter):
+            continue
+        if type(module) is not TopKRouter:
+            raise ValueError(f"{type(module).__name__}: only Megatron's TopKRouter balances whole microbatches")
+        module.__class__ = BalancedRouter
+        assert isinstance(module, BalancedRouter)
+        module.passes, module.sums = passes, {}
+        found.append(module)
+    return found

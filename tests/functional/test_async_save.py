@@ -1,0 +1,43 @@
+"""``--async-save`` under a plan: what was saved while training went on is what was trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import common_flags
+from benchmarks.lab import Lab
+from benchmarks.runner import Finished, Job, words
+from megatron_het.plan import save_plan
+from tests.functional.test_checkpoint import KINDS
+
+STEPS, SAVED_AT = 8, 4
+ASYNC = words("--async-save --use-persistent-ckpt-worker --async-strategy mcore")
+
+
+# Under a window parameters are freed when the next iteration begins; else they are trained on at once.
+@pytest.mark.parametrize("kind", ["ministages", "distributed-optimizer"])
+def test_a_run_goes_on_from_an_asynchronous_save(lab: Lab, tmp_path: Path, kind: str):
+    plan, weights = KINDS[kind].first, KINDS[kind].weights
+    save_plan(plan, tmp_path / "plan.json")
+    common = (*common_flags(weights, steps=STEPS), "--het-plan", str(tmp_path / "plan.json"))
+    saved = tmp_path / "saved"
+
+    def run(name: str, *more: str) -> Finished:
+        folder = tmp_path / name
+        job = Job(name, plan.world_size, (*common, "--het-report", str(folder), *more), folder)
+        return lab.runner.run(replace(job, timeout_s=240.0))
+
+    run("saving", *lab.start_flags(weights), "--save", str(saved), "--save-interval", str(SAVED_AT), *ASYNC)
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
+    run("resumed", *lab.data_flags(), "--load", str(saved), "--ckpt-step", str(SAVED_AT))
+    whole, rest = (losses_of(tmp_path / name) for name in ("saving", "resumed"))
+    assert sorted(rest) == list(range(SAVED_AT + 1, STEPS + 1))
+    assert rest == {iteration: whole[iteration] for iteration in rest}
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    return {i: loss for file in folder.glob("rank-*.json") for i, loss in json.loads(file.read_text())["losses"]}

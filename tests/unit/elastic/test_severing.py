@@ -1,0 +1,95 @@
+"""A wait for a host that has vanished ends when its own process cuts the connection; others stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_het.elastic.links import Links
+from megatron_het.elastic.severing import Severing
+
+LONG_S, SOON_S = 120.0, 20.0
+PEER = """
+import sys, time
+import torch.distributed as dist
+from datetime import timedelta
+from megatron_het.elastic.links import Links
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=60))
+links = Links(dist.PrefixStore("here", store), 1, 2, 120.0)
+links.gather(1)
+print("met", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_wait_for_a_host_that_has_vanished_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    severing = Severing("127.0.0.1", store.port)
+    command = [sys.executable, "-c", textwrap.dedent(PEER), str(store.port)]
+    errors: list[Exception] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as peer, severing.during("0/lost"):
+        try:
+            links = Links(dist.PrefixStore("here", store), 0, 2, LONG_S)
+            links.gather(0)
+            assert peer.stdout is not None and peer.stdout.readline() == b"met\n"
+            os.kill(peer.pid, signal.SIGSTOP)  # closes nothing
+
+            def wait() -> None:
+                try:
+                    links.swap([], [(1, torch.zeros(4))])
+                except RuntimeError as error:
+                    errors.append(error)
+
+            waiting = threading.Thread(target=wait, daemon=True)
+            waiting.start()
+            waiting.join(0.5)
+            assert waiting.is_alive()
+            assert severing.cut("1/lost") == 0, "another session's"
+            start_s = time.monotonic()
+            assert severing.cut("0/lost") > 0
+            waiting.join(SOON_S)
+            assert not waiting.is_alive() and errors and time.monotonic() - start_s < SOON_S
+            store.set("still", "there")
+        finally:
+            peer.kill()
+    assert severing.cut("0/lost") == 0, "the session is over"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_older_connections_pythons_own_and_the_controllers_stay():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as controller:
+        port = controller.getsockname()[1]
+        severing = Severing("localhost", port)
+        older = foreign(server.getsockname()[1])
+        with severing.during("0/lost"):
+            mine = foreign(server.getsockname()[1])
+            told = foreign(port)
+            with socket.create_connection(server.getsockname()) as python:
+                severing.cut("0/lost")
+                assert [is_open(number) for number in (older, mine, told, python.fileno())] == [True, False, True, True]
+        for number in (older, mine, told):
+            os.close(number)
+
+
+def foreign(port: int) -> int:
+    """A connection that is no object of Python's."""
+    return socket.create_connection(("127.0.0.1", port)).detach()
+
+
+def is_open(number: int) -> bool:
+    try:
+        return os.write(number, b"x") == 1
+    except BrokenPipeError:
+        return False

@@ -1,0 +1,120 @@
+"""Balancing losses of a microbatch that runs in slices equal Megatron's own of the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_het.platform import activate
+
+activate()  # Megatron binds on import what the platform replaces
+
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from megatron_het.experts.balancing import Passes, balance_whole_microbatches  # noqa: E402
+
+TOKENS, SEQUENCES, HIDDEN, SLICES = 16, 2, 8, 4
+NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+
+
+def router(kind: str, per_token: bool = True) -> TopKRouter:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_router_load_balancing_type=kind,
+        moe_aux_loss_coeff=0.1,
+        calculate_per_token_loss=per_token,
+        add_bias_linear=False,
+    )
+    alone = dist.group.WORLD
+    groups: Any = SimpleNamespace(tp=alone, cp=alone, tp_cp=alone, tp_dp_cp=alone)
+    torch.manual_seed(3)
+    made = TopKRouter(config, pg_collection=groups)
+    made.set_layer_number(1)
+    return made
+
+
+def loss_of(made: TopKRouter, tokens: torch.Tensor) -> torch.Tensor:
+    probs, _ = made(tokens)
+    return (probs * torch.arange(4.0)).sum()
+
+
+def recorded(name: str) -> float:
+    values = get_moe_metrics_tracker().metrics[name].values
+    found = float(values.sum())
+    values.zero_()
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """Megatron's router sums over a group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def empty_log() -> None:
+    get_moe_metrics_tracker().metrics.clear()
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", list(NAMES))
+def test_slices_have_the_gradient_and_the_loss_of_the_whole(kind: str, recompute: bool, per_token: bool) -> None:
+    batches = [torch.randn(TOKENS, SEQUENCES, HIDDEN, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    stock = router(kind, per_token)
+    for batch in batches:
+        loss_of(stock, batch).backward()
+    expected = recorded(NAMES[kind])
+
+    mine, passes = router(kind, per_token), Passes(SLICES)
+    assert balance_whole_microbatches([mine], passes) == [mine]
+    for m, batch in enumerate(batches):
+        outputs = []
+        for j, part in enumerate(batch.chunk(SLICES)):
+            passes.current = m, j
+            if recompute:
+                source = part.clone().requires_grad_()
+                outputs.append(checkpoint(loss_of, mine, source, use_reentrant=True))
+            else:
+                outputs.append(loss_of(mine, part))
+        for j, output in reversed(list(enumerate(outputs))):
+            passes.current = m, j
+            output.backward()
+    torch.testing.assert_close(mine.weight.grad, stock.weight.grad, rtol=1e-5, atol=1e-6)
+    assert recorded(NAMES[kind]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_backward_before_the_last_slice_is_an_error() -> None:
+    mine, passes = router("aux_loss"), Passes(SLICES)
+    balance_whole_microbatches([mine], passes)
+    passes.current = 0, 0
+    output = loss_of(mine, torch.randn(TOKENS // SLICES, SEQUENCES, HIDDEN))
+    with pytest.raises(RuntimeError, match=r"slices \[0\] of a microbatch.*needs all"):
+        output.backward()
+
+
+def test_outside_of_the_schedule_is_an_error() -> None:
+    mine = router("aux_loss")
+    balance_whole_microbatches([mine], Passes(SLICES))
+    with pytest.raises(RuntimeError, match="outside of the schedule"):
+        mine(torch.randn(TOKENS, SEQUENCES, HIDDEN))
+    mine.eval()
+    mine(torch.randn(TOKENS, SEQUENCES, HIDDEN))

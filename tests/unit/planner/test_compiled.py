@@ -1,0 +1,161 @@
+"""The compiled loops say what the Python code says, to the last bit, and Python takes over without them."""
+
+import os
+import random
+import stat
+
+import pytest
+
+from megatron_het.schedule.cost import Costs, Link
+from megatron_het.schedule.generators import generate
+from megatron_het.schedule.generators.fast_merge import fast_merge
+from megatron_het.schedule.generators.listing import ORDERS
+from megatron_het.schedule.ir import Shape
+from tools.planner import compiled, plain
+from tools.planner.candidate import Group
+from tools.planner.errors import PlannerError
+from tools.planner.plain import Wiring, pipelines_s
+from tools.planner.quick import makespan_s
+
+
+@pytest.fixture
+def library():
+    found = compiled.library()
+    if found is None:
+        pytest.skip("there is no compiler")
+    return found
+
+
+@pytest.fixture
+def fresh():
+    """A process that has not looked for a compiler yet."""
+    compiled.library.cache_clear()
+    yield
+    compiled.library.cache_clear()
+
+
+def some_shape(rng: random.Random) -> Shape:
+    stages, microbatches = rng.randint(1, 5), rng.randint(1, 24)
+    replicas = [rng.randint(1, min(4, microbatches)) for _ in range(stages)]
+    route = [[rng.randrange(n) for _ in range(microbatches)] for n in replicas]
+    return Shape(tuple((rng.randint(1, 6),) for _ in range(stages)), tuple(map(tuple, route)), tuple(replicas))
+
+
+def some_costs(rng: random.Random, shape: Shape) -> Costs:
+    """Links that queue up, within and between nodes."""
+    groups = [Group(rng.randrange(3), rng.choice((1, 2)), 1) for _ in shape.devices]
+    places = [rng.randrange(3) for _ in shape.devices]
+    prices = {}
+
+    def price(a: Group, b: Group, local: bool) -> Link:
+        return prices.setdefault((a, b, local), Link(rng.random() * 0.1, 10.0 ** rng.randint(5, 8)))
+
+    times = [tuple((rng.random() + 0.01,) for _ in shape.devices) for _ in range(2)]
+    return Costs(
+        forward_s=times[0],
+        backward_s=times[1],
+        message_bytes=1e6,
+        link=Wiring(groups, places, price),
+        operation_s=rng.choice((0.0, 0.01)),
+        tail_s=tuple(rng.random() for _ in shape.devices),
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_merge_is_that_of_python(library, order):
+    rng, different = random.Random(ORDERS.index(order)), 0
+    for _ in range(200):
+        shape = some_shape(rng)
+        limits = [rng.randint(1, 6) for _ in shape.devices]
+        times = [[rng.choice((1.0, 1.5, rng.random())) for _ in shape.devices] for _ in range(2)]
+        mine = plain._Layout(shape).merge(library, limits, *times, order)
+        theirs = fast_merge(shape, limits, *times, order)
+        assert [list(map(bool, way)) for way in mine] == theirs
+        different += any(len(set(way)) > 1 and way != sorted(way) for way in theirs)
+    assert different > 50  # not all of them are plain
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_time_is_that_of_python(library, order):
+    rng, told = random.Random(7 + ORDERS.index(order)), 0
+    for _ in range(150):
+        shape = some_shape(rng)
+        costs, speeds = some_costs(rng, shape), [rng.choice((1.0, 0.5, 0.3)) for _ in shape.devices]
+        parameters = {"slack": rng.choice((0.0, 0.5, 1.0)), "order": order}
+        if rng.random() < 0.3 and shape.stages > 1:
+            parameters["depths"] = tuple(rng.randint(1, 3) for _ in range(shape.stages - 1))
+        try:
+            program = generate("1f1b", shape, speeds=speeds, **parameters)
+        except ValueError:  # the order waits forever
+            with pytest.raises(PlannerError, match="waits forever"):
+                pipelines_s("1f1b", shape, speeds, costs, parameters)
+            continue
+        assert pipelines_s("1f1b", shape, speeds, costs, parameters) == makespan_s(shape, program.ops, costs)
+        told += 1
+    assert told > 75
+
+
+def test_equal_parts_are_timed_once_and_different_ones_all(library, monkeypatch):
+    """Two pipelines of one shape; the second one's link is slower."""
+    shape = Shape(((2,), (2,)), ((0, 1) * 4, (0, 1) * 4), (2, 2))
+    slow, fast = Group(0, 1, 1), Group(1, 1, 1)
+    seen = []
+    real = plain._part_s
+    monkeypatch.setattr(plain, "_part_s", lambda *a: seen.append(1) or real(*a))
+
+    def time_s(groups):
+        def price(a, b, local):
+            return Link(0.0, 1e3 if slow in (a, b) else 1e9)
+
+        costs = Costs(
+            forward_s=((1.0,),) * 4, backward_s=((2.0,),) * 4, message_bytes=1e3, link=Wiring(groups, range(4), price)
+        )
+        seconds = pipelines_s("1f1b", shape, [1.0] * 4, costs, {})
+        program = generate("1f1b", shape, speeds=[1.0] * 4)
+        assert seconds == makespan_s(shape, program.ops, costs)
+        return seconds
+
+    both_fast = time_s([fast] * 4)
+    assert len(seen) == 1
+    assert time_s([fast, slow, fast, slow]) > both_fast
+    assert len(seen) == 3
+
+
+def test_no_compiler(fresh, monkeypatch):
+    monkeypatch.setenv(compiled.COMPILER, "")
+    assert compiled.library() is None
+
+
+@pytest.mark.parametrize("text", ["exit 1", "touch /dev/null"])
+def test_compiler_that_makes_nothing(fresh, monkeypatch, tmp_path, text):
+    tool = tmp_path / "cc"
+    tool.write_text(f"#!/bin/sh\n{text}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv(compiled.COMPILER, str(tool))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert compiled.library() is None
+    assert not list((tmp_path / "cache" / "megatron_het").iterdir())
+
+
+def test_what_others_may_write_is_not_loaded(library, fresh, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiled.library() is not None
+    (made,) = (tmp_path / "megatron_het").glob("*.so")
+    made.chmod(stat.S_IMODE(made.stat().st_mode) | 0o002)
+    compiled.library.cache_clear()
+    assert compiled.library() is None
+    made.chmod(0o755)
+    os.chmod(made.parent, 0o777)
+    compiled.library.cache_clear()
+    assert compiled.library() is None
+
+
+def test_changed_text_is_compiled_anew(library, fresh, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    changed = tmp_path / "pipelines.c"
+    changed.write_text(compiled.SOURCE.read_text() + "\n")
+    compiled.library()
+    monkeypatch.setattr(compiled, "SOURCE", changed)
+    compiled.library.cache_clear()
+    assert compiled.library() is not None
+    assert len(list((tmp_path / "megatron_het").glob("*.so"))) == 2

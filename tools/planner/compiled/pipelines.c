@@ -1,0 +1,318 @@
+/* The two loops of plain 1F1B pipelines that take a search longest: the merge of forwards and backwards
+ * (megatron_het/schedule/generators/fast_merge.py) and the time of the merged orders (quick.py).
+ *
+ * Both do what the Python code does, operation by operation, with the same additions in the same order, so that
+ * results are equal to the last bit.  Compile without -ffast-math and without fused multiply-add.
+ *
+ * Devices are numbered stage by stage.  `runner[stage * microbatches + m]` is the device that runs microbatch m in a
+ * stage; the microbatches of device d are `mine[at[d]] ... mine[at[d + 1] - 1]`, ascending.
+ */
+#include <stdint.h>
+#include <stdlib.h>
+
+#define UNKNOWN (-1.0)
+#define NOBODY (-1)
+#define NO_MEMORY (-1)
+#define STUCK (-2)
+
+enum { GREEDY = 0, ALTERNATING = 1, BACKWARD_FIRST = 2 };
+
+typedef struct {
+    int32_t devices, stages, microbatches;
+    const int32_t *stage_of, *runner, *mine, *at;
+} Shape;
+
+/* A queue of (time, device), the earliest first and of equal times the lowest device. */
+typedef struct {
+    double time;
+    int32_t device;
+} Event;
+
+typedef struct {
+    Event *events;
+    int64_t count, room;
+} Queue;
+
+static int before(Event a, Event b) {
+    return a.time < b.time || (a.time == b.time && a.device < b.device);
+}
+
+static int push(Queue *queue, double time, int32_t device) {
+    if (queue->count == queue->room) {
+        int64_t room = 2 * queue->room + 64;
+        Event *events = realloc(queue->events, (size_t)room * sizeof(Event));
+        if (!events) return 0;
+        queue->events = events;
+        queue->room = room;
+    }
+    Event event = {time, device};
+    int64_t i = queue->count++;
+    while (i && before(event, queue->events[(i - 1) / 2])) {
+        queue->events[i] = queue->events[(i - 1) / 2];
+        i = (i - 1) / 2;
+    }
+    queue->events[i] = event;
+    return 1;
+}
+
+static Event pop(Queue *queue) {
+    Event first = queue->events[0], last = queue->events[--queue->count];
+    int64_t i = 0, child;
+    while ((child = 2 * i + 1) < queue->count) {
+        if (child + 1 < queue->count && before(queue->events[child + 1], queue->events[child])) child++;
+        if (!before(queue->events[child], last)) break;
+        queue->events[i] = queue->events[child];
+        i = child;
+    }
+    queue->events[i] = last;
+    return first;
+}
+
+typedef struct {
+    Shape s;
+    const int32_t *limits;
+    const double *forward_s, *backward_s;
+    int order;
+    double *ended_f, *ended_b, *free_at;
+    int32_t *at_f, *at_b, *wants_f, *wants_b;
+} Merge;
+
+static double forward_at(Merge *g, int32_t d, int32_t m) {
+    int32_t stage = g->s.stage_of[d];
+    if (!stage) return g->free_at[d];
+    double came = g->ended_f[(int64_t)(stage - 1) * g->s.microbatches + m];
+    if (came < 0) {
+        g->wants_f[d] = m;
+        return UNKNOWN;
+    }
+    return came > g->free_at[d] ? came : g->free_at[d];
+}
+
+static double backward_at(Merge *g, int32_t d) {
+    if (g->at_b[d] == g->at_f[d]) return UNKNOWN;
+    int32_t stage = g->s.stage_of[d];
+    if (stage == g->s.stages - 1) return g->free_at[d];
+    int32_t m = g->s.mine[g->s.at[d] + g->at_b[d]];
+    double came = g->ended_b[(int64_t)(stage + 1) * g->s.microbatches + m];
+    if (came < 0) {
+        g->wants_b[d] = m;
+        return UNKNOWN;
+    }
+    return came > g->free_at[d] ? came : g->free_at[d];
+}
+
+/* When the device runs what next; a negative time if it is to be woken. */
+static double choose(Merge *g, int32_t d, int *back) {
+    int32_t at_f = g->at_f[d], at_b = g->at_b[d], first = g->s.at[d], count = g->s.at[d + 1] - first;
+    int may = at_f < count && at_f - at_b < g->limits[d];
+    if (g->order == ALTERNATING) {
+        *back = !may;
+        return may ? forward_at(g, d, g->s.mine[first + at_f]) : backward_at(g, d);
+    }
+    double forward = may ? forward_at(g, d, g->s.mine[first + at_f]) : UNKNOWN;
+    *back = 0;
+    if (at_b == at_f) return forward;
+    double backward = backward_at(g, d);
+    if (backward < 0) return forward;
+    if (forward < 0 || backward < forward || (g->order == BACKWARD_FIRST && backward == forward)) {
+        *back = 1;
+        return backward;
+    }
+    return forward;
+}
+
+static int merge_loop(Merge *g, Queue *queue, uint8_t *out) {
+    int32_t last = g->s.stages - 1;
+    int64_t each = g->s.microbatches;
+    for (int32_t d = 0; d < g->s.devices; d++)
+        if (!push(queue, 0.0, d)) return NO_MEMORY;
+    while (queue->count) {
+        Event event = pop(queue);
+        double now = event.time;
+        int32_t d = event.device, m, to, *wants, stage = g->s.stage_of[d];
+        int back;
+        if (now < g->free_at[d]) continue;
+        double time = choose(g, d, &back);
+        if (time < 0) continue;
+        if (time > now) {
+            if (!push(queue, time, d)) return NO_MEMORY;
+            continue;
+        }
+        out[2 * (int64_t)g->s.at[d] + g->at_f[d] + g->at_b[d]] = (uint8_t)back;
+        double end;
+        if (back) {
+            m = g->s.mine[g->s.at[d] + g->at_b[d]++];
+            end = now + g->backward_s[d];
+            g->ended_b[stage * each + m] = end;
+            to = stage - 1;
+            wants = g->wants_b;
+        } else {
+            m = g->s.mine[g->s.at[d] + g->at_f[d]++];
+            end = now + g->forward_s[d];
+            g->ended_f[stage * each + m] = end;
+            to = stage + 1;
+            wants = g->wants_f;
+        }
+        g->free_at[d] = end;
+        if (!push(queue, end, d)) return NO_MEMORY;
+        if (to < 0 || to > last) continue;
+        int32_t other = g->s.runner[to * each + m];
+        if (wants[other] == m) {
+            wants[other] = NOBODY;
+            if (!push(queue, end > g->free_at[other] ? end : g->free_at[other], other)) return NO_MEMORY;
+        }
+    }
+    return 0;
+}
+
+/* Order the passes of every device.
+ *
+ * out: 1 for a backward; those of device d begin at 2 * at[d].
+ * done: how many operations of each device could run.
+ * Returns 0, or NO_MEMORY.
+ */
+int het_merge(int32_t devices, int32_t stages, int32_t microbatches, const int32_t *stage_of, const int32_t *runner,
+              const int32_t *mine, const int32_t *at, const int32_t *limits, const double *forward_s,
+              const double *backward_s, int32_t order, uint8_t *out, int32_t *done) {
+    Merge g = {.s = {devices, stages, microbatches, stage_of, runner, mine, at},
+               .limits = limits,
+               .forward_s = forward_s,
+               .backward_s = backward_s,
+               .order = order};
+    Queue queue = {0};
+    size_t table = (size_t)stages * (size_t)microbatches, n = (size_t)devices;
+    double *times = malloc((2 * table + n) * sizeof(double));
+    int32_t *places = malloc(4 * n * sizeof(int32_t));
+    int result = NO_MEMORY;
+    if (times && places) {
+        g.ended_f = times;
+        g.ended_b = times + table;
+        g.free_at = times + 2 * table;
+        g.at_f = places;
+        g.at_b = places + n;
+        g.wants_f = places + 2 * n;
+        g.wants_b = places + 3 * n;
+        for (size_t i = 0; i < 2 * table; i++) times[i] = UNKNOWN;
+        for (size_t d = 0; d < n; d++) {
+            g.free_at[d] = 0.0;
+            g.at_f[d] = g.at_b[d] = 0;
+            g.wants_f[d] = g.wants_b[d] = NOBODY;
+        }
+        result = merge_loop(&g, &queue, out);
+        for (size_t d = 0; d < n; d++) done[d] = g.at_f[d] + g.at_b[d];
+    }
+    free(queue.events);
+    free(times);
+    free(places);
+    return result;
+}
+
+typedef struct {
+    Shape s;
+    const int32_t *first; /* device of each stage */
+    const int32_t *kind;  /* of link ends, by device */
+    const int32_t *node;  /* by device */
+    int32_t kinds;
+    const double *wire_s, *latency_s; /* by (local, kind of the sender, kind of the receiver) */
+    double *busy;                     /* until when each link is, see `link_at` */
+    const int64_t *link_at;           /* by stage, of the links to the next stage; those back follow */
+    double *last_s;                   /* by sender, when its last message arrives */
+} Wires;
+
+static double carry(Wires *w, int32_t from, int32_t to, double time_s) {
+    int32_t a = w->s.stage_of[from], b = w->s.stage_of[to], low = a < b ? a : b;
+    int64_t wide = w->first[low + 2] - w->first[low + 1], count = w->first[low + 1] - w->first[low];
+    int64_t i = from - w->first[a], j = to - w->first[b];
+    int64_t place = w->link_at[low] + (a < b ? i * wide + j : count * wide + j * wide + i);
+    int64_t local = w->node[from] == w->node[to];
+    int64_t price = (local * w->kinds + w->kind[from]) * w->kinds + w->kind[to];
+    double end = (w->busy[place] > time_s ? w->busy[place] : time_s) + w->wire_s[price];
+    w->busy[place] = end;
+    double come = end + w->latency_s[price];
+    if (come > w->last_s[from]) w->last_s[from] = come;
+    return come;
+}
+
+/* End of the last operation or message, with what follows it on its device.
+ *
+ * ways: 1 for a backward, as `het_merge` writes them; all operations of all devices are there.
+ * Returns seconds, or NO_MEMORY or STUCK.
+ */
+double het_makespan(int32_t devices, int32_t stages, int32_t microbatches, const int32_t *stage_of,
+                    const int32_t *runner, const int32_t *mine, const int32_t *at, const int32_t *first,
+                    const uint8_t *ways, const double *forward_s, const double *backward_s, const double *tail_s,
+                    const int32_t *kind, const int32_t *node, int32_t kinds, const double *wire_s,
+                    const double *latency_s) {
+    Wires w = {.s = {devices, stages, microbatches, stage_of, runner, mine, at},
+               .first = first,
+               .kind = kind,
+               .node = node,
+               .kinds = kinds,
+               .wire_s = wire_s,
+               .latency_s = latency_s};
+    int64_t each = microbatches, table = 2 * each * stages, links = 0, n = devices;
+    int64_t *link_at = malloc((size_t)(stages + 1) * sizeof(int64_t));
+    if (!link_at) return NO_MEMORY;
+    for (int32_t s = 0; s + 1 < stages; s++) {
+        link_at[s] = links;
+        links += 2 * (int64_t)(first[s + 1] - first[s]) * (first[s + 2] - first[s + 1]);
+    }
+    w.link_at = link_at;
+    double *times = malloc((size_t)(table + links + 2 * n + 1) * sizeof(double)), result = NO_MEMORY;
+    int32_t *places = malloc((size_t)(table + 4 * n + 1) * sizeof(int32_t));
+    if (times && places) {
+        double *arrived = times, *now = times + table + links;
+        int32_t *waiting = places, *next = places + table, *at_f = next + n, *at_b = at_f + n, *ready = at_b + n;
+        w.busy = times + table;
+        w.last_s = now + n;
+        for (int64_t i = 0; i < table; i++) {
+            arrived[i] = UNKNOWN;
+            waiting[i] = NOBODY;
+        }
+        for (int64_t i = 0; i < links; i++) w.busy[i] = 0.0;
+        for (int32_t d = 0; d < devices; d++) {
+            now[d] = w.last_s[d] = 0.0;
+            next[d] = at_f[d] = at_b[d] = 0;
+            ready[d] = devices - 1 - d;
+        }
+        int64_t waking = n;
+        while (waking) {
+            int32_t d = ready[--waking], stage = stage_of[d], count = 2 * (at[d + 1] - at[d]);
+            const uint8_t *way = ways + 2 * (int64_t)at[d];
+            while (next[d] < count) {
+                int back = way[next[d]];
+                int32_t m = mine[at[d] + (back ? at_b[d] : at_f[d])];
+                if (stage != (back ? stages - 1 : 0)) {
+                    int64_t key = (2 * (int64_t)stage + back) * each + m;
+                    if (arrived[key] < 0) {
+                        waiting[key] = d;
+                        break;
+                    }
+                    if (arrived[key] > now[d]) now[d] = arrived[key];
+                }
+                now[d] += back ? backward_s[d] : forward_s[d];
+                next[d]++;
+                if (back) at_b[d]++;
+                else at_f[d]++;
+                if (stage == (back ? 0 : stages - 1)) continue;
+                int32_t to = back ? stage - 1 : stage + 1;
+                int64_t key = (2 * (int64_t)to + back) * each + m;
+                arrived[key] = carry(&w, d, runner[to * each + m], now[d]);
+                if (waiting[key] >= 0) ready[waking++] = waiting[key];
+            }
+        }
+        result = 0.0;
+        for (int32_t d = 0; d < devices; d++) {
+            if (next[d] < 2 * (at[d + 1] - at[d])) {
+                result = STUCK;
+                break;
+            }
+            double end = (now[d] > w.last_s[d] ? now[d] : w.last_s[d]) + tail_s[d];
+            if (at[d + 1] > at[d] && end > result) result = end;
+        }
+    }
+    free(link_at);
+    free(times);
+    free(places);
+    return result;
+}
