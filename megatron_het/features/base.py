@@ -297,11 +297,7 @@ class Feature:
         """
 
     def check_copies(self, plan: Plan, options: Any) -> None:
-        """Refuse a plan whose first and last chunk, of two stages, have copies of tied embeddings.
-
-        Raises:
-            PlanError: The copies would not stay alike.
-        """
+        """Raise a PlanError where copies of tied embeddings, of the first and the last stage, would not stay alike."""
 
     def check_off(self, plan: Plan) -> None:
         """Refuse a plan that needs the feature but does not have it.
