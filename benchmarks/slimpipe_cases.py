@@ -88,6 +88,16 @@ _UNEVEN: dict[str, dict[str, Any]] = {
         "vocabulary": True,
     },
 }
+_MEETING: dict[str, dict[str, Any]] = {
+    "exchange-p2-n2-idle-vocabulary": {
+        "exchange": {**_ON, "exchange_units": 1, "exchange_idle": True},
+        "slices": 2,
+        "microbatches": 1,
+        "vocabulary": True,
+    },
+    "exchange-p2-n4-v2-vocabulary": {"exchange": _ON, "chunks": 2, "microbatches": 3, "vocabulary": True},
+}
+"""Keys and values of two passes travel where the parts of the output layer run."""
 _UNSLICED = {"schedule": "1f1b", "slices": 1}
 _CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
     "cp2-1f1b": {"cp": 2, **_UNSLICED},
@@ -233,7 +243,7 @@ def slimpipe_cases(seed: int, quick: bool) -> list[SlicedCase]:
         cases.append(sliced_case({**PLAIN, **row}, name, rng))
     for i in range(_RANDOM_SHARED):
         cases.append(sliced_case(_random_shared_row(rng), f"random-shared-{i}", rng))
-    cases += [sliced_case({**PLAIN, **row}, name, rng) for name, row in _UNEVEN.items()]
+    cases += [sliced_case({**PLAIN, **row}, name, rng) for name, row in {**_UNEVEN, **_MEETING}.items()]
     return cases[3::4] if quick else cases
 
 

@@ -5,7 +5,8 @@ results in the middle of every layer, and its helper makes them in the middle of
 end before the other has begun: all passes of a slot between which attention moves, and the attention of devices
 without a pass, are one *joint event*.
 
-Why that cannot deadlock: replace every joint event by one node, and both ends of every transfer too.  If
+Why that cannot deadlock: replace every joint event by one node, both ends of every transfer, and the parts of a
+split vocabulary that meet (``meetings.py``).  If
 what is left has no cycle, all lists are projections of one total order of events.  The first event of that
 order that has not happened can always happen, because everybody who takes part in it has arrived.  Inside an
 event all devices go through the same layers in the same order, and post what they send before they wait.
@@ -19,6 +20,7 @@ from megatron_het.schedule.columns import Direction, Role
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
 from megatron_het.schedule.kinds import HELPS, where
+from megatron_het.schedule.meetings import meetings
 from megatron_het.schedule.slots import aligned_slots
 
 _MARKS = where(lambda kind: kind.role in (Role.GIVE, Role.MERGE))
@@ -93,6 +95,9 @@ class _Events:
         self.skipped: set[int] = set()
         self._merge_transfers()
         self._merge_slots()
+        for nodes in meetings(graph):
+            for node in nodes:
+                self.parent[self.of(node)] = self.of(nodes[0])
 
     def of(self, node: int) -> int:
         """The event of an operation."""

@@ -1,6 +1,7 @@
 """Can a program deadlock?  Models of how transfers are executed.
 
-* ``blocking``: a send or receive returns when the transfer is done, as with plain ``send`` and ``recv``.
+* ``blocking``: a send or receive returns when the transfer is done, as with plain ``send`` and ``recv``, and the parts
+  of a split vocabulary begin when all devices have come to them (``meetings.py``).
 * ``rank``: transfers are posted without waiting and run one after the other in one queue per device (one
   communicator for the whole pipeline).  A compute operation waits for the receives that it needs.
 * ``pair``: the same with one queue per pair of devices (NCCL's communicators for unbatched send and receive).
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 from megatron_het.schedule.graph import Graph, collection_paused, describe
 from megatron_het.schedule.ir import SENDS, TRANSFERS, Op
+from megatron_het.schedule.meetings import waits_to_meet
 
 TRANSPORTS = ("blocking", "rank", "pair", "edge")
 
@@ -72,7 +74,7 @@ def deadlocks(graph: Graph) -> dict[str, tuple[Stuck, ...]]:
 
 
 def _blocking(graph: Graph) -> tuple[Stuck, ...]:
-    limits, waits, other = graph.first[1:], graph.waits, graph.other_end
+    limits, waits, other = graph.first[1:], waits_to_meet(graph), graph.other_end
     position = graph.first[:-1]
     device_of = graph.device
     is_transfer = [op.kind in TRANSFERS for op in graph.ops]

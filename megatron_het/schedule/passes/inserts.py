@@ -9,6 +9,7 @@ from megatron_het.schedule.columns import Direction, Role
 from megatron_het.schedule.graph import Graph, replay
 from megatron_het.schedule.ir import Kind, Op, Program
 from megatron_het.schedule.kinds import HELPS, where
+from megatron_het.schedule.meetings import waits_to_leave
 from megatron_het.schedule.passes.transfers import plain_durations
 from megatron_het.schedule.slots import aligned_slots
 
@@ -79,6 +80,9 @@ def timed_inserts(
     """
     graph = Graph(program, open_sends=True)
     graph.check_complete()
+    graph.waits = waits_to_leave(
+        graph
+    )  # earlier inserts happen at one moment, so that these come in one order with them
     start, end, _ = replay(graph, plain_durations(program, graph, speeds))
     starts = [start[a:b] for a, b in zip(graph.first, graph.first[1:])]
     ends = [end[a:b] for a, b in zip(graph.first, graph.first[1:])]
@@ -90,10 +94,10 @@ def timed_inserts(
         for d in graph.deps.team(op.microbatch):
             if d == owner and own is not None:
                 place = moment.node - graph.first[d] + own
-            elif ahead:
-                place = bisect_right(ends[d], moment.time + _CLOSE)
             else:
-                place = bisect_left(starts[d], moment.time - _CLOSE)
+                place = 0 if ahead else bisect_left(starts[d], moment.time - _CLOSE)
+            if not ahead or d != owner or own is None:  # behind inserts of that moment, on all devices alike
+                place = max(place, bisect_right(ends[d], moment.time + _CLOSE))
             latest[d] = place = max(place, latest[d])
             inserts[d].setdefault(place, []).append(Op(kind, op.microbatch, op.slice))
     return inserts

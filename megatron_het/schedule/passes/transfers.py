@@ -17,6 +17,7 @@ from megatron_het.schedule.graph import Graph, collection_paused, replay
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, SENDS, TRANSFERS, Op, Program
 from megatron_het.schedule.joint import joint_slots
 from megatron_het.schedule.kinds import HELPS
+from megatron_het.schedule.meetings import waits_to_leave
 
 
 def plain_durations(program: Program, graph: Graph, speeds: Sequence[float] | None = None) -> list[float]:
@@ -51,6 +52,7 @@ def add_transfers(program: Program, *, speeds: Sequence[float] | None = None, or
     graph = Graph(program, open_sends=True)
     graph.check_complete()
     duration = _lockstep(graph) if program.attention_units else plain_durations(program, graph, speeds)
+    graph.waits = waits_to_leave(graph)
     _, end, runnable = replay(graph, duration)
     runnable.sort(key=end.__getitem__)  # stable: what ends together stays in a runnable order
     if order == "late":
