@@ -51,7 +51,7 @@ chromium: ## Install the browser for the tests of the report page (Debian, root)
 test: $(STAMP) ## Run all tests (PYTEST_ARGS adds arguments)
 	@if [[ -n "$${INSTALL_SLURM:-}" ]]; then scripts/install_slurm.sh || true; fi
 	@if [[ -n "$${INSTALL_CHROMIUM:-}" ]]; then scripts/install_chromium.sh || true; fi
-	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m pytest tests/unit tests/functional $(PYTEST_ARGS)
+	$(RUN_ENVIRONMENT) scripts/run_tests.sh $(VENV_PYTHON) $(PYTEST_ARGS)
 
 test-upstream: $(STAMP) ## Run Megatron-core's own unit tests that need no GPU, of the checkout MEGATRON_LM_PATH
 	$(RUN_ENVIRONMENT) $(VENV_PYTHON) tests/upstream/run.py
