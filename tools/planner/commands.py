@@ -51,12 +51,15 @@ def plan(options: argparse.Namespace) -> int:
     if verifier is not None:
         checked = verifier.verified(estimator, outcome, lambda tighter: run_search(tighter, goal, options))
         best = checked.found
-    made = complete(estimator, best, f"made by the planner, --search {options.search}")
+    left_s = max(0.0, options.limit_s - outcome.cpu_s)
+    made = complete(estimator, best, f"made by the planner, --search {options.search}", left_s)
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     save_plan(made, options.out)
     body = summary(estimator, best.candidate, best.estimate, best.simulated_s)
     body |= {"plan_file": options.out, "search": search_body(outcome, goal)}
     tables = [*summary_tables(body), *bound_lines(outcome, goal)]
+    if made.predicted is not None and made.predicted.costs is None:
+        tables.append("The plan is too large to price its operations in the time left: its run does not watch itself.")
     if checked is not None:
         body["verify"] = checked.as_json()
         tables += verified_lines(checked)

@@ -1,0 +1,33 @@
+"""Costs of a plan's operations are added while there is time for them."""
+
+import yaml
+
+from megatron_het.plan import load_plan
+from tools.planner import complete as module
+from tools.planner.__main__ import main
+
+CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 2, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}
+MODEL = {
+    "num_layers": 8,
+    "hidden_size": 1024,
+    "ffn_hidden_size": 4096,
+    "num_attention_heads": 16,
+    "vocab_size": 32000,
+    "seq_length": 1024,
+    "global_batch_size": 64,
+}
+
+
+def test_costs_that_would_take_too_long_are_left_out(tmp_path, capsys, monkeypatch):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(MODEL))
+    out = tmp_path / "plan.json"
+    words = ["plan", "--cluster", str(tmp_path / "c.yaml"), "--model", str(tmp_path / "m.yaml"), "--out", str(out)]
+    words += ["--schedules", "1f1b", "--limit-s", "30"]
+    assert main(words) == 0
+    assert load_plan(out).predicted.costs is not None
+    assert "does not watch itself" not in capsys.readouterr().out
+    monkeypatch.setattr(module, "PRICING_S", 10.0)
+    assert main(words) == 0
+    assert load_plan(out).predicted.costs is None
+    assert "does not watch itself" in " ".join(capsys.readouterr().out.split())
