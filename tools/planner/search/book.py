@@ -34,6 +34,12 @@ def there(estimator: Estimator, limits: Limits, groups: Groups) -> bool:
     return all(n <= limits[p] for p, n in used.items())
 
 
+def in_regions(estimator: Estimator, goal: Goal, groups: Groups) -> bool:
+    """Whether the replicas of every stage are in one region, where the goal wants that."""
+    region = estimator.network.region
+    return not goal.keep_data_parallel_in_region or all(len({region[g.pool] for g in stage}) == 1 for stage in groups)
+
+
 class Book:
     """Memo of scores; remembers the best candidates that hold all constraints.
 
@@ -167,10 +173,7 @@ class Book:
     def _allowed(self, candidate: Candidate) -> bool:
         if candidate.schedule not in self.goal.schedules:
             return False
-        if not self.goal.keep_data_parallel_in_region:
-            return True
-        region = self.estimator.network.region
-        return all(len({region[g.pool] for g in s.groups}) == 1 for s in candidate.stages)
+        return in_regions(self.estimator, self.goal, tuple(s.groups for s in candidate.stages))
 
     def _prune(self) -> None:
         kept = {candidate for candidate, _ in self.top(self.KEEP)}

@@ -29,6 +29,7 @@ class Effort:
         simulated_operations: Compute operations to simulate at the end, over all finalists.
         promising: Finalists that can be expected within this share of the best are simulated.
         first: Finalists of each schedule that are simulated, whatever the closed form says about others.
+        regroups: Replicas of the best plan move between stages in the end, where that makes it faster.
         exact_promising, exact_operations: The same two for clusters searched to the optimum, where plans are
             small, cheap to simulate, and the closed form is off by more.
     """
@@ -53,6 +54,7 @@ class Effort:
     simulated_operations: int = 15_000
     promising: float = 0.03
     first: int = 2
+    regroups: bool = True
     exact_promising: float = 0.15
     exact_operations: int = 80_000
 

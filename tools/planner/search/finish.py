@@ -99,7 +99,7 @@ def finish(
         if _within(goal, entry):
             found.append(entry)
             best = min(best, entry.value(goal))
-    _improve(estimator, goal, book.progress, outcome, found, each)
+    _improve(estimator, goal, book.progress, outcome, found, each, effort.regroups)
     _conclude(book, outcome, confirm(estimator, goal, found), place)
 
 
@@ -112,19 +112,27 @@ def _conclude(book: Book, outcome: Outcome, found: list[Found], place: Callable[
 
 
 def _improve(
-    estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcome, found: list[Found], operations: int
+    estimator: Estimator,
+    goal: Goal,
+    progress: Progress,
+    outcome: Outcome,
+    found: list[Found],
+    operations: int,
+    regroups: bool,
 ) -> None:
     """Better plans in place of the best ones, where there is time; what has been found stays."""
     if not found or outcome.interrupted:
         return
     try:
-        _improve_best(estimator, goal, found, operations, progress)
+        _improve_best(estimator, goal, found, operations, progress, regroups)
     except KeyboardInterrupt:
         outcome.interrupted = True
         found.sort(key=lambda f: f.value(goal))
 
 
-def _improve_best(estimator: Estimator, goal: Goal, found: list[Found], operations: int, progress: Progress) -> None:
+def _improve_best(
+    estimator: Estimator, goal: Goal, found: list[Found], operations: int, progress: Progress, regroups: bool
+) -> None:
     """More in flight across slow links where that makes the best plans faster, and small changes of the best."""
     found.sort(key=lambda f: f.value(goal))
     best = found[0].value(goal)
@@ -139,7 +147,8 @@ def _improve_best(estimator: Estimator, goal: Goal, found: list[Found], operatio
         found[i] = deeper(estimator, goal, entry)
         best = min(best, found[i].value(goal))
     found.sort(key=lambda f: f.value(goal))
-    better = refine(estimator, goal, found[0], operations, partial(_simulated, estimator, goal, tries=1))
+    simulate = partial(_simulated, estimator, goal, tries=1)
+    better = refine(estimator, goal, found[0], operations, simulate, regroups)
     if better is not found[0]:
         found.insert(0, better)
 

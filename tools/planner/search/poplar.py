@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
 
 from ..candidate import Candidate, Group, Stage
@@ -91,6 +92,6 @@ def search_poplar(
     if not book.good:
         for candidate in plain:
             book.try_candidate(candidate)
-    finish(book, outcome, estimator, goal, effort, lambda c: c, bound_s)
+    finish(book, outcome, estimator, goal, replace(effort, regroups=False), lambda c: c, bound_s)
     outcome.cpu_s = time.process_time() - started
     return outcome

@@ -9,7 +9,7 @@ from ..build import seats
 from ..candidate import Candidate, Stage
 from ..estimate import Estimate, Estimator
 from ..search.balance import balance
-from ..search.book import there
+from ..search.book import in_regions, there
 from ..search.goal import Goal
 from ..search.moves import neighbours
 from ..search.outcome import Found
@@ -25,12 +25,15 @@ Simulate = Callable[[Candidate, Estimate, float], Found | None]
 """Simulates a candidate, given the best value so far."""
 
 
-def refine(estimator: Estimator, goal: Goal, found: Found, operations: int, simulate: Simulate) -> Found:
+def refine(
+    estimator: Estimator, goal: Goal, found: Found, operations: int, simulate: Simulate, regroups: bool
+) -> Found:
     """The plan with stages in other places and layers shifted, as long as that makes it better.
 
     Args:
         found: A simulated plan.
         operations: Compute operations that may be simulated.
+        regroups: Replicas may move between stages too.
     """
     each = operations_of(estimator, found.candidate)
     if len(found.candidate.stages) < 3 or each * LEAST_TRIES > operations:
@@ -39,7 +42,7 @@ def refine(estimator: Estimator, goal: Goal, found: Found, operations: int, simu
     seen = {found.candidate}
     while improved:
         improved = False
-        for candidate, estimate in _hopeful(estimator, goal, current, seen):
+        for candidate, estimate in _hopeful(estimator, goal, current, seen, regroups):
             if seats(estimator.cluster, candidate.stages) is None:
                 continue
             operations -= each
@@ -53,11 +56,11 @@ def refine(estimator: Estimator, goal: Goal, found: Found, operations: int, simu
 
 
 def _hopeful(
-    estimator: Estimator, goal: Goal, current: Found, seen: set[Candidate]
+    estimator: Estimator, goal: Goal, current: Found, seen: set[Candidate], regroups: bool
 ) -> list[tuple[Candidate, Estimate]]:
     """Changes that have not been seen and do not look much worse, the best first."""
     found: list[tuple[float, int, Candidate, Estimate]] = []
-    for candidate in chain(_changes(current.candidate), _regrouped(estimator, goal, current)):
+    for candidate in chain(_changes(current.candidate), _regrouped(estimator, goal, current) if regroups else ()):
         if candidate in seen:
             continue
         seen.add(candidate)
@@ -73,9 +76,9 @@ def _regrouped(estimator: Estimator, goal: Goal, current: Found) -> Iterator[Can
     """Replicas moved between stages, added and left out, with the layers that balance them."""
     limits = all_gpus(estimator)
     for groups, like in neighbours(estimator, goal, current.candidate, current.estimate.bottleneck, limits):
-        if like.schedule == current.candidate.schedule and there(estimator, limits, groups):
+        if there(estimator, limits, groups) and in_regions(estimator, goal, groups):
             depths = like.depths if len(groups) == len(like.stages) else ()
-            balanced = balance(estimator, groups, like.with_(depths=depths))
+            balanced = balance(estimator, groups, like.with_(depths=depths, shares=None))
             if balanced is not None and balanced.stages:
                 yield balanced
 

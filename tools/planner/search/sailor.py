@@ -48,7 +48,15 @@ def search_sailor(
                         raise KeyboardInterrupt
     except KeyboardInterrupt:
         outcome.interrupted = True
-    finish(book, outcome, estimator, goal, effort, lambda c: expand(merged, estimator.cluster, c), bound_s)
+    finish(
+        book,
+        outcome,
+        estimator,
+        goal,
+        replace(effort, regroups=False),
+        lambda c: expand(merged, estimator.cluster, c),
+        bound_s,
+    )
     outcome.cpu_s = time.process_time() - started
     return outcome
 

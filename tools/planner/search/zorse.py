@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from math import inf
 
 import networkx as nx
@@ -151,7 +152,7 @@ def search_zorse(
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         outcome.interrupted = True
-    finish(book, outcome, estimator, goal, effort, lambda c: c, bound_s)
+    finish(book, outcome, estimator, goal, replace(effort, regroups=False), lambda c: c, bound_s)
     outcome.cpu_s = time.process_time() - started
     return outcome
 
