@@ -91,8 +91,10 @@ class _Clipper:
         from benchmarks.probe import _named_parameters
 
         for name, parameter in _named_parameters(model):
+            # In bf16 what is clipped are the gradients of the optimizer's copies.
+            stepped = getattr(parameter, "main_param", parameter)
             for group, first, end in rows_of(name, parameter.shape[0], self._groups, self._stages):
-                self._members[group].append((parameter, first, end))
+                self._members[group].append((stepped, first, end))
 
     def clip(self, parameters: Any, max_norm: float, *_unused: Any, **_ignored: Any) -> None:
         """In place of Megatron's clipping by the global norm."""
