@@ -123,15 +123,15 @@ def program_of(plan: Plan, forward_only: bool = False) -> Program:
         raise _refused(plan, error) from error
 
 
-def assemble_compute(plan: Plan) -> Program | None:
-    """The plan's program without transfers, None where features add operations of their own to it.
+def assemble_compute(plan: Plan, inputs: Inputs) -> Program | None:
+    """The plan's program without transfers, None where its generator makes more than forwards and backwards.
+
+    Args:
+        inputs: What :func:`generator_inputs` returned for the plan.
 
     Raises:
         PlanError: The schedule cannot run the plan's shape.
     """
-    inputs = generator_inputs(plan)
-    if inputs is None:
-        return None
     shape, speeds, parameters = inputs
     try:
         program = assemble(shape, plan.schedule.name, speeds=speeds, transfers="none", **parameters)
@@ -141,7 +141,11 @@ def assemble_compute(plan: Plan) -> Program | None:
     return program if plain else None
 
 
-def generator_inputs(plan: Plan) -> tuple[Shape, list[float], dict[str, Any]] | None:
+Inputs = tuple[Shape, list[float], dict[str, Any]]
+"""Of a generator: shape, speeds of the devices, parameters."""
+
+
+def generator_inputs(plan: Plan) -> Inputs | None:
     """Shape, speeds of the devices and parameters of the plan's generator; None where features add operations."""
     if any(_adds_operations(feature) for feature, _ in features_of(plan)):
         return None

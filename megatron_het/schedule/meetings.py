@@ -12,12 +12,8 @@ happened can always happen.  The validator looks for what breaks this.
 
 from collections.abc import Sequence
 
-from megatron_het.schedule.columns import Role
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.kinds import where
-
-PARTS = where(lambda kind: kind.role is Role.PART)
-"""Kinds that all devices of a microbatch have."""
+from megatron_het.schedule.kinds import PARTS
 
 
 def meetings(graph: Graph) -> list[list[int]]:
@@ -51,4 +47,4 @@ def waits_to_leave(graph: Graph) -> list[Sequence[int]]:
     return waits
 
 
-__all__ = ["PARTS", "meetings", "waits_to_leave", "waits_to_meet"]
+__all__ = ["meetings", "waits_to_leave", "waits_to_meet"]

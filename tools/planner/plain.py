@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_double, c_int32, c_uint8
 from itertools import accumulate, chain
 from typing import Any
@@ -18,7 +18,7 @@ from megatron_het.schedule.generators.pipelines import Part, parts_of
 from megatron_het.schedule.ir import Shape
 
 from .candidate import Group
-from .compiled import library
+from .compiled import loops
 from .errors import PlannerError
 from .quick import can_price
 
@@ -33,9 +33,14 @@ class Wiring:
     Attributes:
         groups: By device, what kind of replica it is (of one).
         places: By device, its node.
+
+    Args:
+        price: The link between two kinds, and whether within a node; one that nobody shares.
     """
 
-    def __init__(self, groups: Sequence[Group], places: Sequence[object], price: Any) -> None:
+    def __init__(
+        self, groups: Sequence[Group], places: Sequence[object], price: Callable[[Group, Group, bool], Link]
+    ) -> None:
         self.groups, self.places, self._price = groups, places, price
         self._known: dict[tuple[Group, Group, bool], Link] = {}
 
@@ -50,7 +55,9 @@ class Wiring:
         return self.between(self.groups[source], self.groups[target], self.places[source] == self.places[target])
 
 
-def pipelines_s(schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs, parameters: Any) -> float | None:
+def pipelines_s(
+    schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs, parameters: Mapping[str, Any]
+) -> float | None:
     """Seconds of the iteration; None for other schedules, for costs that are not so simple, and without a compiler.
 
     Args:
@@ -63,7 +70,7 @@ def pipelines_s(schedule: str, shape: Shape, speeds: Sequence[float], costs: Cos
     plain = schedule == "1f1b" and shape.slices == 1 and all(len(chunks) == 1 for chunks in shape.layers)
     if not plain or not isinstance(wiring, Wiring) or not can_price(shape, costs) or costs.attention_forward_s:
         return None
-    compiled = library()
+    compiled = loops()
     if compiled is None or sum(a * b for a, b in zip(shape.replicas, shape.replicas[1:])) > MOST_LINKS:
         return None
     try:
@@ -84,7 +91,14 @@ def _different(shape: Shape, parts: list[Part], speeds: Sequence[float], costs: 
     for part in parts:
         nodes: dict[object, int] = {}
         kinds = [
-            (speeds[d], wiring.groups[d], nodes.setdefault(wiring.places[d], len(nodes)), costs.forward_s[d], tails[d])
+            (
+                speeds[d],
+                wiring.groups[d],
+                nodes.setdefault(wiring.places[d], len(nodes)),
+                costs.forward_s[d],
+                costs.backward_s[d],
+                tails[d],
+            )
             for d in part.devices
         ]
         known.setdefault((part.shape, tuple(kinds)), part)
@@ -92,7 +106,12 @@ def _different(shape: Shape, parts: list[Part], speeds: Sequence[float], costs: 
 
 
 def _part_s(
-    compiled: ctypes.CDLL, part: Part, speeds: Sequence[float], costs: Costs, wiring: Wiring, parameters: Any
+    compiled: ctypes.CDLL,
+    part: Part,
+    speeds: Sequence[float],
+    costs: Costs,
+    wiring: Wiring,
+    parameters: Mapping[str, Any],
 ) -> float:
     shape, devices = part.shape, part.devices
     layout = _Layout(shape)
@@ -109,8 +128,6 @@ def _part_s(
     kinds = list(dict.fromkeys(wiring.groups[d] for d in devices))
     nodes: dict[object, int] = {}
     links = [wiring.between(a, b, local) for local in (False, True) for a in kinds for b in kinds]
-    if any(link.shared for link in links):
-        raise ValueError("links are shared")
     seconds = compiled.het_makespan(
         *layout.arguments,
         _ints((*shape.first_device, len(devices))),

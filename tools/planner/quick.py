@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_het.lowering.programs import assemble_compute
+from megatron_het.lowering.programs import Inputs, assemble_compute
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.ir import Kind, Op, Shape
@@ -18,14 +18,17 @@ from .errors import PlannerError
 _NOT_YET = -1.0
 
 
-def compute_orders(plan: Plan) -> tuple[Shape, tuple[tuple[Op, ...], ...]] | None:
+def compute_orders(plan: Plan, inputs: Inputs) -> tuple[Shape, tuple[tuple[Op, ...], ...]] | None:
     """What every replica computes, in order; None where the plan's program has further operations.
+
+    Args:
+        inputs: Of the plan's generator (``generator_inputs``).
 
     Raises:
         PlannerError: The schedule cannot run this shape.
     """
     try:
-        program = assemble_compute(plan)
+        program = assemble_compute(plan, inputs)
     except PlanError as error:
         raise PlannerError("plan", error.where, plan.schedule.parameters, error.problem, error.hint) from None
     return None if program is None else (program.shape, program.ops)

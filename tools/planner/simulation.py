@@ -288,7 +288,7 @@ def _quick_s(
         seconds = pipelines_s(plan.schedule.name, shape, speeds, costs, parameters)
         if seconds is not None:
             return seconds
-        found = compute_orders(plan) if can_price(shape, costs) else None
+        found = compute_orders(plan, inputs) if can_price(shape, costs) else None
         seconds = None if found is None else makespan_s(*found, costs)
         if seconds is not None:
             return seconds

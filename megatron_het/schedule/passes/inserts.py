@@ -80,9 +80,8 @@ def timed_inserts(
     """
     graph = Graph(program, open_sends=True)
     graph.check_complete()
-    graph.waits = waits_to_leave(
-        graph
-    )  # earlier inserts happen at one moment, so that these come in one order with them
+    # Earlier inserts happen at one moment, so that these come in one order with them.
+    graph.waits = waits_to_leave(graph)
     start, end, _ = replay(graph, plain_durations(program, graph, speeds))
     starts = [start[a:b] for a, b in zip(graph.first, graph.first[1:])]
     ends = [end[a:b] for a, b in zip(graph.first, graph.first[1:])]

@@ -56,7 +56,7 @@ def test_a_wait_for_a_host_that_has_vanished_ends(monkeypatch: pytest.MonkeyPatc
             waiting.start()
             waiting.join(0.5)
             assert waiting.is_alive()
-            assert severing.cut("1/lost") == 0, "another session's"
+            assert severing.cut("1/lost") == 0, "of other connections"
             start_s = time.monotonic()
             assert severing.cut("0/lost") > 0
             waiting.join(SOON_S)

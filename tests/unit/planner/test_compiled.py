@@ -19,8 +19,8 @@ from tools.planner.quick import makespan_s
 
 
 @pytest.fixture
-def library():
-    found = compiled.library()
+def built():
+    found = compiled.loops()
     if found is None:
         pytest.skip("there is no compiler")
     return found
@@ -29,9 +29,9 @@ def library():
 @pytest.fixture
 def fresh():
     """A process that has not looked for a compiler yet."""
-    compiled.library.cache_clear()
+    compiled.loops.cache_clear()
     yield
-    compiled.library.cache_clear()
+    compiled.loops.cache_clear()
 
 
 def some_shape(rng: random.Random) -> Shape:
@@ -62,13 +62,13 @@ def some_costs(rng: random.Random, shape: Shape) -> Costs:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_merge_is_that_of_python(library, order):
+def test_merge_is_that_of_python(built, order):
     rng, different = random.Random(ORDERS.index(order)), 0
     for _ in range(200):
         shape = some_shape(rng)
         limits = [rng.randint(1, 6) for _ in shape.devices]
         times = [[rng.choice((1.0, 1.5, rng.random())) for _ in shape.devices] for _ in range(2)]
-        mine = plain._Layout(shape).merge(library, limits, *times, order)
+        mine = plain._Layout(shape).merge(built, limits, *times, order)
         theirs = fast_merge(shape, limits, *times, order)
         assert [list(map(bool, way)) for way in mine] == theirs
         different += any(len(set(way)) > 1 and way != sorted(way) for way in theirs)
@@ -76,7 +76,7 @@ def test_merge_is_that_of_python(library, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_time_is_that_of_python(library, order):
+def test_time_is_that_of_python(built, order):
     rng, told = random.Random(7 + ORDERS.index(order)), 0
     for _ in range(150):
         shape = some_shape(rng)
@@ -95,7 +95,7 @@ def test_time_is_that_of_python(library, order):
     assert told > 75
 
 
-def test_equal_parts_are_timed_once_and_different_ones_all(library, monkeypatch):
+def test_equal_parts_are_timed_once_and_different_ones_all(built, monkeypatch):
     """Two pipelines of one shape; the second one's link is slower."""
     shape = Shape(((2,), (2,)), ((0, 1) * 4, (0, 1) * 4), (2, 2))
     slow, fast = Group(0, 1, 1), Group(1, 1, 1)
@@ -123,7 +123,7 @@ def test_equal_parts_are_timed_once_and_different_ones_all(library, monkeypatch)
 
 def test_no_compiler(fresh, monkeypatch):
     monkeypatch.setenv(compiled.COMPILER, "")
-    assert compiled.library() is None
+    assert compiled.loops() is None
 
 
 @pytest.mark.parametrize("text", ["exit 1", "touch /dev/null"])
@@ -133,29 +133,29 @@ def test_compiler_that_makes_nothing(fresh, monkeypatch, tmp_path, text):
     tool.chmod(0o755)
     monkeypatch.setenv(compiled.COMPILER, str(tool))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert compiled.library() is None
+    assert compiled.loops() is None
     assert not list((tmp_path / "cache" / "megatron_het").iterdir())
 
 
-def test_what_others_may_write_is_not_loaded(library, fresh, monkeypatch, tmp_path):
+def test_what_others_may_write_is_not_loaded(built, fresh, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compiled.library() is not None
+    assert compiled.loops() is not None
     (made,) = (tmp_path / "megatron_het").glob("*.so")
     made.chmod(stat.S_IMODE(made.stat().st_mode) | 0o002)
-    compiled.library.cache_clear()
-    assert compiled.library() is None
+    compiled.loops.cache_clear()
+    assert compiled.loops() is None
     made.chmod(0o755)
     os.chmod(made.parent, 0o777)
-    compiled.library.cache_clear()
-    assert compiled.library() is None
+    compiled.loops.cache_clear()
+    assert compiled.loops() is None
 
 
-def test_changed_text_is_compiled_anew(library, fresh, monkeypatch, tmp_path):
+def test_changed_text_is_compiled_anew(built, fresh, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     changed = tmp_path / "pipelines.c"
     changed.write_text(compiled.SOURCE.read_text() + "\n")
-    compiled.library()
+    compiled.loops()
     monkeypatch.setattr(compiled, "SOURCE", changed)
-    compiled.library.cache_clear()
-    assert compiled.library() is not None
+    compiled.loops.cache_clear()
+    assert compiled.loops() is not None
     assert len(list((tmp_path / "megatron_het").glob("*.so"))) == 2

@@ -7,7 +7,8 @@ import pytest
 from megatron_het.schedule import Kind, Program, Shape, add_transfers, generate
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import RECEIVES, SENDS
-from megatron_het.schedule.meetings import PARTS, meetings
+from megatron_het.schedule.kinds import PARTS
+from megatron_het.schedule.meetings import meetings
 from megatron_het.schedule.passes import transfers
 from megatron_het.schedule.passes.embedding import add_embedding
 from megatron_het.schedule.passes.exchange import add_exchange

@@ -31,7 +31,7 @@ MOST_S = 60
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def loops() -> ctypes.CDLL | None:
     """The compiled loops, None where there is no compiler or no place for them."""
     compiler = shutil.which(os.environ.get(COMPILER, "cc") or "-")
     if compiler is None:
