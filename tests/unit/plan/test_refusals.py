@@ -313,6 +313,18 @@ REFUSED = [
         tied(scheduled("ministage", chunks=2, **WINDOW, update="per-ministage")),
         "update = 'per-ministage': the copies of tied embeddings",
     ),
+    (
+        scheduled("ministage", chunks=2, **WINDOW, vocabulary=True, keep_at_turn=False),
+        "keep_at_turn = False: parts of the output layer run between",
+    ),
+    (
+        scheduled("ministage", chunks=2, **WINDOW, vocabulary=True, per_microbatch=True),
+        "per_microbatch = True: parts of the output layer run between",
+    ),
+    (
+        tied(scheduled("ministage", chunks=2, **WINDOW, vocabulary=True)),
+        "tied_embeddings = True: with a parameter window and .* first ministage",
+    ),
     (tied(scheduled("interleaved", stages=1, chunks=2)), "tied_embeddings.*single stage"),
     (scheduled("slimpipe", slices=1), "fewer slices than the 2 stages"),
     (scheduled("slimpipe", slices="x"), "needs a number of slices"),
