@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
 from megatron_het.dry_run.experts import SELECT, selected
+from megatron_het.dry_run.gloo_threads import let_go
 from megatron_het.dry_run.host_waits import HostWaits
 from megatron_het.dry_run.ledger import Ledger, Moment
 from megatron_het.dry_run.remembered import Remembered
@@ -89,6 +90,7 @@ class Tracker(StorageWatch):
         self._remembered: Remembered | None = None
         self._iteration = -1
         self._kind = ""
+        self._has_sent = False
 
     @property
     def live_bytes(self) -> int:
@@ -118,13 +120,17 @@ class Tracker(StorageWatch):
 
     def phase(self, label: str) -> None:
         """Something other than an operation of the program runs from here."""
-        self._kind = self.waits.during = ""
-        self.ledger.begin(Moment(self._iteration, label, is_operation=False))
+        self._begin("", Moment(self._iteration, label, is_operation=False))
 
     def operation(self, kind: str, label: str) -> None:
         """An operation of the program runs from here."""
+        self._begin(kind, Moment(self._iteration, label, is_operation=True))
+
+    def _begin(self, kind: str, moment: Moment) -> None:
+        if not self._is_fake:
+            let_go()  # what dies late would count as held from one operation to the next
         self._kind = self.waits.during = kind
-        self.ledger.begin(Moment(self._iteration, label, is_operation=True))
+        self.ledger.begin(moment)
 
     def add_flops(self, count: float) -> None:
         """Count FLOPs of what is not an operator of torch."""
@@ -141,10 +147,14 @@ class Tracker(StorageWatch):
                 self._known.mark(tensor, category)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if self._has_sent:
+            self._has_sent = False
+            let_go()
         if func.namespace == "c10d":
             self.traffic.see(func, args)
             if self._is_fake:
                 return answer(func, args)
+            self._has_sent = True
         elif func is _VALUE and self._is_fake:
             return _value(args[0])
         elif func is SELECT and self._is_fake:

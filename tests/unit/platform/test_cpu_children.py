@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.unit.elastic.test_agent import runs
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 SCRIPT = """
 import multiprocessing
 from benchmarks.probe import count_devices
@@ -40,7 +43,7 @@ if __name__ == "__main__":
 def test_a_process_ends_with_the_one_that_it_serves(tmp_path):
     file = tmp_path / "script.py"
     file.write_text(SERVANT)
-    with subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, env=ENVIRONMENT) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
@@ -54,5 +57,6 @@ def test_a_process_ends_with_the_one_that_it_serves(tmp_path):
 def test_a_started_process_has_one_device(tmp_path, method: str):
     file = tmp_path / "script.py"
     file.write_text(SCRIPT.format(method=method))
-    found = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=150, check=False)
+    command = [sys.executable, str(file)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=ENVIRONMENT)
     assert found.stdout == "1\n", found.stderr
