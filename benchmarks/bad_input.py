@@ -46,6 +46,8 @@ _MODULES = (
         "megatron_het.lowering.programs",
     ),
     *("megatron_het.schedule.cli", "tools.planner.analysis", "tools.planner.commands", "tools.planner.emit"),
+    *("megatron_het.elastic.controller", "megatron_het.doctor.options", "tools.planner.expect"),
+    *("tools.planner.replay.command", "tools.planner.replanning.command"),
     *("tools.planner.profile", "tools.planner.search.sailor", "tools.planner.search.zorse", "tools.planner.simulation"),
 )
 _STUBS = {
@@ -84,7 +86,26 @@ def _run_tool(case: Case) -> int:
         from megatron_het.schedule.cli import main as schedule
 
         return schedule(words)
+    if case.tool == "job":
+        from megatron_het.elastic.__main__ import main as job
+
+        return job(words)
+    if case.tool == "doctor":
+        return _doctor(words)
     return _start(words)
+
+
+def _doctor(words: list[str]) -> int:
+    """What rank 0 of the doctor reads before it meets others."""
+    from megatron_het.doctor.options import parse, read_inputs
+    from megatron_het.plan import PlanError
+
+    try:
+        read_inputs(parse(words), world_size=3)
+    except (PlanError, ValueError, OSError, ImportError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
 
 
 def _start(words: list[str]) -> int:
@@ -215,6 +236,7 @@ def run_case(case: Case, stubs: Path) -> Answer:
     try:
         for name, content in {**good_files(), **case.files}.items():
             path = folder / name
+            path.parent.mkdir(exist_ok=True)
             if callable(content):
                 here = os.getcwd()
                 os.chdir(folder)
@@ -254,7 +276,7 @@ def _judge(case: Case, code: int, seconds: float, ended: bool, text: str) -> tup
         return "traceback", ""
     if code == 0:
         return ("accepted_wrong", "") if case.wrong else ("accepted", "")
-    named = any(word in text for word in ("error:", "megatron_het:", "Problems", "usage:"))
+    named = any(word in text for word in ("error:", "megatron_het:", "het-run:", "Problems", "usage:"))
     return ("clear", "") if named and len(text) < 20_000 else ("unclear", f"{len(text)} characters")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.bad_input_cases import INJECTIONS, Case, _replaced, _start, command
 from benchmarks.bad_input_files import CLUSTER, MODEL, PLAN, document_text, sliced_plan
+from benchmarks.bad_input_jobs import jobs
 
 
 def _fifo(path: Path) -> None:
@@ -365,6 +366,6 @@ def _models() -> Iterator[Case]:
 
 def listed(rng: random.Random) -> list[Case]:
     """All listed cases, in an order of the seed's."""
-    cases = [*special_files(), *injections(), *options(), *contradictions()]
+    cases = [*special_files(), *injections(), *options(), *contradictions(), *jobs()]
     rng.shuffle(cases)
     return cases

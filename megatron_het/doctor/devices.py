@@ -6,21 +6,19 @@ core, a PCIe switch, power) counts.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat
 from megatron_het.doctor.expectations import LayerExpectation, LayerModel
 from megatron_het.doctor.throttling import Throttling
 from megatron_het.doctor.words import amount, duration
+from megatron_het.planner_package import planner
 
 _WINDOW_S, _WINDOWS = 0.3, 3
 _MOST_TOKENS = 8192
@@ -153,21 +151,6 @@ def operating_point(seat: Seat, expected: LayerExpectation | None) -> tuple[Laye
     s, h, groups = point["tokens"], model.hidden_size, model.num_query_groups / model.num_attention_heads
     point["flops"] = 2 * s * point["batch"] * h * (2 * h * (1 + groups) + 3 * model.ffn_hidden_size + s)
     return model, point
-
-
-def planner(module: str) -> Any:
-    """A module of the planner's package: of this checkout, or as installed.
-
-    Raises:
-        ImportError: The planner is not installed here, or lacks one of its own needs.
-    """
-    import megatron_het
-
-    checkout = Path(megatron_het.__file__).resolve().parents[1] / "tools" / "planner" / "__init__.py"
-    package = "tools.planner" if checkout.is_file() else "het_planner"
-    if importlib.util.find_spec(package.split(".")[0]) is None:
-        raise ImportError("the planner is not installed here (pip install 'megatron-het[planner]')")
-    return importlib.import_module(f"{package}.{module}")
 
 
 def _layer(model: LayerModel, point: dict[str, Any], barrier: Callable[[], None]) -> dict[str, Any]:

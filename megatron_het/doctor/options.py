@@ -130,7 +130,7 @@ def _expectations(options: argparse.Namespace, plan: Plan) -> Expectations:
         return load_expectations(options.expect)
     if not options.cluster:
         return Expectations(plan_hash(plan))
-    from megatron_het.doctor.devices import planner
+    from megatron_het.planner_package import planner
 
     found: Expectations = planner("expect").expectations_of_files(plan, options.cluster, options.profile)
     return found

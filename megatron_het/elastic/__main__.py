@@ -18,10 +18,12 @@ from megatron_het.elastic.pool import GivenFirst, GivenPlans, Planner
 from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
-from megatron_het.untrusted import FileError, check_target, read_text
+from megatron_het.untrusted import FileError, check_target, count, read_text, shown
 
 _TOKEN_BYTES = 16
+_LONGEST_TOKEN = 1024
 _LONGEST_S = 86400.0
+_LONGEST_NAME = 200
 _COMMANDS = ("status", "leave", "replan")
 
 
@@ -36,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if words[:1] and words[0] in _COMMANDS:
             return _ask(words)
         return _run(words)
-    except (UsageError, PlanError, FileError) as error:
+    except (UsageError, PlanError, FileError, ImportError) as error:
         sys.stderr.write(f"het-run: {error}\n")
         return 2
     except RuntimeError as error:
@@ -57,17 +59,18 @@ def _parser() -> argparse.ArgumentParser:
     _connection(parser)
     parser.add_argument("--node", default=socket.gethostname(), help="name of this node (default: its host name)")
     parser.add_argument("--device", default="", help="kind of its GPUs, as plans and the cluster file call it")
-    parser.add_argument("--workers", type=int, default=0, help="workers of this node (default: its GPUs, or 1)")
-    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="how often a device gets another worker "
-                        "after one was ended by a signal (default 3)")  # fmt: skip
-    parser.add_argument("--copy-every", type=int, default=1, metavar="K", help="iterations between copies of the state "
-                        "in the memory of another node, 0 for none (default 1)")  # fmt: skip
+    parser.add_argument("--workers", type=count(0, 4096), default=0, help="workers of this node (default: its GPUs, "
+                        "or 1)")  # fmt: skip
+    parser.add_argument("--restarts", type=count(0, 10**6), default=3, metavar="N", help="how often a device gets "
+                        "another worker after one was ended by a signal (default 3)")  # fmt: skip
+    parser.add_argument("--copy-every", type=count(0, 10**9), default=1, metavar="K", help="iterations between copies "
+                        "of the state in the memory of another node, 0 for none (default 1)")  # fmt: skip
     parser.add_argument("--timeout-s", type=float, default=60.0, help="bound on every wait of a change (default 60)")
     parser.add_argument("--folder", type=Path, default=Path("elastic"), help="for logs and state (default ./elastic)")
     own = parser.add_argument_group("controller")
     own.add_argument("--start-controller", action="store_true", help="this node runs the controller as well")
     own.add_argument("--controller-only", action="store_true", help="this command is the controller, without workers")
-    own.add_argument("--nodes", type=int, default=1, help="nodes to wait for at the start (default 1)")
+    own.add_argument("--nodes", type=count(1, 10**6), default=1, help="nodes to wait for at the start (default 1)")
     own.add_argument("--plans", nargs="+", type=Path, default=[], metavar="FILE", help="plans, the best one first")
     own.add_argument("--cluster", type=Path, help="cluster file, to search plans for pools that "
                      "none of --plans fits")  # fmt: skip
@@ -93,10 +96,10 @@ def _run(words: Sequence[str]) -> int:
     options = _parser().parse_args(own)
     host, port = _address(options.controller)
     controls = options.start_controller or options.controller_only
-    planner = _planner(options) if controls else None
+    _check_options(options)
     if not options.controller_only:
         _check_flags(flags)
-    _check_numbers(options)
+    planner = _planner(options) if controls else None
     token = _token(options.token_file or options.folder / "token", create=controls)
     if options.controller_only:
         assert planner is not None
@@ -217,7 +220,7 @@ def _ask(words: Sequence[str]) -> int:
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"--controller {text!r} is not HOST:PORT; for one machine take 127.0.0.1:29400")
+        raise UsageError(f"--controller {shown(text)} is not HOST:PORT; for one machine take 127.0.0.1:29400")
     return host, int(port)
 
 
@@ -229,17 +232,22 @@ def _check_flags(flags: Sequence[str]) -> None:
             raise UsageError(f"{word}: the plan comes from the controller; give it --plans or --cluster instead")
 
 
-def _check_numbers(options: Any) -> None:
+def _check_options(options: Any) -> None:
     for name in ("timeout_s", "lost_s", "leave_s", "return_s", "plan_limit_s"):
         if not 0 < getattr(options, name) <= _LONGEST_S:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)} is not above 0 and at most {_LONGEST_S:g} seconds"
             )
     if not options.node.strip() or not options.node.isprintable() or "/" in options.node:
-        raise UsageError(f"--node {options.node!r} is no name of a node; a folder is named after it")
-    for name, least in (("nodes", 1), ("workers", 0), ("copy_every", 0), ("restarts", 0)):
-        if getattr(options, name) < least:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)} is less than {least}")
+        raise UsageError(f"--node {shown(options.node)} is no name of a node; a folder is named after it")
+    if len(options.node.encode()) > _LONGEST_NAME:
+        raise UsageError(
+            f"--node {shown(options.node)} is longer than {_LONGEST_NAME} bytes; a folder is named after it"
+        )
+    if not options.device.isprintable():
+        raise UsageError(f"--device {shown(options.device)} is no kind of GPU")
+    if options.folder.exists() and not options.folder.is_dir():
+        raise UsageError(f"--folder {options.folder} is no folder; logs and state are written into it")
 
 
 def _token(file: Path, *, create: bool) -> str:
@@ -250,6 +258,8 @@ def _token(file: Path, *, create: bool) -> str:
         with os.fdopen(descriptor, "w", encoding="utf-8") as out:
             out.write(secrets.token_hex(_TOKEN_BYTES) + "\n")
     token = read_text(file).strip()
+    if len(token) > _LONGEST_TOKEN or not token.isprintable():
+        raise UsageError(f"{file} holds no token of at most {_LONGEST_TOKEN} letters; let the controller write one")
     if len(token) < _TOKEN_BYTES:
         raise UsageError(f"the token in {file} is shorter than {_TOKEN_BYTES} characters; let the controller write one")
     return token
@@ -263,7 +273,10 @@ def _planner(options: Any) -> Planner:
     if options.cluster is None or options.model is None:
         raise UsageError("the controller needs plans: give --plans, or --cluster and --model to search them, or both")
     search = Search(options.cluster, options.model, options.profile, options.folder, options.plan_limit_s)
-    searched = SearchedPlans(options.cluster, search, _say)
+    try:
+        searched = SearchedPlans(options.cluster, search, _say)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     return GivenFirst(plans, searched) if plans else searched
 
 

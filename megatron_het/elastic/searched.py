@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 from megatron_het.elastic.learned import Learned, read_better, read_learned, write_run
 from megatron_het.elastic.pool import NoPlanError, Process, assign
 from megatron_het.plan import Plan, load_plan
+from megatron_het.planner_package import planner, planner_package
 from megatron_het.untrusted import read_yaml, write_text
 
 
@@ -43,6 +43,18 @@ class Search:
     profile: Path | None
     folder: Path
     limit_s: float
+
+    def check(self) -> None:
+        """Whether the planner is there and its files can be planned with.
+
+        Raises:
+            ValueError: A file cannot be read, or says what no planner understands.
+            ImportError: The planner is not installed.
+        """
+        planner("cluster").load_cluster(self.cluster)
+        planner("model").load_model(self.model)
+        if self.profile is not None:
+            planner("profile_schema").load_profile(self.profile)
 
     def run(self, document: str) -> Plan:
         """Search a plan for a cluster.
@@ -89,8 +101,16 @@ class Search:
 
     def _planner(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command of the planner, in bounded time."""
-        name = "het_planner" if importlib.util.find_spec("het_planner") else "tools.planner"
-        command = [sys.executable, "-m", name, *words, "--model", str(self.model), "--limit-s", f"{self.limit_s:g}"]
+        command = [
+            sys.executable,
+            "-m",
+            planner_package(),
+            *words,
+            "--model",
+            str(self.model),
+            "--limit-s",
+            f"{self.limit_s:g}",
+        ]
         command += [] if self.profile is None else ["--profile", str(self.profile)]
         if nice := shutil.which("nice"):  # the controller's machine usually trains as well
             command = [nice, "-n", "10", *command]
@@ -103,6 +123,9 @@ class Search:
 
 class Searcher(Protocol):
     """What :class:`SearchedPlans` needs of a :class:`Search`."""
+
+    def check(self) -> None:
+        """See :class:`Search`."""
 
     def run(self, document: str) -> Plan:
         """See :class:`Search`."""
@@ -123,11 +146,13 @@ class SearchedPlans:
         say: Writes one line of progress.
 
     Raises:
-        FileError: The cluster file cannot be read.
+        ValueError: The cluster file, or another one that the planner is given, is wrong.
+        ImportError: The planner is not installed.
     """
 
     def __init__(self, cluster: Path, search: Searcher, say: Callable[[str], None]) -> None:
         self._cluster, self._search, self._say = cluster, search, say
+        search.check()
         self._whole: dict[str, Any] = read_yaml(cluster)
         self._known: dict[str, Plan | NoPlanError] = {}
         self._queue: deque[str] = deque()
@@ -191,8 +216,9 @@ class SearchedPlans:
         """See :class:`~megatron_het.elastic.pool.Planner`.
 
         Raises:
-            FileError: The cluster file cannot be read any more; all stays as it is.
+            ValueError: The cluster file is missing or wrong; all stays as it is.
         """
+        self._search.check()
         whole = read_yaml(self._cluster)
         kinds = {group["gpu"] for group in whole["nodes"]}
         own = [group for group in self._whole["nodes"] if group["gpu"] in self._taught - kinds]

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import bad_input
 from benchmarks.bad_input_cases import Case, mutated, random_numbers
+from benchmarks.bad_input_jobs import jobs
 from benchmarks.bad_input_listed import listed
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="forks processes that have imported everything")
@@ -23,6 +24,13 @@ def test_a_sample_of_malformed_input_gets_clear_errors() -> None:
     cases = [*rng.sample(listed(rng), 60), *mutated(rng, 60), *random_numbers(rng, 20)]
     bad = [a for a in bad_input.run(cases) if a.verdict not in ("clear", "accepted")]
     assert not bad, "\n".join(f"{a.verdict}: {a.case.kind}: {' '.join(a.case.words)}\n{a.text}" for a in bad)
+
+
+def test_a_job_refuses_what_it_cannot_use() -> None:
+    kinds = ("bad token", "state of a job", "model.yaml of a job", "cluster.yaml of a job", "bad --workers")
+    found = bad_input.run([case for case in jobs() if case.kind in kinds])
+    bad = [answer for answer in found if answer.verdict != "clear"]
+    assert len(found) > 30 and not bad, "\n".join(f"{a.verdict}: {a.case.kind}: {a.text}" for a in bad)
 
 
 def _crash() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_het.doctor.check import Names, Status
-from megatron_het.doctor.devices import Devices, operating_point, planner
+from megatron_het.doctor.devices import Devices, operating_point
 from megatron_het.doctor.disk import Disk
 from megatron_het.doctor.expectations import (
     Expectations,
@@ -22,6 +22,7 @@ from megatron_het.doctor.nvidia import parse
 from megatron_het.doctor.software import Software
 from megatron_het.doctor.throttling import reasons_in
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, Stage, TrainingShape
+from megatron_het.planner_package import planner
 
 NAMES = Names(("a", "a", "b", "b"), ("new", "new", "old", "old"))
 

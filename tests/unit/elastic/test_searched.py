@@ -40,6 +40,9 @@ class Searches:
             raise NoPlanError("one GPU is too small")
         return plan_of([[1]] * size)
 
+    def check(self) -> None:
+        """Whatever it is given."""
+
     def better(self, document: str, plan: Plan, measured: dict[str, Any], change_s: float) -> Learned | None:
         self.measured.append((measured, change_s))
         return self.answer
