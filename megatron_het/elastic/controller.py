@@ -17,7 +17,8 @@ from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.lessons import Lessons
 from megatron_het.elastic.members import Bounds, Member
 from megatron_het.elastic.pool import NoPlanError, Planner, Process
-from megatron_het.untrusted import FileError, read_json, write_text
+from megatron_het.elastic.recalled import recalled
+from megatron_het.untrusted import write_text
 
 _POLL_S = 0.02
 _FAILURES = 3
@@ -374,42 +375,20 @@ class Controller:
         """Go on with the job that the file describes, if there is one."""
         if not self._state.exists():
             return
-        document = read_json(self._state)
-        try:
-            is_running = self._remember(document)
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise FileError(
-                self._state,
-                "",
-                f"no state of a job that a controller has written ({type(error).__name__}: {error})",
-                "Give another --folder, or remove the file: the job then starts from its newest checkpoint",
-            ) from None
-        if document.get("over"):
+        if (found := recalled(self._state)) is None:
             return
+        self._newest = found.newest
         self._board.start_count("processes", self._newest)
-        if not is_running:
+        if found.generation is None:
             return
-        assert self._generation is not None
+        self._generation, self._signature, self.history = found.generation, found.signature, list(found.history)
+        self._members = {process.number: Member(process) for process in found.processes}
+        self._leaving, self._unsaved = set(found.leaving), set(self._generation.unsaved)
+        self._lessons.recall(found.corrected)
         number = self._generation.number
         self._board.put(f"{number}/generation", self._generation.to_json())
         self._board.put("latest", number)
         self._say(f"goes on with generation {number} and {len(self._members)} workers")
-
-    def _remember(self, document: dict[str, Any]) -> bool:
-        """Take over what a file says; whether it is of a job that runs."""
-        if document.get("over"):
-            return False
-        self._newest = int(document.get("newest", 0))
-        if document["generation"] is None:
-            return False
-        self._generation = Generation.from_json(document["generation"])
-        self._signature, self.history = document["signature"], list(document["history"])
-        for member in document["members"]:
-            process = Process(int(member["process"]), str(member["node"]), str(member["device"]))
-            self._members[process.number] = Member(process)
-        self._leaving, self._unsaved = set(document["leaving"]), set(self._generation.unsaved)
-        self._lessons.recall(document.get("corrected"))
-        return True
 
     def _end(self, error: str) -> None:
         document = {**self.status(), "over": True, "error": error}
