@@ -8,6 +8,8 @@ from typing import Any
 
 from benchmarks.bad_input_cases import INJECTIONS, Case, command
 from benchmarks.bad_input_files import CLUSTER, MODEL, PLAN
+from megatron_het.plan import Plan, plan_hash
+from megatron_het.watch.monitor import FORMAT, VERSION, identity
 
 _HUGE = "9" * 400
 _TOKEN = {"token": "0123456789abcdef0123456789abcdef\n"}
@@ -77,15 +79,26 @@ def _job_files() -> Iterator[Case]:
     yield Case("plans of two trainings", "job", _job("--plans", "plan.json", "bad"), files)
     for token in ("", "short", "x" * 15, b"\xff" * 40, b"\x00" * 10_000_000):
         yield Case("bad token", "job", _job("--plans", "plan.json"), {"token": token})
-    running = {"over": False, "newest": 1, "generation": {}, "signature": "", "history": [], "members": []}
-    for state in (*(c for c in _NO_FILES if c), json.dumps(running), json.dumps({**running, "newest": "x"})):
-        # The controller listens before it reads its state: nothing else may answer for its job.
-        case = Case("state of a job", "job", _job("--plans", "plan.json", "--folder", "kept"), _TOKEN)
-        yield Case(case.kind, case.tool, case.words, {**_TOKEN, "kept/state.json": state})
+    generation = {"number": 1, "plan": PLAN, "ranks": [1, 2, 3], "holders": [], "nodes": [], "loads": False,
+                  "unsaved": []}  # fmt: skip
+    running = {"over": False, "newest": 1, "generation": generation, "signature": "", "history": [], "members": [],
+               "leaving": []}  # fmt: skip
+    damages: tuple[dict[str, Any], ...] = (
+        {"generation": {}},
+        {"newest": "x"},
+        {"members": [{"process": 1}]},
+        {"leaving": 3},
+        {"corrected": {}},
+        {"corrected": {"cluster": {"nodes": [{}]}, "profile": None}},
+    )
+    for state in (*_NO_FILES, *(json.dumps({**running, **damage}) for damage in damages)):
+        words = _job("--plans", "plan.json", "--folder", "kept")
+        yield Case("state of a job", "job", words, {**_TOKEN, "kept/state.json": state})
 
 
 def _doctors() -> Iterator[Case]:
-    good = {"format": "megatron_het.expectations", "version": 1, "plan_hash": "", "links": [], "layers": []}
+    digest = plan_hash(Plan.from_json(PLAN))
+    good = {"format": "megatron_het.expectations", "version": 1, "plan_hash": digest, "links": [], "layers": []}
     for words in (
         ("--limit-s=x",),
         *(("--limit-s", value) for value in ("0", "nan", "inf", "1e400", _HUGE)),
@@ -152,15 +165,19 @@ def _replays() -> Iterator[Case]:
 
 def _replans() -> Iterator[Case]:
     words = ("replan", ".", "--limit-s", "1")
-    device = {"device": 0, "stage": 0, "replica": 0, "ranks": [0], "kind": "A100-40", "operations": {}}
-    good = {"format": "megatron_het.watch", "version": 1, "plan_hash": "x", "iteration": 3, "findings": [],
-            "predicted_iteration_s": 1.0, "iteration_s": 1.0, "devices": [device], "links": []}  # fmt: skip
+    plan = Plan.from_json(PLAN)
+    replicas = [(stage, at, r) for stage, s in enumerate(plan.stages) for at, r in enumerate(s.replicas)]
+    devices = [
+        {"device": i, "stage": stage, "replica": at, "ranks": list(r.ranks), "kind": r.device, "operations": {}}
+        for i, (stage, at, r) in enumerate(replicas)
+    ]
+    good = {"format": FORMAT, "version": VERSION, "plan_hash": identity(plan), "iteration": 3, "findings": [],
+            "predicted_iteration_s": 1.0, "iteration_s": 1.0, "devices": devices, "links": []}  # fmt: skip
     for content in (
         *_NO_FILES,
-        json.dumps(good),
         *(json.dumps({**good, key: value}) for key, value in (
             ("devices", []), ("devices", [1]), ("iteration", -1), ("iteration_s", 1e999), ("iteration", True),
-            ("links", {}), ("findings", [{"what": "x"}]), ("version", 2), ("x", 1),
+            ("plan_hash", "x"), ("links", {}), ("findings", [{"what": "x"}]), ("version", 2), ("x", 1),
         )),
     ):  # fmt: skip
         yield Case("what a run measured", "planner", words, {"watch.json": content})

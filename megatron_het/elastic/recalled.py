@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.learned import read_learned
 from megatron_het.elastic.pool import Process
 from megatron_het.untrusted import FileError, read_json
 
@@ -56,7 +57,10 @@ def _of(document: dict[str, Any]) -> Recalled:
     newest = int(document.get("newest", 0))
     if document["generation"] is None:
         return Recalled(newest)
-    members = document["members"]
+    members, corrected = document["members"], document.get("corrected")
+    if corrected is not None:
+        cluster, _ = read_learned(corrected)
+        [str(group["gpu"]) for group in cluster["nodes"]]  # what the search reads of it
     return Recalled(
         newest,
         Generation.from_json(document["generation"]),
@@ -64,5 +68,5 @@ def _of(document: dict[str, Any]) -> Recalled:
         tuple(document["history"]),
         tuple(Process(int(m["process"]), str(m["node"]), str(m["device"])) for m in members),
         frozenset(document["leaving"]),
-        document.get("corrected"),
+        corrected,
     )

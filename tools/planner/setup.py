@@ -16,6 +16,16 @@ from .schedules import SCHEDULES
 from .search.goal import Goal
 
 
+def check_memory_margin(options: argparse.Namespace) -> None:
+    """Whether ``--memory-margin`` is a share.
+
+    Raises:
+        PlannerError: It is not.
+    """
+    if not 0 < options.memory_margin <= 1:
+        raise PlannerError("command line", "--memory-margin", options.memory_margin, "must be above 0 and at most 1")
+
+
 def estimator_from(options: argparse.Namespace) -> Estimator:
     """Read cluster, model and profile.
 
@@ -23,8 +33,7 @@ def estimator_from(options: argparse.Namespace) -> Estimator:
         PlannerError: see the readers; a precision that no GPU of the cluster supports; a bad margin.
     """
     cluster, model = load_cluster(options.cluster), model_of(options)
-    if not 0 < options.memory_margin <= 1:
-        raise PlannerError("command line", "--memory-margin", options.memory_margin, "must be above 0 and at most 1")
+    check_memory_margin(options)
     costs: LayerCosts
     if options.profile:
         profile = load_profile(options.profile)

@@ -28,6 +28,7 @@ def test_a_sample_of_malformed_input_gets_clear_errors() -> None:
 
 def test_a_job_refuses_what_it_cannot_use() -> None:
     kinds = ("bad token", "state of a job", "model.yaml of a job", "cluster.yaml of a job", "bad --workers")
+    kinds += ("bad words of replan",)
     found = bad_input.run([case for case in jobs() if case.kind in kinds])
     bad = [answer for answer in found if answer.verdict != "clear"]
     assert len(found) > 30 and not bad, "\n".join(f"{a.verdict}: {a.case.kind}: {a.text}" for a in bad)

@@ -18,7 +18,7 @@ from ..report import say, table
 from ..search.limit import cpu_limit
 from ..search.methods import search
 from ..search.outcome import Outcome, Progress
-from ..setup import goal_from
+from ..setup import check_memory_margin, goal_from
 from .inputs import cluster_text
 from .measured import find_files, load_watched
 from .replan import Replanned, replan
@@ -58,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
     files = find_files(options.folder, {name: getattr(options, name) for name in names})
     out = options.out or options.folder / "plan-2.json"
     check_target(out, "--out")
+    check_memory_margin(options)
     try:
         plan = load_plan(files.plan)
     except PlanError as error:
