@@ -8,8 +8,9 @@ one iteration.
 
 Keys: ``pause_ratio`` (restart over kill-free, by kind of change; at least 5 for death, 10 for join and leave),
 ``pause_s`` (by kind, whole and by phase), ``restart_s``, ``lost_iterations`` (iterations that were done twice in a
-round with all three changes; at most 1), ``copy_overhead`` (of the copies in memory, as a share of an iteration; at
-most 0.03), ``loss_difference`` (largest relative one to an undisturbed run; at most 1e-5).
+round with all three changes, copied after every iteration; at most 1), ``copy_overhead`` (of the copies in memory, as a
+share of an iteration, with the chosen ``copy_every``; at most 0.03), ``copy_overhead_each`` (of an iteration that
+begins with a copy), ``loss_difference`` (largest relative one to an undisturbed run; at most 1e-5).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class ElasticJob:
         copy_every: See ``het-run --help``.
     """
 
-    def __init__(self, folder: Path, iterations: int, copy_every: int) -> None:
+    def __init__(self, folder: Path, iterations: int, copy_every: str) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
         plans = [folder / f"plan-{n}.json" for n in (3, 2, 1)]
@@ -106,7 +107,7 @@ class ElasticJob:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self._base = [sys.executable, "-m", "megatron_het.elastic", "--controller", f"127.0.0.1:{port}"]
-        self._base += ["--folder", str(folder / "job"), "--copy-every", str(copy_every), "--leave-s", "10"]
+        self._base += ["--folder", str(folder / "job"), "--copy-every", copy_every, "--leave-s", "10"]
         self._flags = flags(iterations, folder / "report")
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._open("controller", ["--controller-only", "--nodes", "3", "--plans", *map(str, plans)])
@@ -201,7 +202,7 @@ def pause(lines: Lines, event_s: float, planned_s: float, *, from_line: bool) ->
 
 def elastic_round(folder: Path, iterations: int) -> tuple[dict[str, Any], int, dict[int, list[float]]]:
     """Join, death and leave in one job; pauses with phases, iterations that were done twice, and all losses."""
-    with ElasticJob(folder, iterations, 1) as job:
+    with ElasticJob(folder, iterations, "1") as job:
         job.until(functools.partial(job.has_logged, 4), "the first iterations")
         job.start("d")
         events = [("join", time.time())]
@@ -281,15 +282,27 @@ def restart_round(folder: Path, iterations: int) -> dict[str, float]:
     return {"whole": whole, "lost_iterations": before[-1][1] - after[0][1] + 1}
 
 
-def copy_overhead(folder: Path, iterations: int) -> tuple[float, dict[int, list[float]]]:
-    """Share of an iteration that copies take, and the losses of the undisturbed run."""
-    gaps: dict[int, list[float]] = {0: [], 1: []}
-    for turn, every in enumerate((0, 1, 1, 0)):  # in turns: the machine does other work as well
-        with ElasticJob(folder / str(turn), iterations, every) as job:
-            job.end()
-            times = [when for when, _ in job.lines()][3:]
-        gaps[every] += [b - a for a, b in itertools.pairwise(times)]
-    return statistics.median(gaps[1]) / statistics.median(gaps[0]) - 1.0, losses_of(folder / "0" / "report")
+def copy_overhead(folder: Path, iterations: int) -> tuple[dict[str, float], dict[int, list[float]]]:
+    """What copies take, and the losses of a run without them.
+
+    In one job every other iteration begins with a copy, so that both kinds meet the same machine.
+    """
+    with ElasticJob(folder / "turns", 2 * iterations, "2") as job:
+        job.end()
+        lines = job.lines()[3:]
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    for (before_s, number), (after_s, _) in itertools.pairwise(lines):
+        gaps[number % 2 == 0].append(after_s - before_s)
+    plain_s = statistics.median(gaps[False])
+    each = statistics.median(gaps[True]) / plain_s - 1.0
+    with ElasticJob(folder / "chosen", iterations, "auto") as job:
+        job.end()
+        logs = "\n".join(log.read_text(errors="replace") for log in (folder / "chosen" / "job").rglob("log.txt"))
+    every = int(re.findall(r"in memory: after every (\d+) iterations", logs)[-1])
+    with ElasticJob(folder / "none", iterations, "0") as job:
+        job.end()
+    found = {"copy_overhead": each / every, "copy_every": every, "copy_overhead_each": each, "iteration_s": plain_s}
+    return found, losses_of(folder / "none" / "report")
 
 
 def main() -> None:
@@ -322,7 +335,7 @@ def main() -> None:
         "restart_s": restart_s,
         "restart_lost_iterations": [r["lost_iterations"] for r in restarts],
         "lost_iterations": lost,
-        "copy_overhead": overhead,
+        **overhead,
         "loss_difference": max(
             abs(value - undisturbed[i][0]) / undisturbed[i][0] for seen in losses for i in seen for value in seen[i]
         ),

@@ -63,8 +63,9 @@ def _parser() -> argparse.ArgumentParser:
                         "or 1)")  # fmt: skip
     parser.add_argument("--restarts", type=count(0, 10**6), default=3, metavar="N", help="how often a device gets "
                         "another worker after one was ended by a signal (default 3)")  # fmt: skip
-    parser.add_argument("--copy-every", type=count(0, 10**9), default=1, metavar="K", help="iterations between copies "
-                        "of the state in the memory of another node, 0 for none (default 1)")  # fmt: skip
+    parser.add_argument("--copy-every", type=_pace, default=None, metavar="K", help="iterations between copies "
+                        "of the state in the memory of another node, 0 for none, auto for the fewest with which copies "
+                        "take at most 3 %% of the time (default auto)")  # fmt: skip
     parser.add_argument("--timeout-s", type=float, default=60.0, help="bound on every wait of a change (default 60)")
     parser.add_argument("--folder", type=Path, default=Path("elastic"), help="for logs and state (default ./elastic)")
     own = parser.add_argument_group("controller")
@@ -82,6 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     own.add_argument("--return-s", type=float, default=60.0, help="for workers to come back where there is no plan "
                      "without those that were lost (default 60)")  # fmt: skip
     return parser
+
+
+def _pace(text: str) -> int | None:
+    """Iterations between copies; None where they are to be chosen."""
+    return None if text == "auto" else count(0, 10**9)(text)
 
 
 def _connection(parser: argparse.ArgumentParser) -> None:

@@ -153,7 +153,7 @@ class ElasticBoundary(Boundary):
         self.trainee = None
 
     def _open_copies(self, rank: int) -> None:
-        if self._copies.every:
+        if self._copies.pace.every:
             meeting = meeting_of(self.generation, "copies", self._job_store, self._timeout_s)
             links = Links(meeting, rank, len(self.generation.ranks), self._timeout_s)
             self._copies.open(self.generation, rank, links)

@@ -8,7 +8,9 @@ are kept: while the newest is being copied somewhere, the one before may be, too
 from __future__ import annotations
 
 import json
+import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +18,14 @@ import torch
 
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.links import Links
+from megatron_het.elastic.pace import Cost, Pace
 from megatron_het.elastic.pieces import Blocks, blocks_of, collect
 from megatron_het.elastic.ranges import Piece, common
 from megatron_het.elastic.state import Snapshot, Trainee, described
 
 _KEPT = 3
 _ALIGNED = 16
+_MEASURED = 4  # copies after which their pace is chosen
 
 Identity = tuple[str, str, tuple[int, ...], int]
 """What tells a rank's own pieces apart."""
@@ -31,11 +35,11 @@ class Copies:
     """What this process holds for the case of a death; outlives sessions.
 
     Args:
-        every: Copy after every so many iterations; 0 never.
+        every: Copy after every so many iterations; 0 never, None as often as copies fit behind the compute.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, every: int | None) -> None:
+        self.pace = Pace(every)
         self._snapshots: list[Snapshot] = []
         self._links: Links | None = None
         self._thread: threading.Thread | None = None
@@ -63,6 +67,7 @@ class Copies:
         """A session begins; ``links`` connect its ranks."""
         self._generation, self._links = generation, links
         self._shared, self._kept, self._broken = set(), 0, False
+        self.pace.begin()
         keepers = keepers_of(generation.nodes)
         self._keeper = keepers[rank]
         self._clients = tuple(client for client, keeper in enumerate(keepers) if keeper == rank)
@@ -80,14 +85,24 @@ class Copies:
             trainee: What is trained.
             iteration: Iterations that are done.
         """
-        if not self.every or iteration % self.every or self._links is None:
+        if self._links is None:
             return
-        self.wait()
+        self.pace.arrived(time.monotonic())
+        if self.pace.is_due(iteration):
+            self.wait()
+            self._copy(session, trainee, iteration)
+        self.pace.left(time.monotonic())
+
+    def _copy(self, session: Any, trainee: Trainee, iteration: int) -> None:
+        began_s = time.monotonic()
         session.materialise_parameters()
         if self._blocks is None:
             self._blocks = blocks_of(trainee.models, trainee.args)
         state = collect(trainee.models, trainee.optimizer, trainee.args, self._blocks, is_updated=True)
-        self._note_shared([piece for piece, _ in state.pieces])
+        asked_s = time.monotonic()
+        host_computes = all(tensor.device.type == "cpu" for _, tensor in state.pieces)
+        self._agree([piece for piece, _ in state.pieces], host_computes)
+        began_s += time.monotonic() - asked_s
         shared = self._shared
         pieces = sorted(state.pieces, key=lambda entry: _identity(entry[0]) in shared)
         number = sum(_identity(piece) not in shared for piece, _ in pieces)
@@ -95,10 +110,13 @@ class Copies:
         snapshot = described(trainee, iteration, state, views)
         self._forget_old()
         self.add(snapshot)
+        cost = Cost(time.monotonic() - began_s)
         if not self._broken and (self._keeper is not None or self._clients):
-            task = self._links, snapshot, block, number
+            task = self._links, snapshot, block, number, cost
             self._thread = threading.Thread(target=self._exchange, args=task, daemon=True)
             self._thread.start()
+        else:
+            self.pace.copied(cost)
 
     def wait(self) -> None:
         """Until the copy that is under way has arrived or failed; bounded by the timeout of the links."""
@@ -121,19 +139,30 @@ class Copies:
             newest = sorted({snapshot.iteration for snapshot in self._snapshots})[1 - _KEPT :]
             self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.iteration in newest]
 
-    def _note_shared(self, own: Sequence[Piece]) -> None:
-        """Ask at the first, second, fourth, eighth, ... copy what others hold.  Collective over the session's ranks.
+    def _agree(self, own: Sequence[Piece], host_computes: bool) -> None:
+        """At the first, second, fourth, eighth, ... copy: what others hold, and how often copies are taken.
 
         Optimizers make their state in the first step that is not skipped, which may be any.  What nobody has been
-        asked about is sent.
+        asked about is sent.  Collective over the session's ranks.
         """
         self._kept += 1
         if self._kept & (self._kept - 1) or self._broken:
             return
+        assert self._links is not None
+        wanted = self.pace.wanted(host_computes=host_computes)
         try:
-            self._shared = self._held_elsewhere(own)
+            answers = self._links.gather({"pieces": [piece.to_json() for piece in own], "every": wanted})
         except RuntimeError:
             self._break(self._links)
+            return
+        self._shared = self._held_elsewhere(own, [answer["pieces"] for answer in answers])
+        if not self.pace.is_chosen or self._kept < _MEASURED:
+            return
+        self.pace.every = max(answer["every"] for answer in answers)
+        if self._links.rank == 0:
+            cost_s, iteration_s = self.pace.cost_s(host_computes=host_computes), self.pace.iteration_s()
+            times = f"here a copy takes {cost_s:.3f} s, an iteration {iteration_s:.3f} s"
+            sys.stdout.write(f"copies of the state in memory: after every {self.pace.every} iterations ({times})\n")
 
     def _break(self, links: Links | None) -> None:
         """Somebody has gone.  The training notices by itself; no more copies are sent until the next session.
@@ -144,14 +173,14 @@ class Copies:
         if links is not None:
             links.close()
 
-    def _held_elsewhere(self, own: Sequence[Piece]) -> set[Identity]:
-        """Which own pieces ranks of other nodes hold as well.  Collective over the session's ranks."""
+    def _held_elsewhere(self, own: Sequence[Piece], all_pieces: Sequence[list[Any]]) -> set[Identity]:
+        """Which own pieces ranks of other nodes hold as well; ``all_pieces`` are documents by rank."""
         assert self._links is not None and self._generation is not None
         nodes = self._generation.nodes
         alone = len(set(nodes)) == 1  # then every process is what may fail
         here = nodes[self._links.rank]
         elsewhere: dict[tuple[str, str], list[Piece]] = {}
-        for rank, documents in enumerate(self._links.gather([piece.to_json() for piece in own])):
+        for rank, documents in enumerate(all_pieces):
             if rank != self._links.rank and (alone or nodes[rank] != here):
                 for piece in map(Piece.from_json, documents):
                     elsewhere.setdefault(piece.name, []).append(piece)
@@ -165,10 +194,13 @@ class Copies:
                 found.add(_identity(piece))
         return found
 
-    def _exchange(self, links: Links, snapshot: Snapshot, block: torch.Tensor, number: int) -> None:
+    def _exchange(self, links: Links, snapshot: Snapshot, block: torch.Tensor, number: int, cost: Cost) -> None:
         """On the thread: give the keeper this rank's copy, and take those of the clients."""
+        began_s, used_s = time.monotonic(), time.thread_time()
         try:
             self._swap(links, snapshot, block, number)
+            cost.sent_s, cost.processor_s = time.monotonic() - began_s, time.thread_time() - used_s
+            self.pace.copied(cost)
             return
         except RuntimeError:
             pass  # whatever the error refers to is let go first

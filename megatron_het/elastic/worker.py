@@ -55,7 +55,7 @@ class Setting:
     node: str
     device: str
     folder: str
-    copy_every: int
+    copy_every: int | None
     timeout_s: float
     signature: str
     workers: int = 1

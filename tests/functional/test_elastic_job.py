@@ -15,14 +15,15 @@ import pytest
 
 from benchmarks.cases import Weights, build_plan, common_flags
 from benchmarks.lab import Lab
-from benchmarks.runner import Finished, Job
+from benchmarks.runner import Finished, Job, words
 from megatron_het.elastic.board import Board
 from megatron_het.elastic.controller import Bounds, Controller, JobError
 from megatron_het.elastic.pool import GivenPlans, Planner
-from megatron_het.plan import Plan
+from megatron_het.plan import Plan, save_plan
 
 STEPS, TOKEN = 16, "0123456789abcdef"
 LIMIT_S = 240.0
+ASYNC = words("--async-save --use-persistent-ckpt-worker --async-strategy mcore")
 
 
 def plan(sizes: list[list[int]], layers: list[int]) -> Plan:
@@ -169,6 +170,31 @@ def test_a_death_in_the_first_generation(lab: Lab, tmp_path: Path, undisturbed: 
     assert [entry["why"] for entry in job.controller.history] == ["start", "1 ranks were lost"], job.lines
     assert sorted(finished.returncodes) == [-9, 0, 0]
     check_losses(losses_of(tmp_path), undisturbed)
+
+
+def test_asynchronous_saves_go_on_through_a_death(lab: Lab, tmp_path: Path, undisturbed: dict[int, float]):
+    # A save is being written while the rank dies, and others begin in the generation after it.
+    saved, every = tmp_path / "saved", 4
+    saves = ("--save", str(saved), "--save-interval", str(every), *ASYNC)
+    own = (*common_flags(Weights(), steps=STEPS), *lab.start_flags(Weights()))
+    job = Running(lab, tmp_path, [("a", ""), ("b", ""), ("c", "")], kill=(1, every + 1, 0), flags=(*own, *saves))
+    job.until(lambda: len(job.controller.history) >= 2, "death")
+    finished = job.end()
+    assert job.error is None, job.error
+    assert sorted(finished.returncodes) == [-9, 0, 0], finished.log
+    check_losses(losses_of(tmp_path), undisturbed)
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
+    # What was written after the death is what was trained.
+    save_plan(PLANS[2], tmp_path / "plan.json")
+    resumed = tmp_path / "resumed"
+    begins = STEPS - every
+    flags = (*common_flags(Weights(), steps=STEPS), "--het-plan", str(tmp_path / "plan.json"), *lab.data_flags())
+    loads = ("--load", str(saved), "--ckpt-step", str(begins), "--het-report", str(resumed))
+    lab.runner.run(Job("resumed", PLANS[2].world_size, (*flags, *loads), resumed, timeout_s=LIMIT_S))
+    found = {i: x for file in resumed.glob("rank-*.json") for i, x in json.loads(file.read_text())["losses"]}
+    assert sorted(found) == list(range(begins + 1, STEPS + 1))
+    for iteration, loss in found.items():
+        assert loss == pytest.approx(undisturbed[iteration], rel=1e-5, abs=0.0), iteration
 
 
 def check_losses(found: list[dict[int, float]], undisturbed: dict[int, float]) -> None:

@@ -1,4 +1,4 @@
-"""A copy that fails holds nobody."""
+"""A copy that fails holds nobody; all ranks copy at the same pace."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.links import Links
+from megatron_het.elastic.pace import Cost
 from megatron_het.elastic.state import Snapshot
 
 TIMEOUT_S, SOON_S = 60.0, 20.0
@@ -38,5 +39,25 @@ def test_nobody_waits_for_a_rank_whose_copy_failed():
     links.pop(2).close()  # rank 1 gives to it, rank 3 takes from it; rank 0 takes from rank 3
     snapshot: Any = Snapshot(1, 0, "", {}, {}, {})
     block: Any = None
-    alive = together(*(lambda m=m, r=r: m._exchange(links[r], snapshot, block, 0) for r, m in copies.items()))
+    alive = together(
+        *(lambda m=m, r=r: m._exchange(links[r], snapshot, block, 0, Cost(0.0)) for r, m in copies.items())
+    )
     assert not any(alive)
+
+
+def test_ranks_agree_on_the_pace_of_the_slowest():
+    store = dist.HashStore()
+    copies = [Copies(None), Copies(None)]
+    generation: Any = SimpleNamespace(nodes=("a", "b"))
+
+    def agree(rank: int) -> None:
+        mine = copies[rank]
+        mine.open(generation, rank, Links(store, rank, 2, TIMEOUT_S))
+        for _ in range(4):
+            mine.pace.left(0.0)
+            mine.pace.arrived(1.0)
+            mine.pace.copied(Cost(0.01 if rank else 0.2))
+            mine._agree([], False)
+
+    assert not any(together(*(lambda r=rank: agree(r) for rank in range(2))))
+    assert [mine.pace.every for mine in copies] == [7, 7]
