@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -200,26 +201,51 @@ def pause(lines: Lines, event_s: float, planned_s: float, *, from_line: bool) ->
     return after - (before[-1] if from_line else event_s) - iteration_s
 
 
-def elastic_round(folder: Path, iterations: int) -> tuple[dict[str, Any], int, dict[int, list[float]]]:
-    """Join, death and leave in one job; pauses with phases, iterations that were done twice, and all losses."""
+@dataclass(frozen=True)
+class Changed:
+    """A job of three nodes that was joined by a fourth, lost a worker, and was left by a node.
+
+    Attributes:
+        events: Kind of every change, and when it was asked for.
+        lines: What was logged.
+        history: Of the controller; the first entry is the start.
+    """
+
+    events: tuple[tuple[str, float], ...]
+    lines: Lines
+    history: list[dict[str, Any]]
+
+    def pauses(self) -> dict[str, dict[str, float]]:
+        """By kind of change, whole and by phase."""
+        found = {}
+        for (kind, event_s), entry in zip(self.events, self.history[1:], strict=True):
+            whole = pause(self.lines, event_s, entry["planned"], from_line=kind != "death")
+            found[kind] = {"whole": whole} | phases(event_s if kind == "death" else entry["seen"], entry)
+        return found
+
+
+def change_pool(folder: Path, iterations: int, between: int = 4) -> Changed:
+    """Join, death and leave in one job, with so many iterations between them."""
     with ElasticJob(folder, iterations, "1") as job:
-        job.until(functools.partial(job.has_logged, 4), "the first iterations")
-        job.start("d")
+        job.until(functools.partial(job.has_logged, between), "the first iterations")
         events = [("join", time.time())]
+        job.start("d")
         for kind, act in (("death", lambda: job.kill_worker("b")), ("leave", lambda: job.notify("c"))):
             done = len(events)
             job.until(functools.partial(job.has_opened, done), f"the {events[-1][0]}")
             seen = len(job.lines())
-            job.until(functools.partial(job.has_logged, seen + 4), "iterations after a change")
+            job.until(functools.partial(job.has_logged, seen + between), "iterations after a change")
             events.append((kind, act()))
         job.until(functools.partial(job.has_opened, 3), "the leave")
         job.end()
-        lines, history = job.lines(), job.history()
-    found = {}
-    for (kind, event_s), entry in zip(events, history[1:], strict=True):
-        whole = pause(lines, event_s, entry["planned"], from_line=kind != "death")
-        found[kind] = {"whole": whole} | phases(event_s if kind == "death" else entry["seen"], entry)
-    return found, len(lines) - len({number for _, number in lines}), losses_of(folder / "report")
+        return Changed(tuple(events), job.lines(), job.history())
+
+
+def elastic_round(folder: Path, iterations: int) -> tuple[dict[str, Any], int, dict[int, list[float]]]:
+    """Pauses with phases, iterations that were done twice, and all losses."""
+    found = change_pool(folder, iterations)
+    repeated = len(found.lines) - len({number for _, number in found.lines})
+    return found.pauses(), repeated, losses_of(folder / "report")
 
 
 def phases(event_s: float, entry: dict[str, Any]) -> dict[str, float]:

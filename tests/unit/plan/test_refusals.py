@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +14,8 @@ import pytest
 from megatron_het import hooks
 from megatron_het.config import check_arguments
 from megatron_het.features.experts import Experts
-from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
-from megatron_het.features.zero_bubble import ZeroBubble
-from megatron_het.lowering.programs import build
-from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
 from megatron_het.plan.from_flags import plan_from_flags
-from megatron_het.plan.validate import check_plan
-from megatron_het.schedule.generators import GENERATORS
 from tests.unit.plan.megatron_flags import flags
 
 FLAGS = flags("--num-layers 4 --num-attention-heads 8 --pipeline-model-parallel-size 2")
@@ -239,147 +232,6 @@ def test_a_folder_that_cannot_hold_a_report_is_refused_before_anything_starts(
         with pytest.raises(SystemExit):
             hooks.install(["program", "--het-plan", str(tmp_path / "plan.json"), flag, str(folder)])
         assert "rank 1" in (said := capsys.readouterr().err) and str(folder) in said
-
-
-# -- what depends on the plan alone ----------------------------------------------------------------
-
-
-def scheduled(name: str, stages: int = 2, chunks: int = 1, **parameters: Any) -> Plan:
-    """Four layers in equal chunks."""
-    plan = plan_from_flags(
-        [*FLAGS[:-1], str(stages), "--use-distributed-optimizer"], stages, ScheduleSpec(name, parameters)
-    )[0]
-    layers = (4 // stages // chunks,) * chunks
-    plan = replace(
-        plan,
-        stages=tuple(replace(stage, layers=layers) for stage in plan.stages),
-        model=replace(plan.model, tied_embeddings=False),
-    )
-    check_plan(plan)
-    return plan
-
-
-def with_shares(plan: Plan) -> Plan:
-    """The last stage has two replicas, one of which keeps more."""
-    *rest, last = plan.stages
-    n = plan.world_size
-    two = tuple(Replica((n - 1 + i,), tuple(range(i, 8, 2)), state_share=1.0 + i) for i in range(2))
-    return replace(plan, stages=(*rest, replace(last, replicas=two)))
-
-
-def mixed(plan: Plan, shares: tuple[float, float] = (1.0, 1.0)) -> Plan:
-    """The last stage has replicas of TP 1 and 2."""
-    *rest, last = plan.stages
-    n = plan.world_size
-    one, other = shares
-    two = (
-        Replica((n - 1,), tuple(range(0, 8, 2)), state_share=one),
-        Replica((n, n + 1), tuple(range(1, 8, 2)), state_share=other),
-    )
-    return replace(plan, stages=(*rest, replace(last, replicas=two)))
-
-
-def tied(plan: Plan) -> Plan:
-    return replace(plan, model=replace(plan.model, tied_embeddings=True))
-
-
-WINDOW = {"window": True}
-REFUSED = [
-    (scheduled("zb-v"), r"layers = \[1\]: .*schedule zb-v has 2 in every stage"),
-    (scheduled("zb-h1", chunks=2), r"layers = \[2\]: .*schedule zb-h1 has 1 in every stage"),
-    (tied(scheduled("zb-v", stages=1, chunks=2)), "tied_embeddings.*single stage"),
-    (scheduled("waltz"), r"schedule\.name = 'waltz'.*no such schedule"),
-    (scheduled("1f1b", zero_stage=3), r"parameters\.zero_stage = 3: schedule 1f1b has no such parameter"),
-    (scheduled("slimpipe", slices=4, exchange_unit=2), "no such parameter. Did you mean exchange_units[?]"),
-    (
-        scheduled("1f1b", vocabulry=True),
-        "Did you mean vocabulary[?] .* slack, order, depths, vocabulary, vocabulary_shares, offload_activations",
-    ),
-    (scheduled("gpipe", update="undo"), "gpipe has no such parameter. Schedules that have it: ministage"),
-    (scheduled("1f1b", slack=None), r"parameters\.slack = None: must be a number"),
-    (scheduled("1f1b", slack=float("nan")), r"parameters\.slack = nan: must be a number"),
-    (scheduled("1f1b", depths=[1, 2]), r"parameters\.depths = \[1, 2\]: must be a list of 1 whole numbers"),
-    (scheduled("1f1b", depths=[0]), r"parameters\.depths = \[0\]: must be a list of 1 whole numbers"),
-    (scheduled("1f1b", depths="2"), r"parameters\.depths = '2': must be a list of 1 whole numbers"),
-    (scheduled("interleaved", depths=[1]), "interleaved has no such parameter"),
-    (scheduled("interleaved", chunks=2, group="all"), r"parameters\.group = 'all': must be a whole number"),
-    (with_shares(scheduled("1f1b")), "state_share.*need a parameter window"),
-    (replace(scheduled("ministage", chunks=2, **WINDOW), training=TrainingShape(1, 8)), "distributed_optimizer"),
-    (
-        mixed(scheduled("ministage", chunks=2, **WINDOW), shares=(1.0, 0.0)),
-        r"state_share = \[1.0, 0.0\]: nobody keeps the state of the replicas of TP 2",
-    ),
-    (
-        tied(scheduled("ministage", chunks=2, **WINDOW, update="per-ministage")),
-        "update = 'per-ministage': the copies of tied embeddings",
-    ),
-    (
-        scheduled("ministage", chunks=2, **WINDOW, vocabulary=True, keep_at_turn=False),
-        "keep_at_turn = False: parts of the output layer run between",
-    ),
-    (
-        scheduled("ministage", chunks=2, **WINDOW, vocabulary=True, per_microbatch=True),
-        "per_microbatch = True: parts of the output layer run between",
-    ),
-    (
-        tied(scheduled("ministage", chunks=2, **WINDOW, vocabulary=True)),
-        "tied_embeddings = True: with a parameter window and .* first ministage",
-    ),
-    (tied(scheduled("interleaved", stages=1, chunks=2)), "tied_embeddings.*single stage"),
-    (scheduled("slimpipe", slices=1), "fewer slices than the 2 stages"),
-    (scheduled("slimpipe", slices="x"), "needs a number of slices"),
-    (scheduled("1f1b", offload_activations=None), "a share above 0"),
-    (
-        replace(
-            scheduled("1f1b"), stages=(Stage((1, 1), scheduled("1f1b").stages[0].replicas), scheduled("1f1b").stages[1])
-        ),
-        "the same number of chunks",
-    ),
-]
-
-
-@pytest.mark.parametrize(("plan", "reason"), REFUSED)
-def test_refused_for_the_plan_alone(plan: Plan, reason: str) -> None:
-    with pytest.raises(PlanError, match=reason):
-        check_plan_alone(plan)
-
-
-FITTING = {
-    "data-parallel": {"stages": 1},
-    "gpipe": {},
-    "1f1b": {"slack": 0, "depths": [2]},
-    "interleaved": {"chunks": 2, "group": 4},
-    "slimpipe": {"slices": 4},
-    "ministage": {"chunks": 2, "window": True, "offload": True, "offload_activations": 1.0},
-    "seq1f1b": {"slices": 2},
-    "terapipe": {"slices": 2, "vocabulary": True},
-    "zb-h1": {},
-    "zb-v": {"chunks": 2},
-    "v-half": {"chunks": 2},
-}
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-def test_every_schedule_that_a_plan_may_have_is_built(name: str) -> None:
-    assert name in runnable_schedules()
-    plan = scheduled(name, **FITTING[name])
-    check_plan_alone(plan)
-    build(plan)
-
-
-def test_a_schedule_that_nobody_executes_is_called_simulated_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ZeroBubble, "runs", ())
-    runnable_schedules.cache_clear()
-    try:
-        with pytest.raises(PlanError, match="'zb-v'.*simulated but not executed"):
-            check_plan_alone(scheduled("zb-v", chunks=2))
-    finally:
-        runnable_schedules.cache_clear()
-
-
-def test_the_plan_is_checked_without_torch() -> None:
-    code = "import sys, megatron_het.features.plan_checks; assert not {'torch', 'megatron.core'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_start_checks_the_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,139 @@
+"""A replayed trace against a real job: ``python -m benchmarks.replay --json OUT``.
+
+A first job measures what the simulation is given: the seconds of an iteration with 4, 3 and 2 nodes, the pauses of a
+join, a death and a leave, and how long a new node starts.  Then a job over gloo on this machine meets a random trace:
+workers are killed, nodes leave on notice, nodes come.  ``replay`` goes through the same trace.
+
+Keys, by trace in ``traces``: ``iterations``, those that count at the trace's end in the real job; ``simulated``, the
+same of the replay; ``error``, relative; ``trace``, times and nodes.  ``worst_error`` is the largest (at most 0.10).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.elastic import Changed, ElasticJob, Lines, change_pool
+from benchmarks.machine import machine
+from tools.planner.replay.policies import Costs, run_elastic
+from tools.planner.replay.trace import Change, Trace
+
+_FIRST, _MOST, _FEWEST = 3, 4, 2
+_BETWEEN = 12
+"""Iterations that are timed with every pool."""
+
+
+def random_trace(seed: int, changes: int, apart_s: tuple[float, float]) -> Trace:
+    """Starts with three nodes; two to four are there at any time.
+
+    Args:
+        seed: Of the random numbers.
+        changes: How many there are.
+        apart_s: Least and most seconds between two of them.
+    """
+    rng = random.Random(seed)
+    found, now_s, nodes = [Change(0.0, (_FIRST,))], 0.0, _FIRST
+    for _ in range(changes):
+        now_s += rng.uniform(*apart_s)
+        nodes += 1 if nodes == _FEWEST else -1 if nodes == _MOST else rng.choice((-1, 1))
+        found.append(Change(now_s, (nodes,), notice=rng.random() < 0.5))
+    return Trace(tuple(found), now_s + rng.uniform(*apart_s))
+
+
+def iteration_times(found: Changed) -> dict[int, float]:
+    """Seconds of an iteration by nodes, from the job that measures: 3, 4, 3 and 2 nodes."""
+    ends = [entry["planned"] for entry in found.history[1:]] + [float("inf")]
+    gaps: dict[int, list[float]] = {}
+    for nodes, first_s, last_s in zip((3, 4, 3, 2), [0.0, *ends], ends, strict=False):
+        times = [when for when, _ in found.lines if first_s < when < last_s][1:]
+        gaps.setdefault(nodes, []).extend(b - a for a, b in itertools.pairwise(times))
+    return {nodes: statistics.mean(values) for nodes, values in gaps.items()}
+
+
+def costs_of(found: Changed) -> Costs:
+    """What changes cost in the job that measures."""
+    join_s, death_s, leave_s = (max(0.0, found.pauses()[kind]["whole"]) for kind in ("join", "death", "leave"))
+    start_s = found.history[1]["seen"] - found.events[0][1]
+    return Costs(join_s=join_s, death_s=death_s, leave_s=leave_s, start_s=start_s)
+
+
+def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float]:
+    """A real job under a trace; what it logged, and when its first iteration began.  It is killed at the end."""
+    names = [f"n{i}" for i in range(100)]
+    with ElasticJob(folder, 100_000, "1") as job:
+        job.until(lambda: job.has_logged(3), "the first iterations")
+        (first_s, _), (second_s, _) = job.lines()[1:3]
+        start_s = first_s - (second_s - first_s)  # the first iteration warms up, and does not count
+        live, nodes = ["a", "b", "c"], _FIRST
+        for change in trace.changes[1:]:
+            time.sleep(max(0.0, start_s + change.time_s - time.time()))
+            if change.pool[0] > nodes:
+                live.append(names.pop(0))
+                job.start(live[-1])
+            else:
+                name = live.pop(1)
+                job.notify(name) if change.notice else job.kill_worker(name)
+            nodes = change.pool[0]
+        time.sleep(max(0.0, start_s + trace.end_s - time.time()))
+        return job.lines(), start_s
+
+
+def compare(folder: Path, seed: int, options: Any) -> dict[str, Any]:
+    """One trace, real and simulated."""
+    measured = change_pool(folder / "measured", 5 * _BETWEEN, _BETWEEN)
+    times, costs = iteration_times(measured), costs_of(measured)
+    trace = random_trace(seed, options.changes, (options.apart_s, 2 * options.apart_s))
+    lines, start_s = run_trace(folder / "real", trace)
+    counted = [number for when, number in lines if start_s < when <= start_s + trace.end_s]
+    real = counted[-1] - counted[0] + 1  # what was lost is done again
+    course = run_elastic(trace, lambda pool: times[pool[0]], costs)
+    return {
+        "iterations": real,
+        "simulated": course.iterations,
+        "error": course.iterations / real - 1.0,
+        "iteration_s": times,
+        "costs": asdict(costs),
+        "trace": [[change.time_s, change.pool[0], change.notice] for change in trace.changes],
+        "end_s": trace.end_s,
+        "changes": course.changes,
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--seed", type=int, nargs="+", default=[1, 2], help="of the traces (default 1 2)")
+    parser.add_argument("--changes", type=int, default=5, help="in a trace (default 5)")
+    parser.add_argument(
+        "--apart-s", type=float, default=20.0, help="least time between two (default 20), twice at most"
+    )
+    parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
+    options = parser.parse_args()
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="replay-"))
+    traces = {str(seed): compare(folder / str(seed), seed, options) for seed in options.seed}
+    document = {
+        "machine": machine(),
+        "load_average": os.getloadavg()[0],
+        "worst_error": max(abs(trace["error"]) for trace in traces.values()),
+        "traces": traces,
+    }
+    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    if options.keep is None:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
