@@ -3,7 +3,7 @@
 Pairs are those of ``combination_cases.PARAMETERS``.  A pair is refused where the checks of the start refuse the
 smallest plan that has it.  All other pairs are trained, many in one plan, against stock Megatron in one process
 (``parity.py``), and triples come with them.  ``--check`` stops before the training, ``--markdown FILE`` writes the
-table.
+table.  ``--part`` and ``--only`` train some of the plans; ``--add`` puts the results of such runs together.
 
 Keys: ``pairs``; ``refused_pairs``, with the reason of each; ``of_two_schedules``, pairs of which one is a part of
 another schedule; ``plans`` that were trained, ``triples`` in them; ``failed``, names of plans that ended with an error
@@ -13,6 +13,7 @@ or are further than 1e-5 from one process (bf16: losses 1e-3, gradients and norm
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import itertools
 import json
 import math
@@ -133,6 +134,25 @@ def failures(entries: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
+def added(files: Sequence[Path], seed: int, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
+    """What earlier runs found of the plans, by name; of a plan that is in several files, what the last one says.
+
+    Raises:
+        SystemExit: A run with another seed, or of other plans.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    rows = {case.name: json.loads(json.dumps(case.chosen)) for case in cases}
+    for file in files:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        if report["seed"] != seed:
+            raise SystemExit(f"--add {file}: of seed {report['seed']}, and this run has {seed}")
+        other = [entry["name"] for entry in report["cases"] if rows.get(entry["name"]) != entry["chosen"]]
+        if other:
+            raise SystemExit(f"--add {file}: {', '.join(other)} are other plans now; train them again")
+        found |= {entry["name"]: entry for entry in report["cases"]}
+    return found
+
+
 def markdown(refused: dict[Pair, str]) -> str:
     """The table: which features go together, and why the others do not."""
     reasons = sorted(set(map(_reason, refused.values())))
@@ -181,6 +201,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of layers, routing and of which features a plan has")
     parser.add_argument("--check", action="store_true", help="look for refused pairs, and train nothing")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="train the I-th of N parts of the plans")
+    parser.add_argument("--only", metavar="NAME", default="*", help="plans by name; * stands for anything")
+    parser.add_argument(
+        "--add", type=Path, nargs="+", default=[], metavar="JSON", help="results of earlier runs with this seed"
+    )
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
     parser.add_argument("--markdown", type=Path, help="where to write the table")
     options = parser.parse_args()
@@ -190,10 +214,13 @@ def main() -> int:
         refused = refusals(wanted, options.seed, folder / "pairs")
         cases = trained_cases(wanted, set(refused), options.seed, folder)
         index, parts = map(int, options.part.split("/"))
-        chosen = [] if options.check else cases[index - 1 :: parts]
+        chosen = [case for case in cases[index - 1 :: parts] if fnmatch.fnmatchcase(case.name, options.only)]
+        chosen = [] if options.check else chosen
+        earlier = added(options.add, options.seed, cases)
         entries = measure(chosen, folder / "runs", options.at_once) if chosen else []
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    entries = sorted((earlier | {entry["name"]: entry for entry in entries}).values(), key=lambda e: str(e["name"]))
     triples = {frozenset(t) for case in cases for t in itertools.combinations(_chosen(case), 3)}
     report = {
         "pairs": len(wanted),

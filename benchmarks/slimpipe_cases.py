@@ -88,6 +88,25 @@ _UNEVEN: dict[str, dict[str, Any]] = {
         "vocabulary": True,
     },
 }
+_UNEQUAL: dict[str, dict[str, Any]] = {
+    "exchange-p2-unequal": {
+        "exchange": {**_ON, "exchange_attention": [1, 3], "exchange_rest": [4, 9]},
+        "uneven": True,
+        "slices": 8,
+        "microbatches": 3,
+    },
+    "exchange-p4-v2-unequal-all": {
+        "exchange": {**_ALL, "exchange_attention": [2, 5, 3, 9], "exchange_rest": [7, 7, 20, 15, 9, 9, 30, 40]},
+        "stages": 4,
+        "chunks": 2,
+        "uneven": True,
+        "layers": 9,
+        "slices": 8,
+        "vocabulary": True,
+        "distributed_optimizer": True,
+    },
+}
+"""Devices of different speed: the exchange makes slots short (``schedule/leveling.py``)."""
 _MEETING: dict[str, dict[str, Any]] = {
     "exchange-p2-n2-idle-vocabulary": {
         "exchange": {**_ON, "exchange_units": 1, "exchange_idle": True},
@@ -243,7 +262,7 @@ def slimpipe_cases(seed: int, quick: bool) -> list[SlicedCase]:
         cases.append(sliced_case({**PLAIN, **row}, name, rng))
     for i in range(_RANDOM_SHARED):
         cases.append(sliced_case(_random_shared_row(rng), f"random-shared-{i}", rng))
-    cases += [sliced_case({**PLAIN, **row}, name, rng) for name, row in {**_UNEVEN, **_MEETING}.items()]
+    cases += [sliced_case({**PLAIN, **row}, name, rng) for name, row in {**_UNEVEN, **_MEETING, **_UNEQUAL}.items()]
     return cases[3::4] if quick else cases
 
 

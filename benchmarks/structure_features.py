@@ -32,9 +32,10 @@ FEATURES = {
             "megatron_het.context_exchange",
             "megatron_het.attention.context_exchange",
             "megatron_het.schedule.exchange",
+            "megatron_het.schedule.leveling",
             "megatron_het.schedule.passes.exchange",
         ),
-        r"(het_)?context_exchange|exchange_(units|keep|idle|plan)|add_exchange|kv_(send|recv)"
+        r"(het_)?context_exchange|exchange_(units|keep|idle|plan|attention|rest)|add_exchange|kv_(send|recv)"
         r"|attend_(give|help|merge)(_backward)?",
     ),
     "split vocabulary": Feature(

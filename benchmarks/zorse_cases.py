@@ -19,7 +19,6 @@ from typing import Any
 from benchmarks.cases import STEPS, Case, build_plan, common_flags
 from benchmarks.lab import Lab
 from benchmarks.runner import Job, Runner
-from benchmarks.zorse_clipping import Groups, groups_of
 from benchmarks.zorse_rows import CLIPS, MORE, NO_WINDOW, ROWS, Row
 from megatron_het.plan import Plan, ScheduleSpec
 
@@ -146,15 +145,14 @@ class MinistageLab(Lab):
     def reference(self, case: Case) -> Path:
         """As in a lab, with a checkpoint after the last step; clipped by ministages where the case is."""
         weights, clip, extra = case.reference
-        groups = clipping_groups(case)
-        stages = len(case.plan.stages) if case.plan.schedule.parameters.get("vocabulary") else 0
-        key = (*case.reference, str(groups), stages if groups else 0)
+        plan = clipping_plan(case)
+        key = (*case.reference, str(plan))
         if key not in self._saved:
             folder = self.folder / f"one-saved-{len(self._saved)}-{weights}-{clip}"
             flags = (*common_flags(weights, clip, extra), *self.start_flags(weights, extra), *_saving(folder))
             setup: tuple[str, Row] = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
-            if groups is not None:
-                options = {"out": str(folder), "groups": groups, "stages": stages}
+            if plan is not None:
+                options = {"out": str(folder), "plan": plan}
                 setup = ("benchmarks.zorse_clipping:observe_clipping_groups", options)
             self.runner.run(Job(folder.name, 1, flags, folder, timeout_s=600, setup=setup))
             self._saved[key] = folder
@@ -191,10 +189,10 @@ class MinistageLab(Lab):
         return float(json.loads(out.read_text(encoding="utf-8"))["difference"])
 
 
-def clipping_groups(case: Case) -> Groups | None:
-    """Layers of the ministages by whose norms the case's gradients are clipped; None for the global norm."""
+def clipping_plan(case: Case) -> Row | None:
+    """The plan whose ministages' norms clip the case's gradients, as JSON values; None for the global norm."""
     by_ministage = case.chosen.get("window", {}).get("update") == "per-ministage"
-    return groups_of(case.plan) if by_ministage and case.clip > 0 else None
+    return case.plan.to_json() if by_ministage and case.clip > 0 else None
 
 
 def keeps_gradients(case: Case) -> bool:

@@ -8,13 +8,16 @@ stage has rows of the embeddings in its first ministage, and of the output layer
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import Plan
+from megatron_het.plan.rows import stage_rows
 
+Row = dict[str, Any]
 Groups = list[list[int]]
 """Layers of the model by group, in the order in which a microbatch passes the ministages."""
 
@@ -43,23 +46,24 @@ def group_of(name: str, groups: Groups) -> int:
     return 0 if "embedding" in parts else len(groups) - 1
 
 
-def rows_of(name: str, total: int, groups: Groups, stages: int) -> list[tuple[int, int, int]]:
-    """(group, first row, end) of a parameter's rows, with a vocabulary that is split equally over the stages.
+def rows_of(name: str, total: int, plan: Plan) -> list[tuple[int, int, int]]:
+    """(group, first row, end) of a parameter's rows; with a split vocabulary every stage has its share of some.
 
     Args:
         name: Of the parameter in the one-process model.
         total: Its rows.
-        groups: Of the plan.
-        stages: That share the vocabulary; 0 where it is not split.
+        plan: Its ministages are the groups.
     """
+    groups, stages = groups_of(plan), len(plan.stages)
     is_word, is_output = name.endswith("word_embeddings.weight"), name == "output_layer.weight"
-    if not stages or not (is_word or is_output):
+    if not plan.schedule.parameters.get("vocabulary") or not (is_word or is_output):
         return [(group_of(name, groups), 0, total)]
     first = 0 if is_word else len(groups) - stages
-    return [(first + s, s * total // stages, (s + 1) * total // stages) for s in range(stages)]
+    ends = list(itertools.accumulate(stage_rows(plan, total)))
+    return [(first + s, start, end) for s, (start, end) in enumerate(zip([0, *ends], ends))]
 
 
-def observe_clipping_groups(*, rank: int, out: str, groups: Groups, stages: int = 0) -> None:
+def observe_clipping_groups(*, rank: int, out: str, plan: Row) -> None:
     """Setup of the reference: observe as always, and clip every group by its own norm."""
     from megatron.core.optimizer import optimizer
     from megatron.training import training
@@ -67,7 +71,7 @@ def observe_clipping_groups(*, rank: int, out: str, groups: Groups, stages: int 
     from benchmarks.probe import observe
 
     observe(rank=rank, out=out, gradients=True)
-    clipper = _Clipper(groups, stages, Path(out) / "clipping.json")
+    clipper = _Clipper(Plan.from_json(plan), Path(out) / "clipping.json")
     setup = training.setup_model_and_optimizer
 
     @functools.wraps(setup)
@@ -81,10 +85,9 @@ def observe_clipping_groups(*, rank: int, out: str, groups: Groups, stages: int 
 
 
 class _Clipper:
-    def __init__(self, groups: Groups, stages: int, path: Path) -> None:
-        self._groups, self._stages = groups, stages
-        self._path = path
-        self._members: list[list[tuple[Any, int, int]]] = [[] for _ in groups]
+    def __init__(self, plan: Plan, path: Path) -> None:
+        self._plan, self._path = plan, path
+        self._members: list[list[tuple[Any, int, int]]] = [[] for _ in groups_of(plan)]
         self._clipped: list[list[bool]] = []
 
     def learn(self, model: Any) -> None:
@@ -93,7 +96,7 @@ class _Clipper:
         for name, parameter in _named_parameters(model):
             # In bf16 what is clipped are the gradients of the optimizer's copies.
             stepped = getattr(parameter, "main_param", parameter)
-            for group, first, end in rows_of(name, parameter.shape[0], self._groups, self._stages):
+            for group, first, end in rows_of(name, parameter.shape[0], self._plan):
                 self._members[group].append((stepped, first, end))
 
     def clip(self, parameters: Any, max_norm: float, *_unused: Any, **_ignored: Any) -> None:

@@ -11,12 +11,37 @@ from megatron_het.features.slices import SLICED_SCHEDULES, not_sliced, rank_toke
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.exchange import exchanged_layers
-from megatron_het.schedule.ir import Program
+from megatron_het.schedule.ir import Program, Shape
+from megatron_het.schedule.leveling import PassCosts
 from megatron_het.schedule.passes.exchange import add_exchange
 
 _SWITCH = "--het-context-exchange"
 _TRUE_OR_FALSE = "must be true or false"
 _PLANNED = "it is planned before the training, for slices that attend to all before them"
+
+ATTENTION, REST = "exchange_attention", "exchange_rest"
+"""Of the plan's schedule: what passes take, for an exchange between unequal devices."""
+_MOST_TIME = 1_000_000_000
+
+
+def _replicas(plan: Plan) -> int:
+    return sum(len(stage.replicas) for stage in plan.stages)
+
+
+def _chunks(plan: Plan) -> int:
+    return sum(len(stage.replicas) * len(stage.layers) for stage in plan.stages)
+
+
+def _are_times(value: list[Any], count: int) -> bool:
+    is_whole = all(isinstance(time, int) and not isinstance(time, bool) for time in value)
+    return len(value) == count and is_whole and all(1 <= time <= _MOST_TIME for time in value)
+
+
+def _times_problem(count: int, each: str, what: str) -> str:
+    return (
+        f"must be a list of {count} whole numbers, one per {each}, each of 1 to {_MOST_TIME}: what {what} takes there, "
+        "in any unit of time"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +53,9 @@ class ExchangeOptions:
         keep: Keys and values stay at the helper until their microbatch is done, instead of being sent
             again for every pass.
         idle: Devices without a pass of their own in a slot help too.
+        attention: What the attention of one layer and slice to the keys and values of one slice takes on each
+            replica, stage by stage, in any unit of time; none where all take as long.
+        rest: What everything else of a slice's pass takes, of every chunk of every replica; of as many layers each.
     """
 
     units: int = option(
@@ -55,6 +83,22 @@ class ExchangeOptions:
         help="stages that wait for work at the start and the end of an iteration attend for others too",
         problem=_TRUE_OR_FALSE,
     )
+    attention: tuple[int, ...] = option(
+        ATTENTION,
+        (),
+        accepts=lambda value, plan: _are_times(value, _replicas(plan)),
+        problem=lambda plan: _times_problem(_replicas(plan), "replica, stage by stage", "attention to one slice"),
+    )
+    rest: tuple[int, ...] = option(
+        REST,
+        (),
+        accepts=lambda value, plan: _are_times(value, _chunks(plan)),
+        problem=lambda plan: _times_problem(_chunks(plan), "chunk of every replica", "a pass without attention"),
+    )
+
+    def costs(self, shape: Shape) -> PassCosts | None:
+        """What passes take, where the plan says so."""
+        return PassCosts.of(shape, self.attention, self.rest) if self.attention else None
 
 
 class ContextExchange(Feature):
@@ -104,6 +148,14 @@ class ContextExchange(Feature):
 
     def check_plan(self, plan: Plan, options: ExchangeOptions) -> None:
         """Refuse stages that cannot attend for each other."""
+        if bool(options.attention) != bool(options.rest):
+            given, other = (ATTENTION, REST) if options.attention else (REST, ATTENTION)
+            raise PlanError(
+                f"schedule.parameters.{given}",
+                plan.schedule.parameters[given],
+                f"says nothing without {other}: the exchange weighs both against each other",
+                f"Give {other} as well",
+            )
         if exchanged_layers([stage.layers for stage in plan.stages]) == 0:
             raise PlanError(
                 _SWITCH,
@@ -115,7 +167,8 @@ class ContextExchange(Feature):
 
     def before_transfers(self, program: Program, options: ExchangeOptions, speeds: Sequence[float] | None) -> Program:
         """The program in which devices attend for each other."""
-        return add_exchange(program, units=options.units, keep=options.keep, helping=options.idle)
+        costs = options.costs(program.shape)
+        return add_exchange(program, units=options.units, keep=options.keep, helping=options.idle, costs=costs)
 
     def price(self, costs: Costs, options: ExchangeOptions, program: Program, figures: Figures) -> Costs:
         """Attention apart from the rest of a layer, and what travels for it."""

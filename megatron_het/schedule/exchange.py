@@ -8,6 +8,7 @@ and some keys and values to one with less, in units of ``1/units`` of a slice.
 The paper pairs devices one to one and moves whole slices.  Here several devices may give to one, because
 pairs cannot keep the promised difference of one slice where two microbatches meet, and units may be smaller
 than a slice, because whole slices leave about 1/(slices + 1) of bubble for an even number of devices.
+Where devices differ in speed or in layers, what passes take decides, not units (``leveling.py``).
 Given away are always the earliest keys and values: they need no mask and can be sent ahead of time
 ("early key-value exchange", section 5).
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from megatron_het.schedule.generators.listing import require
 from megatron_het.schedule.ir import Op, Program
+from megatron_het.schedule.leveling import PassCosts, level
 from megatron_het.schedule.slots import aligned_slots
 
 
@@ -190,6 +192,7 @@ def plan_exchange(
     keep: bool = False,
     diagonal: bool = False,
     pairs: bool = False,
+    costs: PassCosts | None = None,
 ) -> ExchangePlan:
     """Plans the exchange of a SlimPipe (or TeraPipe) compute order.
 
@@ -201,12 +204,16 @@ def plan_exchange(
             send only what is new.  Costs memory there, saves most of the traffic.
         pairs: one-to-one and in whole slices, as in the paper, for comparison.
         diagonal: a slice's own keys and values may be given away too (the helper then needs a mask).
+        costs: what passes take: slots become as short as possible, where otherwise units become equal.
 
     Raises:
-        ValueError: microbatches that change between replicas, units below 1, or passes that are not aligned.
+        ValueError: microbatches that change between replicas, units below 1, passes that are not aligned, or costs
+            together with ``pairs`` or ``diagonal``.
     """
     require("exchange", units >= 1, f"units = {units}: must be at least 1")
+    require("exchange", costs is None or not (pairs or diagonal), "costs are not for pairs or own keys")
     devices = range(len(program.ops))
+    exchanged = exchanged_layers(program.shape.layers)
     kept: dict[tuple[int, int, int, int], set[int]] = {}
     slots = []
     for index, backward, passes in aligned_slots(program):
@@ -216,7 +223,12 @@ def plan_exchange(
         moves: list[Move] = []
         given: dict[int, int] = {}
         after = dict(loads)
-        for owner, helper, amount in pair_up(loads, floors, units) if pairs else rebalance(loads, floors):
+        if costs is not None:
+            times = costs.times(program.shape, passes, exchanged, units)
+            agreed = level({d: loads[d] - floors[d] for d in loads}, times)
+        else:
+            agreed = pair_up(loads, floors, units) if pairs else rebalance(loads, floors)
+        for owner, helper, amount in agreed:
             op, start = passes[owner], given.get(owner, 0)
             given[owner] = start + amount
             after[owner] -= amount

@@ -48,6 +48,19 @@ ROWS: dict[str, dict[str, Any]] = {
         "layers": 5,
         "slices": 8,
     },
+    "exchange-unequal-devices": {
+        "exchange": {
+            **_EXCHANGE,
+            "exchange_idle": True,
+            "exchange_keep": True,
+            "exchange_attention": [1, 1, 4, 3],
+            "exchange_rest": [9, 9, 30, 25],
+        },
+        "uneven": True,
+        "layers": 5,
+        "slices": 8,
+        "microbatches": 4,
+    },
     "context-parallel": {"schedule": "1f1b", "slices": 1, "cp": 2, "uneven": True},
     "context-parallel-slices-exchange": {
         "exchange": _EXCHANGE,

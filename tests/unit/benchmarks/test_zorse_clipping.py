@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.zorse_clipping import group_of, groups_of, rows_of
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 
@@ -32,8 +34,13 @@ def test_embeddings_are_in_the_first_and_the_output_layer_in_the_last_group() ->
 
 
 def test_rows_of_a_split_vocabulary_are_in_the_ministages_of_their_stages() -> None:
-    groups = [[0, 1], [2], [3], []]
-    assert rows_of("embedding.word_embeddings.weight", 8, groups, 2) == [(0, 0, 4), (1, 4, 8)]
-    assert rows_of("output_layer.weight", 8, groups, 2) == [(2, 0, 4), (3, 4, 8)]
-    assert rows_of("output_layer.weight", 8, groups, 0) == [(3, 0, 8)]
-    assert rows_of("decoder.layers.2.mlp.linear_fc1.weight", 8, groups, 2) == [(1, 0, 8)]
+    whole = plan((2, 1), (1, 0))
+
+    def split(**shares: list[int]) -> Plan:
+        return replace(whole, schedule=ScheduleSpec("ministage", {"vocabulary": True, **shares}))
+
+    assert rows_of("embedding.word_embeddings.weight", 8, split()) == [(0, 0, 4), (1, 4, 8)]
+    assert rows_of("output_layer.weight", 8, split()) == [(2, 0, 4), (3, 4, 8)]
+    assert rows_of("output_layer.weight", 8, split(vocabulary_shares=[3, 1])) == [(2, 0, 6), (3, 6, 8)]
+    assert rows_of("output_layer.weight", 8, whole) == [(3, 0, 8)]
+    assert rows_of("decoder.layers.2.mlp.linear_fc1.weight", 8, split()) == [(1, 0, 8)]

@@ -45,9 +45,12 @@ def plan_of(schedule: str, parameters: dict[str, Any], stages: int = 2, chunks: 
     return Plan(model, training, tuple(made), ScheduleSpec(schedule, parameters))
 
 
-def _values(kind: type, choices: tuple[str, ...]) -> st.SearchStrategy[Any]:
+def _values(kind: type, choices: tuple[str, ...], counts: tuple[int, ...]) -> st.SearchStrategy[Any]:
+    """Of a parameter; lists have a number per stage, replica or chunk (``counts``)."""
     if choices:
         return st.sampled_from(choices)
+    if kind is list:
+        return st.sampled_from(counts).flatmap(lambda n: st.lists(st.integers(1, 9), min_size=n, max_size=n))
     if kind is bool:
         return st.booleans()
     return st.integers(1, 4) if kind is int else st.sampled_from((0.25, 0.5, 1.0))
@@ -57,7 +60,11 @@ def _values(kind: type, choices: tuple[str, ...]) -> st.SearchStrategy[Any]:
 def plans(draw: st.DrawFn) -> Plan:
     """Any schedule with any features; about half of what they say is refused."""
     name = draw(st.sampled_from(runnable_schedules()))
-    stages, parameters = draw(st.integers(1, 3)), {}
+    parameters: dict[str, Any] = {}
+    stages = draw(st.integers(1, 3))
+    chunks = draw(st.sampled_from((1, 2, 2))) if name not in ("1f1b", "gpipe", "zb-h1") else 1
+    widths = tuple(draw(st.integers(1, 2)) for _ in range(stages))
+    counts = stages, sum(widths), sum(widths) * chunks
     for feature in FEATURES:
         if not feature.goes_with(name) or not draw(st.booleans()):
             continue
@@ -65,8 +72,7 @@ def plans(draw: st.DrawFn) -> Plan:
             if option is feature.switch:
                 parameters[option.parameter] = True
             elif option.parameter != "slices" and draw(st.booleans()):
-                parameters[option.parameter] = draw(_values(option.kind, option.choices))
-    chunks = draw(st.sampled_from((1, 2, 2))) if name not in ("1f1b", "gpipe", "zb-h1") else 1
+                parameters[option.parameter] = draw(_values(option.kind, option.choices, counts))
     if name in ("seq1f1b", "slimpipe", "terapipe"):
         parameters["slices"] = stages * draw(st.integers(1, 2))
     alike = draw(st.integers(1, 2))
@@ -75,7 +81,7 @@ def plans(draw: st.DrawFn) -> Plan:
         parameters,
         stages,
         chunks,
-        widths=tuple(draw(st.integers(1, 2)) for _ in range(stages)),
+        widths=widths,
         sizes=tuple(draw(st.sampled_from((alike, alike, alike, 1, 2))) for _ in range(stages)),
         cp=draw(st.sampled_from((1, 1, 2))),
         sequence_parallel=draw(st.booleans()),

@@ -84,6 +84,11 @@ EMPTY_CHUNK = replace(plan(PP4), stages=tuple(replace(s, layers=(n,)) for s, n i
         (plan(PP4), {"exchange_keep": True}, "exchange_keep = True: there is no context exchange"),
         (plan(PP4), {"context_exchange": True, "exchange_units": 3}, "--het-exchange-units = 3.*16 tokens of a slice"),
         (plan(PP4), {"context_exchange": True, "exchange_units": 0}, "whole number"),
+        (plan(PP4), {"exchange_attention": [1] * 4}, "exchange_attention.*there is no context exchange"),
+        (plan(PP4), {"context_exchange": True, "exchange_attention": [1] * 3}, "list of 4 whole.*one per replica"),
+        (plan(PP4), {"context_exchange": True, "exchange_attention": [1, 2, 0, 4]}, "each of 1 to 1000000000"),
+        (plan(PP4), {"context_exchange": True, "exchange_rest": [1, 2, True, 4]}, "list of 4 whole.*per chunk"),
+        (plan(PP4), {"context_exchange": True, "exchange_rest": [1] * 4}, "says nothing without exchange_attention"),
         (EMPTY_CHUNK, {"context_exchange": True}, "a chunk has no layers.*layer by layer"),
     ],
 )

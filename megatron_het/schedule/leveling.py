@@ -1,0 +1,99 @@
+"""The context exchange as the balancer of unequal devices (beyond SlimPipe, which has equal ones).
+
+The exchange evens out how many units of attention the devices of a slot have (``exchange.rebalance``).  Where
+devices differ in speed or in layers, equal units are not equal times.  With :class:`PassCosts` the slowest pass of a
+slot gives units to the device that would end first, as long as that ends the slot earlier.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_het.schedule.ir import Op, Shape
+
+Move = tuple[int, int, int]
+"""(giver, taker, units)"""
+_DIAGONAL_HALVES = 1
+"""A slice's attention to itself takes half as long as to another slice: kernels skip what is masked."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """What passes take, in any unit of time that is the same for all; backwards take as many times as long.
+
+    Attributes:
+        attention: By device, the attention of one layer and slice to the keys and values of one slice.
+        rest: By device and chunk, everything else of a pass of one slice.
+    """
+
+    attention: tuple[int, ...]
+    rest: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, shape: Shape, attention: Sequence[int], rest: Sequence[int]) -> "PassCosts":
+        """From flat lists.
+
+        Args:
+            shape: Of the program.
+            attention: One figure per device.
+            rest: One figure per chunk of every device, those of a device side by side.
+
+        Raises:
+            ValueError: The lists do not fit the shape.
+        """
+        chunks = [len(shape.layers[device.stage]) for device in shape.devices]
+        if len(attention) != len(chunks) or len(rest) != sum(chunks):
+            raise ValueError(
+                f"{len(attention)} figures of attention and {len(rest)} of the rest of a pass, for "
+                f"{len(chunks)} devices with {sum(chunks)} chunks"
+            )
+        left = iter(rest)
+        return cls(tuple(attention), tuple(tuple(next(left) for _ in range(count)) for count in chunks))
+
+    def times(self, shape: Shape, passes: Mapping[int, Op], exchanged: int, units: int) -> dict[int, tuple[int, int]]:
+        """Of every device: what it takes without attention that can be given away, and one unit of that.
+
+        Args:
+            shape: Of the program.
+            passes: The pass of each device that has one in the slot; the others are idle.
+            exchanged: Layers of a chunk in which attention is exchanged.
+            units: Exchange units per slice.
+
+        Returns:
+            Both in units of time of ``1 / (2 units)``, so that they are whole numbers.
+        """
+        found = {}
+        for device, attention in enumerate(self.attention):
+            fixed = 0
+            if device in passes:
+                op = passes[device]
+                layers = shape.layers[shape.devices[device].stage][op.chunk]
+                halves = 2 * (layers - exchanged) * op.slice + _DIAGONAL_HALVES * layers
+                fixed = units * (2 * self.rest[device][op.chunk] + halves * attention)
+            found[device] = fixed, 2 * exchanged * attention
+        return found
+
+
+def level(loads: Mapping[int, int], times: Mapping[int, tuple[int, int]]) -> list[Move]:
+    """Who gives how many units to whom, so that the last device is done as early as possible.
+
+    One unit after the other goes from the device that ends last to the one that would end first with it, while that
+    is before the giver's end.  Units are alike, so nothing ends earlier than what this finds, and nobody both gives and
+    takes: where a device that has taken units ends last, nobody could take them from it without ending as late.
+
+    Args:
+        loads: Units that each device may give away, or 0; devices that are not named take no part.
+        times: Of every device: its time without these units, and that of one unit.
+    """
+    end = {d: times[d][0] + count * times[d][1] for d, count in loads.items()}
+    left = dict(loads)
+    moved: dict[tuple[int, int], int] = {}
+    while end:
+        giver = max(end, key=lambda d: (end[d], -d))
+        taker = min(end, key=lambda d: (end[d] + times[d][1], d))
+        if not left[giver] or end[taker] + times[taker][1] >= end[giver]:
+            break
+        moved[giver, taker] = moved.get((giver, taker), 0) + 1
+        left[giver] -= 1
+        end[giver] -= times[giver][1]
+        end[taker] += times[taker][1]
+    return [(giver, taker, count) for (giver, taker), count in moved.items()]
