@@ -102,7 +102,8 @@ def trained_cases(wanted: Sequence[Pair], refused: set[Pair], seed: int, folder:
     left, cases = [pair for pair in wanted if pair not in refused], list[Case]()
     for attempt in range(2):
         rows = covering_rows(left, refused, seed + attempt) if not attempt else [pair_row(pair) for pair in left]
-        drawn = [case_of(row, f"plan-{len(cases) + i:03}", seed) for i, row in enumerate(rows)]
+        names = [f"{'pair' if attempt else 'plan'}-{i:03}" for i in range(len(rows))]
+        drawn = [case_of(row, name, seed) for row, name in zip(rows, names, strict=True)]
         problems = argument_problems(drawn, folder / f"attempt-{attempt}")
         cases += [case for case, texts in zip(drawn, problems, strict=True) if not texts]
         have = {frozenset(pair) for case in cases for pair in itertools.combinations(_chosen(case), 2)}
@@ -164,7 +165,8 @@ def markdown(refused: dict[Pair, str]) -> str:
         "",
         "`python -m benchmarks.combinations --json OUT --markdown docs/combinations.md` makes this page.",
         "Without `--check` the command also trains every pair that is not refused, in some plan, and compares it with",
-        "stock Megatron in one process; benchmarks/results says of which pairs that has been done.",
+        "stock Megatron in one process. That has been done for all of them: `benchmarks/results/combinations.json` has",
+        "the plans and how far each was from one process.",
         "",
         "- `+`: no check refuses it.",
         "- a number: refused at the start, for the reason below.",
