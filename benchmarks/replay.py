@@ -30,8 +30,8 @@ from tools.planner.replay.policies import Costs, run_elastic
 from tools.planner.replay.trace import Change, Trace
 
 _FIRST, _MOST, _FEWEST = 3, 4, 2
-_BETWEEN = 12
-"""Iterations that are timed with every pool."""
+_WHOLE, _BETWEEN = 150, 12
+"""Iterations of the job that measures, and how many are timed with every pool; others run while a node starts."""
 
 
 def random_trace(seed: int, changes: int, apart_s: tuple[float, float]) -> Trace:
@@ -91,7 +91,7 @@ def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float]:
 
 def compare(folder: Path, seed: int, options: Any) -> dict[str, Any]:
     """One trace, real and simulated."""
-    measured = change_pool(folder / "measured", 5 * _BETWEEN, _BETWEEN)
+    measured = change_pool(folder / "measured", _WHOLE, _BETWEEN)
     times, costs = iteration_times(measured), costs_of(measured)
     trace = random_trace(seed, options.changes, (options.apart_s, 2 * options.apart_s))
     lines, start_s = run_trace(folder / "real", trace)

@@ -224,8 +224,9 @@ def plan_exchange(
         given: dict[int, int] = {}
         after = dict(loads)
         if costs is not None:
-            times = costs.times(program.shape, passes, exchanged, units)
-            agreed = level({d: loads[d] - floors[d] for d in loads}, times)
+            agreed = level(
+                {d: loads[d] - floors[d] for d in loads}, costs.times(program.shape, passes, exchanged, units)
+            )
         else:
             agreed = pair_up(loads, floors, units) if pairs else rebalance(loads, floors)
         for owner, helper, amount in agreed:
@@ -237,16 +238,8 @@ def plan_exchange(
             sent = _ranges(u for u in range(start, start + amount) if u not in have)
             have.update(range(start, start + amount))
             moves.append(Move(owner, helper, op.microbatch, op.slice, op.chunk, start, start + amount, sent))
-        slots.append(
-            ExchangeSlot(
-                index,
-                backward,
-                passes,
-                tuple(loads.get(d, 0) for d in devices),
-                tuple(moves),
-                tuple(after.get(d, 0) for d in devices),
-            )
-        )
+        before, left = (tuple(counts.get(d, 0) for d in devices) for counts in (loads, after))
+        slots.append(ExchangeSlot(index, backward, passes, before, tuple(moves), left))
     return ExchangePlan(units, tuple(slots))
 
 
