@@ -10,6 +10,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags and getattr(options, "flags", None) is None:
         parser.error(f"unrecognized arguments: -- {' '.join(flags)}")
     options.flags = flags
+    options.began_s = 0.0 if arguments is None else time.process_time()  # the process is the command's, or a caller's
     if not getattr(options, "run", None):
         parser.print_help()
         return 2
@@ -168,7 +170,8 @@ def _goal(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=600.0,
         metavar="S",
-        help="CPU seconds that searches may take (default %(default)g); then, and on Ctrl-C, the best so far",
+        help="CPU seconds from the start of the command, after which, and on Ctrl-C, its searches give the best so far "
+        "(default %(default)g); a search has 1 of them at least, however long reading took",
     )
 
 

@@ -17,6 +17,7 @@ from .page.searched import check_page, page_of_search, written
 from .report import bound_lines, describe, plans_tables, say, search_body, summary, summary_tables, table
 from .search.auto import search_auto
 from .search.goal import Goal
+from .search.limit import each_s
 from .search.outcome import Found, Progress
 from .setup import estimator_from, goal_from
 from .simulation import simulate_block
@@ -32,7 +33,8 @@ def explain(options: argparse.Namespace) -> int:
     body["search"] = search_body(outcome, goal)
     body["binding"] = binding(estimator, goal, best)
     body["runners_up"] = alternatives(estimator, outcome, best)
-    body["one_more_node"] = one_more_node(estimator, goal, best)
+    seconds = each_s(options, len(estimator.cluster.nodes))
+    body["one_more_node"] = one_more_node(estimator, goal, best, seconds)
     shown = [row_of(estimator, "this plan", best, best), *body["runners_up"]]
     runners = plans_tables("Plans of other kinds", "differs by", shown)
     more = table("One more node", "kind", "s per iteration", "change")
@@ -155,7 +157,8 @@ def compare(options: argparse.Namespace) -> int:
     estimator, goal = estimator_from(options), goal_from(options)
     outcome = run_search(estimator, goal, options)
     best = require(outcome, estimator, goal, options)
-    rows = comparison(estimator, goal, best)
+    seconds = each_s(options, len(estimator.cluster.nodes) + len(goal.schedules))
+    rows = comparison(estimator, goal, best, seconds)
     shown = plans_tables("Comparison", "what", rows)
     page = page_of_search(estimator, best, options, "Comparison", comparison=rows)
     say({"rows": rows, "search": search_body(outcome, goal)} | page, options, *shown, *written(page))

@@ -21,7 +21,7 @@ from .files import check_target
 from .packing import seat_replicas
 from .report import GIB, bound_lines, say, search_body, summary, summary_tables, table
 from .search.goal import Goal
-from .search.limit import cpu_limit
+from .search.limit import cpu_limit, left_s
 from .search.methods import search
 from .search.outcome import Found, Outcome, Progress
 from .setup import check_prices, estimator_from, goal_from
@@ -51,8 +51,7 @@ def plan(options: argparse.Namespace) -> int:
     if verifier is not None:
         checked = verifier.verified(estimator, outcome, lambda tighter: run_search(tighter, goal, options))
         best = checked.found
-    left_s = max(0.0, options.limit_s - outcome.cpu_s)
-    made = complete(estimator, best, f"made by the planner, --search {options.search}", left_s)
+    made = complete(estimator, best, f"made by the planner, --search {options.search}", left_s(options, outcome.cpu_s))
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     save_plan(made, options.out)
     body = summary(estimator, best.candidate, best.estimate, best.simulated_s)
@@ -80,8 +79,8 @@ def plan(options: argparse.Namespace) -> int:
 def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Outcome:
     """Search with a progress line on a terminal."""
     check_prices(estimator, goal, options.cluster)
-    progress = Progress(limit_s=options.limit_s)
-    with cpu_limit(progress):
+    progress = Progress(limit_s=left_s(options))
+    with cpu_limit(progress, options.limit_s):
         return _shown_search(estimator, goal, options, progress)
 
 

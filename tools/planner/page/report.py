@@ -8,6 +8,7 @@ from ..analysis import comparison, one_more_node
 from ..commands import load, priced, refuse_unrunnable
 from ..files import check_target
 from ..report import say, summary_tables
+from ..search.limit import each_s
 from ..search.outcome import Found
 from ..setup import check_prices, goal_from
 from .collect import collect, gains_of, rows_of
@@ -29,9 +30,9 @@ def report(options: argparse.Namespace) -> int:
     if not options.no_search:
         mine = Found(candidate, estimate, body["iteration_s"])
         kinds = len(estimator.cluster.nodes)
-        each_s = options.limit_s / (2 * kinds + len(goal.schedules))
-        body["comparison"] = comparison(estimator, goal, mine, each_s)
-        body["one_more_node"] = one_more_node(estimator, goal, mine, each_s)
+        seconds = each_s(options, 2 * kinds + len(goal.schedules))
+        body["comparison"] = comparison(estimator, goal, mine, seconds)
+        body["one_more_node"] = one_more_node(estimator, goal, mine, seconds)
         page["comparison"] = rows_of(estimator, body["comparison"])
         page["one_more_node"] = gains_of(body["one_more_node"])
     write_page(page, options.html)

@@ -15,7 +15,7 @@ from ..files import check_target, write_text
 from ..model import load_model
 from ..profile_schema import load_profile, save_profile
 from ..report import say, table
-from ..search.limit import cpu_limit
+from ..search.limit import cpu_limit, left_s
 from ..search.methods import search
 from ..search.outcome import Outcome, Progress
 from ..setup import check_memory_margin, goal_from
@@ -67,8 +67,8 @@ def run(options: argparse.Namespace) -> int:
     goal = goal_from(options)
 
     def find(estimator: Any, wanted: Any) -> Outcome:
-        progress = Progress(limit_s=options.limit_s)
-        with cpu_limit(progress):
+        progress = Progress(limit_s=left_s(options))
+        with cpu_limit(progress, options.limit_s):
             return search(options.search, estimator, wanted, progress)
 
     found = replan(

@@ -18,6 +18,7 @@ from ..page.data import PageData, Row
 from ..page.html import write_page
 from ..page.searched import check_page, notes_of
 from ..report import say, table
+from ..search.limit import left_s
 from ..setup import check_prices, estimator_from, goal_from
 from .policies import Costs, Course, run_all, with_start
 from .searched import PoolPlan, search_pools
@@ -65,8 +66,8 @@ def replay(options: argparse.Namespace) -> int:
     trace = load_trace(options.trace, estimator.cluster)
     costs = costs_from(options)
     full = tuple(node.count for node in estimator.cluster.nodes)
-    plans = search_pools(estimator, goal, options.search, [*trace.pools(), *_between(trace, costs), full],
-                         options.limit_s)  # fmt: skip
+    pools = [*trace.pools(), *_between(trace, costs), full]
+    plans = search_pools(estimator, goal, options.search, pools, left_s(options))
     ideal_s = plans[full].iteration_s
     if ideal_s is None:
         raise PlannerError(options.cluster, "nodes", None, "no plan fits all nodes of the cluster file")

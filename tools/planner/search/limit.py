@@ -1,9 +1,11 @@
-"""Keeps a search to its CPU time also where it does not look at the clock."""
+"""``--limit-s``: what of it is left for a search, and how a search is kept to it that does not look at the clock."""
 
 from __future__ import annotations
 
+import argparse
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,13 +14,35 @@ from .outcome import Progress
 
 _GRACE_S = 0.3
 """How long after its limit a search is interrupted: it notices by itself almost always."""
+AT_LEAST_S = 1.0
+"""So much of the limit a search has at least, however long the command took to start and to read."""
+
+
+def left_s(options: argparse.Namespace, used_s: float = 0.0) -> float:
+    """CPU seconds that are left of ``--limit-s``, which count from the start of the command.
+
+    Args:
+        options: ``limit_s``, and ``began_s``: this process's CPU time when the command began.
+        used_s: What the search before has had.  :data:`AT_LEAST_S` is for both together.
+    """
+    spent_s = time.process_time() - options.began_s
+    return max(options.limit_s - spent_s, min(options.limit_s, AT_LEAST_S) - used_s, 0.0)
+
+
+def each_s(options: argparse.Namespace, searches: int) -> float:
+    """The CPU time of each of several searches, which divide what is left of ``--limit-s``."""
+    return max(left_s(options) / searches, min(options.limit_s, AT_LEAST_S))
 
 
 @contextmanager
-def cpu_limit(progress: Progress) -> Iterator[None]:
+def cpu_limit(progress: Progress, given_s: float | None = None) -> Iterator[None]:
     """Interrupt the search of this block, as Ctrl-C does, when its CPU time is over.
 
     A search that is already putting its results together gets a quarter as long again.
+
+    Args:
+        progress: Of the search, with its limit.
+        given_s: ``--limit-s``, for the error; of which ``progress`` has what was left.
 
     Raises:
         PlannerError: Nothing was found in that time.
@@ -45,9 +69,10 @@ def cpu_limit(progress: Progress) -> Iterator[None]:
         raise PlannerError(
             "command line",
             "--limit-s",
-            progress.limit_s,
+            progress.limit_s if given_s is None else given_s,
             "no plan was found in this time",
-            "Allow more CPU seconds, or describe equal nodes by one entry with a count",
+            "Allow more CPU seconds (they count from the start of the command), or describe equal nodes by one entry "
+            "with a count",
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)

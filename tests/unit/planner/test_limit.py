@@ -1,0 +1,85 @@
+"""``--limit-s`` counts from the start of the command, not from that of the search."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tools.planner import commands
+from tools.planner.__main__ import main
+from tools.planner.errors import PlannerError
+from tools.planner.search.limit import AT_LEAST_S, cpu_limit, each_s, left_s
+from tools.planner.search.outcome import Progress
+
+CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}
+SHAPE = {"num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}
+MODEL = SHAPE | {"vocab_size": 32000, "seq_length": 512, "global_batch_size": 16}
+Limits = tuple[list[str], list[float]]
+
+
+@pytest.fixture
+def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """Words of a ``plan`` command, and the seconds that its search and then the pricing of its plan were given."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(MODEL))
+    given: list[float] = []
+    search, complete = commands.search, commands.complete
+
+    def searched(method: str, estimator: Any, goal: Any, progress: Progress) -> Any:
+        given.append(progress.limit_s)
+        return search(method, estimator, goal, progress)
+
+    def completed(estimator: Any, found: Any, notes: str, seconds: float) -> Any:
+        given.append(seconds)
+        return complete(estimator, found, notes, seconds)
+
+    monkeypatch.setattr(commands, "search", searched)
+    monkeypatch.setattr(commands, "complete", completed)
+    words = ["plan", "--cluster", str(tmp_path / "c.yaml"), "--model", str(tmp_path / "m.yaml")]
+    words += ["--schedules", "1f1b", "--out", str(tmp_path / "plan.json")]
+    return words, given
+
+
+def test_the_time_before_the_search_counts(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has had some CPU time when the command begins; a process of the command had its imports."""
+    words, given = limits
+    before = time.process_time()
+    monkeypatch.setattr(sys, "argv", ["het-plan", *words, "--limit-s", "500"])
+    assert main() == 0
+    after = time.process_time()
+    searching, pricing = given
+    assert 500 - after <= searching <= 500 - before
+    assert 500 - after <= pricing <= searching
+
+
+def test_a_caller_in_the_same_process_has_the_whole_limit(limits: Limits) -> None:
+    words, given = limits
+    before = time.process_time()
+    assert main([*words, "--limit-s", "500"]) == 0
+    took = time.process_time() - before
+    assert 500 - took <= given[1] <= given[0] < 500
+
+
+def options_after(spent_s: float, limit_s: float) -> argparse.Namespace:
+    return argparse.Namespace(limit_s=limit_s, began_s=time.process_time() - spent_s)
+
+
+def test_a_search_has_a_floor() -> None:
+    assert left_s(options_after(3.0, 10.0)) == pytest.approx(7.0, abs=0.1)
+    assert left_s(options_after(3.0, 2.0)) == AT_LEAST_S
+    assert left_s(options_after(3.0, 0.25)) == 0.25
+    assert left_s(options_after(3.0, 2.0), used_s=0.75) == pytest.approx(AT_LEAST_S - 0.75)
+    assert left_s(options_after(3.0, 2.0), used_s=5.0) == 0.0
+    assert each_s(options_after(3.0, 23.0), 4) == pytest.approx(5.0, abs=0.1)
+    assert each_s(options_after(3.0, 5.0), 4) == AT_LEAST_S
+
+
+def test_the_error_names_the_option_as_it_was_given() -> None:
+    with pytest.raises(PlannerError, match="--limit-s = 4") as caught, cpu_limit(Progress(limit_s=0.01), 4.0):
+        while True:
+            time.process_time()
+    assert "from the start of the command" in str(caught.value)
