@@ -30,6 +30,8 @@ LIMIT_S = 520.0
 NO_GPU = 3
 _TAIL_LINES = 15
 _LEAST_S = 10.0
+_LAST_WORDS_S = 5.0
+"""A part that keeps to a limit itself has so much less, to say what hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,8 @@ class Part:
 
     Attributes:
         name: Key of the result.
-        command: Arguments of the Python interpreter; ``{json}`` is replaced.
-        limit_s: The part is ended after this time.
+        command: Arguments of the Python interpreter; ``{json}`` and ``{limit_s}`` are replaced.
+        limit_s: The part is ended after this time; sooner where parts before it have taken too long.
         judge: From the figures that the part wrote to (passed, what counts).
     """
 
@@ -83,13 +85,13 @@ PARTS = (
     Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit", "--junitxml", "{json}"), 90, _all_passed),
     Part(
         "staged",
-        ("-m", "benchmarks.gpu.ranks", "--case", "staged", "--json", "{json}"),
+        ("-m", "benchmarks.gpu.ranks", "--case", "staged", "--json", "{json}", "--limit-s", "{limit_s}"),
         100,
         judged_by("difference", most=1e-4),
     ),
     Part(
         "nccl",
-        ("-m", "benchmarks.gpu.ranks", "--case", "nccl", "--json", "{json}"),
+        ("-m", "benchmarks.gpu.ranks", "--case", "nccl", "--json", "{json}", "--limit-s", "{limit_s}"),
         80,
         judged_by("difference", most=1e-4),
     ),
@@ -127,7 +129,8 @@ PARTS = (
 def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
     """One part to its end or its limit; never raises for what the part does."""
     target = folder / f"{part.name}.json"
-    words = [str(target) if word == "{json}" else word for word in part.command]
+    values = {"{json}": str(target), "{limit_s}": f"{max(1.0, limit_s - _LAST_WORDS_S):g}"}
+    words = [values.get(word, word) for word in part.command]
     start_s = time.monotonic()
     log = folder / f"{part.name}.log"
     with log.open("w") as file:
@@ -175,17 +178,25 @@ def read_figures(path: Path) -> Any:
     return {key: sum(int(s.get(key, "0")) for s in suites) for key in ("tests", "skipped", "failures", "errors")}
 
 
+def share_s(parts: Sequence[Part], left_s: float) -> float:
+    """Seconds of the first of these parts: its limit, or less, so that the others keep the same share of theirs.
+
+    A part that hangs must not take the time of those after it.
+    """
+    return parts[0].limit_s * min(1.0, left_s / sum(part.limit_s for part in parts))
+
+
 def run_all(parts: Sequence[Part], out: Path, hardware: dict[str, Any], limit_s: float = LIMIT_S) -> dict[str, Any]:
     """All parts, one after the other; the report is complete after each of them."""
     deadline_s = time.monotonic() + limit_s
     report: dict[str, Any] = {"passed": False, **hardware, "parts": {}}
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        for part in parts:
+        for number, part in enumerate(parts):
             left_s = deadline_s - time.monotonic()
             if left_s < _LEAST_S:
                 result: dict[str, Any] = {"passed": False, "what": "not run: no time was left"}
             else:
-                result = run_part(part, Path(folder), min(part.limit_s, left_s))
+                result = run_part(part, Path(folder), share_s(parts[number:], left_s))
             report["parts"][part.name] = result
             report["passed"] = len(report["parts"]) == len(parts) and all(p["passed"] for p in report["parts"].values())
             write_json(out, report)

@@ -4,8 +4,8 @@
 ministages on one GPU, bf16, recompute per layer.  Variants alternate, each in a process of its own:
 nothing offloaded, parameters, parameters and activations, and the optimizer's state besides.  Figures: time of an
 iteration relative to nothing offloaded (``max_slowdown``, over parameters and activations; at most 0.03
-wanted) and peak bytes of the device.  The figures so far are written after every round, so that a run that is
-cut short (each of the four starts a process of its own, every round) leaves those of whole rounds.
+wanted) and peak bytes of the device.  The figures so far are written as soon as the judged variants have run, and
+after every run from then on, so that a benchmark that is cut short leaves them.
 
 Without a CUDA device it says so and measures nothing; ``--small`` runs everything with a tiny model, there too,
 to see that it works.
@@ -134,13 +134,17 @@ def run(name: str, plan: Plan, flags: list[str], folder: Path) -> dict[str, floa
 
 
 def figures(runs: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """What the rounds so far say."""
+    """What the runs so far say; a round that was not ended counts for the variants that have run.
+
+    Raises:
+        ValueError: A variant that is judged has not run.
+    """
+    if not all(runs[name] for name in JUDGED):
+        raise ValueError("a variant that is judged has not run")
     slowdowns = {
-        name: statistics.median(
-            b["iteration_s"] / a["iteration_s"] for a, b in zip(runs["nothing"], found, strict=True)
-        )
-        - 1
+        name: statistics.median(b["iteration_s"] / a["iteration_s"] for a, b in zip(runs["nothing"], found)) - 1
         for name, found in runs.items()
+        if found
     }
     worst = max(slowdowns[name] for name in JUDGED)
     return {"max_slowdown": worst, "bar": BAR, "passed": worst <= BAR, "slowdowns": slowdowns}
@@ -178,8 +182,9 @@ def main() -> int:
                 runs[name].append(run(name, plan, flags, folder / name.replace(" ", "-")))
                 sys.stdout.write(f"round {turn} {name:28} {runs[name][-1]['iteration_s']:.4f} s\n")
                 sys.stdout.flush()
-            report = {**figures(runs), **common, "rounds": turn + 1, "runs": runs}
-            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                if all(runs[judged] for judged in JUDGED):
+                    report = {**figures(runs), **common, "rounds": turn + 1, "runs": runs}
+                    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     sys.stdout.write(json.dumps({k: report[k] for k in ("max_slowdown", "slowdowns", "passed")}, indent=1) + "\n")

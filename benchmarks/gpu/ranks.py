@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from typing import Any
 from megatron_het.doctor.numerics import difference
 from megatron_het.doctor.tiny import flags_of, one_process, tiny_plan
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
-from megatron_het.untrusted import check_target, write_json
+from megatron_het.untrusted import amount, check_target, write_json
 
-_TIMEOUT_S = 85.0
+_LIMIT_S = 150.0
 _MODEL = ModelShape(4, 64, 8, 8, 64, ffn_hidden_size=128)
 CASES: dict[str, Plan] = {
     "staged": Plan(
@@ -43,8 +44,14 @@ CASES: dict[str, Plan] = {
 }
 
 
-def losses(plan: Plan, folder: Path, more: Sequence[str]) -> list[float]:
+def losses(plan: Plan, folder: Path, more: Sequence[str], deadline_s: float) -> list[float]:
     """Losses of a training of the plan, all of its ranks on this machine.
+
+    Args:
+        plan: Tiny.
+        folder: Of logs and reports; made.
+        more: Further flags.
+        deadline_s: When a rank that still runs is taken for one that hangs, by ``time.monotonic()``.
 
     Raises:
         SystemExit: A rank failed or hung; with the end of its log.
@@ -63,7 +70,9 @@ def losses(plan: Plan, folder: Path, more: Sequence[str]) -> list[float]:
         port = probe.getsockname()[1]
     processes = [_start(rank, plan.world_size, port, words, folder) for rank in range(plan.world_size)]
     try:
-        codes: list[int | None] = [process.wait(timeout=_TIMEOUT_S) for process in processes]
+        codes: list[int | None] = [
+            process.wait(timeout=max(0.0, deadline_s - time.monotonic())) for process in processes
+        ]
     except subprocess.TimeoutExpired:
         codes = [process.poll() for process in processes]
     finally:
@@ -99,14 +108,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.ranks", description=__doc__)
     parser.add_argument("--case", choices=sorted(CASES), required=True, help="what runs")
     parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser.add_argument(
+        "--limit-s", type=amount(1, 3600), default=_LIMIT_S, help="bound on both trainings (default: %(default)g)"
+    )
     options = parser.parse_args(arguments)
     check_target(options.json)
+    deadline_s = time.monotonic() + options.limit_s
     plan = tiny_plan(CASES[options.case])
     # Several ranks on one GPU: NCCL refuses that, gloo sums gradients by way of the host.
     shared = ["--distributed-backend", "gloo", "--het-transport", "staged"] if options.case == "staged" else []
     with tempfile.TemporaryDirectory(prefix="gpu-ranks-") as folder:
-        alone = losses(one_process(plan), Path(folder) / "alone", [])
-        together = losses(plan, Path(folder) / "plan", shared)
+        alone = losses(one_process(plan), Path(folder) / "alone", [], deadline_s)
+        together = losses(plan, Path(folder) / "plan", shared, deadline_s)
     write_json(options.json, {"difference": difference(together, alone), "losses": together, "alone": alone})
     return 0
 

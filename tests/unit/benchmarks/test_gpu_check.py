@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import check
-from benchmarks.gpu.check import PARTS, Part, judged_by, read_figures, run_all
+from benchmarks.gpu import check, ranks
+from benchmarks.gpu.check import PARTS, Part, judged_by, read_figures, run_all, share_s
+from benchmarks.gpu.offload import VARIANTS, figures
+from megatron_het.doctor.tiny import one_process
 
 WRITE = "import sys, json; json.dump({{'x': {}}}, open(sys.argv[1], 'w'))"
 
@@ -28,7 +32,7 @@ def test_parts_fail_alone(tmp_path):
         part("late", WRITE.format(3) + "; raise SystemExit(1)"),  # a benchmark below its bar says so like this
         part("last", WRITE.format(1)),
     ]
-    report = run_all(parts, tmp_path / "out.json", {"device": "none"}, limit_s=120.0)
+    report = run_all(parts, tmp_path / "out.json", {"device": "none"}, limit_s=600.0)
     passed = {name: result["passed"] for name, result in report["parts"].items()}
     assert [name for name, good in passed.items() if good] == ["good", "late", "last"]
     assert not report["passed"] and report["device"] == "none"
@@ -42,6 +46,43 @@ def test_all_good_and_no_time_left(tmp_path):
     assert report["passed"]
     report = run_all([part("good", WRITE.format(2))], tmp_path / "out.json", {}, limit_s=1.0)
     assert report["parts"]["good"]["what"].startswith("not run") and not report["passed"]
+
+
+def test_a_part_that_hangs_leaves_the_others_their_time(tmp_path):
+    """All but the last one hang: it runs none the less, and all of them together keep to the limit."""
+    parts = [part(f"hangs {i}", "import time; time.sleep(600)", limit_s=40.0) for i in range(3)]
+    report = run_all([*parts, part("last", WRITE.format(1), limit_s=100.0)], tmp_path / "out.json", {}, limit_s=32.0)
+    results = report["parts"]
+    assert [name for name, result in results.items() if result["passed"]] == ["last"]
+    assert all(result["elapsed_s"] < 16 for result in results.values())
+    assert share_s(PARTS, check.LIMIT_S) < PARTS[0].limit_s  # limits are for slow parts, not for all to be spent
+    assert share_s(PARTS[1:], check.LIMIT_S) >= 0.85 * PARTS[1].limit_s
+    assert check.LIMIT_S < 9 * 60
+
+
+def test_a_part_knows_its_limit(tmp_path):
+    code = "import sys, json; json.dump({'x': float(sys.argv[2])}, open(sys.argv[1], 'w'))"
+    one = Part("told", ("-c", code, "{json}", "{limit_s}"), 60.0, judged_by("x", least=55.0, most=None))
+    report = run_all([one], tmp_path / "out.json", {})
+    assert report["parts"]["told"]["figures"] == {"x": 55.0}
+
+
+def test_offload_has_figures_before_its_last_run():
+    took = {"nothing": 1.0, "parameters": 1.01, "parameters and activations": 1.02}
+    runs = {name: [{"iteration_s": took[name]}] if name in took else [] for name in VARIANTS}
+    found = figures(runs)
+    assert found["passed"] and found["max_slowdown"] == pytest.approx(0.02) and set(found["slowdowns"]) == set(took)
+    with pytest.raises(ValueError, match="has not run"):
+        figures(runs | {"parameters and activations": []})
+
+
+def test_ranks_that_hang_are_named(tmp_path, monkeypatch):
+    """Before the part is ended from outside, which would leave nothing to read."""
+    monkeypatch.setattr(ranks, "_start", lambda *_: subprocess.Popen(["sleep", "600"]))
+    (tmp_path / "rank-0.log").write_text("waits for rank 1")
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    with pytest.raises(SystemExit, match="rank 0 hangs\nwaits for rank 1"):
+        ranks.losses(one_process(ranks.CASES["nccl"]), tmp_path, [], time.monotonic() + 1.0)
 
 
 def test_counts_of_pytest(tmp_path):
