@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.runner import words
+from megatron_het.config import LATENT_SPEC
 from megatron_het.plan import ModelShape
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "models"
@@ -32,6 +33,8 @@ def printed(name: str, size: str) -> tuple[str, ...]:
 def small_flags(name: str, layers: int) -> tuple[str, ...]:
     """Flags of a small model with another number of layers; whether embeddings are tied is the case's choice."""
     found = [word for word in printed(name, "small") if word != _UNTIED]
+    if "--multi-latent-attention" in found:
+        found += ["--spec", *LATENT_SPEC]  # stock Megatron has no such attention on a CPU
     # Dense layers come first, and layers of experts are the rest.
     return tuple(re.sub(r"\+\[1\]\*\d+$", f"+[1]*{layers - 1}", word) for word in found)
 
