@@ -12,21 +12,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.families import ALL_FAMILIES, FAMILIES
+from benchmarks.model_families import MODELS, small_flags
 from benchmarks.pairwise import Row
 from benchmarks.runner import words
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN, SEQUENCE, VOCABULARY = 5, 64, 8, 4, 96, 32, 250
 MICROBATCHES, STEPS, MAX_RANKS = 6, 10, 8
-MODEL_FLAGS = words(
+_LEARNING_FLAGS = words(
     f"""
-    --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
-    --num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS}
-    --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
     --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
     --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32
     """
 )
+_SHAPE_FLAGS = words(
+    f"""
+    --hidden-size {HIDDEN} --ffn-hidden-size {FFN}
+    --num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS}
+    --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
+    """
+)
+MODEL_FLAGS = (*_SHAPE_FLAGS, *_LEARNING_FLAGS)
 TRAINING_FLAGS = words(
     f"""
     --micro-batch-size 1 --global-batch-size {MICROBATCHES} --calculate-per-token-loss
@@ -70,7 +76,7 @@ class Case:
         clip: Bound on the gradient norm, 0 for none.
         overlap: ``--overlap-grad-reduce``.
         chosen: The values that led to this plan, for the record.
-        family: Key of ``ALL_FAMILIES``.
+        family: Key of ``ALL_FAMILIES``, or one of ``MODELS``.
         extra: More flags, of the case and its reference alike.
         own: More flags of the run under the plan only.
     """
@@ -105,18 +111,18 @@ class Case:
         return tuple(flags)
 
 
+def model_flags(weights: Weights) -> tuple[str, ...]:
+    """Architecture and sizes, without the number of layers and ties."""
+    if weights.family in MODELS:
+        return (*small_flags(weights.family, weights.layers), *_LEARNING_FLAGS)
+    return (*MODEL_FLAGS, *(w.replace("{rest}", str(weights.layers - 1)) for w in ALL_FAMILIES[weights.family]))
+
+
 def common_flags(
     weights: Weights, clip: float = 1.0, extra: tuple[str, ...] = (), *, by_samples: bool = False, steps: int = STEPS
 ) -> tuple[str, ...]:
     """Everything but data, checkpoints and the plan."""
-    flags = [
-        *MODEL_FLAGS,
-        *(w.replace("{rest}", str(weights.layers - 1)) for w in ALL_FAMILIES[weights.family]),
-        *TRAINING_FLAGS,
-        *machine_flags(),
-        "--clip-grad",
-        str(clip),
-    ]
+    flags = [*model_flags(weights), *TRAINING_FLAGS, *machine_flags(), "--clip-grad", str(clip)]
     flags += ["--num-layers", str(weights.layers)]
     flags += [] if weights.tied else ["--untie-embeddings-and-output-weights"]
     flags += [] if weights.precision == "fp32" else [f"--{weights.precision}"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from benchmarks.cases import Case
 from benchmarks.families import EXPERT_FAMILIES
+from benchmarks.model_families import MODELS, has_experts
 from megatron_het.plan import Plan
 
 _WHOLE_SEQUENCES = ("capacity",)
@@ -25,7 +26,7 @@ def is_routed(case: Case) -> bool:
     Scores that are equal up to rounding may be ordered differently.  A token in another expert does not show in losses,
     but in the moments that Adam keeps of the few tokens of an expert.
     """
-    return case.family in EXPERT_FAMILIES
+    return case.family in EXPERT_FAMILIES or (case.family in MODELS and has_experts(case.family))
 
 
 def divided(plan: Plan, sizes: Sequence[Sequence[int]]) -> Plan:

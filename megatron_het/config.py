@@ -17,6 +17,9 @@ from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.plan import Placement, Plan, PlanError
 
+LATENT_SPEC = ("megatron_het.latent_attention", "layer_spec")
+"""``--spec`` of a model with multi-latent attention where Transformer Engine is not used."""
+
 
 @dataclass(frozen=True, slots=True)
 class HetConfig:
@@ -311,6 +314,8 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     for feature, options in features_of(plan):
         feature.apply(plan, options, args)
     _apply_recompute(plan, args)
+    if getattr(args, "multi_latent_attention", False) and args.spec is None and args.transformer_impl == "local":
+        args.spec = list(LATENT_SPEC)
     cuts = {r.cut for s in plan.stages for r in s.replicas}
     sizes = {found.tp for found in cuts}
     if args.padded_vocab_size is None:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # gpt-oss 20B: sinks, windows in every other layer, experts and router with biases (hence TP 1).
+# The small one has biases of queries, keys and values only: experts with biases need Transformer Engine.
 # Prints Megatron's flags of the model.
 # usage: gpt_oss.sh full|small
 set -euo pipefail
@@ -32,6 +33,7 @@ FLAGS
 --make-vocab-size-divisible-by 32
 --window-size 5,0
 --num-experts 4 --moe-router-topk 2
+--disable-bias-linear --add-qkv-bias
 FLAGS
         ;;
     *)

@@ -1,0 +1,79 @@
+"""Multi-latent attention without Transformer Engine: ``--spec megatron_het.latent_attention layer_spec``.
+
+Megatron's own attention computes it, once it is told that values are of another width than keys.  Under tensor
+parallelism Megatron's local layers forget to sum the gradient of the keys' rotary part over the ranks, whose heads all
+use it; here it is summed.  Plans ask for these layers by themselves; the flag is for stock Megatron.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.utils import divide
+from megatron.training.models.gpt import default_layer_spec
+
+
+class LatentCoreAttention(DotProductAttention):
+    """Megatron's attention with a width of values.
+
+    Args:
+        config: Of the model.
+        k_channels: Width of a head's queries and keys; the caller gives the scale that goes with it.
+        v_channels: Width of a head's values.  Without both it is the base class.
+        **options: As of the base class.
+    """
+
+    def __init__(
+        self, config: Any, *, k_channels: int | None = None, v_channels: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(config=config, **options)
+        if k_channels is None or v_channels is None:
+            return  # Megatron builds one for any attention first
+        self.hidden_size_per_attention_head = k_channels
+        self.hidden_size_per_partition = divide(v_channels * config.num_attention_heads, self.tp_group.size())
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention over column-parallel down projections."""
+
+    def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compressed queries, and compressed keys and values with the keys' rotary part, whole in the last dimension.
+
+        What Megatron's caller gets is as a layer that every rank has whole would give it: [s, b, ...], or a part of s
+        under sequence parallelism, whose gather sums gradients over the ranks.
+        """
+        queries, keys = super()._qkv_down_projection(hidden_states)
+        rotary = self.config.qk_pos_emb_head_dim
+        whole = self.config.kv_lora_rank + rotary
+        if keys.size(-1) == whole:
+            return queries, keys
+        keys = gather_from_tensor_model_parallel_region(keys, group=self.tp_group)
+        if self.config.sequence_parallel:
+            return queries, scatter_to_sequence_parallel_region(keys, group=self.tp_group)
+        compressed, shared = torch.split(keys, [whole - rotary, rotary], dim=-1)
+        shared = copy_to_tensor_model_parallel_region(shared, group=self.tp_group)
+        return queries, torch.cat([compressed, shared], dim=-1)
+
+
+def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's layers for a model of latent attention, with this module's where they would have Megatron's own.
+
+    Args:
+        config: Megatron's ``GPTModelConfig``.
+        vp_stage: Chunk of the stage.
+    """
+    spec = default_layer_spec(config, vp_stage)
+    for layer in spec.layer_specs if hasattr(spec, "layer_specs") else [spec]:
+        attention = layer.submodules.self_attention
+        if attention.submodules.core_attention is DotProductAttention:
+            attention.submodules.core_attention = LatentCoreAttention
+            attention.module = LatentAttention
+    return spec
