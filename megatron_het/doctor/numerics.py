@@ -2,7 +2,7 @@
 
 The run is the real entry of the training, with the real groups, schedule, transfers and features; only the model is
 tiny.  Every kind of device trains the same model alone besides, so that what differs is told apart: a kind that
-computes differently, or a topology that does.
+computes differently, or a topology that does.  Besides, every device trains a fixed model whose losses are stored.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_het.doctor import stored
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat
 from megatron_het.doctor.meeting import hear, tell
 from megatron_het.doctor.tiny import ITERATIONS, flags_of, one_process, tiny_plan
@@ -52,7 +53,9 @@ class Numerics(Check):
         codes = _wait(runs, deadline_s)
         if codes["plan"] != 0:
             raise RuntimeError(_failure("plan", codes["plan"], seat.folder))
-        answer = {"losses": _losses(seat.folder / "plan", seat.rank), "precision": plan.training.precision}
+        precision = plan.training.precision
+        answer = {"losses": _losses(seat.folder / "plan", seat.rank), "precision": precision}
+        answer["stored"] = _of_stored_model(platform, seat, precision)
         if "alone" in runs:
             problem = _failure("alone", codes["alone"], seat.folder) if codes["alone"] != 0 else ""
             answer |= {"alone": _losses(seat.folder / "alone", 0), "problem": problem}
@@ -68,6 +71,8 @@ class Numerics(Check):
             for rank, a in answers.items()
             if a.get("problem")
         ]
+        farthest, wrong = self._judge_stored(answers, names, bound)
+        found += wrong
         planned = {rank: a["losses"] for rank, a in answers.items() if a["losses"]}
         if not planned or not alone:
             return found or [self.fault("all ranks", "no rank has seen a loss")]
@@ -84,8 +89,30 @@ class Numerics(Check):
                     found.append(self.fault(where, f"{detail}{_in_words(reference)}: {error:.1e} apart"))
         if not found:
             kinds = f"{len(alone)} kind(s) of devices alone, and the plan's topology"
-            found.append(self.ok("all ranks", f"{text}: {kinds}: losses agree within {worst:.1e} (bound {bound:.0e})"))
+            agree = f"losses agree within {worst:.1e}, and each device's with stored ones within {farthest:.1e}"
+            found.append(self.ok("all ranks", f"{text}: {kinds}: {agree} (bound {bound:.0e})"))
         return found
+
+    def _judge_stored(self, answers: Answers, names: Names, bound: float) -> tuple[float, list[Finding]]:
+        """The largest difference from the stored losses, and the ranks that are beyond the bound."""
+        errors = {rank: difference(answer["stored"], stored.LOSSES) for rank, answer in answers.items()}
+        found = []
+        for rank, error in errors.items():
+            if not error <= bound:  # NaN as well
+                text = f"a fixed model's losses are {_in_words(answers[rank]['stored'])}, and should be "
+                hint = "This device, its driver or its libraries compute wrongly"
+                found.append(self.fault(names.of([rank]), f"{text}{_in_words(stored.LOSSES)}: {error:.1e} apart", hint))
+        return max(errors.values()), found
+
+
+def _of_stored_model(platform: Any, seat: Seat, precision: str) -> list[float]:
+    """Losses of the fixed model on this rank's device, in the precision of the training."""
+    import torch
+
+    if platform.is_cuda:
+        torch.cuda.set_device(seat.local_rank % torch.cuda.device_count())
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    return stored.losses(platform.device, dtype)
 
 
 def difference(values: Sequence[float], reference: Sequence[float]) -> float:

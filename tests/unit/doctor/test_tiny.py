@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron_het.doctor.check import Names, Status
-from megatron_het.doctor.numerics import Numerics, difference
+from megatron_het.doctor.numerics import TOLERANCE, Numerics, difference
+from megatron_het.doctor.stored import LOSSES
+from megatron_het.doctor.stored import losses as of_stored_model
 from megatron_het.doctor.tiny import flags_of, one_process, tiny_plan
 from megatron_het.features.experts import check_expert_parallel
 from megatron_het.features.plan_checks import check_plan_alone
@@ -57,8 +60,10 @@ def test_tiny_plans_are_sound_and_small(given):
     assert words[words.index("--num-layers") + 1] == str(tiny.model.num_layers) and "--bf16" in words
 
 
-def judged(*losses, alone=((5.5, 5.4, 5.3),), precision="fp32"):
-    answers = {r: {"losses": list(v), "precision": precision} for r, v in enumerate(losses)}
+def judged(*losses, alone=((5.5, 5.4, 5.3),), precision="fp32", own=()):
+    answers = {r: {"losses": list(v), "precision": precision, "stored": [*LOSSES]} for r, v in enumerate(losses)}
+    for r, values in own:
+        answers[r]["stored"] = list(values)
     for r, values in enumerate(alone):
         answers[r] |= {"alone": list(values), "problem": ""}
     return Numerics().judge(answers, Names(tuple("ab"[: len(losses)])))
@@ -76,6 +81,25 @@ def test_a_kind_that_computes_differently():
     found = judged((), (5.5, 5.4, 5.3), alone=((5.5, 5.4, 5.3), (5.5, 5.4, 5.2)))
     assert [(f.status, f.where) for f in found] == [(Status.FAULT, "rank 1 (b)")]
     assert "losses alone" in found[0].what
+
+
+def test_a_device_that_computes_wrongly_like_all_others():
+    """Its kind and the plan agree with it; the stored losses do not."""
+    good, off = list(LOSSES), [LOSSES[0], LOSSES[1], 1.01 * LOSSES[2]]
+    found = judged((), (5.5, 5.4, 5.3), own=((0, good), (1, off)))
+    assert [(f.status, f.where) for f in found] == [(Status.FAULT, "rank 1 (b)")]
+    assert "should be 2.9881, 1.9218, 1.54275" in found[0].what
+    assert [f.status for f in judged((), (5.5, 5.4, 5.3), own=((1, [*LOSSES[:2], float("nan")]),))] == [Status.FAULT]
+    assert [f.status for f in judged((), (5.5, 5.4, 5.3), own=((1, off),), precision="bf16")] == [Status.OK]
+
+
+def test_stored_losses_are_those_of_this_machine_in_every_precision(monkeypatch):
+    assert difference(of_stored_model("cpu", torch.float64), LOSSES) < 1e-9
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        assert 0 < difference(of_stored_model("cpu", dtype), LOSSES) < TOLERANCE[precision] / 3
+    real = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda scores, dim: 1.05 * real(scores, dim))
+    assert difference(of_stored_model("cpu", torch.float32), LOSSES) > TOLERANCE["bf16"]
 
 
 def test_difference():
