@@ -63,7 +63,7 @@ def refusals(wanted: Sequence[Pair], seed: int, folder: Path) -> dict[Pair, str]
 
 
 def argument_problems(cases: Sequence[Case], folder: Path) -> list[list[str]]:
-    """What the start of each case would refuse, in one process that has Megatron."""
+    """What the start of each case would refuse."""
     starts = []
     folder.mkdir(parents=True, exist_ok=True)
     for number, case in enumerate(cases):
@@ -73,6 +73,12 @@ def argument_problems(cases: Sequence[Case], folder: Path) -> list[list[str]]:
         # Updates that are never taken back need this flag, and others do not mind.
         flags = (*common_flags(*case.reference), *size, "--rerun-mode", "disabled", "--mock-data")
         starts.append((case.plan.world_size, [*flags, "--het-plan", str(file), *case.plan_flags()]))
+    return start_problems(starts, folder)
+
+
+def start_problems(starts: Sequence[tuple[int, Sequence[str]]], folder: Path) -> list[list[str]]:
+    """What each start, of so many ranks with these flags, would be refused for; in one process that has Megatron."""
+    folder.mkdir(parents=True, exist_ok=True)
     asked, answer = folder / "starts.json", folder / "problems.json"
     asked.write_text(json.dumps(starts), encoding="utf-8")
     with Runner() as runner:
