@@ -3,7 +3,8 @@
 ``python -m benchmarks.cuda_iterations --json OUT``.  Every rank of small plans trains two iterations in a dry run with
 ``--cuda`` (:mod:`megatron_het.dry_run`), in processes forked from one that has imported Megatron.  Keys: ``runs``;
 ``failed``, with device mix-ups and accesses that no wait between streams has put in order; ``waits_in_operations``,
-how often the host waits for the device inside operations of the program, the transfers of ``staged`` apart;
+how often the host waits for the device inside operations of the program, but for those that two other keys have:
+``waits_for_experts``, in Megatron's dispatcher, which reads how many tokens every expert gets;
 ``staged_waits``, at most ``staged_transfers``, because gloo sends what is in host memory already;
 ``waits_by_iteration``, the most outside of operations; ``missing_waits_noticed`` of ``missing_waits``: lines that order
 streams, left out one at a time.
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,6 +41,7 @@ _MORE = {
     "unequal-microbatches": ("sizes-4-2-mixed-4",),
     "data-parallel": ("00-sizes-1-1-1-1-2-zero-0", "12-sizes-1-1-1-2-1-zero-2", "16-sizes-1-1-1-3-zero-3"),
 }
+DISPATCHER = "megatron/core/transformer/moe/"
 LEFT_OUT = ("megatron_het/runtime/channels.py", "megatron_het/window", "megatron_het/activation_offload")
 """Where the lines are whose waits are left out."""
 
@@ -87,11 +89,11 @@ def cuda_cases() -> list[Case]:
     return found
 
 
-def every_rank(cases: Iterable[Case], first_rank_only: bool = False) -> list[Iteration]:
-    """All ranks of the cases, and of some of them with host memory between the ranks."""
+def every_rank(cases: Iterable[Case], only: Sequence[int] = ()) -> list[Iteration]:
+    """All ranks of the cases, or those that are given, and of some of them with host memory between the ranks."""
     found = []
     for case in cases:
-        ranks = range(1 if first_rank_only else case.plan.world_size)
+        ranks = [rank for rank in range(case.plan.world_size) if rank in only or not only]
         found += [Iteration(case, rank) for rank in ranks]
         if case.name in STAGED:
             found += [Iteration(case, rank, "staged") for rank in ranks[:2]]
@@ -151,9 +153,10 @@ def _leave(iteration: Iteration, folder: Path, out: Path) -> NoReturn:
         os._exit(0)
 
 
-def in_operations(entry: dict[str, Any]) -> int:
-    """How often the host waited inside operations of the program."""
-    return sum(wait["calls"] for wait in entry["host_waits"] if wait["during"])
+def in_operations(entry: dict[str, Any], of_experts: bool = False) -> int:
+    """How often the host waited inside operations of the program: in Megatron's dispatcher of tokens, or elsewhere."""
+    waits = [wait for wait in entry["host_waits"] if wait["during"]]
+    return sum(wait["calls"] for wait in waits if wait["where"].startswith(DISPATCHER) == of_experts)
 
 
 def transfers(entry: dict[str, Any]) -> int:
@@ -185,6 +188,7 @@ def summary(done: list[dict[str, Any]], missing: list[dict[str, Any]]) -> dict[s
         "runs": len(done),
         "failed": [entry["name"] for entry in done if "error" in entry],
         "waits_in_operations": sum(map(in_operations, direct)),
+        "waits_for_experts": sum(in_operations(entry, of_experts=True) for entry in ran),
         "staged_waits": sum(map(in_operations, staged)),
         "staged_transfers": sum(map(transfers, staged)),
         "waits_by_iteration": max(
@@ -201,17 +205,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_iterations", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
     parser.add_argument("--only", metavar="NAME", nargs="+", default=["*"], help="plans by name; * stands for anything")
-    parser.add_argument("--first-rank", action="store_true", help="rank 0 of every plan only")
+    parser.add_argument("--ranks", metavar="RANK", nargs="+", type=int, default=[], help="of every plan (default all)")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
     options = parser.parse_args()
     cases = [case for case in cuda_cases() if any(fnmatch.fnmatchcase(case.name, name) for name in options.only)]
-    if not cases:
-        parser.error(f"--only {' '.join(options.only)}: no such plan")
+    if not every_rank(cases, options.ranks):
+        parser.error(
+            f"--only {' '.join(options.only)} --ranks {' '.join(map(str, options.ranks))}: no such plan or rank"
+        )
     folder = options.keep or Path(tempfile.mkdtemp(prefix="cuda-iterations-"))
     folder.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, Any]] = []
     try:
-        chosen = every_rank(cases, options.first_rank)
+        chosen = every_rank(cases, options.ranks)
         for entry in run_all(chosen, folder):
             entries.append(entry)
             print(

@@ -65,7 +65,7 @@ def balance_experts() -> None:
             self.input_splits = _Sizes(sent, self.input_splits)
             self.output_splits = _Sizes([sent[self.ep_group.rank()]] * self.ep_size, self.output_splits)
             received = sum(self.output_splits)
-            self.output_splits_tp.tolist = lambda: [received] * self.tp_size
+            self.output_splits_tp = _Sizes([received] * self.tp_size, self.output_splits_tp)
         return counts
 
     @functools.wraps(sort)
@@ -110,6 +110,10 @@ class _Sizes(list[int]):
     def __init__(self, values: Iterable[int], counted: torch.Tensor) -> None:
         super().__init__(values)
         self.counted = counted
+
+    def tolist(self) -> list[int]:
+        """See ``Tensor.tolist``."""
+        return list(self)
 
 
 class _List:

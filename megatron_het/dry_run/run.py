@@ -104,8 +104,8 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
             stack.enter_context(without_values())
         stack.enter_context(tracker.running())
         if setting.cuda:
-            stack.enter_context(fake_cuda.OneDevice())
             order, _ = stack.enter_context(device_streams(tracker.waits, setting.ignored_wait))
+            stack.enter_context(fake_cuda.OneDevice())  # first to see an operator, the others believe its device
         _train(args)
     figures = _figures(session, setting.rank, tracker)
     if setting.cuda:

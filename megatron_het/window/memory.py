@@ -82,6 +82,8 @@ class HostCopy:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_cuda)
         self._stream = streams.of(tensor.device, "copy")
         self._fetched: torch.cuda.Event | None = None
+        self._is_ordered = True
+        """Whether the stream that computes has waited for the last copy to the host."""
 
     @torch.no_grad()
     def store(self, tensor: torch.Tensor, *, free: bool = True) -> None:
@@ -96,6 +98,7 @@ class HostCopy:
                 tensor.record_stream(self._stream)  # not handed out before the copy has read it
             else:
                 torch.cuda.current_stream().wait_stream(self._stream)
+        self._is_ordered = self._stream is None or not free
         if free:
             tensor.untyped_storage().resize_(0)
 
@@ -114,15 +117,13 @@ class HostCopy:
 
     @torch.no_grad()
     def restore(self, tensor: torch.Tensor) -> None:
-        """Copy back into a tensor that is on the device."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        """Copy back into a tensor that is on the device, after a ``store`` that has not freed it."""
+        assert self._is_ordered, "the copy to the host may still run"
         tensor.copy_(self._host, non_blocking=True)
 
     def read(self, device: torch.device) -> torch.Tensor:
-        """A copy of what was stored last, on a device."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        """A copy of what was stored last, on a device; after ``fetch`` and ``wait``, where the tensor was freed."""
+        assert self._is_ordered, "the copy to the host may still run"
         return self._host.to(device, non_blocking=True)
 
     def wait(self) -> None:
@@ -130,6 +131,7 @@ class HostCopy:
         if self._fetched is not None:
             torch.cuda.current_stream().wait_event(self._fetched)
             self._fetched = None
+            self._is_ordered = True  # one stream makes all copies
 
 
 class SideStream:

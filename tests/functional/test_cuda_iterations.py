@@ -66,7 +66,7 @@ PLANS = ("1f1b, mixed TP in a stage", "ministage, all offloaded", "slimpipe exch
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("cuda") / "found.json"
-    done = start("benchmarks.cuda_iterations", "--first-rank", "--only", *PLANS, "--json", str(out))
+    done = start("benchmarks.cuda_iterations", "--ranks", "0", "--only", *PLANS, "--json", str(out))
     assert out.exists(), done.stderr[-3000:]
     return json.loads(out.read_text("utf-8")) | {"exit_code": done.returncode}
 
@@ -86,3 +86,13 @@ def test_every_wait_between_streams_is_needed(found: dict[str, Any]) -> None:
     assert found["missing_waits"] > 8
     assert found["missing_waits_unnoticed"] == []
     assert found["exit_code"] == 0
+
+
+def test_experts_of_a_rank_with_tensor_parallelism(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    words = ("--ranks", "1", "--only", "1f1b, experts, mixed TP in a stage", "--json", str(out))
+    done = start("benchmarks.cuda_iterations", *words)
+    assert out.exists(), done.stderr[-3000:]
+    found = json.loads(out.read_text("utf-8"))
+    assert found["failed"] == [], [case for case in found["cases"] if case["error"]]
+    assert found["waits_in_operations"] == 0 < found["waits_for_experts"]

@@ -163,14 +163,16 @@ def keep_on_the_host() -> None:
         expected.add_(1)
     copy.store(tensor, free=False)
     tensor.add_(1)
-    other = torch.empty(SIZE)
-    copy = HostCopy(tensor, streams)
+    copy.restore(tensor)
+    assert torch.equal(tensor, expected)
     copy.store(tensor)
-    copy.restore(other)
-    assert torch.equal(other, expected + 1)
-    copy = HostCopy(other, streams)
-    copy.store(other)
-    assert torch.equal(copy.read(torch.device("cpu")), expected + 1)
+    with pytest.raises(AssertionError, match="may still run"):
+        copy.read(torch.device("cpu"))
+    with pytest.raises(AssertionError, match="may still run"):
+        copy.restore(torch.empty(SIZE))
+    copy.fetch(tensor)
+    copy.wait()
+    assert torch.equal(copy.read(torch.device("cpu")), expected)
 
 
 def open_beside() -> None:
