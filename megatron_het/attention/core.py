@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megatron_het.attention.blocks import Blocks, take_blocks
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
 from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.latent import Expansion, LatentCache, attend_by_latents, widths_of
 from megatron_het.attention.reach import Reach, Starts
 from megatron_het.attention.slice_attention import NO_EXCHANGE, LayerExchange, SharedSlices, slice_attention
 
@@ -67,6 +69,7 @@ class SliceCoreAttention(torch.nn.Module):
         window_tokens: How many earlier tokens a query sees at most; None for all.
         softmax_offset: ``[heads]`` of this TP rank, as the layer had it; None without.
         tp_group: Over which the heads are cut.
+        expansion: What makes keys and values of latents; None where the layer gives keys and values.
     """
 
     def __init__(
@@ -79,9 +82,11 @@ class SliceCoreAttention(torch.nn.Module):
         window_tokens: int | None = None,
         softmax_offset: torch.Tensor | None = None,
         tp_group: Any = None,
+        expansion: Expansion | None = None,
     ) -> None:
         super().__init__()
-        self.cache = KVCache(slots, batch)
+        self.cache = KVCache(slots, batch) if expansion is None else LatentCache(slots, batch, expansion)
+        self._value_width = None if expansion is None else expansion.widths.value
         self.exchange: LayerExchange = NO_EXCHANGE
         self.parallel: SharedSlices | None = None
         self.softmax_offset = softmax_offset
@@ -106,15 +111,15 @@ class SliceCoreAttention(torch.nn.Module):
 
         Args:
             query: ``[s, b, heads, d]``, positions applied.
-            key: ``[s, b, groups, d]``.
-            value: ``[s, b, groups, d]``.
+            key: ``[s, b, groups, d]``, or latents.
+            value: ``[s, b, groups, d]``, or nothing beside latents.
             attention_mask: Ignored: slices are causal, and documents are known by where they begin.
             attn_mask_type: Ignored, likewise.
             attention_bias: Must be None.
             packed_seq_params: A :class:`SliceParams`.
 
         Returns:
-            ``[s, b, heads * d]``.
+            ``[s, b, heads * d]``, with the width of values.
         """
         if not isinstance(packed_seq_params, SliceParams):
             raise RuntimeError("slice attention was called without a slice: the model runs outside of the schedule")
@@ -136,7 +141,7 @@ class SliceCoreAttention(torch.nn.Module):
             reach=Reach(packed_seq_params.starts, self._window_tokens),
             sink=self.softmax_offset,
         )
-        return out.view(*out.shape[:2], -1)
+        return out[..., : self._value_width].reshape(*out.shape[:2], -1)
 
     def sharded_state_dict(
         self,
@@ -177,23 +182,38 @@ def replace_core_attention(
     placed = []
     for layer in model.decoder.layers:  # type: ignore[union-attr]
         attention = layer.self_attention
-        if not hasattr(attention, "core_attention") or not hasattr(attention, "linear_qkv"):
+        if not hasattr(attention, "core_attention") or not (_is_latent(attention) or hasattr(attention, "linear_qkv")):
             raise ValueError(f"slices: {type(attention).__name__} has no core attention to replace")
-        dtype = next(attention.linear_qkv.parameters()).dtype
         # What cannot run is known before training.
-        choose_kernel(Setting.on(device, dtype, attention.hidden_size_per_attention_head), kernel)
+        choose_kernel(Setting.on(device, next(attention.parameters()).dtype, head_width(attention)), kernel)
         replaced = attention.core_attention
         attention.core_attention = SliceCoreAttention(
             slots,
-            attention.config.softmax_scale,
+            score_scale(attention),
             kernel,
             batch,
             window_tokens=_window_of(attention),
             softmax_offset=getattr(replaced, "softmax_offset", None),
             tp_group=getattr(getattr(attention, "pg_collection", None), "tp", None),
+            expansion=attend_by_latents(attention) if _is_latent(attention) else None,
         )
         placed.append(attention.core_attention)
     return placed
+
+
+def head_width(attention: Any) -> int:
+    """Channels of the queries, keys and values that a self-attention gives to a kernel."""
+    return widths_of(attention).head if _is_latent(attention) else int(attention.hidden_size_per_attention_head)
+
+
+def score_scale(attention: Any) -> float:
+    """Factor of the scores of a self-attention."""
+    own = attention.softmax_scale if _is_latent(attention) else attention.config.softmax_scale
+    return float(own or head_width(attention) ** -0.5)
+
+
+def _is_latent(attention: Any) -> bool:
+    return isinstance(attention, MultiLatentAttention)
 
 
 def _window_of(attention: Any) -> int | None:

@@ -11,7 +11,7 @@ anything.  Where they do not, the prefix is several views.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -121,7 +121,7 @@ class KVCache:
             raise CacheError(
                 f"microbatch {microbatch} slice {index}: all {self.slots} chunks of the key-value pool are in use"
             )
-        keys, values = self._slab(key)
+        keys, values = self._slab(key, value)
         slot = min(self._free) if sequence.grows_up else max(self._free)
         self._free.remove(slot)
         sequence.slots.append(slot)
@@ -129,12 +129,25 @@ class KVCache:
         values[self._span(slot), : sequence.batch].copy_(value)
         return True
 
+    def attended(
+        self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that a slice itself attends to.
+
+        Args:
+            microbatch: Global index of the microbatch.
+            index: Index of the slice, which is cached.
+            key: As it was appended.
+            value: As it was appended.
+        """
+        return key, value
+
     def own(self, microbatch: int, index: int) -> Run:
         """The chunk of one slice."""
         sequence = self._sequences[microbatch]
         return self._run(((sequence.slots[index], index),), sequence.batch)
 
-    def prefix(self, microbatch: int, index: int, skipped_tokens: int = 0) -> list[Run]:
+    def prefix(self, microbatch: int, index: int, skipped_tokens: int = 0) -> Sequence[Run]:
         """The chunks of the slices before one, as few contiguous runs as they form.
 
         Args:
@@ -144,7 +157,7 @@ class KVCache:
         """
         return self.runs(microbatch, skipped_tokens, index * self._slice_tokens)
 
-    def runs(self, microbatch: int, start: int, stop: int) -> list[Run]:
+    def runs(self, microbatch: int, start: int, stop: int) -> Sequence[Run]:
         """Tokens ``[start, stop)`` of a sequence, as few contiguous runs as they form, in any order."""
         sequence = self._sequences[microbatch]
         slots, batch = sequence.slots, sequence.batch
@@ -268,8 +281,8 @@ class KVCache:
             gradients[piece] = _widened(grad_key, grad_value)
             return
         if piece not in gradients:
-            shape = (self._slice_tokens, sequence.batch, *grad_key.shape[2:])
-            gradients[piece] = _widened(grad_key.new_zeros(shape), grad_value.new_zeros(shape))
+            rows = self._slice_tokens, sequence.batch
+            gradients[piece] = _widened(*(part.new_zeros((*rows, *part.shape[2:])) for part in (grad_key, grad_value)))
         for total, part in zip(gradients[piece], (grad_key, grad_value), strict=True):
             total[lo:hi, sequences or slice(None)].add_(part)
 
@@ -291,6 +304,23 @@ class KVCache:
             del self._sequences[microbatch]
         return gradient
 
+    def settle(
+        self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the last slice's chunk back.
+
+        Args:
+            microbatch: Global index of the microbatch.
+            run: The chunk, as ``own`` gave it.
+            grad_keys: What the slice itself adds to the gradient of its keys.
+            grad_values: The same of the values.
+
+        Returns:
+            The gradients of what was appended, from this slice and all later ones.
+        """
+        later = self.release(microbatch, run.slices[0])
+        return (grad_keys, grad_values) if later is None else (grad_keys + later[0], grad_values + later[1])
+
     def drop(self, microbatch: int) -> None:
         """Give all chunks of a microbatch back, without a backward pass (evaluation)."""
         self._free.update(self._sequences.pop(microbatch).slots)
@@ -307,18 +337,19 @@ class KVCache:
         self._free = set(range(self.slots))
         self._keys = self._values = None
 
-    def _slab(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slab(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The slabs, made at the first use."""
-        tokens, batch, *rest = like.shape
+        tokens, batch, *rest = key.shape
         if self._keys is None or self._values is None:
-            shape = (self.slots * tokens, self._batch or batch, *rest)
-            self._keys, self._values = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+            self._keys, self._values = (
+                part.new_empty((self.slots * tokens, self._batch or batch, *part.shape[2:])) for part in (key, value)
+            )
             self._slice_tokens = tokens
         most = self._keys.shape[1]
         fits = batch == most or (self._batch is not None and batch < most)
         if tokens != self._slice_tokens or not fits or list(self._keys.shape[2:]) != rest:
             raise CacheError(
-                f"keys of shape {tuple(like.shape)} for a pool of chunks {(self._slice_tokens, *self._keys.shape[1:])}"
+                f"keys of shape {tuple(key.shape)} for a pool of chunks {(self._slice_tokens, *self._keys.shape[1:])}"
             )
         return self._keys, self._values
 

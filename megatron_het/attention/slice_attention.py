@@ -173,6 +173,7 @@ class _SliceAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         # A recomputed forward attends to everything itself: the slot of its helpers is over.
         now = exchange if cache.append(microbatch, index, key, value) else NO_EXCHANGE
+        key, value = cache.attended(microbatch, index, key, value)
         if parallel is None:
             given_tokens = now.begin_forward(query)
             rows = own = _Rows(query, *kernel.forward(query, key, value, True, scale))
@@ -242,9 +243,7 @@ class _SliceAttention(torch.autograd.Function):
             own.differentiate(runs, kernel, scale, cache, microbatch)
             for (part,) in returning():
                 own.dq += part
-        later = cache.release(microbatch, index)
-        if later is not None:
-            dk, dv = dk + later[0], dv + later[1]
+        dk, dv = cache.settle(microbatch, chunk, dk, dv)
         ds = sink_gradient(grad, out, lse, *sinks) if sinks and ctx.needs_input_grad[3] else None
         return own.dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype), ds, *[None] * 7
 
@@ -273,7 +272,8 @@ def slice_attention(
 
     Args:
         query: ``[s, b, heads, d]`` of this slice.
-        key: ``[s, b, groups, d]`` of this slice; ``groups`` divides ``heads``.
+        key: ``[s, b, groups, d]`` of this slice; ``groups`` divides ``heads``.  What a :class:`LatentCache` holds has
+            another shape.
         value: The same of the values.
         cache: Holds the slices before this one; gets this one.
         kernel: Does the work.

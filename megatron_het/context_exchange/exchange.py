@@ -41,7 +41,7 @@ from megatron_het.attention.context_exchange import (
     pack,
     unpack,
 )
-from megatron_het.attention.core import SliceCoreAttention
+from megatron_het.attention.core import SliceCoreAttention, head_width, score_scale
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
 from megatron_het.attention.slice_attention import TokenGradient
 from megatron_het.context_exchange.keys import ExchangedKeys, returned_units
@@ -155,15 +155,14 @@ class ContextExchange:
             for layer, module in enumerate(chunk):
                 module.exchange = _Layer(self, layer)
         attention = models[0].decoder.layers[0].self_attention  # type: ignore[union-attr,index]
-        channels = attention.hidden_size_per_attention_head
         self._sequences = sequences
-        self._scale = attention.config.softmax_scale or channels**-0.5
+        self._scale = score_scale(attention)
         self._shape = AttentionShape(
             slice_tokens,
             1,
             attention.num_attention_heads_per_partition,
             attention.num_query_groups_per_partition,
-            channels,
+            head_width(attention),
             attention.config.params_dtype,
             self._device,
         )

@@ -14,7 +14,6 @@ ATTENTION_REFUSED = (
         "dropout inside attention would have to be the same in the slice's backward, call by call; "
         "use --attention-dropout 0",
     ),
-    Refusal("multi_latent_attention", "its compressed keys and values are not cached by slices"),
     Refusal("experimental_attention_variant", "only ordinary softmax attention is cut into slices"),
     Refusal("qk_clip", "the largest attention logit is not known to the slice kernels"),
     Refusal("log_max_attention_logit", "the largest attention logit is not known to the slice kernels"),
@@ -27,7 +26,7 @@ ATTENTION_REFUSED = (
 
 
 def check_reach(args: Any) -> None:
-    """Refuse positions and windows that the attention of slices does not know.
+    """Refuse positions, windows and recomputation that the attention of slices does not know.
 
     Raises:
         PlanError: The first thing that does not fit.
@@ -37,6 +36,13 @@ def check_reach(args: Any) -> None:
             "--position-embedding-type",
             args.position_embedding_type,
             f"positions of slices are known for {', '.join(POSITIONS)} only",
+        )
+    if getattr(args, "multi_latent_attention", False) and "mla_up_proj" in (args.recompute_modules or ()):
+        raise PlanError(
+            "--recompute-modules",
+            "mla_up_proj",
+            "slices make keys and values anew from compressed ones already, so there is nothing to recompute",
+            "Leave mla_up_proj out",
         )
     size = getattr(args, "window_size", None)
     if size and (size[0] < 0 or size[1] != 0):

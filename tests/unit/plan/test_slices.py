@@ -120,7 +120,7 @@ def test_exchange_needs_slices() -> None:
         ({"window_size": (64, 1)}, "--window-size = '64,1'.*none after"),
         ({"window_size": (-1, 0)}, "--window-size.*before their own"),
         ({"window_size": (64, 0), "reset_attention_mask": True}, "--reset-attention-mask.*forgets documents"),
-        ({"multi_latent_attention": True}, "compressed keys"),
+        ({"recompute_modules": ["mla_up_proj"], "multi_latent_attention": True}, "mla_up_proj"),
         ({"position_embedding_type": "mrope"}, "positions of slices"),
     ],
 )

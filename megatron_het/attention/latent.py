@@ -1,0 +1,320 @@
+"""Multi-latent attention in slices: what is cached are compressed keys and values.
+
+A token has one latent vector for the keys and values of all heads, and one rotary part of the keys (DeepSeek-V2,
+section 2.1).  The cache holds both, ``[tokens, b, 1, rank + rotary]``.  Attention works on one cached chunk at a time:
+its keys and values are made from the latents, and the gradients that come back are those of the latents and of the
+weight that makes keys and values.  So the expanded form is there for one chunk of one layer only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from megatron_het.attention.blocks import take_blocks
+from megatron_het.attention.kv_cache import KVCache, Run
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Channels of a head, and of what is cached.
+
+    Attributes:
+        heads: Of this TP rank.
+        rank: Of the latent vector.
+        rotary: Of the keys' rotary part, which all heads share.
+        plain: Of a key without it.
+        value: Of a value.
+    """
+
+    heads: int
+    rank: int
+    rotary: int
+    plain: int
+    value: int
+
+    @property
+    def head(self) -> int:
+        """What queries, keys and values are given to a kernel with: zeros fill them up."""
+        return max(self.plain + self.rotary, self.value)
+
+
+class Expansion:
+    """Keys and values out of latents, by the weight of the up projection.
+
+    Args:
+        widths: Of this rank's heads.
+        weight: ``[heads * (plain + value), rank]``; asked for at every use.
+    """
+
+    def __init__(self, widths: Widths, weight: Callable[[], torch.Tensor]) -> None:
+        self.widths = widths
+        self._weight = weight
+        self._weight_gradient: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def expand(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[tokens, b, heads, width]`` of latents ``[tokens, b, 1, rank + rotary]``."""
+        w = self.widths
+        both = latents[:, :, 0, : w.rank] @ self._weight().t()
+        both = both.view(*both.shape[:2], w.heads, w.plain + w.value)
+        keys, values = (both.new_zeros((*both.shape[:3], w.head)) for _ in range(2))
+        keys[..., : w.plain] = both[..., : w.plain]
+        keys[..., w.plain : w.plain + w.rotary] = latents[..., w.rank :]
+        values[..., : w.value] = both[..., w.plain :]
+        return keys, values
+
+    @torch.no_grad()
+    def project(self, latents: torch.Tensor, grad_keys: torch.Tensor, grad_values: torch.Tensor) -> torch.Tensor:
+        """Gradient of the latents; that of the weight is added up here.
+
+        Args:
+            latents: As for :meth:`expand`.
+            grad_keys: Of the keys.
+            grad_values: Of the values.
+
+        Returns:
+            ``[tokens, b, 1, rank + rotary]``, in at least fp32.
+        """
+        w, weight = self.widths, self._weight()
+        wide = torch.promote_types(latents.dtype, torch.float32)
+        both = torch.cat((grad_keys[..., : w.plain], grad_values[..., : w.value]), dim=-1).flatten(2).to(weight.dtype)
+        part = (both.flatten(0, 1).t() @ latents[:, :, 0, : w.rank].flatten(0, 1)).to(wide)
+        self._weight_gradient = part if self._weight_gradient is None else self._weight_gradient.add_(part)
+        rotary = grad_keys[..., w.plain : w.plain + w.rotary].to(wide).sum(2)
+        return torch.cat(((both @ weight).to(wide), rotary), dim=-1).unsqueeze(2)
+
+    def take_weight_gradient(self, like: torch.Tensor) -> torch.Tensor:
+        """What was added up since the last time."""
+        found, self._weight_gradient = self._weight_gradient, None
+        return torch.zeros_like(like) if found is None else found.to(like.dtype)
+
+
+class _Weighted(torch.autograd.Function):
+    """Latents as they are; gives the weight the gradient that the attention after it has added up."""
+
+    @staticmethod
+    def forward(ctx: Any, latents: torch.Tensor, weight: torch.Tensor, expansion: Expansion) -> torch.Tensor:
+        ctx.expansion = expansion
+        ctx.save_for_backward(weight)
+        return latents.view_as(latents)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return grad, ctx.expansion.take_weight_gradient(weight), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Expanded(Run):
+    """Keys and values of a chunk, and the latents that they were made from."""
+
+    packed: Run | None = None
+
+
+class _Chunks(Sequence[Run]):
+    """Runs that are expanded one at a time, whenever they are gone through."""
+
+    def __init__(self, packed: list[Run], expand: Callable[[Run], Run]) -> None:
+        self._packed, self._expand = packed, expand
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._expand(self._packed[index])
+
+    def __iter__(self) -> Iterator[Run]:
+        return map(self._expand, self._packed)
+
+
+class LatentCache(KVCache):
+    """Latents of one layer, by microbatch and slice; those who attend see keys and values.
+
+    Args:
+        slots: See :class:`KVCache`.
+        batch: See :class:`KVCache`.
+        expansion: Of the layer.
+    """
+
+    def __init__(self, slots: int, batch: int | None, expansion: Expansion) -> None:
+        super().__init__(slots, batch)
+        self._expansion = expansion
+
+    def attended(
+        self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`KVCache`."""
+        run = self.own(microbatch, index)
+        return run.keys, run.values
+
+    def own(self, microbatch: int, index: int) -> Run:
+        """See :class:`KVCache`."""
+        return self._expand(super().own(microbatch, index))
+
+    def runs(self, microbatch: int, start: int, stop: int) -> Sequence[Run]:
+        """See :class:`KVCache`; one chunk each."""
+        packed = []
+        for run in super().runs(microbatch, start, stop):
+            if len(run.slices) == 1:
+                packed.append(run)
+            else:
+                packed += [super(LatentCache, self).own(microbatch, piece) for piece in run.slices]
+        return _Chunks(packed, self._expand)
+
+    def add_gradient(
+        self,
+        microbatch: int,
+        run: Run,
+        grad_keys: torch.Tensor,
+        grad_values: torch.Tensor,
+        sequences: slice | None = None,
+    ) -> None:
+        """See :class:`KVCache`."""
+        packed = self._packed(run)
+        latents = packed.keys[:, sequences or slice(None)]
+        gradient = self._expansion.project(latents, grad_keys, grad_values)
+        super().add_gradient(microbatch, packed, gradient, gradient[..., :0], sequences)
+
+    def add_token_gradient(
+        self, microbatch: int, start: int, stop: int, grad_keys: torch.Tensor, grad_values: torch.Tensor
+    ) -> None:
+        """See :class:`KVCache`."""
+        row = 0
+        for piece, lo, hi in self._pieces(start, stop):
+            part = slice(row, row + hi - lo)
+            latents = super().own(microbatch, piece).keys[lo:hi]
+            gradient = self._expansion.project(latents, grad_keys[part], grad_values[part])
+            self._add(microbatch, piece, lo, hi, gradient, gradient[..., :0])
+            row += hi - lo
+
+    def settle(
+        self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`KVCache`."""
+        gradient = self._expansion.project(self._packed(run).keys, grad_keys, grad_values)
+        return super().settle(microbatch, run, gradient, gradient[..., :0])
+
+    def _expand(self, run: Run) -> Run:
+        return _Expanded(*self._expansion.expand(run.keys), run.slices, run.skipped_tokens, run)
+
+    @staticmethod
+    def _packed(run: Run) -> Run:
+        assert isinstance(run, _Expanded) and run.packed is not None
+        return run.packed
+
+
+def widths_of(attention: Any) -> Widths:
+    """Of a ``MultiLatentAttention`` of Megatron."""
+    config = attention.config
+    return Widths(
+        attention.num_attention_heads_per_partition,
+        config.kv_lora_rank,
+        config.qk_pos_emb_head_dim,
+        config.qk_head_dim,
+        config.v_head_dim,
+    )
+
+
+def attend_by_latents(attention: Any) -> Expansion:
+    """Have a layer's attention give its core the latents of keys and values; for good.
+
+    Args:
+        attention: A ``MultiLatentAttention`` of Megatron.
+
+    Returns:
+        What makes keys and values of them.
+    """
+    widths, linear = widths_of(attention), attention.linear_kv_up_proj
+    expansion = Expansion(widths, lambda: linear.weight)
+    # The module is called still, for those who hook into its forward, such as gathers of parameters.
+    linear.forward = functools.partial(_carry_weight, linear, expansion, attention.config)
+    attention.get_query_key_value_tensors = functools.partial(_queries_and_latents, attention, widths)
+    return expansion
+
+
+def _carry_weight(linear: Any, expansion: Expansion, config: Any, latents: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """In place of the up projection: latents after its norm, if it has one, whose backward knows the weight."""
+    scale = getattr(linear, "layer_norm_weight", None)
+    if scale is not None:  # Transformer Engine's layer is norm and projection in one
+        if config.layernorm_zero_centered_gamma:
+            scale = scale + 1
+        if config.normalization == "RMSNorm":
+            latents = torch.nn.functional.rms_norm(latents, scale.shape, scale, config.layernorm_epsilon)
+        else:
+            shift = linear.layer_norm_bias
+            latents = torch.nn.functional.layer_norm(latents, scale.shape, scale, shift, config.layernorm_epsilon)
+    return _Weighted.apply(latents, linear.weight, expansion), None
+
+
+def _queries_and_latents(
+    attention: Any,
+    widths: Widths,
+    hidden_states: torch.Tensor,
+    key_value_states: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    packed_seq_params: Any = None,
+    **_unused: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In place of ``get_query_key_value_tensors``.
+
+    Args:
+        attention: The layer's attention.
+        widths: Of its heads.
+        hidden_states: ``[s, b, hidden]``, a part of s under sequence parallelism.
+        key_value_states: Ignored: self-attention.
+        position_ids: Ignored, as Megatron does.
+        packed_seq_params: Says which slice runs.
+
+    Returns:
+        Queries ``[s, b, heads, width]``, latents ``[s, b, 1, rank + rotary]``, nothing in place of values, and what
+        queries and latents were made from.
+    """
+    config, group, w = attention.config, attention.tp_group, widths
+    queries, both = attention._qkv_down_projection(hidden_states)
+    compressed, shared = torch.split(both, [w.rank, w.rotary], dim=-1)
+    latents = attention.kv_layernorm(compressed)
+    if group.size() > 1 and config.sequence_parallel:
+        latents = gather_from_sequence_parallel_region(latents, group=group)
+        shared = gather_from_sequence_parallel_region(shared, group=group)
+    elif group.size() > 1:
+        latents = copy_to_tensor_model_parallel_region(latents, group=group)
+    latents, _ = attention.linear_kv_up_proj(latents)
+    if config.q_lora_rank is None:
+        query, _ = attention.linear_q_proj(queries)
+    else:
+        queries = attention.q_layernorm(queries)
+        query, _ = attention.linear_q_up_proj(queries)
+    query = query.view(*query.shape[:2], w.heads, w.plain + w.rotary)
+    rotate = _rotation(attention, packed_seq_params)
+    turned = rotate(query[..., w.plain :])
+    query = torch.cat((query[..., : w.plain], turned), dim=-1)
+    query = torch.nn.functional.pad(query, (0, w.head - query.shape[-1]))
+    key = torch.cat((latents.unsqueeze(2), rotate(shared.unsqueeze(2))), dim=-1)
+    return query, key, key[..., :0], queries, latents
+
+
+def _rotation(attention: Any, params: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rotates ``[s, b, heads, rotary]`` of the slice that runs."""
+    # "Packed": the table of the whole sequence, of which context parallelism has not taken its part yet.
+    table, mscale = attention.rotary_pos_emb(params.max_seqlen_q, packed_seq=True), 1.0
+    if isinstance(table, tuple):
+        table, mscale = table
+    table = take_blocks(table, params.blocks, dim=0)
+    return functools.partial(
+        apply_rotary_pos_emb,
+        freqs=table,
+        config=attention.config,
+        mscale=mscale,
+        cp_group=attention.pg_collection.cp,
+        mla_rotary_interleaved=True,
+    )
