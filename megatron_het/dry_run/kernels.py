@@ -30,6 +30,7 @@ def replace_kernels(count: CountFlops) -> None:
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     def accumulate(source: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -40,6 +41,8 @@ def replace_kernels(count: CountFlops) -> None:
         wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
     )
     rope_utils.fused_apply_rotary_pos_emb = _rotated
+    multi_latent_attention.fused_apply_mla_rope_for_q = lambda queries, *_frequencies, **_options: queries  # in place
+    multi_latent_attention.fused_apply_mla_rope_for_kv = _latent_keys
     fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = _gated, _like_second
     fused_bias_swiglu.weighted_swiglu = _weighted
     fused_bias_swiglu.weighted_swiglu_back = _weighted_back
@@ -62,10 +65,11 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: CountFlops
     ) -> torch.Tensor:
         length, batch, heads, width = query.shape
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
         statistics = torch.empty(batch, heads, length, dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, output, statistics)
-        ctx.count, ctx.flops = count, 2.0 * batch * heads * width * length * length  # two products, half of each
+        # Two products, half of each.
+        ctx.count, ctx.flops = count, 1.0 * batch * heads * (width + value.shape[-1]) * length * length
         count(ctx.flops)
         return output
 
@@ -103,6 +107,21 @@ class _Rotated(torch.autograd.Function):
 
 def _rotated(tensor: torch.Tensor, frequencies: torch.Tensor, **_options: Any) -> torch.Tensor:
     return _Rotated.apply(tensor)
+
+
+def _latent_keys(
+    both: torch.Tensor,
+    shared: torch.Tensor,
+    _cos: torch.Tensor,
+    _sin: torch.Tensor,
+    _rotary: int,
+    plain: int,
+    value: int,
+    *_options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values out of ``[s, b, heads, plain + value]`` and the keys' rotary part ``[s, b, 1, rotary]``."""
+    keys, values = torch.split(both, [plain, value], dim=-1)
+    return torch.cat((keys, shared.expand(*keys.shape[:-1], -1)), dim=-1), values.clone()
 
 
 def _gated(both: torch.Tensor) -> torch.Tensor:

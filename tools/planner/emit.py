@@ -275,6 +275,8 @@ def model_options(model: Any) -> ModelOptions:
         vocab_size=model.vocab_size,
         head_size=model.head_size,
         experts=model.experts,
+        window=None if model.attention_window is None else (model.attention_window, model.window_period or 0),
+        latent=model.latent,
     )
 
 

@@ -24,6 +24,8 @@ _MANAGED = (
     *("num-query-groups", "seq-length", "encoder-seq-length", "max-position-embeddings", "normalization"),
     *("kv-channels", "num-experts", "moe-router-topk", "moe-ffn-hidden-size", "moe-layer-freq"),
     *("moe-shared-expert-intermediate-size", "expert-model-parallel-size", "expert-tensor-parallel-size"),
+    *("window-size", "window-attn-skip-freq", "multi-latent-attention", "q-lora-rank", "kv-lora-rank"),
+    *("qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"),
     *("position-embedding-type", "swiglu", "disable-bias-linear", "untie-embeddings-and-output-weights"),
     *("micro-batch-size", "global-batch-size", "calculate-per-token-loss", "bf16", "fp16", "sequence-parallel"),
     *("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations"),

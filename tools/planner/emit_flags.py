@@ -10,7 +10,7 @@ from megatron_het.config import pipeline_layout
 from megatron_het.features import features_of
 from megatron_het.plan import Plan, plan_hash
 
-from .model_parts import Experts
+from .model_parts import Experts, Latent
 from .names import comment, default_of
 from .schedules import STOCK
 
@@ -27,6 +27,9 @@ class ModelOptions:
         vocab_size: For the tokenizer flags; 0 = leave them out.
         head_size: Width of one attention head, where Megatron's own would be another.
         experts: Layers of experts; every replica holds all of them.
+        window: Keys that a query sees in layers with a sliding window, and every how many layers one sees all (0:
+            none does).
+        latent: Multi-head latent attention.
     """
 
     normalization: str = "RMSNorm"
@@ -36,6 +39,8 @@ class ModelOptions:
     vocab_size: int = 0
     head_size: int | None = None
     experts: Experts | None = None
+    window: tuple[int, int] | None = None
+    latent: Latent | None = None
 
 
 def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
@@ -72,7 +77,23 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
         words.append("--disable-bias-linear")
     if not model.tied_embeddings:
         words.append("--untie-embeddings-and-output-weights")
+    words += _attention_arguments(options)
     return words + ([] if options.experts is None else _expert_arguments(options.experts, model.num_layers))
+
+
+def _attention_arguments(options: ModelOptions) -> list[str]:
+    """Flags of sliding windows and of latent attention; how positions are scaled is the user's."""
+    words = []
+    if options.window is not None:
+        keys, period = options.window
+        words += ["--window-size", f"{keys - 1},0"]  # Megatron does not count a token's own key
+        words += ["--window-attn-skip-freq", str(period)] if period else []
+    if options.latent is not None:
+        x = options.latent
+        words += ["--multi-latent-attention", "--q-lora-rank", str(x.query_rank)]
+        words += ["--kv-lora-rank", str(x.key_value_rank), "--qk-head-dim", str(x.nope_size)]
+        words += ["--qk-pos-emb-head-dim", str(x.rope_size), "--v-head-dim", str(x.value_size)]
+    return words
 
 
 def _expert_arguments(experts: Experts, num_layers: int) -> list[str]:

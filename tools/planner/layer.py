@@ -99,7 +99,7 @@ def activation_bytes(
         return tokens * (2 * e * h / split + rows * 4)  # the softmax in fp32
     if recompute == "full":
         # Keys and values stay in their pool, and the last slice's backward gives all of them gradients in fp32.
-        pool = 2 * model.kv_size * (e + 4) / tp if sliced else 0.0
+        pool = _pool_size(model, tp) * (e + 4) if sliced else 0.0
         return tokens * (e * h / split + pool)
     whole: float = 4 * e * h + (0 if model.gated else 2 * h)
     width, x = float(model.ffn_hidden_size), model.experts
@@ -112,7 +112,11 @@ def activation_bytes(
     # The attention's output and its inputs.  Values are views of the fused projection, which therefore stays whole
     # beside the rotated queries and keys.  Slices copy keys and values into their pool instead.
     attention = (2 * model.attention_size + 2 * model.kv_size) * e
-    if not sliced and model.latent is None and not model.learned_positions:
+    if model.latent is not None:
+        attention = model.latent.kept(model.num_attention_heads, sliced) * e
+        whole += 2 * (model.latent.query_rank + model.latent.compressed) * e  # before and after their norms
+        routed += _pool_size(model, tp) * e if sliced else 0.0
+    elif not sliced and not model.learned_positions:
         attention += (model.attention_size + model.kv_size) * e
     if model.fp8:  # inputs of linear layers are kept in one byte
         whole, mlp, attention = whole - 2 * h, mlp - width, attention - model.attention_size
@@ -120,6 +124,11 @@ def activation_bytes(
     if not fused and recompute == "none":
         matrix = model.num_attention_heads * s * e
     return tokens * (whole / split + routed + (attention + mlp + matrix) / tp)
+
+
+def _pool_size(model: Model, tp: int) -> float:
+    """Numbers per token that slices cache on one rank; compressed keys and values are of all heads."""
+    return 2 * model.kv_size / tp if model.latent is None else model.latent.compressed
 
 
 def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1) -> float:

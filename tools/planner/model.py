@@ -131,8 +131,17 @@ class Model(BaseModel):
     @property
     def not_run(self) -> list[str]:
         """Fields of this model that are priced, but that no run with a plan has yet."""
-        parts = [key for key in ("attention_window", "latent", "fp8") if getattr(self, key)]
+        parts = ["attention_window"] if self.attention_window is not None and self.window_period is None else []
+        parts += ["fp8"] if self.fp8 else []
         return parts + (["experts"] if self.experts is not None and not self.experts.runs else [])
+
+    @property
+    def window_period(self) -> int | None:
+        """Every so many layers one sees all keys, 0 if none does; None where the share of layers does not say which."""
+        if self.windowed_layers == 1:
+            return 0
+        period = round(1 / (1 - self.windowed_layers))
+        return period if period > 1 and abs(1 - 1 / period - self.windowed_layers) < 1e-6 else None
 
     def check_dry_run(self, hint: str) -> None:
         """Raise a PlannerError when a dry run cannot train the model.

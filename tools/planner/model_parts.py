@@ -63,3 +63,13 @@ class Latent(BaseModel):
     nope_size: int = Field(ge=1)
     rope_size: int = Field(ge=1)
     value_size: int = Field(ge=1)
+
+    @property
+    def compressed(self) -> int:
+        """What a token's keys and values of all heads are made from, the keys' rotary part with it."""
+        return self.key_value_rank + self.rope_size
+
+    def kept(self, heads: int, sliced: bool) -> int:
+        """Numbers per token that the attention of all heads keeps: its inputs and output."""
+        query = heads * (self.nope_size + self.rope_size)
+        return query + heads * self.value_size + (0 if sliced else query + heads * self.value_size)

@@ -243,6 +243,13 @@ def _parts(arguments: Mapping[str, Any], number: Callable[..., Any], document: C
             "dense_layers": len(dense),
             "dense_first": _are_first(dense),
         }
+    window, period = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
+    if isinstance(window, list | tuple) and window:
+        found["attention_window"] = window[0] + 1
+        if isinstance(period, list) and period:
+            found["windowed_layers"] = sum(map(bool, period)) / len(period)
+        else:
+            found["windowed_layers"] = 1 - 1 / period if period else 1.0
     if latent:
         found["latent"] = {
             "query_rank": number("q_lora_rank"),

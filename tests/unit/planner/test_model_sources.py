@@ -14,7 +14,8 @@ import yaml
 from megatron_het.plan import ModelShape
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
-from tools.planner.model import load_model
+from tools.planner.model import Model, load_model
+from tools.planner.model_parts import Latent
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,7 +92,7 @@ def write(folder, config, name="config.json"):
         (LLAMA, 8.03, []),
         (QWEN, 8.19, []),
         (MIXTRAL, 46.7, []),
-        (DEEPSEEK, 671.0, ["latent"]),
+        (DEEPSEEK, 671.0, []),
         ({**QWEN, "hidden_size": 5120, "num_attention_heads": 64, "intermediate_size": 25600,
           "num_hidden_layers": 64}, 32.8, []),
         ({**QWEN, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_key_value_heads": 4,
@@ -129,16 +130,20 @@ def test_what_a_config_lacks_or_cannot_be(tmp_path):
 def test_windows():
     from tools.planner.model_sources import from_config
 
-    windowed = {**QWEN, "use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 9}
-    windowed["layer_types"] += ["full_attention"] * 27
-    found = from_config(windowed, "config.json")
+    found = from_config(WINDOWED, "config.json")
     assert (found["attention_window"], found["windowed_layers"]) == (64, 0.25)
 
 
 CLUSTER = {"nodes": [{"gpu": "H200", "count": 16, "gpus_per_node": 8, "network_bytes_per_s": 4e11}]}
 
 
-@pytest.mark.parametrize(("config", "word"), [(LLAMA, None), (QWEN, None), (DEEPSEEK, "latent")])
+WINDOWED = {**QWEN, "use_sliding_window": True, "sliding_window": 64,
+            "layer_types": ["sliding_attention"] * 9 + ["full_attention"] * 27}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "word"), [(LLAMA, None), (QWEN, None), (DEEPSEEK, None), (WINDOWED, "attention window")]
+)
 def test_commands_take_a_config(tmp_path, capsys, config, word):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
     common = ["--cluster", str(tmp_path / "c.yaml"), "--model", str(write(tmp_path, config))]
@@ -208,6 +213,56 @@ def test_flags_of_experts(experts, flags, runs):
     plan = SimpleNamespace(model=ModelShape(5, 64, 4, 4, 32, 96, None, False))
     assert made.runs == runs
     assert not runs or flags in " ".join(model_arguments(plan, ModelOptions(experts=made)))
+
+
+SMALL = {"num_layers": 6, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 4,
+         "vocab_size": 1000, "seq_length": 1024, "global_batch_size": 8}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("share", "period", "flags"),
+    [(1.0, 0, "--window-size 63,0"), (0.5, 2, "--window-size 63,0 --window-attn-skip-freq 2"),
+     (5 / 6, 6, "--window-size 63,0 --window-attn-skip-freq 6"), (0.4, None, "")],
+)  # fmt: skip
+def test_flags_of_windows(tmp_path, share, period, flags):
+    from tools.planner.emit import model_options
+    from tools.planner.emit_flags import model_arguments
+
+    model = Model(**SMALL, attention_window=64, windowed_layers=share)
+    assert model.window_period == period and bool(model.not_run) == (period is None)
+    plan = SimpleNamespace(model=ModelShape(5, 64, 4, 4, 32, 96, None, False))
+    assert not flags or " ".join(model_arguments(plan, model_options(model))).endswith(flags)
+    given = {"window_size": (63, 0), "window_attn_skip_freq": period or None}
+    if period is not None:
+        again = load_model(checkpoint(tmp_path / "run", **given))
+        assert (again.attention_window, again.windowed_layers) == (64, pytest.approx(share))
+
+
+def test_flags_of_latent_attention():
+    from tools.planner.emit import model_options
+    from tools.planner.emit_flags import model_arguments
+
+    x = Latent(query_rank=1536, key_value_rank=512, nope_size=128, rope_size=64, value_size=128)
+    model = Model(**SMALL, latent=x)
+    plan = SimpleNamespace(model=ModelShape(5, 64, 4, 4, 32, 96, None, False))
+    assert not model.not_run
+    assert " ".join(model_arguments(plan, model_options(model))).endswith(
+        "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+        "--qk-pos-emb-head-dim 64 --v-head-dim 128"
+    )
+
+
+def test_slices_cache_what_is_compressed():
+    from tools.planner.layer import activation_bytes
+
+    x = Latent(query_rank=512, key_value_rank=64, nope_size=32, rope_size=16, value_size=32)
+    plain, latent = Model(**SMALL), Model(**SMALL, latent=x)
+    tokens = plain.seq_length
+    for tp in (1, 2):
+        caches = [activation_bytes(m, "layer", 1, tp, "full", True, sliced=True) for m in (plain, latent)]
+        rest = [activation_bytes(m, "layer", 1, tp, "full", True) for m in (plain, latent)]
+        found = [cache - other for cache, other in zip(caches, rest, strict=True)]
+        assert found == [tokens * 6 * 2 * plain.kv_size / tp, tokens * 6 * (64 + 16)]
 
 
 class Colour(enum.Enum):

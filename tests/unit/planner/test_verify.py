@@ -121,6 +121,6 @@ def test_ranks_without_figures_are_named(
 def test_a_model_that_cannot_run_is_refused_before_the_search(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "model.yaml").write_text(MODEL + "attention_window: 64\nwindowed_layers: 1\n", encoding="utf-8")
+    (tmp_path / "model.yaml").write_text(MODEL + "attention_window: 64\nwindowed_layers: 0.3\n", encoding="utf-8")
     error = answer(words, capsys, code=2)["error"]
     assert error["key"] == "attention_window" and error["hint"] == "Leave out --verify"
