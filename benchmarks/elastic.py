@@ -336,7 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--iterations", type=int, default=80, help="of each job (default 80)")
     parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="elastic-"))

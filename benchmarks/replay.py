@@ -1,8 +1,9 @@
 """A replayed trace against a real job: ``python -m benchmarks.replay --json OUT``.
 
-A first job measures what the simulation is given: the seconds of an iteration with 4, 3 and 2 nodes, the pauses of a
-join, a death and a leave, and how long a new node starts.  Then a job over gloo on this machine meets a random trace:
-workers are killed, nodes leave on notice, nodes come.  ``replay`` goes through the same trace.
+A job over gloo on this machine meets a random trace: workers are killed, nodes leave on notice, nodes come.  ``replay``
+goes through the same trace.  Two further jobs, one before and one after, measure what the simulation is given: the
+seconds of an iteration with 4, 3 and 2 nodes, the pauses of a join, a death and a leave, and how long a new node
+starts.  The mean of both is taken, because a shared machine changes its speed from minute to minute.
 
 Keys, by trace in ``traces``: ``iterations``, those that count at the trace's end in the real job; ``simulated``, the
 same of the replay; ``error``, relative; ``trace``, times and nodes.  ``worst_error`` is the largest (at most 0.10).
@@ -20,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,12 @@ def costs_of(found: Changed) -> Costs:
     return Costs(join_s=join_s, death_s=death_s, leave_s=leave_s, start_s=start_s)
 
 
+def mean_costs(every: Sequence[Costs]) -> Costs:
+    """The mean of each."""
+    fields = zip(*(asdict(costs).items() for costs in every), strict=True)
+    return Costs(**{pairs[0][0]: statistics.mean(value for _, value in pairs) for pairs in fields})
+
+
 def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float]:
     """A real job under a trace; what it logged, and when its first iteration began.  It is killed at the end."""
     names = [f"n{i}" for i in range(100)]
@@ -91,10 +99,13 @@ def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float]:
 
 def compare(folder: Path, seed: int, options: Any) -> dict[str, Any]:
     """One trace, real and simulated."""
-    measured = change_pool(folder / "measured", _WHOLE, _BETWEEN)
-    times, costs = iteration_times(measured), costs_of(measured)
     trace = random_trace(seed, options.changes, (options.apart_s, 2 * options.apart_s))
+    measured = [change_pool(folder / "before", _WHOLE, _BETWEEN)]
     lines, start_s = run_trace(folder / "real", trace)
+    measured.append(change_pool(folder / "after", _WHOLE, _BETWEEN))
+    every = [iteration_times(found) for found in measured]
+    times = {nodes: statistics.mean(found[nodes] for found in every) for nodes in every[0]}
+    costs = mean_costs([costs_of(found) for found in measured])
     counted = [number for when, number in lines if start_s < when <= start_s + trace.end_s]
     real = counted[-1] - counted[0] + 1  # what was lost is done again
     course = run_elastic(trace, lambda pool: times[pool[0]], costs)
@@ -103,6 +114,7 @@ def compare(folder: Path, seed: int, options: Any) -> dict[str, Any]:
         "simulated": course.iterations,
         "error": course.iterations / real - 1.0,
         "iteration_s": times,
+        "iteration_s_each": every,
         "costs": asdict(costs),
         "trace": [[change.time_s, change.pool[0], change.notice] for change in trace.changes],
         "end_s": trace.end_s,
