@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_het.features.base import Feature
-from megatron_het.features.slices import cuts_sequences, is_sliced
 from megatron_het.plan import Plan, PlanError
 
 _MTP = "megatron.core.transformer.multi_token_prediction"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module.LanguageModule"
-_WHERE = "model.mtp_num_layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +51,15 @@ class MultiTokenPrediction(Feature):
         return MtpOptions(plan.model.mtp_num_layers) if plan.model.mtp_num_layers else None
 
     def check_plan(self, plan: Plan, options: MtpOptions) -> None:
-        """Refuse what takes the tokens of a sequence, or the rows of the embedding, apart."""
-        problem, hint = "", ""
-        if cuts_sequences(plan):
-            cut = "slice" if is_sliced(plan) else "context-parallel rank"
-            problem = f"the tokens that a {cut} is to predict are in the next one"
-            hint = "Use a schedule of whole sequences, without context parallelism"
-        elif plan.schedule.parameters.get("vocabulary"):
-            problem = "its layers read the embedding of later tokens, whose rows are spread over the stages"
-            hint = "Leave out the split of the vocabulary"
-        elif len(set(plan.training.micro_batch_sizes)) > 1:
-            problem = (
-                "Megatron divides its loss by the tokens that count in a microbatch, so microbatches of different "
-                "sizes would weigh tokens differently"
+        """Refuse unequal microbatches; features that take sequences or tables apart refuse the layers themselves."""
+        if len(set(plan.training.micro_batch_sizes)) > 1:
+            raise PlanError(
+                "model.mtp_num_layers",
+                options.layers,
+                "Megatron divides the loss of its layers by the tokens that count in a microbatch, so microbatches of "
+                "different sizes would weigh tokens differently",
+                "Use microbatches of one size",
             )
-            hint = "Use microbatches of one size"
-        if problem:
-            raise PlanError(_WHERE, options.layers, problem, hint)
 
     def check_arguments(self, plan: Plan, options: MtpOptions, args: Any) -> None:
         """Refuse what Megatron's layers do not do everywhere."""
