@@ -167,10 +167,7 @@ def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
         hints.append("set distributed_optimizer: true")
     if min(model.batch_sizes) > 1:
         hints.append("allow micro_batch_sizes: [1]")
-    over = sum(
-        max(0.0, m.total_bytes - estimator.memory_margin * m.capacity_bytes) * m.group.count * m.group.tp
-        for m in estimate.memory
-    )
+    over = sum(max(0.0, m.total_bytes - estimator.memory_margin * m.capacity_bytes) * m.ranks for m in estimate.memory)
     nodes = estimator.cluster.nodes
     largest = max(
         {m.group.pool for m in estimate.memory}, key=lambda p: estimator.cluster.gpu(nodes[p].gpu).memory_bytes

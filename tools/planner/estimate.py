@@ -91,7 +91,7 @@ class Estimator(OperatingPoints):
                 continue
             left, held = node.gpus_per_node, 0.0
             for m in sorted(mine, key=lambda m: -m.host_bytes):
-                ranks = min(left, m.group.tp * m.group.count)
+                ranks = min(left, m.ranks)
                 held, left = held + ranks * m.host_bytes, left - ranks
             if held > limit:
                 out.append((pool, held, limit))
