@@ -100,6 +100,8 @@ class OperatingPoints:
             self.costs.sliced_share(node.gpu, batch, tp, recompute),
             layer.attention_forward_s,
             layer.attention_backward_s,
+            layer.fixed_forward_s,
+            layer.fixed_backward_s,
         )
 
     def unit_of(self, candidate: Candidate, group: Group) -> Unit | None:
