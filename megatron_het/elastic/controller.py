@@ -66,7 +66,7 @@ class Controller:
         self._asked = False
         self._waits = False
         self._shown_s = 0.0
-        self._read = 0
+        self._read, self._unwritten = 0, False
         self._started_s = time.monotonic()
         self.history: list[dict[str, Any]] = []
         """One entry per change: why, and when what was done (wall clock)."""
@@ -121,6 +121,8 @@ class Controller:
                 self._hear(message)
             except (BoardError, KeyError, TypeError, ValueError) as error:
                 self._say(f"a message that makes no sense is left out: {error}")
+        if self._unwritten:  # once for all messages: a busy disk takes half a second each time
+            self._save()
 
     def _hear(self, message: dict[str, Any]) -> None:
         kind = message["type"]
@@ -170,8 +172,8 @@ class Controller:
         node = str(message["node"])
         self._members[number] = Member(Process(number, node, str(message["device"])))
         self._missing[node] = self._missing.get(node, int(message.get("workers", 1))) - 1
-        self._newest = max(self._newest, number)
-        self._save()  # a controller that is started again must not give its number to another one
+        self._newest = max(self._newest, number)  # a controller that is started again gives its number to nobody else
+        self._unwritten = True
         self._say(f"worker {number} on {message['node']} is ready")
 
     def _note_opened(self, message: dict[str, Any]) -> None:
@@ -184,7 +186,7 @@ class Controller:
             entry.setdefault("opened", {})[str(message["process"])] = {
                 key: message[key] for key in ("iteration", "times", "sent_bytes")
             }
-            self._save()
+            self._unwritten = True
 
     def _release(self, generation: Generation) -> None:
         """The next generation trains: nodes that leave have nothing any more that somebody needs."""
@@ -369,6 +371,7 @@ class Controller:
     def _save(self) -> None:
         document = self.status()
         write_text(self._state, json.dumps(document, indent=1))
+        self._unwritten = False
         self._board.put("status", document)
 
     def _recover(self) -> None:

@@ -59,7 +59,7 @@ def run_session(
     """
     generation = boundary.generation
     plan = folder / f"plan-{generation.number}.json"
-    save_plan(generation.plan, plan)
+    save_plan(generation.plan, plan, durable=False)  # for this session only; nobody waits for the disk
     rank = generation.ranks.index(boundary.process)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(generation.ranks)))
     sys.argv = ["megatron_het.elastic", *_with_own_folders(flags, generation.number), "--het-plan", str(plan)]

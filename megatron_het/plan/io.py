@@ -36,8 +36,13 @@ def _plan_error(error: FileError) -> PlanError:
     )
 
 
-def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+def save_plan(plan: Plan, path: str | os.PathLike[str], *, durable: bool = True) -> None:
     """Check a plan and write it; an existing file is replaced only by a complete one.
+
+    Args:
+        plan: The plan.
+        path: The file.
+        durable: See :func:`megatron_het.untrusted.write_bytes`.
 
     Raises:
         PlanError: The plan contradicts itself, or ``path`` is no place for a file.
@@ -46,7 +51,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
     check_plan(plan)
     try:
-        write_json(path, plan.to_json())
+        write_json(path, plan.to_json(), durable=durable)
     except FileError as error:
         raise _plan_error(error) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_het.elastic import agent as agents
+from megatron_het.elastic import controller as controllers
 from megatron_het.elastic.agent import Agent, Node
 from megatron_het.elastic.controller import Bounds, Controller, JobError
 from megatron_het.elastic.pool import GivenPlans
@@ -177,6 +179,19 @@ def test_numbers_of_processes_are_not_given_again(tmp_path: Path):
     fresh: Any = Notes()
     Controller(fresh, plans, tmp_path / "state.json", 2, Bounds(), print)
     assert fresh.count("processes") == 4
+
+
+def test_all_that_is_heard_at_once_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Nobody notices a death while the controller waits for a busy disk."""
+    board: Any = Notes()
+    controller = Controller(board, GivenPlans([plan([[1], [1]])]), tmp_path / "state.json", 9, Bounds(), print)
+    written: list[int] = []
+    monkeypatch.setattr(controllers, "write_text", lambda _, text: written.append(len(json.loads(text)["members"])))
+    for number in (1, 2, 3):
+        come(board, number, f"n{number}")
+    for _ in range(3):
+        controller._step()
+    assert written == [3]
 
 
 def test_workers_are_told_to_stop_until_they_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
