@@ -36,13 +36,8 @@ def _plan_error(error: FileError) -> PlanError:
     )
 
 
-def save_plan(plan: Plan, path: str | os.PathLike[str], *, durable: bool = True) -> None:
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Check a plan and write it; an existing file is replaced only by a complete one.
-
-    Args:
-        plan: The plan.
-        path: The file.
-        durable: See :func:`megatron_het.untrusted.write_bytes`.
 
     Raises:
         PlanError: The plan contradicts itself, or ``path`` is no place for a file.
@@ -51,7 +46,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str], *, durable: bool = True)
 
     check_plan(plan)
     try:
-        write_json(path, plan.to_json(), durable=durable)
+        write_json(path, plan.to_json())
     except FileError as error:
         raise _plan_error(error) from None
 

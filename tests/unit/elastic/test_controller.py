@@ -135,6 +135,25 @@ def test_workers_that_crash_are_started_again(
     assert [document["process"] for document in posted] == list(range(1, started + 1))
 
 
+def test_what_a_worker_refuses_is_told_to_the_controller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A batch that is not the plan's, for instance: one message of rank 0, in a log on one of many nodes."""
+    board: Any = Notes()
+    monkeypatch.setattr(agents, "Board", lambda *_, **__: board)
+    agent = Agent(Node(Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s"), 1, tmp_path, (), 3), print)
+    agent._log(1).parent.mkdir()
+    agent._log(1).write_text("x\nmegatron_het: global_batch_size: 8, the plan has 12. Give that\nbye\n")
+    for number, code in ((1, 2), (2, 1)):
+        process = subprocess.Popen(["sh", "-c", f"exit {code}"], start_new_session=True)
+        process.wait()
+        agent._workers = [agents._Worker(number, 0, process)]
+        agent._look_after()
+    told = [board.get(f"inbox/{n}")["why"] for n in (1, 2)]
+    assert told == [
+        "ended with exit code 2: global_batch_size: 8, the plan has 12. Give that",
+        "ended with exit code 1",
+    ]
+
+
 def test_a_refused_worker_is_named_once_and_not_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     board: Any = Notes()
     run, said = subprocess.Popen, []
