@@ -14,6 +14,7 @@ from .estimates import StageTimes, Unit
 from .layer import LayerCosts, Spread
 from .model import Model
 from .network import Network
+from .passes import unit_of_group
 from .runtime import MEGATRON_HET, Runtime
 
 
@@ -104,6 +105,8 @@ class OperatingPoints:
     def unit_of(self, candidate: Candidate, group: Group) -> Unit | None:
         """Figures of a group's replicas at the candidate's operating point."""
         c = candidate
+        if c.sizes:
+            return unit_of_group(self, c, group)
         if c.cp == c.ep == 1:
             return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
         return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, c.ep)
