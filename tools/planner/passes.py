@@ -23,7 +23,7 @@ Passes = tuple[int, ...]
 
 def unit_of_group(estimator: OperatingPoints, candidate: Candidate, group: Group) -> Unit | None:
     """The mean pass of the slowest replica of a group, with the memory of its largest pass; None without figures."""
-    i = [(g.pool, g.tp) for g in candidate.stages[0].groups].index((group.pool, group.tp))
+    i = _place(candidate, group)
     found = _slowest(estimator, candidate, i)
     return None if found is None else found[1]
 
@@ -32,6 +32,12 @@ def passes_of(estimator: OperatingPoints, candidate: Candidate) -> list[int]:
     """Of each group, the number of passes of its slowest replica.  There are figures for all of them."""
     slowest = (_slowest(estimator, candidate, i) for i in range(len(candidate.sizes)))
     return [0 if found is None else len(found[0]) for found in slowest]
+
+
+def _place(candidate: Candidate, group: Group) -> int:
+    """Which of the stage's groups it is, however many replicas are asked for."""
+    kinds = [(g.pool, g.tp, candidate.cut_of(g)) for g in candidate.stages[0].groups]
+    return kinds.index((group.pool, group.tp, candidate.cut_of(group)))
 
 
 def pass_s(estimator: OperatingPoints, candidate: Candidate, group: Group, size: int) -> float:
@@ -43,7 +49,7 @@ def pass_s(estimator: OperatingPoints, candidate: Candidate, group: Group, size:
 
 def mean_size(candidate: Candidate, group: Group) -> float:
     """Sequences of a pass of a group's replicas, in the mean."""
-    i = [(g.pool, g.tp) for g in candidate.stages[0].groups].index((group.pool, group.tp))
+    i = _place(candidate, group)
     passes = [n for own in candidate.sizes[i] for n in own]
     return sum(passes) / len(passes)
 
@@ -63,9 +69,7 @@ def _slowest(estimator: OperatingPoints, candidate: Candidate, i: int) -> tuple[
     return None if best is None else best[1:]
 
 
-def _mean(
-    estimator: OperatingPoints, candidate: Candidate, group: Group, own: Passes, largest: int
-) -> Unit | None:
+def _mean(estimator: OperatingPoints, candidate: Candidate, group: Group, own: Passes, largest: int) -> Unit | None:
     """The mean of passes, with the memory of one of ``largest`` sequences."""
     found = {n: _of_size(estimator, candidate, group, n) for n in {*own, largest}}
     if any(unit is None for unit in found.values()):
@@ -75,7 +79,8 @@ def _mean(
 
 
 def _of_size(estimator: OperatingPoints, candidate: Candidate, group: Group, size: int) -> Unit | None:
-    return estimator.unit(group.pool, group.tp, size, candidate.recompute, candidate.cp, candidate.ep)
+    plain = candidate.with_(micro_batch_size=size, sizes=())
+    return estimator.unit_of(plain, group)
 
 
 def unit_of_device(estimator: OperatingPoints, candidate: Candidate, group: Group, own: Passes) -> Unit:
@@ -117,13 +122,13 @@ def passes_of_plan(plan: Plan) -> list[Passes]:
     return [tuple(sizes[m] for m in replica.microbatches) for replica in plan.stages[0].replicas]
 
 
-def sizes_of_plan(plan: Plan, kinds: Sequence[tuple[int, int]]) -> tuple[tuple[Passes, ...], ...]:
+def sizes_of_plan(plan: Plan, kinds: Sequence[tuple[int, ...]]) -> tuple[tuple[Passes, ...], ...]:
     """``Candidate.sizes`` of a plan.
 
     Args:
-        kinds: Pool and TP of every replica of its stage.
+        kinds: Pool, TP and EP of every replica of its stage.
     """
-    groups: dict[tuple[int, int], list[Passes]] = {}
+    groups: dict[tuple[int, ...], list[Passes]] = {}
     for kind, own in zip(kinds, passes_of_plan(plan)):
         groups.setdefault(kind, []).append(own)
     return tuple(tuple(groups[kind]) for kind in sorted(groups))

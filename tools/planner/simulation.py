@@ -76,19 +76,19 @@ def program_of(plan: Plan) -> Program:
 
 def _devices(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Seats) -> list[Device]:
     """The replicas in the plan's order, with their figures; replicas of a kind share one entry."""
-    known: dict[tuple[int, int, int, tuple[int, ...]], Device] = {}
+    known: dict[tuple[int, int, int, int, tuple[int, ...]], Device] = {}
 
-    def device(s: int, pool: int, tp: int, passes: tuple[int, ...]) -> Device:
-        g = Group(pool, tp, 1)
-        unit = unit_of_device(estimator, candidate, g, passes) if passes else estimator.unit_of(candidate, g)
+    def device(s: int, pool: int, tp: int, ep: int, own: tuple[int, ...]) -> Device:
+        g = Group(pool, tp, 1, ep)
+        unit = unit_of_device(estimator, candidate, g, own) if own else estimator.unit_of(candidate, g)
         assert unit is not None
         return s, g, unit
 
     passes = passes_of_plan(plan) if candidate.sizes else []
     out = []
-    for s, stage in enumerate(seated):
-        for q, replica in enumerate(stage):
-            kind = s, replica[0].pool, len(replica), passes[q] if passes else ()
+    for s, (stage, row) in enumerate(zip(plan.stages, seated, strict=True)):
+        for q, (replica, mine) in enumerate(zip(stage.replicas, row, strict=True)):
+            kind = s, mine[0].pool, replica.tp, replica.ep, passes[q] if passes else ()
             out.append(known.get(kind) or known.setdefault(kind, device(*kind)))
     return out
 
@@ -152,8 +152,8 @@ def costs_of(
 
     link = Wiring([g for _, g, _ in devices], [replica[0][:2] for replica in flat], price)
     forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
-    by_group = {(m.stage, m.group.pool, m.group.tp): m for m in estimate.memory}
-    memories = [by_group[s, g.pool, g.tp] for s, g, _ in devices]
+    by_group = {(m.stage, m.group.pool, m.group.tp, whole.cut_of(m.group)[0]): m for m in estimate.memory}
+    memories = [by_group[s, g.pool, g.tp, g.ep] for s, g, _ in devices]
     attention_f: Rows = []
     attention_b: Rows = []
     if candidate.slices > 1:  # a later slice attends to more keys
@@ -194,7 +194,7 @@ def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimat
 def _block_seats(estimator: Estimator, candidate: Candidate) -> Seats:
     """Where the first of the candidate's equal pipelines sits among the others: stages that fill nodes are apart."""
     blocks, out = candidate.blocks, []
-    seated = seats(estimator.cluster, candidate.stages)
+    seated = seats(estimator.cluster, candidate.stages, candidate.cp)
     assert seated is not None  # the plan has been made of it
     for stage, row in zip(candidate.stages, seated):
         mine, first = [], 0
@@ -243,13 +243,15 @@ def _different_parts(
 ) -> Iterator[tuple[Estimator, Candidate, Candidate, Estimate, Plan, Seats]]:
     """Arguments of ``_quick_s`` for one part of each kind."""
     flat = [seat for stage in seated for seat in stage]
+    cut_of = [replica.cut for stage in plan.stages for replica in stage.replicas]
     done: set[object] = set()
     most: dict[object, int] = {}
     parts = sorted(parts_of(schedule_shape(plan)), key=lambda part: -len(part.microbatches))
     for part in parts:
         here = [flat[d] for d in part.devices]
         nodes: dict[tuple[int, int], int] = {}
-        places = tuple((s[0].pool, len(s), nodes.setdefault(s[0][:2], len(nodes))) for s in here)
+        cuts = [cut_of[d] for d in part.devices]
+        places = tuple((s[0].pool, cut, nodes.setdefault(s[0][:2], len(nodes))) for s, cut in zip(here, cuts))
         if max(part.shape.replicas) == 1:  # a plain pipeline takes no longer with fewer microbatches
             key: object = places
             if most.setdefault(places, len(part.microbatches)) > len(part.microbatches):
@@ -283,7 +285,7 @@ def _quick_s(
     """The iteration time of a plan by ``quick.py``, or simulated where its program does more than compute."""
     inputs = programs.generator_inputs(plan)
     if inputs is not None:
-        seated = seated or seats(estimator.cluster, candidate.stages)
+        seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
         assert seated is not None  # the plan has been made of it
         costs = _priced(estimator, whole, candidate, estimate, plan, seated, None)
         shape, speeds, parameters = inputs
@@ -307,7 +309,7 @@ def with_costs(
     """
     assert plan.predicted is not None
     program = program_of(plan)
-    seated = seated or seats(estimator.cluster, candidate.stages)
+    seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
     assert seated is not None  # the plan has been made of it
     costs = _priced(estimator, candidate, candidate, estimate, plan, seated, program)
     return replace(plan, predicted=replace(plan.predicted, costs=planned_costs(costs, program)))
@@ -319,7 +321,7 @@ def _simulate(
     program = program_of(plan)
     if estimator.runtime.host_blocks:
         program = post_receives_early(program)  # as the runtime does over gloo
-    seated = seated or seats(estimator.cluster, candidate.stages)
+    seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
     assert seated is not None  # the plan has been made of it
     result = simulate(program, _priced(estimator, whole, candidate, estimate, plan, seated, program))
     return Simulation(result.makespan_s, result)

@@ -47,11 +47,19 @@ def widest(estimator: Estimator, pools: Iterable[int], batch: int, recompute: st
 
 
 def _try_unequal(book: Book, pools: Iterable[int], recompute: str, zero: int) -> None:
-    """Passes of other sizes on other GPUs, as Poplar has them."""
-    stage = Stage(book.estimator.model.num_layers, widest(book.estimator, pools, 1, recompute))
-    base = Candidate((stage,), 1, recompute, zero_stage=zero)
-    if stage.groups and can_differ(book.estimator, base):
-        candidate = unequal(book.estimator, base)
+    """Passes of other sizes on other GPUs, as Poplar has them: on all pools, and without the slowest ones."""
+    estimator = book.estimator
+    whole = widest(estimator, pools, 1, recompute)
+
+    def seconds(group: Group) -> float:
+        unit = estimator.unit(group.pool, 1, 1, recompute)
+        return unit.layer_f + unit.layer_b if unit else inf
+
+    fastest = sorted(whole, key=seconds)
+    for count in range(len(fastest), 0, -1):
+        stage = Stage(estimator.model.num_layers, tuple(sorted(fastest[:count])))
+        base = Candidate((stage,), 1, recompute, zero_stage=zero)
+        candidate = unequal(estimator, base) if can_differ(estimator, base) else None
         if candidate is not None:
             book.try_candidate(candidate)
 

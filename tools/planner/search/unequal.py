@@ -33,14 +33,14 @@ def unequal(estimator: Estimator, candidate: Candidate) -> Candidate | None:
         candidate: One that ``can_differ``; its micro batch size does not matter.
 
     Returns:
-        None where a group has no figures or no memory, and where all passes would be equal.
+        One with equal microbatches where that is what comes out; None where a group has no figures or no memory.
     """
     groups, curves = candidate.stages[0].groups, _curves(estimator, candidate)
     if curves is None:
         return None
     passes = accumulated([c for g, c in zip(groups, curves) for _ in range(g.count)], estimator.model.global_batch_size)
     if len({n for own in passes for n in own}) == 1:
-        return None
+        return candidate.with_(micro_batch_size=passes[0][0])
     rows = iter(tuple(own) for own in passes)
     sizes = tuple(tuple(next(rows) for _ in range(g.count)) for g in groups)
     return candidate.with_(micro_batch_size=max(n for own in passes for n in own), sizes=sizes)
