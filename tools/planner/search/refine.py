@@ -47,7 +47,7 @@ def refine(
     while improved:
         improved = False
         for candidate, estimate in _hopeful(estimator, goal, current, seen, sketch):
-            if seats(estimator.cluster, candidate.stages) is None:
+            if seats(estimator.cluster, candidate.stages, candidate.cp) is None:
                 continue
             operations -= operations_of(estimator, candidate)
             if operations < 0:
