@@ -83,7 +83,7 @@ class GroupMemory(NamedTuple):
     """Predicted bytes of one rank of a group, by category.
 
     ``state_share`` is the part of its stage's state that a replica keeps, None for equal parts; ``host_bytes``
-    is what the rank offloads to the node's main memory (not part of the total).
+    is what the rank offloads to the node's main memory (not part of the total).  A replica has ``cp`` TP groups.
     """
 
     stage: int
@@ -97,6 +97,12 @@ class GroupMemory(NamedTuple):
     capacity_bytes: float
     state_share: float | None = None
     host_bytes: float = 0.0
+    cp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Such ranks."""
+        return self.group.tp * self.cp * self.group.count
 
     @property
     def total_bytes(self) -> float:

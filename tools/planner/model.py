@@ -170,8 +170,14 @@ class Model(BaseModel):
             return tuple(sorted(set(self.micro_batch_sizes)))
         return tuple(b for b in (1, 2, 4, 8, 16, 32, 64, 128) if self.global_batch_size % b == 0)
 
-    def layer_parameters(self, tp: int = 1, ep: int = 1) -> int:
-        """Parameters of one transformer layer on one rank: the mean over layers with and without experts."""
+    def layer_parameters(self, tp: int = 1, ep: int = 1, expert_tp: int = 0) -> int:
+        """Parameters of one transformer layer on one rank: the mean over layers with and without experts.
+
+        Args:
+            tp: Tensor-parallel size.
+            ep: Parts over which the experts are divided.
+            expert_tp: Ranks that cut one expert, 0 for the rest of the TP group.
+        """
         h, f = self.hidden_size, self.ffn_hidden_size
         matrices = 3 if self.gated else 2
         total = (self._attention_parameters() + h * f * matrices) // tp + 2 * h * (2 if self.biases else 1)
@@ -179,7 +185,8 @@ class Model(BaseModel):
             total += (self.attention_size + 2 * self.kv_size + f) // tp + 2 * h
         x = self.experts
         if x is not None:
-            routed = h * matrices * (x.ffn_hidden_size * x.count // ep + x.shared_ffn_hidden_size) // tp
+            parts = ep * (expert_tp or max(1, tp // ep))
+            routed = h * matrices * x.ffn_hidden_size * x.count // parts + h * matrices * x.shared_ffn_hidden_size // tp
             share = 1 - min(1.0, x.dense_layers / self.num_layers)
             total += round(share * (routed + h * x.count - h * f * matrices // tp))
         return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .candidate import Candidate, Group
+from .candidate import Candidate
 from .estimates import Estimate, StageTimes, Unit, allocate, divided_alike, rank_parameters
 from .memory import stage_memory
 from .operating import OperatingPoints
@@ -37,6 +37,7 @@ def stages_of(
         c.even,
         c.cp,
         c.ep,
+        c.across_replicas,
         blocks,
         total,
     )
@@ -144,11 +145,6 @@ def beside(compute_s: float, other_s: float, overlap: float) -> float:
     return max(compute_s, other_s) + (1 - overlap) * min(compute_s, other_s)
 
 
-def reducing(candidate: Candidate, s: int) -> tuple[Group, ...]:
-    """The ranks that sum gradients, per TP rank: replicas, and with context parallelism all ranks of each."""
-    return tuple(g._replace(count=g.count * candidate.cp) for g in candidate.stages[s].groups)
-
-
 def sharding_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
     """Least time of a forward and of a backward of one microbatch with plain ZeRO-2 or 3, without ministages.
 
@@ -156,7 +152,7 @@ def sharding_s(estimator: OperatingPoints, candidate: Candidate, units: list[Uni
     gathers parameters before every forward and every backward.  All of it overlaps with the compute of the
     same pass, layer by layer; what takes longer than the compute shows.
     """
-    groups = reducing(candidate, s)
+    groups = candidate.reducing(s)
     element = float(estimator.model.element_bytes)
     size = {g: rank_parameters(candidate, u, s) * element for g, u in zip(groups, units)}
     half = estimator.network.sync_s(groups, size, 0.5)
@@ -170,7 +166,7 @@ def tail_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], 
 
 def _tail(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
     """(gradient reduction or gather of parameters, update) of one stage after its last backward."""
-    groups, network, schedule = reducing(candidate, s), estimator.network, schedule_of(candidate)
+    groups, network, schedule = candidate.reducing(s), estimator.network, schedule_of(candidate)
     element = float(estimator.model.element_bytes)
     counts = [rank_parameters(candidate, u, s) for u in units]
     sync = network.sync_s(groups, {g: n * 4.0 for g, n in zip(groups, counts)})

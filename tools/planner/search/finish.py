@@ -205,7 +205,7 @@ def _placed(
     estimator: Estimator, goal: Goal, real: Candidate, candidate: Candidate, estimate: Estimate
 ) -> tuple[Candidate, Estimate] | None:
     """The candidate in real zones with its estimate; None where it does not fit there."""
-    if not real.stages or seats(estimator.cluster, real.stages) is None:
+    if not real.stages or seats(estimator.cluster, real.stages, real.cp) is None:
         return None
     if real == candidate:
         return real, estimate
@@ -295,7 +295,7 @@ def whole(estimator: Estimator, found: Found) -> Found | None:
 
     def simulate_it() -> float:
         plan = build_plan(estimator, found.candidate, found.estimate)
-        seated = seats(estimator.cluster, found.candidate.stages)
+        seated = seats(estimator.cluster, found.candidate.stages, found.candidate.cp)
         return simulate_parts(estimator, found.candidate, found.estimate, plan, seated or [])
 
     try:

@@ -43,7 +43,7 @@ def refine(
     while improved:
         improved = False
         for candidate, estimate in _hopeful(estimator, goal, current, seen, regroups):
-            if seats(estimator.cluster, candidate.stages) is None:
+            if seats(estimator.cluster, candidate.stages, candidate.cp) is None:
                 continue
             operations -= each
             if operations < 0:
