@@ -45,7 +45,7 @@ PARAMETERS: dict[str, Sequence[Any]] = {
     "layers": ("even", "uneven"),
     "routing": ("even", "uneven"),
     "microbatches": ("equal", "unequal"),
-    "cp": (1, 2, "by stage", "within a stage", "unequal parts"),
+    "cp": (1, 2, "different", "unequal parts"),
     "context_exchange": (False, True),
     "vocabulary": (False, True),
     "offload_activations": (0.0, 0.75),
@@ -117,7 +117,7 @@ def tp_sizes(row: Row) -> list[list[int]]:
         first, last = [2], [2]
     if row["schedule"] == ALONE:
         return [last if len(last) > 1 else last * 2]
-    if (row["routing"] == "uneven" or row["cp"] == "within a stage") and len(last) == 1:
+    if (row["routing"] == "uneven" or row["cp"] == "different") and len(last) == 1:
         last = last * 2
     elif len(last) == 1 and (row["distributed_optimizer"] or row["overlap"] != "none"):
         first, last = first * 2, last * 2  # there is something to reduce
@@ -125,15 +125,16 @@ def tp_sizes(row: Row) -> list[list[int]]:
         first = first * len(last)  # replicas are separate pipelines
     sizes = [first, last]
     if _ranks(sizes, row) > _MAX_RANKS:
-        sizes = [[tp] for tp, *_ in sizes[:-1]] + [sizes[-1] if row["cp"] == "within a stage" else sizes[-1][:1]]
+        sizes = [[tp] for tp, *_ in sizes[:-1]] + [sizes[-1] if row["cp"] == "different" else sizes[-1][:1]]
     return sizes
 
 
 def cp_sizes(row: Row, sizes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Context-parallel size of every replica of every stage, from their TP sizes."""
-    if row["cp"] == "by stage":
-        return [[2 if s == 0 else 1 for _ in stage] for s, stage in enumerate(sizes)]
-    if row["cp"] == "within a stage":
+    """Context-parallel size of every replica of every stage, from their TP sizes.
+
+    Different ones differ within the last stage, and so between the stages.
+    """
+    if row["cp"] == "different":
         return [[2 if (s, q) == (len(sizes) - 1, 0) else 1 for q in range(len(sizes[s]))] for s in range(len(sizes))]
     return [[row["cp"] if isinstance(row["cp"], int) else 2 for _ in stage] for stage in sizes]
 
@@ -150,9 +151,8 @@ def case_of(row: Row, name: str, seed: int) -> Case:
         PlanError: The row contradicts itself, or the plan's checks refuse it.
     """
     rng = random.Random(f"{seed} {name}")
-    for name_of in ("tp", "cp"):
-        if row["schedule"] == ALONE and row[name_of] == "by stage":
-            raise PlanError(name_of, "by stage", "there is one stage only")
+    if row["schedule"] == ALONE and row["tp"] == "by stage":
+        raise PlanError("tp", "by stage", "there is one stage only")
     sizes = tp_sizes(row)
     plan = build_plan(
         sizes,

@@ -111,7 +111,7 @@ class BoundaryMap:
 
     def part_lengths(self) -> dict[int, int]:
         """Tokens on each world rank, before TP ranks divide them."""
-        found = {}
+        found: dict[int, int] = {}
         for side in self._sides:
             tokens = [part_tokens(blocks) for blocks in side.blocks(self._tokens)]
             found.update((rank, tokens[part]) for rank, part, _ in side.ranks())

@@ -127,13 +127,13 @@ class Replica:
     changes a result."""
     cp: int = field(default=1, metadata={"omit_default": True})
     """Context-parallel size."""
-    cp_shares: tuple[int, ...] = field(default=(), metadata={"omit_default": True})
-    """How much of every sequence each context-parallel rank holds, relative to the others; none for equal parts."""
     state_share: float = field(default=1.0, metadata={"omit_default": True})
     """How much of the stage's parameters, gradients and optimizer state this replica keeps under a
     parameter window, relative to the other replicas of the stage that cut weights alike; 0 keeps nothing."""
     ep: int = field(default=1, metadata={"omit_default": True})
     """Expert-parallel size: the experts of a layer are divided over so many parts of every tensor-parallel group."""
+    cp_shares: tuple[int, ...] = field(default=(), metadata={"omit_default": True})
+    """How much of every sequence each context-parallel rank holds, relative to the others; none for equal parts."""
 
     @property
     def tp(self) -> int:

@@ -106,9 +106,7 @@ class SlicedSequences(Batches):
 
         starts = None if self.documents is None else self.documents.of(op.microbatch)
         blocks = self._blocks[op.slice]
-        self._current.params = SliceParams.make(
-            op.microbatch, op.slice, blocks, self._seq_length, starts, self._parts
-        )
+        self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._seq_length, starts, self._parts)
         self._args.seq_length = self._tokens
         try:
             yield

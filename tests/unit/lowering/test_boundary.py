@@ -79,9 +79,7 @@ def test_equal_parts_travel_in_one_piece() -> None:
     assert pieces(sender, receiver, SEQ) == [Piece(0, 10, 0, 0, 12), Piece(1, 11, 0, 0, 6), Piece(2, 12, 0, 0, 6)]
 
 
-@given(
-    st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.sampled_from((1, 2, 3, 4, 8)), st.integers(0, 50)
-)
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.sampled_from((1, 2, 3, 4, 8)), st.integers(0, 50))
 def test_blocks_are_all_tokens_once_and_mirrored(shares: list[int], grain: int, more: int) -> None:
     even = grain if grain % 2 == 0 else 2 * grain
     tokens = -(-least_tokens(len(shares), grain) // even) * even + more * even

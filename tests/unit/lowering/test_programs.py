@@ -220,9 +220,7 @@ def test_one_ranks_programs_are_those_of_the_whole(plan: Plan) -> None:
             event("a part alone" if alone else "the whole")
             assert replace(program, ops=whole[mode].ops) == whole[mode]
             assert all(program.ops[d] == whole[mode].ops[d] for d in part)
-            lowered, expected = (
-                lower(posted_for("gloo", p), boundaries, device, rank) for p in (program, whole[mode])
-            )
+            lowered, expected = (lower(posted_for("gloo", p), boundaries, device, rank) for p in (program, whole[mode]))
             assert lowered == expected
 
 
