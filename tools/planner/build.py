@@ -34,6 +34,7 @@ from .errors import PlannerError
 from .estimate import Estimate, Estimator, allocate
 from .model import Model
 from .packing import Room, Seat, pack, seat_replicas
+from .passes import mean_size, routes_of, sizes_of_plan
 from .schedules import is_ordered, schedule_of
 
 
@@ -158,15 +159,16 @@ def build_plan(
         raise PlannerError("cluster", "nodes", candidate.stages, "these TP groups do not fit into the nodes")
     total = model.global_batch_size // candidate.micro_batch_size
     batch = model.global_batch_size
-    if one_block:
+    if one_block and not candidate.sizes:
         total = -(-total // candidate.blocks)
         batch = total * candidate.micro_batch_size
         candidate = candidate.block()
     stages: list[PlanStage] = []
     per_rank: list[RankPrediction] = []
-    all_routes = _all_routes(estimator, candidate, total)
+    routed, sizes = routes_of(candidate) if candidate.sizes else ([], ())
+    all_routes = [routed] if routed else _all_routes(estimator, candidate, total)
     fastest = max(
-        layers / _unit_time(estimator, candidate, s, g)
+        layers / _sequence_time(estimator, candidate, s, g)
         for s, (layers, groups) in enumerate(candidate.stages)
         for g in groups
     )
@@ -184,6 +186,7 @@ def build_plan(
             sequence_parallel=model.sequence_parallel,
             recompute=candidate.recompute,
             distributed_optimizer=candidate.zero_stage >= 1,
+            micro_batch_sizes=sizes,
         ),
         stages=tuple(stages),
         schedule=ScheduleSpec(candidate.schedule, parameters),
@@ -226,7 +229,7 @@ def _stage(
         ranks = tuple(range(rank, rank + g.tp * candidate.cp))
         rank += len(ranks)
         share = 1.0 if m.state_share is None else round(m.state_share, 4)
-        speed = max(1e-4, round(layers / time_s / fastest, 4))
+        speed = max(1e-4, round(layers / _sequence_time(estimator, candidate, s, g) / fastest, 4))
         node = estimator.cluster.nodes[g.pool]
         zones = {other.zone for other in estimator.cluster.nodes if other.gpu == node.gpu}
         zone = node.zone if len(zones) > 1 else ""
@@ -257,6 +260,12 @@ def _unit_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> 
     u = estimator.unit_of(candidate, g)
     assert u is not None
     return u.both_s(candidate.stages[s].layers, s == 0, s == candidate.head_stage)
+
+
+def _sequence_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> float:
+    """Seconds of a replica, in a unit that is the same for all replicas of a plan."""
+    seconds = _unit_time(estimator, candidate, s, g)
+    return seconds / mean_size(candidate, g) if candidate.sizes else seconds
 
 
 def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple[Candidate, list[list[list[Seat]]]]:
@@ -303,6 +312,9 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
     )
     if schedule_of(found).shards_parameters:
         found = found.with_(shares=tuple(shares))
+    if training.micro_batch_sizes and len(plan.stages) == 1:
+        kinds = [(mine[0].pool, r.tp, r.ep) for mine, r in zip(seated[0], plan.stages[0].replicas)]
+        found = found.with_(sizes=sizes_of_plan(plan, kinds))
     return found, seated
 
 

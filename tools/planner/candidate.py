@@ -60,6 +60,8 @@ class Candidate:
             each is whole, as stock Megatron can (published runs); plans keep a layer's experts inside a replica.
         rows: With a split vocabulary: per stage, the parts of the embeddings and of the output layer that it has;
             empty: the first stage has all of the embeddings, the last one all of the output layer.
+        sizes: Of a single stage whose microbatches differ in size (Poplar): per group and replica, the sequences of
+            each of its passes; ``micro_batch_size`` is the largest of all.  Empty: all microbatches are equal.
     """
 
     stages: tuple[Stage, ...]
@@ -79,6 +81,7 @@ class Candidate:
     ep: int = 1
     across_replicas: bool = False
     rows: tuple[tuple[float, float], ...] = ()
+    sizes: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     def with_(self, **changes: object) -> Candidate:
         """A changed copy."""
@@ -87,7 +90,9 @@ class Candidate:
     def in_pools(self, pools: Sequence[int]) -> Candidate:
         """The same where the pools have other numbers: ``pools[p]`` in place of ``p``."""
         stages = [Stage(s.layers, tuple(sorted(g._replace(pool=pools[g.pool]) for g in s.groups))) for s in self.stages]
-        return self.with_(stages=tuple(stages))
+        groups = [pools[g.pool] for s in self.stages for g in s.groups] if self.sizes else []
+        sizes = tuple(self.sizes[i] for i in sorted(range(len(groups)), key=lambda i: groups[i]))
+        return self.with_(stages=tuple(stages), sizes=sizes)
 
     def gpus(self) -> dict[int, int]:
         """GPUs used per pool."""
@@ -131,6 +136,8 @@ class Candidate:
         Block ``j`` runs the microbatches that are ``j`` modulo this number; its replicas exchange
         activations with each other only.
         """
+        if self.sizes:
+            return 1
         return gcd(*[g.count for s in self.stages for g in s.groups])
 
     def block(self) -> Candidate:

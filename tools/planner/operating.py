@@ -14,6 +14,7 @@ from .estimates import StageTimes, Unit
 from .layer import LayerCosts, Spread
 from .model import Model
 from .network import Network
+from .passes import unit_of_group
 from .runtime import MEGATRON_HET, Runtime
 
 
@@ -100,11 +101,15 @@ class OperatingPoints:
             self.costs.sliced_share(node.gpu, batch, tp, recompute),
             layer.attention_forward_s,
             layer.attention_backward_s,
+            layer.fixed_forward_s,
+            layer.fixed_backward_s,
         )
 
     def unit_of(self, candidate: Candidate, group: Group) -> Unit | None:
         """Figures of a group's replicas at the candidate's operating point, CP and EP included."""
         c = candidate
+        if c.sizes:
+            return unit_of_group(self, c, group)
         if c.cp == c.ep == 1 and group.ep < 2:
             return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
         ep, expert_tp = c.cut_of(group)

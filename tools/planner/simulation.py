@@ -22,6 +22,7 @@ from .errors import PlannerError
 from .estimate import Estimate, Estimator, Unit
 from .figures import Device, figures_of
 from .packing import Seat
+from .passes import passes_of_plan, unit_of_device
 from .plain import Wiring, pipelines_s
 from .quick import can_price, compute_orders, makespan_s
 from .schedules import schedule_of
@@ -75,18 +76,19 @@ def program_of(plan: Plan) -> Program:
 
 def _devices(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Seats) -> list[Device]:
     """The replicas in the plan's order, with their figures; replicas of a kind share one entry."""
-    known: dict[tuple[int, int, int, int], Device] = {}
+    known: dict[tuple[int, int, int, int, tuple[int, ...]], Device] = {}
 
-    def device(s: int, pool: int, tp: int, ep: int) -> Device:
+    def device(s: int, pool: int, tp: int, ep: int, own: tuple[int, ...]) -> Device:
         g = Group(pool, tp, 1, ep)
-        unit = estimator.unit_of(candidate, g)
+        unit = unit_of_device(estimator, candidate, g, own) if own else estimator.unit_of(candidate, g)
         assert unit is not None
         return s, g, unit
 
+    passes = passes_of_plan(plan) if candidate.sizes else []
     out = []
     for s, (stage, row) in enumerate(zip(plan.stages, seated, strict=True)):
-        for replica, mine in zip(stage.replicas, row, strict=True):
-            kind = s, mine[0].pool, replica.tp, replica.ep
+        for q, (replica, mine) in enumerate(zip(stage.replicas, row, strict=True)):
+            kind = s, mine[0].pool, replica.tp, replica.ep, passes[q] if passes else ()
             out.append(known.get(kind) or known.setdefault(kind, device(*kind)))
     return out
 
@@ -105,7 +107,7 @@ def _passes(
         for s, its in enumerate(whole.stages):
             units = [estimator.unit_of(whole, g) for g in its.groups]
             least[s] = sharding_s(estimator, whole, units, s)  # type: ignore[arg-type]
-    known: dict[tuple[int, Group], tuple[tuple[float, ...], ...]] = {}
+    known: dict[tuple[int, Group, int], tuple[tuple[float, ...], ...]] = {}
 
     def rows(s: int, u: Unit) -> tuple[tuple[float, ...], ...]:
         layers = plan.stages[s].layers
@@ -117,7 +119,7 @@ def _passes(
             f, b = [max(x, least[s][0]) for x in f], [max(x, least[s][1]) for x in b]
         return tuple(f), tuple(b), tuple(a)
 
-    found = [known.get((s, g)) or known.setdefault((s, g), rows(s, u)) for s, g, u in devices]
+    found = [known.get((s, g, id(u))) or known.setdefault((s, g, id(u)), rows(s, u)) for s, g, u in devices]
     forward, backward, kept = (list(column) for column in zip(*found, strict=True))
     return forward, backward, kept
 

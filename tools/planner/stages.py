@@ -9,6 +9,7 @@ from .candidate import Candidate
 from .estimates import Estimate, StageTimes, Unit, allocate, divided_alike, rank_parameters
 from .memory import stage_memory
 from .operating import OperatingPoints
+from .passes import passes_of
 from .schedules import schedule_of
 
 
@@ -38,6 +39,7 @@ def stages_of(
         c.cp,
         c.ep,
         c.across_replicas,
+        c.sizes,
         blocks,
         total,
     )
@@ -102,8 +104,8 @@ def _stage(
         if u is None:
             return None
         units.append(u)
-        forward.append(u.forward_s(layers, first, last) + fixed)
-        backward.append(u.backward_s(layers, first, last) + fixed)
+        forward.append(u.forward_s(layers, first, last, candidate.chunks) + fixed)
+        backward.append(u.backward_s(layers, first, last, candidate.chunks) + fixed)
     if candidate.zero_stage >= 2 and not schedule_of(candidate).shards_parameters:
         least_f, least_b = sharding_s(estimator, candidate, units, s)
         overlap = estimator.runtime.gather_overlap
@@ -111,7 +113,10 @@ def _stage(
         backward = [beside(b, least_b, overlap) for b in backward]
     counts = [g.count // blocks for g in groups]
     both = [f + b + waits_s for f, b in zip(forward, backward)]
-    if candidate.even:
+    if candidate.sizes:
+        shares = passes_of(estimator, candidate)
+        busy = max(k * t for k, t in zip(shares, both))
+    elif candidate.even:
         shares = [total // sum(counts)] * len(groups)
         busy = max(k * t for k, t in zip(shares, both))
     else:
