@@ -15,6 +15,8 @@ from ..search.effort import NORMAL, Effort
 from ..search.finish import finish
 from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
+from ..search.unequal import SIZES, can_differ, unequal
+from ..stages import tail_s
 
 
 def _fits(estimator: Estimator, pool: int, zero: int, batch: int, recompute: str) -> bool:
@@ -45,13 +47,49 @@ def widest(estimator: Estimator, pools: Iterable[int], batch: int, recompute: st
     return tuple(Group(pool, tp, n) for pool, n in sorted(counts.items()) if n)
 
 
+def _try_unequal(book: Book, pools: Iterable[int], recompute: str, zero: int, bound_s: float) -> None:
+    """Passes of other sizes on other GPUs, as Poplar has them: on all pools, and without the slowest ones.
+
+    What certainly takes longer than ``bound_s`` is left out.
+    """
+    estimator = book.estimator
+    whole = widest(estimator, pools, 1, recompute)
+
+    def seconds(group: Group) -> float:
+        unit = estimator.unit(group.pool, 1, 1, recompute)
+        return unit.layer_f + unit.layer_b if unit else inf
+
+    fastest = sorted(whole, key=seconds)
+    for count in range(len(fastest), 0, -1):
+        stage = Stage(estimator.model.num_layers, tuple(sorted(fastest[:count])))
+        base = Candidate((stage,), 1, recompute, zero_stage=zero)
+        if _least_s(estimator, base) > bound_s:
+            continue
+        candidate = unequal(estimator, base) if can_differ(estimator, base) else None
+        if candidate is not None:
+            book.try_candidate(candidate)
+
+
+def _least_s(estimator: Estimator, candidate: Candidate) -> float:
+    """All sequences through all layers at every GPU's best size of a pass, then the sum of the gradients."""
+    stage, model, rate = candidate.stages[0], estimator.model, 0.0
+    for g in stage.groups:
+        best = [(b, estimator.unit(g.pool, g.tp, b, candidate.recompute)) for b in SIZES]
+        rate += g.count * max((b / (u.layer_f + u.layer_b) for b, u in best if u is not None), default=0.0)
+    units = [estimator.unit_of(candidate, g) for g in stage.groups]
+    there = [u for u in units if u is not None]
+    if not rate or len(there) < len(units):
+        return inf
+    return model.global_batch_size * stage.layers / rate + tail_s(estimator, candidate, there, 0)
+
+
 def search_poplar(
     estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL, bound_s: float = inf
 ) -> Outcome:
     """ZeRO-0, and the next stage whenever one sample does not fit; batches after measured speed.
 
-    A plan has one micro batch size for all GPUs, so each of Poplar's batch sizes becomes a number of
-    microbatches of the common size that serves the curves best.  ZeRO-2 and 3 are run by the parameter
+    With ZeRO-0 and 1 every GPU runs passes of its own size, and a smaller last one (``unequal``); equal
+    microbatches of every size are tried beside that.  ZeRO-2 and 3 are run by the parameter
     window (schedule ``ministage`` on one stage, all its chunk counts): parameters and gradients are sharded, and
     gathered and reduced once per ministage instead of once per microbatch.  Only where these are not allowed,
     the outcome holds the plain forms, which ``Found.runnable`` marks as not for this runtime.
@@ -86,6 +124,7 @@ def search_poplar(
                     plain.append(candidate)
                     for chunks in range(2, estimator.model.num_layers + 1):
                         book.try_candidate(MINISTAGES.of(candidate, chunks))
+                _try_unequal(book, usable or range(len(nodes)), recompute, zero, bound_s)
                 break
     except KeyboardInterrupt:
         outcome.interrupted = True
