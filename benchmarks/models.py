@@ -164,7 +164,8 @@ def table(report: dict[str, Any]) -> str:
             text = report["refused"].get(family, {}).get(feature, "")
             cells.append(str(reasons.index(_reason(text)) + 1) if state == _REFUSED else _SIGNS.get(state, _UNKNOWN))
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
-    lines += ["", "Reasons:", "", *(f"{i + 1}. {reason}" for i, reason in enumerate(reasons))]
+    if reasons:
+        lines += ["", "Reasons:", "", *(f"{i + 1}. {reason}" for i, reason in enumerate(reasons))]
     return "\n".join(lines)
 
 
