@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ class HetConfig:
     trace_iteration: int = 3
     auto_batch: Path | None = None
     least_zero: int = 0
+    turns: tuple[Plan, ...] = ()
+    """All plans of the job, where several take turns, one for each global batch size."""
+    turn_files: tuple[str, ...] = ()
 
     @property
     def is_active(self) -> bool:
@@ -53,9 +57,7 @@ _REFUSED = (
     Refusal("use_megatron_fsdp", "FSDP replaces the process groups that a plan sets up"),
     Refusal("fp8", "fp8 scaling statistics are reduced over groups that a plan does not have"),
     Refusal("fp4", "fp4 scaling statistics are reduced over groups that a plan does not have"),
-    Refusal("rampup_batch_size", "a plan routes a fixed number of microbatches"),
-    Refusal("step_batch_size_schedule", "a plan routes a fixed number of microbatches"),
-    Refusal("mtp_num_layers", "multi-token prediction is not supported with a plan"),
+    Refusal("rampup_batch_size", "Megatron ignores it; give --step-batch-size-schedule and a plan for each size"),
     Refusal("hybrid_layer_pattern", "hybrid models are not supported with a plan"),
     Refusal(
         "num_distributed_optimizer_instances", "a plan has one optimizer instance per class of replicas", more_than_one
@@ -63,7 +65,6 @@ _REFUSED = (
     Refusal("data_parallel_random_init", "replicas must start from the same weights"),
     Refusal("full_validation", "evaluation must have the plan's number of microbatches"),
     Refusal("multiple_validation_sets", "evaluation must have the plan's number of microbatches"),
-    Refusal("sft", "packed sequences are not supported with a plan"),
     Refusal("perform_rl_step", "reinforcement learning is not supported with a plan"),
     Refusal("phase_transition_iterations", "samples are routed by one global order"),
     Refusal("yaml_cfg", "give the options as flags"),
@@ -136,6 +137,7 @@ def _check_model(plan: Plan, args: Any) -> None:
         "num_query_groups": args.num_query_groups if args.group_query_attention else heads,
         "seq_length": args.seq_length,
         "tied_embeddings": not args.untie_embeddings_and_output_weights,
+        "mtp_num_layers": getattr(args, "mtp_num_layers", None) or 0,
     }
     if plan.model.ffn_hidden_size is not None and args.ffn_hidden_size is not None:
         found["ffn_hidden_size"] = args.ffn_hidden_size
@@ -156,6 +158,40 @@ def _check_model(plan: Plan, args: Any) -> None:
             length,
             f"a decoder's sequences have the length of --seq-length = {plan.model.seq_length}",
             "Leave the flag out",
+        )
+
+
+def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
+    """Compare Megatron's schedule of batch sizes with the plans of a job, of which each has one size.
+
+    Args:
+        plans: All of them.
+        args: Megatron's parsed arguments.
+
+    Raises:
+        PlanError: The first thing that does not fit.
+    """
+    given, flag = getattr(args, "step_batch_size_schedule", None), "--step-batch-size-schedule"
+    known = sorted({plan.training.global_batch_size for plan in plans})
+    if not given:
+        if len(plans) > 1:
+            raise PlanError("--het-plan", f"{len(plans)} plans", f"plans take turns as {flag} says", f"Give {flag}")
+        return
+    sizes = [word.rpartition(":")[2] for word in given.split()]
+    if unknown := [size for size in sizes if not size.isdecimal() or int(size) not in known]:
+        raise PlanError(
+            flag,
+            given,
+            f"a plan routes a fixed number of microbatches, and none is for a global batch size of {unknown[0]}; there "
+            f"are plans for {', '.join(map(str, known))}",
+            "Give a plan for each size: --het-plan PLAN PLAN ...",
+        )
+    if not args.train_samples:
+        raise PlanError(
+            "--train-samples",
+            args.train_samples,
+            f"with {flag} Megatron counts learning rates by samples",
+            "Give --train-samples, and --lr-decay-samples and --lr-warmup-samples in place of iterations",
         )
 
 
@@ -325,7 +361,7 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
         # Megatron's cache of who saves what is empty on ranks without replicas; from the second save on these
         # would wait for a collective that the others skip.
         args.ckpt_fully_parallel_save = False
-    if len(cuts) > 1 or plan.model.tied_embeddings:
+    if len(cuts) > 1 or plan.model.embeds_twice:
         # Several local shapes or copies per key: right under a plan, an error to this check.
         args.ckpt_load_validate_sharding_integrity = False
     return tp * placement.num_stages
@@ -367,8 +403,11 @@ def _apply_recompute(plan: Plan, args: Any) -> None:
 
 
 def pipeline_layout(plan: Plan) -> str:
-    """The plan's layers as Megatron's ``--pipeline-model-parallel-layout`` string, e.g. ``Ettt|tL``."""
+    """The plan's layers as Megatron's ``--pipeline-model-parallel-layout`` string, e.g. ``Ettt|tL``.
+
+    Layers for multi-token prediction come last: ``tmL``.
+    """
     parts = ["t" * plan.stages[stage].layers[chunk] for stage, chunk in plan.path]
     parts[0] = "E" + parts[0]
-    parts[-1] += "L"
+    parts[-1] += "m" * plan.model.mtp_num_layers + "L"
     return "|".join(parts)

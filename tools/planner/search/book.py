@@ -44,7 +44,9 @@ class Book:
     """Memo of scores; remembers the best candidates that hold all constraints.
 
     ``by_stages`` and ``alike`` hold the best of each number of stages, the latter with equal numbers of
-    replicas (interleaved schedules need them), whatever their schedule.
+    replicas (interleaved schedules need them), whatever their schedule.  ``steps`` says where local search goes
+    from a candidate (looking at all neighbours, or in haste), None where it ends; ``even`` has the starting points
+    with equal numbers of replicas.
 
     Args:
         limits: GPUs that may be used of each pool; None: all.
@@ -73,6 +75,8 @@ class Book:
         self.by_stages: dict[int, tuple[float, Candidate]] = {}
         self.alike: dict[int, tuple[float, Candidate]] = {}
         self.nearest: tuple[float, Candidate, Estimate] | None = None
+        self.even: dict[tuple[Groups, int, str, int], Candidate] = {}
+        self.steps: dict[tuple[Candidate, bool], tuple[float, Candidate] | None] = {}
 
     @property
     def to_beat(self) -> float:
@@ -166,9 +170,12 @@ class Book:
         model, count = self.estimator.model, len(candidate.stages)
         if any(s.layers < candidate.chunks for s in candidate.stages):
             return False  # it could, with chunks of no layers, which gain nothing
-        if count == 1 and candidate.chunks > 1 and model.tied_embeddings:
+        if count == 1 and candidate.chunks > 1 and (model.tied_embeddings or model.mtp_num_layers):
             return False  # both ends of the model would be in different chunks of one rank
-        return schedule_of(candidate).runs(self.estimator, candidate)
+        schedule = schedule_of(candidate)
+        if model.mtp_num_layers and (schedule.shards_parameters or candidate.zero_stage > 1):
+            return False  # a parameter window does not know the layers for multi-token prediction
+        return schedule.runs(self.estimator, candidate)
 
     def _allowed(self, candidate: Candidate) -> bool:
         if candidate.schedule not in self.goal.schedules:
