@@ -21,7 +21,6 @@ from megatron_het.plan import (
     TrainingShape,
 )
 from megatron_het.plan import Stage as PlanStage
-from megatron_het.plan.rows import vocabulary_shares
 from megatron_het.plan.shares import state_parts
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators.listing import ORDERS
@@ -31,6 +30,7 @@ from megatron_het.schedule.generators.pipelines import Part
 from .candidate import Candidate, Group, Stage, chunk_layers, normalised
 from .cluster import Cluster
 from .errors import PlannerError
+from .extras import extra_parameters, extras_of_plan
 from .estimate import Estimate, Estimator, allocate
 from .model import Model
 from .packing import Room, Seat, pack, seat_replicas
@@ -176,7 +176,7 @@ def build_plan(
         stage, predicted = _stage(estimator, candidate, estimate, s, routes, fastest, len(per_rank))
         stages.append(stage)
         per_rank += predicted
-    parameters = _parameters(candidate, estimate, all_routes)
+    parameters = _parameters(estimator, candidate, estimate, all_routes)
     plan = Plan(
         model=model_shape(model),
         training=TrainingShape(
@@ -241,11 +241,12 @@ def _stage(
 
 
 def _parameters(
-    candidate: Candidate, estimate: Estimate, all_routes: Sequence[Sequence[Sequence[int]]]
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, all_routes: Sequence[Sequence[Sequence[int]]]
 ) -> dict[str, object]:
     """The parameters of the plan's schedule."""
     alike = all(routes == all_routes[0] for routes in all_routes)
     parameters = schedule_of(candidate).parameters(candidate, estimate, alike)
+    parameters |= extra_parameters(estimator, candidate)
     if is_ordered(candidate):
         parameters["order"] = candidate.order
     return parameters
@@ -307,7 +308,7 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         depths=_depths(parameters, len(plan.stages), file),
         cp=plan.context_parallel,
         ep=most_ep,
-        rows=_rows(plan),
+        **extras_of_plan(plan),
     )
     if schedule_of(found).shards_parameters:
         found = found.with_(shares=tuple(shares))
@@ -315,15 +316,6 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         kinds = [(mine[0].pool, r.tp, r.ep) for mine, r in zip(seated[0], plan.stages[0].replicas)]
         found = found.with_(sizes=sizes_of_plan(plan, kinds))
     return found, seated
-
-
-def _rows(plan: Plan) -> tuple[tuple[float, float], ...]:
-    """What each stage has of a split vocabulary; tied embeddings have one table for both ends."""
-    if not plan.schedule.parameters.get("vocabulary"):
-        return ()
-    shares = vocabulary_shares(plan) or (1,) * len(plan.stages)
-    parts = [share / sum(shares) for share in shares]
-    return tuple((part, 0.0 if plan.model.tied_embeddings else part) for part in parts)
 
 
 def _order(parameters: dict[str, Any], file: str) -> str:
