@@ -30,8 +30,8 @@ from megatron_het.schedule.generators.pipelines import Part
 from .candidate import Candidate, Group, Stage, chunk_layers, normalised
 from .cluster import Cluster
 from .errors import PlannerError
-from .extras import extra_parameters, extras_of_plan
 from .estimate import Estimate, Estimator, allocate
+from .extras import extra_parameters, extras_of_plan
 from .model import Model
 from .packing import Room, Seat, pack, seat_replicas
 from .passes import mean_size, routes_of, sizes_of_plan

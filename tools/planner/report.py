@@ -141,6 +141,7 @@ def summary(
         "recompute": candidate.recompute,
         "zero_stage": candidate.zero_stage,
         "offload": candidate.offload,
+        "extras": extras_in_words(candidate),
         "stages": stages_of(estimator, candidate, estimate),
     }
 
@@ -207,7 +208,8 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         + f"ZeRO-{body['zero_stage']}"
         + (f", {body['chunks']} chunks" if body["chunks"] > 1 else "")
         + (f", {body['slices']} slices" if body["slices"] > 1 else "")
-        + (", offload" if body["offload"] else ""),
+        + (", offload" if body["offload"] else "")
+        + "".join(f", {name}" for name in body["extras"]),
         f"{body['iteration_s']:.4g} s per iteration (+-{100 * body['uncertainty']:.0f} %), "
         f"{body['tokens_per_s']:.4g} tokens/s",
         f"{body['model_tflops']:.4g} model TFLOP/s"
@@ -250,7 +252,18 @@ def describe(estimator: Estimator, c: Candidate) -> str:
     )
     extra = f" v{c.chunks}" if c.chunks > 1 else ""
     extra += f" n{c.slices}" if c.slices > 1 else ""
+    extra += "".join(f" {name}" for name in extras_in_words(c))
     return f"{c.schedule}{extra} mb{c.micro_batch_size} {stages}"
+
+
+def extras_in_words(c: Candidate) -> list[str]:
+    """What a plan has besides its schedule."""
+    out = [f"cp{c.cp}"] if c.cp > 1 else []
+    out += [f"ep{c.ep}"] if c.ep > 1 else []
+    out += ["split vocabulary"] if c.rows else []
+    out += ["exchange"] if c.exchange else []
+    out += [f"{100 * c.host_activations:.0f} % of activations offloaded"] if c.host_activations else []
+    return out + (["passes of different sizes"] if c.sizes else [])
 
 
 def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:

@@ -78,5 +78,9 @@ class Runtime:
 MEGATRON_HET = Runtime(commuted=True)
 CPU_GLOO = Runtime(
     commuted=True,
-    name="megatron_het on CPU over gloo", host_blocks=True, keeps_sent=True, reserved_bytes=0.0, transfer_latency_s=0.0
+    name="megatron_het on CPU over gloo",
+    host_blocks=True,
+    keeps_sent=True,
+    reserved_bytes=0.0,
+    transfer_latency_s=0.0,
 )

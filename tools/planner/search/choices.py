@@ -8,6 +8,7 @@ that it pays.  Changes build on each other.  Where nothing fits, those come firs
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from ..candidate import Candidate, Stage
 from ..errors import PlannerError
@@ -79,9 +80,7 @@ def _starts(outcome: Outcome, goal: Goal) -> list[Found]:
     return list(best.values())[:TRIED]
 
 
-def _climb(
-    estimator: Estimator, goal: Goal, progress: Progress, start: Found, left: int
-) -> tuple[Found, int]:
+def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, left: int) -> tuple[Found, int]:
     """The plan with all changes that pay, and the operations that are left to simulate."""
     current, tried = start, {start.candidate}
     for _ in range(MOST_STEPS):
@@ -111,7 +110,7 @@ def _promising(
     estimator: Estimator, goal: Goal, current: Found, tried: set[Candidate]
 ) -> list[tuple[Candidate, Estimate]]:
     """Changes that fit into memory, in the order of their closed forms."""
-    out = []
+    out: list[tuple[float, int, Candidate, Estimate]] = []
     for candidate in changes(estimator, goal, current.candidate):
         if candidate in tried:
             continue
@@ -192,17 +191,21 @@ def _context_parallel(c: Candidate) -> Iterator[Candidate]:
     groups = [g for s in c.stages for g in s.groups]
     for k in SIZES:
         if all(g.tp % k == 0 for g in groups):
-            yield _with_groups(c, c.cp * k, lambda g, k=k: g._replace(tp=g.tp // k))  # type: ignore[misc]
+            yield _divided(c, c.cp * k, tp=k)
         if all(g.count % k == 0 for g in groups):
-            yield _with_groups(c, c.cp * k, lambda g, k=k: g._replace(count=g.count // k))  # type: ignore[misc]
+            yield _divided(c, c.cp * k, count=k)
         if c.cp % k == 0:
-            yield _with_groups(c, c.cp // k, lambda g, k=k: g._replace(count=g.count * k))  # type: ignore[misc]
+            yield _divided(c, c.cp // k, count=Fraction(1, k))
             if all(g.tp * k <= 8 for g in groups):
-                yield _with_groups(c, c.cp // k, lambda g, k=k: g._replace(tp=g.tp * k))  # type: ignore[misc]
+                yield _divided(c, c.cp // k, tp=Fraction(1, k))
 
 
-def _with_groups(c: Candidate, cp: int, change: object) -> Candidate:
-    stages = tuple(Stage(s.layers, tuple(sorted(map(change, s.groups)))) for s in c.stages)  # type: ignore[arg-type]
+def _divided(c: Candidate, cp: int, tp: Fraction | int = 1, count: Fraction | int = 1) -> Candidate:
+    """With another CP size, and TP sizes and numbers of replicas divided by these."""
+    stages = tuple(
+        Stage(s.layers, tuple(sorted(g._replace(tp=int(g.tp / tp), count=int(g.count / count)) for g in s.groups)))
+        for s in c.stages
+    )
     return c.with_(cp=cp, stages=stages, depths=())
 
 
