@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_het.features.base import Feature, Refusal
-from megatron_het.features.slices import slices_of
 from megatron_het.plan import Plan, PlanError
 
 
@@ -38,26 +37,9 @@ class ContextParallel(Feature):
         Refusal("hierarchical_context_parallel_sizes", "sequences are shared by the plan's own context parallelism"),
     )
 
-    refused = (
-        Refusal("reset_attention_mask", f"{_CAUSAL}; documents are not told apart"),
-        Refusal("dataloader_inter_document_masking", f"{_CAUSAL}; documents are not told apart"),
-        Refusal("window_size", f"{_CAUSAL}; sliding windows are not supported"),
-    )
-
     def options_of(self, plan: Plan) -> ContextParallelOptions | None:
         """The size of the plan's replicas."""
         return ContextParallelOptions(plan.context_parallel) if plan.context_parallel > 1 else None
-
-    def check_plan(self, plan: Plan, options: ContextParallelOptions) -> None:
-        """Refuse slices that do not divide over the ranks."""
-        tokens = plan.model.seq_length // slices_of(plan)
-        if tokens % (2 * options.size):
-            raise PlanError(
-                _FLAG,
-                options.size,
-                f"a rank holds two of {2 * options.size} equal blocks of every slice, or of the "
-                f"sequence without slices; {tokens} tokens do not divide",
-            )
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """The table, and another size than the plan's."""

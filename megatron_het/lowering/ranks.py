@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_het.features.slices import token_unit
 from megatron_het.lowering.boundary import Piece, Side, pieces
 from megatron_het.plan import Placement
+from megatron_het.schedule.cutting import Cutting
 from megatron_het.schedule.deps import Dependencies
 from megatron_het.schedule.ir import EXCHANGE, RECEIVES, SENDS, Kind, Op, Program
 from megatron_het.schedule.joint import HELPS, joint_slots
@@ -20,8 +22,9 @@ Slot = tuple[Kind, tuple[int, int, int]]
 class RankOp:
     """One operation of one rank.
 
-    ``lo`` and ``hi`` are rows of the *local* tensor ``[s, b, h]``, and of the context exchange the key-value groups
-    that the two ranks have in common, as the owner counts its own; ``peer`` is a world rank.
+    ``lo`` and ``hi`` are rows of the *local* tensor ``[s, b, h]`` of a slice of nominal length, and of the context
+    exchange the key-value groups that the two ranks have in common, as the owner counts its own; ``peer`` is a world
+    rank.
     ``is_final_piece`` marks the last piece of a transfer, after which the tensor may go; of ATTEND_HELP
     operations, the one in which a rank without a pass in the slot does the work.
     ``start`` and ``stop`` are those of the schedule's operation (layers of a parameter operation, units of
@@ -121,10 +124,10 @@ def boundary_maps(placement: Placement, slices: int) -> list[BoundaryMap]:
 
     Args:
         placement: The plan's lookup tables.
-        slices: Slices per sequence.
+        slices: Slices per sequence; what travels of a longer or shorter slice is in proportion.
     """
     model, training, parts = placement.plan.model, placement.plan.training, placement.num_cp_ranks
-    tokens = model.seq_length // slices // parts
+    tokens = Cutting(model.seq_length, slices, token_unit(placement.plan)).nominal // parts
     return [BoundaryMap(placement, tokens, training.sequence_parallel, part) for part in range(parts)]
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_het.attention.blocks import Blocks, token_blocks
 from megatron_het.attention.context_exchange import pack, unpack
 from megatron_het.attention.kernels import Gradients, Kernel
 
@@ -48,6 +49,11 @@ class CommutedContextParallel:
     def _others(self) -> list[int]:
         """The other ranks, in the order of their rows."""
         return [(self._rank + k) % self.size for k in range(1, self.size)]
+
+    def blocks(self, tokens: int) -> tuple[Blocks, list[Blocks]]:
+        """Tokens of a slice that this rank has, and those of the others in the order of their rows."""
+        found = [token_blocks(rank, self.size, tokens) for rank in (self._rank, *self._others)]
+        return found[0], found[1:]
 
     def gather(self, *tensors: torch.Tensor) -> Callable[[], Tensors]:
         """Start to collect rows of the others; a log-sum-exp ``[b, heads, s]`` has its rows last.
