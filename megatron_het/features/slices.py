@@ -159,12 +159,12 @@ def cutting_of(plan: Plan, args: Any = None) -> Cutting:
     cutting = Cutting(plan.model.seq_length, options.slices, token_unit(plan))
     if options.lengths == EQUAL or args is None:
         return cutting
-    window = getattr(args, "window_size", None)
+    limits = getattr(args, "window_size", None)
     return replace(
         cutting,
         keys_per_token=options.keys_per_token or keys_per_token(args),
-        window_tokens=window[0] if window else None,
-        window_share=_window_share(args.num_layers, args.window_attn_skip_freq) if window else 0.0,
+        window_tokens=limits[0] if limits else None,
+        window_share=_window_share(args.num_layers, args.window_attn_skip_freq) if limits else 0.0,
     )
 
 

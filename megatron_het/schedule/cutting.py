@@ -100,22 +100,22 @@ class Cutting:
 
 
 @functools.lru_cache(maxsize=256)
-def _before(starts: Starts, window: int | None) -> tuple[int, ...]:
+def _before(starts: Starts, most: int | None) -> tuple[int, ...]:
     """Pairs of the documents before each."""
     found = [0]
     for first, end in zip(starts, starts[1:], strict=False):
-        found.append(found[-1] + _triangle(end - first, window))
+        found.append(found[-1] + _triangle(end - first, most))
     return tuple(found)
 
 
-def _pairs(starts: Starts, end: int, window: int | None) -> int:
+def _pairs(starts: Starts, end: int, most: int | None) -> int:
     index = bisect.bisect_right(starts, max(end - 1, 0)) - 1
-    return _before(starts, window)[index] + _triangle(end - starts[index], window)
+    return _before(starts, most)[index] + _triangle(end - starts[index], most)
 
 
-def _triangle(tokens: int, window: int | None) -> int:
+def _triangle(tokens: int, most: int | None) -> int:
     """Pairs of the first ``tokens`` queries of a document."""
-    near = tokens if window is None else min(tokens, window + 1)
+    near = tokens if most is None else min(tokens, most + 1)
     return near * (near + 1) // 2 + (tokens - near) * near
 
 

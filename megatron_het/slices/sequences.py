@@ -106,11 +106,11 @@ class SlicedSequences(Batches):
         rows: dict[int | None, int] = {}
         microbatches = {microbatch for passes in modes for microbatch, _, _ in passes}
         for module in slice_attentions([model]):
-            window = module.window_tokens
-            if window not in rows:
+            most = module.window_tokens
+            if most not in rows:
                 held = {m: module.held_tokens(self.bounds(m), self._starts(m), self._part) for m in microbatches}
-                rows[window] = max(most_held(passes, held) for passes in modes)
-            module.cache.reserve(rows[window])
+                rows[most] = max(most_held(passes, held) for passes in modes)
+            module.cache.reserve(rows[most])
 
     def _starts(self, microbatch: int) -> tuple[Starts, ...] | None:
         """Where documents begin; None if it does not matter."""

@@ -50,7 +50,7 @@ class CommutedContextParallel:
         """The other ranks, in the order of their rows."""
         return [(self._rank + k) % self.size for k in range(1, self.size)]
 
-    def blocks(self, tokens: int) -> tuple[Blocks, list[Blocks]]:
+    def blocks(self, tokens: int) -> tuple[Blocks, Sequence[Blocks]]:
         """Tokens of a slice that this rank has, and those of the others in the order of their rows."""
         found = [token_blocks(rank, self.size, tokens) for rank in (self._rank, *self._others)]
         return found[0], found[1:]
