@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,21 +62,80 @@ def accumulated(curves: Sequence[Curve], global_batch: int) -> list[list[int]]:
         Sizes of the passes of every device.
     """
     speeds = [c.best / c.at(c.best) for c in curves]
-    counts = [max(1, int(global_batch * speed / sum(speeds))) for speed in speeds]
-    while sum(counts) > global_batch:
-        counts[max((i for i, n in enumerate(counts) if n > 1), key=lambda i: counts[i] / speeds[i])] -= 1
+    together = sum(speeds)
+    counts = [max(1, int(global_batch * speed / together)) for speed in speeds]
+    most = [(-n / speeds[i], i) for i, n in enumerate(counts) if n > 1]
+    heapq.heapify(most)
+    for _ in range(sum(counts) - global_batch):
+        i = most[0][1]
+        counts[i] -= 1
+        if counts[i] > 1:
+            heapq.heapreplace(most, (-counts[i] / speeds[i], i))
+        else:
+            heapq.heappop(most)
+    ends = _Ends(curves, counts)
     for _ in range(global_batch - sum(counts)):
-        i = min(range(len(curves)), key=lambda i: (curves[i].seconds_of(counts[i] + 1), i))
-        counts[i] += 1
+        ends.give(ends.first()[1])
     for _ in range(global_batch):
-        ends = [c.seconds_of(n) for c, n in zip(curves, counts, strict=True)]
-        last = max((i for i, n in enumerate(counts) if n > 1), key=lambda i: ends[i], default=0)
-        first = min(range(len(curves)), key=lambda i: (curves[i].seconds_of(counts[i] + 1), i))
-        if curves[first].seconds_of(counts[first] + 1) >= ends[last] or first == last:
+        (ends_at, first), (ended, last) = ends.first(), ends.last()
+        if ends_at >= ended or first == last:
             break
-        counts[first] += 1
-        counts[last] -= 1
+        ends.give(first)
+        ends.take(last)
     return [c.passes(n) for c, n in zip(curves, counts, strict=True)]
+
+
+class _Ends:
+    """When devices end, and when they would with one sequence more; heaps, because there may be thousands of devices.
+
+    Entries of devices that have got another number of sequences since are left where they are and passed over.
+
+    Args:
+        counts: Sequences of every device, which are changed.
+    """
+
+    def __init__(self, curves: Sequence[Curve], counts: list[int]) -> None:
+        self._counts = counts
+        same = {curve: curve for curve in curves}  # devices of a kind share what is known of their curve
+        self._curves = [same[curve] for curve in curves]
+        self._known: dict[tuple[int, int], float] = {}
+        self._with_more = [(self._seconds(i, n + 1), i, n) for i, n in enumerate(counts)]
+        self._now = [(-self._seconds(i, n), i, n) for i, n in enumerate(counts) if n > 1]
+        heapq.heapify(self._with_more)
+        heapq.heapify(self._now)
+
+    def _seconds(self, i: int, count: int) -> float:
+        key = id(self._curves[i]), count
+        if key not in self._known:
+            self._known[key] = self._curves[i].seconds_of(count)
+        return self._known[key]
+
+    def first(self) -> tuple[float, int]:
+        """The device that would end first with one sequence more, and when."""
+        while self._counts[self._with_more[0][1]] != self._with_more[0][2]:
+            heapq.heappop(self._with_more)
+        return self._with_more[0][:2]
+
+    def last(self) -> tuple[float, int]:
+        """The device that ends last of those with more than one sequence, and when; nothing ends before nothing."""
+        while self._now and self._counts[self._now[0][1]] != self._now[0][2]:
+            heapq.heappop(self._now)
+        return (-self._now[0][0], self._now[0][1]) if self._now else (0.0, -1)
+
+    def give(self, i: int) -> None:
+        """One sequence more for a device."""
+        self._change(i, 1)
+
+    def take(self, i: int) -> None:
+        """One sequence less."""
+        self._change(i, -1)
+
+    def _change(self, i: int, more: int) -> None:
+        self._counts[i] += more
+        count = self._counts[i]
+        heapq.heappush(self._with_more, (self._seconds(i, count + 1), i, count))
+        if count > 1:
+            heapq.heappush(self._now, (-self._seconds(i, count), i, count))
 
 
 def synchronised(curves: Sequence[Curve], global_batch: int, communication_s: float) -> list[list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import secrets
@@ -14,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_het.elastic.alike import signature_of
 from megatron_het.elastic.pool import GivenFirst, GivenPlans, Planner
 from megatron_het.elastic.searched import Search, SearchedPlans
+from megatron_het.elastic.standing import describe
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
 from megatron_het.untrusted import FileError, check_target, count, read_text, shown
@@ -169,7 +170,7 @@ def _serve_node(options: Any, host: str, port: int, token: str, flags: list[str]
         "",
         options.copy_every,
         options.timeout_s,
-        _signature(flags),
+        signature_of(flags),
         workers,
     )
     folder = options.folder / f"node-{options.node}"
@@ -182,20 +183,6 @@ def _devices() -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _signature(flags: Sequence[str]) -> str:
-    """What all nodes must have in common: the release and the flags."""
-    from importlib.metadata import version
-
-    text = json.dumps([list(flags), version("megatron-core"), _release()])
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _release() -> str:
-    import megatron_het
-
-    return str(getattr(megatron_het, "__version__", ""))
-
-
 def _ask(words: Sequence[str]) -> int:
     """A command for a job that runs."""
     parser = argparse.ArgumentParser(prog=f"het-run {words[0]}")
@@ -203,6 +190,8 @@ def _ask(words: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, default=Path("elastic"))
     if words[0] == "leave":
         parser.add_argument("node", help="name of the node that is to leave")
+    if words[0] == "status":
+        parser.add_argument("--json", action="store_true", help="all that the controller keeps, as JSON")
     options = parser.parse_args(list(words[1:]))
     host, port = _address(options.controller)
     token = _token(options.token_file or options.folder / "token", create=False)
@@ -211,7 +200,7 @@ def _ask(words: Sequence[str]) -> int:
     board = Board(host, port, token, patience_s=5.0)
     status = board.get("status")
     if words[0] == "status":
-        sys.stdout.write(json.dumps(status, indent=1) + "\n")
+        sys.stdout.write(json.dumps(status, indent=1) + "\n" if options.json else describe(status))
         return 0
     if words[0] == "leave":
         nodes = sorted({member["node"] for member in (status or {}).get("members", [])})

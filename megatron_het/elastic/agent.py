@@ -20,6 +20,7 @@ from megatron_het.elastic.worker import ENVIRONMENT, Setting
 _POLL_S = 0.02
 _END_S = 20.0
 _TELL_S = 1.0
+_LOG_BYTES, _LONGEST_WORDS = 65536, 600
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -111,12 +112,13 @@ class Agent:
 
     def _start(self, slot: int) -> None:
         number = self._board.count("processes")
-        folder = self._node.folder / f"worker-{number}"
+        log_file = self._log(number)
+        folder = log_file.parent
         folder.mkdir(parents=True, exist_ok=True)
         setting = replace(self._node.setting, process=number, folder=str(folder))
         environment = dict(os.environ)
         environment.update({ENVIRONMENT: setting.to_text(), "LOCAL_RANK": str(slot), "PYTHONUNBUFFERED": "1"})
-        with (folder / "log.txt").open("ab") as log:
+        with log_file.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_het.elastic.worker", *self._node.flags],
                 env=environment,
@@ -127,7 +129,10 @@ class Agent:
                 start_new_session=True,  # see end_all
             )
         self._workers.append(_Worker(number, slot, process))
-        self._say(f"worker {number} started, its log is {folder / 'log.txt'}")
+        self._say(f"worker {number} started, its log is {log_file}")
+
+    def _log(self, number: int) -> Path:
+        return self._node.folder / f"worker-{number}" / "log.txt"
 
     def _look_after(self) -> None:
         name = self._node.setting.node
@@ -144,7 +149,8 @@ class Agent:
             if code is not None:
                 _end_session(worker.process.pid)
                 self._workers.remove(worker)
-                self._board.post({"type": "exit", "process": worker.number, "node": name, "why": _why(code)})
+                why = _why(code) + _last_words(self._log(worker.number))
+                self._board.post({"type": "exit", "process": worker.number, "node": name, "why": why})
                 self._perhaps_restart(worker, code)
 
     def _obey(self, worker: _Worker) -> None:
@@ -194,6 +200,18 @@ def _end_session(leader: int) -> None:
 def _why(code: int) -> str:
     """An exit code in words."""
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _last_words(log: Path) -> str:
+    """What a worker has refused, as its log's last message of ours says; empty where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line for line in lines if line.startswith("megatron_het: ")]
+    return f": {said[-1].removeprefix('megatron_het: ')[:_LONGEST_WORDS]}" if said else ""
 
 
 def _die_with_parent() -> None:

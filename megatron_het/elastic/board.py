@@ -68,9 +68,14 @@ class Board:
                 return dist.PrefixStore(self._prefix, self._raw)
             except (RuntimeError, OSError) as error:
                 if self._serve or time.monotonic() > deadline_s:
-                    what = "cannot be listened on" if self._serve else "does not answer"
-                    raise BoardError(f"{self._host}:{self._port} {what}: {str(error).splitlines()[0]}") from None
+                    raise BoardError(self._trouble(str(error).splitlines()[0])) from None
                 time.sleep(_RETRY_S)
+
+    def _trouble(self, error: str) -> str:
+        where = f"--controller {self._host}:{self._port}"
+        if self._serve:
+            return f"{where} cannot be listened on: {error}. Does a controller run there? Otherwise take another port"
+        return f"{where} does not answer: {error}. Start the controller first, with the same --controller"
 
     def put(self, key: str, document: Any) -> None:
         """Write a document."""

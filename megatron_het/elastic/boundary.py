@@ -69,6 +69,8 @@ class ElasticBoundary(Boundary):
         self.restored: Restored | None = None
         self.iteration: int | None = None
         """Iterations that are done, as far as this session knows."""
+        self.began: int | None = None
+        """Iterations that were done when this session began to train; None before that."""
         self.saving: int | None = None
         """Iteration whose checkpoint is being written; None where none is."""
         self._save_every: int | None = None
@@ -98,15 +100,17 @@ class ElasticBoundary(Boundary):
         rank = self.generation.rank_of(self.process)
         assert rank is not None
         self.trainee = Trainee(self.generation.plan, rank, models, optimizer, scheduler, args)
+        links = None
         if self.generation.loads:
             session.materialise_parameters()
             links = open_links(self.generation, self.process, self._job_store, self._timeout_s)
             try:
                 self.restored = restore(links, self._copies.snapshots, self.trainee)
-            finally:
+            except BaseException:
                 links.close()
+                raise
         self.times["loaded"] = time.time()
-        self._open_copies(rank)
+        self._open_copies(rank, links)
         if self.restored is not None:
             self._copies.restored(self.restored.iteration)
             return self.restored.iteration, self.restored.flops
@@ -122,7 +126,9 @@ class ElasticBoundary(Boundary):
         """Leave, if it is time."""
         if not asynchronous.is_under_way():
             self.saving = None
-        if self.iteration is not None:
+        if self.began is None:
+            self.began = iteration
+        else:
             self.times.setdefault("first_step", time.time())
         self.iteration = iteration
         watch = session.feature("watch")
@@ -152,10 +158,16 @@ class ElasticBoundary(Boundary):
         self._copies.close()
         self.trainee = None
 
-    def _open_copies(self, rank: int) -> None:
-        if self._copies.pace.every:
-            meeting = meeting_of(self.generation, "copies", self._job_store, self._timeout_s)
-            links = Links(meeting, rank, len(self.generation.ranks), self._timeout_s)
+    def _open_copies(self, rank: int, links: Links | None) -> None:
+        """Over the connections of the change where all members are ranks; others would cost time once more."""
+        every, size = self._copies.pace.every, len(self.generation.ranks)
+        if links is not None and not (every and links.size == size):
+            links.close()
+            links = None
+        if every:
+            if links is None:
+                meeting = meeting_of(self.generation, "copies", self._job_store, self._timeout_s)
+                links = Links(meeting, rank, size, self._timeout_s)
             self._copies.open(self.generation, rank, links)
 
 

@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_het.elastic.alike import refusal
 from megatron_het.elastic.board import Board, BoardError
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.lessons import Lessons
 from megatron_het.elastic.members import Bounds, Member
 from megatron_het.elastic.pool import NoPlanError, Planner, Process
 from megatron_het.elastic.recalled import recalled
+from megatron_het.elastic.standing import standing
 from megatron_het.untrusted import write_text
 
-_POLL_S = 0.02
+_POLL_S, _CHANGE_POLL_S = 0.02, 0.004
 _FAILURES = 3
 _SHOW_S = 1.0
 _SETTLE_S = 30.0
@@ -61,12 +63,10 @@ class Controller:
         self._failed_at, self._repeated = -1, 0
         self._missing: dict[str, int] = {}
         self._signature: str | None = None
-        self._considered: frozenset[int] = frozenset()
-        self._prepared: frozenset[int] = frozenset()
-        self._asked = False
-        self._waits = False
+        self._considered, self._prepared = frozenset[int](), frozenset[int]()
+        self._asked = self._waits = False
         self._shown_s = 0.0
-        self._read = 0
+        self._read, self._unwritten = 0, False
         self._started_s = time.monotonic()
         self.history: list[dict[str, Any]] = []
         """One entry per change: why, and when what was done (wall clock)."""
@@ -80,7 +80,7 @@ class Controller:
         """
         try:
             while not self._step():
-                time.sleep(_POLL_S)
+                time.sleep(_POLL_S if self._wanted is None and self._failed_since is None else _CHANGE_POLL_S)
         except JobError as error:
             self._end(str(error))
             raise
@@ -121,6 +121,8 @@ class Controller:
                 self._hear(message)
             except (BoardError, KeyError, TypeError, ValueError) as error:
                 self._say(f"a message that makes no sense is left out: {error}")
+        if self._unwritten:  # once for all messages: a busy disk takes half a second each time
+            self._save()
 
     def _hear(self, message: dict[str, Any]) -> None:
         kind = message["type"]
@@ -159,19 +161,15 @@ class Controller:
     def _welcome(self, message: dict[str, Any]) -> None:
         number, signature = int(message["process"]), str(message["signature"])
         self._signature = self._signature or signature
-        if signature != self._signature:
-            self._board.put(
-                f"refused/{number}",
-                "it was started with other flags, another model or another version than the first node; start all "
-                "nodes of a job with the same command",
-            )
+        if differs := refusal(signature, self._signature):
+            self._board.put(f"refused/{number}", differs)
             return
         self._leaving.discard(str(message["node"]))
         node = str(message["node"])
         self._members[number] = Member(Process(number, node, str(message["device"])))
         self._missing[node] = self._missing.get(node, int(message.get("workers", 1))) - 1
-        self._newest = max(self._newest, number)
-        self._save()  # a controller that is started again must not give its number to another one
+        self._newest = max(self._newest, number)  # a controller that is started again gives its number to nobody else
+        self._unwritten = True
         self._say(f"worker {number} on {message['node']} is ready")
 
     def _note_opened(self, message: dict[str, Any]) -> None:
@@ -182,9 +180,9 @@ class Controller:
             self._release(self._generation)
             entry = self.history[-1]
             entry.setdefault("opened", {})[str(message["process"])] = {
-                key: message[key] for key in ("iteration", "times", "sent_bytes")
+                key: message[key] for key in ("iteration", "last", "times", "sent_bytes") if key in message
             }
-            self._save()
+            self._unwritten = True
 
     def _release(self, generation: Generation) -> None:
         """The next generation trains: nodes that leave have nothing any more that somebody needs."""
@@ -299,7 +297,7 @@ class Controller:
             self._lose(process, f"worker {process} did not leave its session in {self._bounds.leave_s:g} s")
         if not self._can_go_on(self._failed_since):
             return
-        reached = max([self._progress, *(member.iteration for member in self._members.values())])
+        reached = self._reached()
         dead = len(generation.ranks) - len(alive)
         # What fails again at the same place, without a death, does so whatever was done in between.
         self._repeated = self._repeated + 1 if not dead and reached <= self._failed_at else 0
@@ -337,23 +335,29 @@ class Controller:
         number = 0 if before is None else before.number + 1
         holders = () if before is None else tuple(p for p in before.movers if p in self._members)
         nodes = tuple(self._members[process].process.node for process in ranks)
-        unsaved = tuple(sorted(self._unsaved))
-        self._generation = Generation(number, plan, ranks, holders, nodes, before is not None, unsaved)
-        self._ended, self._wanted, self._failed_since = {}, None, None
-        self._considered = frozenset()
-        self.history.append({"generation": number, "why": reason, "seen": since_s, "left": left_s})
+        loads, unsaved = before is not None, tuple(sorted(self._unsaved))
+        self._generation = Generation(number, plan, ranks, holders, nodes, loads, unsaved)
+        stopped_s = left_s if self._failed_since is None else since_s
+        entry = {"generation": number, "why": reason, "seen": since_s, "left": left_s, "stopped": stopped_s}
+        self.history.append({**entry, "reached": self._reached()})
         self._board.put(f"{number}/generation", self._generation.to_json())
         self._board.put("latest", number)
         self.history[-1]["planned"] = time.time()
+        self._ended, self._wanted, self._failed_since = {}, None, None
+        self._considered = frozenset()
         self._save()
         self._say(f"generation {number} ({reason}): {len(ranks)} ranks on {len(set(nodes))} nodes")
 
     # -- what is kept ----------------------------------------------------------------------------
 
+    def _reached(self) -> int:
+        return max([self._progress, *(member.iteration for member in self._members.values())])
+
     def status(self) -> dict[str, Any]:
         """What ``het-run status`` shows; JSON values."""
         generation = self._generation
         return {
+            **standing(self.history, self._reached(), time.time()),
             "generation": None if generation is None else generation.to_json(),
             "signature": self._signature,
             "members": [
@@ -366,9 +370,10 @@ class Controller:
             "history": self.history,
         }
 
-    def _save(self) -> None:
-        document = self.status()
+    def _save(self, **more: Any) -> None:
+        document = {**self.status(), **more}
         write_text(self._state, json.dumps(document, indent=1))
+        self._unwritten = False
         self._board.put("status", document)
 
     def _recover(self) -> None:
@@ -391,7 +396,5 @@ class Controller:
         self._say(f"goes on with generation {number} and {len(self._members)} workers")
 
     def _end(self, error: str) -> None:
-        document = {**self.status(), "over": True, "error": error}
-        write_text(self._state, json.dumps(document, indent=1))
-        self._board.put("status", document)
+        self._save(over=True, error=error)
         self._board.put("over", {"error": error})

@@ -32,8 +32,8 @@ class Generation:
 
     @property
     def movers(self) -> tuple[int, ...]:
-        """Processes that take part in moving the state."""
-        return tuple(sorted({*self.ranks, *self.holders}))
+        """Processes that take part in moving the state: the ranks in their order, then the others."""
+        return (*self.ranks, *sorted({*self.holders}.difference(self.ranks)))
 
     @property
     def lost_key(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.learned import read_learned
 from megatron_het.elastic.pool import Process
+from megatron_het.elastic.standing import describe, standing
 from megatron_het.untrusted import FileError, read_json
 
 
@@ -61,6 +62,7 @@ def _of(document: dict[str, Any]) -> Recalled:
     if corrected is not None:
         cluster, _ = read_learned(corrected)
         [str(group["gpu"]) for group in cluster["nodes"]]  # what the search reads of it
+    describe({**document, **standing(document["history"], 0, 0.0)})  # everything that it shows is there
     return Recalled(
         newest,
         Generation.from_json(document["generation"]),

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_het.checkpoint import asynchronous
 from megatron_het.elastic.boundary import ElasticBoundary, Leave
 from megatron_het.elastic.state import Snapshot
-from megatron_het.plan import save_plan
 from megatron_het.runtime.leaving import flush_logs
+from megatron_het.untrusted import write_json
 from megatron_het.upstream import failed_writes
 
 
@@ -59,7 +59,8 @@ def run_session(
     """
     generation = boundary.generation
     plan = folder / f"plan-{generation.number}.json"
-    save_plan(generation.plan, plan)
+    # For this session only, which checks it: a change waits neither for the disk nor for another check.
+    write_json(plan, generation.plan.to_json(), durable=False)
     rank = generation.ranks.index(boundary.process)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(generation.ranks)))
     sys.argv = ["megatron_het.elastic", *_with_own_folders(flags, generation.number), "--het-plan", str(plan)]

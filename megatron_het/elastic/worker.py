@@ -24,7 +24,9 @@ from megatron_het.elastic.severing import Severing
 from megatron_het.elastic.state import give
 from megatron_het.elastic.warm import warm_up
 
-_POLL_S = 0.02
+_POLL_S, _SHORTEST_POLL_S = 0.02, 0.002
+_SHARE = 0.1
+"""A poll comes after this share of the time that was waited so far: the next generation mostly comes at once."""
 _BEAT_S = 0.5
 _LOOK_S = 0.1
 _AWAY_S = 5.0
@@ -109,13 +111,14 @@ class Worker:
 
     def _next(self, after: int) -> Generation | None:
         """Wait for the generation after a number; None when the job is over."""
+        start_s = time.monotonic()
         while True:
             if self._board.has("over"):
                 return None
             latest = self._board.get("latest")
             if latest is not None and latest > after:
                 return Generation.from_json(self._board.get(f"{latest}/generation"))
-            time.sleep(_POLL_S)
+            time.sleep(min(max(_SHORTEST_POLL_S, _SHARE * (time.monotonic() - start_s)), _POLL_S))
 
     def _take_part(self, generation: Generation) -> None:
         process = self._setting.process
@@ -183,7 +186,8 @@ class Worker:
                     "type": "opened",
                     "process": self._setting.process,
                     "generation": boundary.generation.number,
-                    "iteration": restored.iteration if restored else 0,
+                    "iteration": boundary.began or 0,
+                    "last": self._iteration + boundary.iterations_left,
                     "sent_bytes": restored.sent_bytes if restored else 0,
                     "times": boundary.times,
                     "padded_vocab_size": boundary.padded_vocab_size,

@@ -59,6 +59,7 @@ def install() -> None:
     _device_identity()
     _streams_and_events()
     _random_state()
+    _loader_seeds()
     _memory_queries()
     _tensor_placement()
     _tensor_type_names()
@@ -229,6 +230,25 @@ def _random_state() -> None:
         module.get_rng_state = lambda device="cuda": torch.default_generator.get_state()
         module.set_rng_state = lambda state, device="cuda": torch.default_generator.set_state(state)
         module.manual_seed = module.manual_seed_all = seed
+
+
+def _loader_seeds() -> None:
+    """Data loaders draw the seeds of their workers from generators of their own.
+
+    Every new iterator of a loader draws one number from the CPU's generator, which drives dropout only here.  Ranks
+    that read no data would drop other values than those that do, TP rank 1 than TP rank 0, and a resumed run would be
+    one draw ahead.
+    """
+    loader = torch.utils.data.DataLoader
+    create = loader.__init__
+
+    @functools.wraps(create)
+    def create_seeded(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("generator") is None:
+            kwargs["generator"] = torch.Generator().manual_seed(torch.initial_seed())
+        create(self, *args, **kwargs)
+
+    loader.__init__ = create_seeded
 
 
 def _memory_queries() -> None:

@@ -201,7 +201,8 @@ class RunReport:
             "memory": self._memory,
             **self._figures,
         }
-        write_text(path, json.dumps(body, indent=1))  # a loss may be NaN: the report says so
+        text = json.dumps(body, indent=1)  # a loss may be NaN: the report says so
+        write_text(path, text, durable=False)  # the next session of an elastic job waits for this one's report
         return path
 
 

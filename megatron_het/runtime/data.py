@@ -56,11 +56,7 @@ class RoutedBatchSampler(torch.utils.data.Sampler[list[int]]):
 def routed_loader(
     loader: torch.utils.data.DataLoader, microbatches: Sequence[int], batches_of: Sequence[int]
 ) -> torch.utils.data.DataLoader:
-    """The same loader over the routed microbatches only.
-
-    It draws the seeds of its workers from a generator of its own: the default one drives dropout on
-    a CPU, and a resumed run must not be one draw ahead.
-    """
+    """The same loader over the routed microbatches only."""
     batches: Any = loader.batch_sampler  # Megatron's samplers yield lists of sample numbers
     return torch.utils.data.DataLoader(
         loader.dataset,
@@ -70,7 +66,7 @@ def routed_loader(
         persistent_workers=loader.persistent_workers,
         worker_init_fn=loader.worker_init_fn,
         collate_fn=loader.collate_fn,
-        generator=torch.Generator().manual_seed(torch.initial_seed()),
+        generator=loader.generator,
     )
 
 

@@ -67,13 +67,15 @@ def _check_existing(path: str | os.PathLike[str], real: str) -> None:
         raise FileError(path, "", "this is a device, pipe, socket or broken link", "Name a regular file")
 
 
-def write_bytes(path: str | os.PathLike[str], data: bytes, *, executable: bool = False) -> None:
+def write_bytes(path: str | os.PathLike[str], data: bytes, *, executable: bool = False, durable: bool = True) -> None:
     """Write through a temporary file beside the target and a rename.  Missing folders are made.
 
     Args:
         path: The file.
         data: All of its contents.
         executable: Whether it may be executed.
+        durable: Whether the disk has it at the end, so that it survives a loss of power.  A busy disk takes half a
+            second or more for that.
 
     Raises:
         FileError: see :func:`check_target`.
@@ -87,25 +89,26 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, *, executable: bool =
             stream.write(data)
             stream.flush()
             os.fchmod(stream.fileno(), (0o777 if executable else 0o666) & ~_umask())
-            os.fsync(stream.fileno())
+            if durable:
+                os.fsync(stream.fileno())
         os.replace(scratch, target)
     except BaseException:
         Path(scratch).unlink(missing_ok=True)
         raise
 
 
-def write_text(path: str | os.PathLike[str], text: str, *, executable: bool = False) -> None:
+def write_text(path: str | os.PathLike[str], text: str, *, executable: bool = False, durable: bool = True) -> None:
     """Write UTF-8 text; see :func:`write_bytes`."""
-    write_bytes(path, text.encode("utf-8"), executable=executable)
+    write_bytes(path, text.encode("utf-8"), executable=executable, durable=durable)
 
 
-def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2) -> None:
+def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2, *, durable: bool = True) -> None:
     """Write JSON; see :func:`write_bytes`.
 
     Raises:
         ValueError: A number that JSON has no text for (NaN, infinity).
     """
-    write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
+    write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n", durable=durable)
 
 
 def _umask() -> int:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import inf
+from math import gcd, inf
 from typing import Any
 
 from megatron_het.features.plan_checks import check_plan_alone
@@ -34,6 +34,7 @@ from .errors import PlannerError
 from .estimate import Estimate, Estimator, allocate
 from .model import Model
 from .packing import Room, Seat, pack, seat_replicas
+from .passes import mean_size, routes_of, sizes_of_plan
 from .schedules import is_ordered, schedule_of
 
 
@@ -42,23 +43,27 @@ def rooms_of(cluster: Cluster) -> list[Room]:
     return [Room(n.gpu, n.gpus_per_node, n.count, n.quota, n.zone) for n in cluster.nodes]
 
 
-def seats(cluster: Cluster, stages: tuple[Stage, ...]) -> list[list[list[Seat]]] | None:
-    """Seats of every replica, ``[stage][replica][tp rank]``; None when TP groups do not fit into nodes."""
-    return _seats(tuple(rooms_of(cluster)), tuple(stage.groups for stage in stages))
+def seats(cluster: Cluster, stages: tuple[Stage, ...], cp: int = 1) -> list[list[list[Seat]]] | None:
+    """Seats of every replica, ``[stage][replica][position]``; None when TP groups do not fit into nodes.
+
+    Args:
+        cp: TP groups of a replica (context-parallel size).
+    """
+    return _seats(tuple(rooms_of(cluster)), tuple(stage.groups for stage in stages), cp)
 
 
 @lru_cache(maxsize=4)
-def _seats(rooms: tuple[Room, ...], stages: tuple[tuple[Group, ...], ...]) -> list[list[list[Seat]]] | None:
+def _seats(rooms: tuple[Room, ...], stages: tuple[tuple[Group, ...], ...], cp: int) -> list[list[list[Seat]]] | None:
     """A search asks for the same stages several times in turn."""
-    found = pack(rooms, [((g.pool,), g.tp) for groups in stages for g in _single(groups)])
+    found = pack(rooms, [((g.pool,), g.tp) for groups in stages for g in _single(groups) for _ in range(cp)])
     if found is None:
         return None
     mine = iter(found)
-    return [[next(mine) for _ in _single(groups)] for groups in stages]
+    return [[[seat for _ in range(cp) for seat in next(mine)] for _ in _single(groups)] for groups in stages]
 
 
 def _single(groups: tuple[Group, ...]) -> list[Group]:
-    return [Group(g.pool, g.tp, 1) for g in groups for _ in range(g.count)]
+    return [g._replace(count=1) for g in groups for _ in range(g.count)]
 
 
 def model_shape(model: Model) -> ModelShape:
@@ -149,20 +154,21 @@ def build_plan(
         PlannerError: TP groups that do not fit into nodes, or a plan that contradicts itself.
     """
     cluster, model = estimator.cluster, estimator.model
-    seated = seats(cluster, candidate.stages)
+    seated = seats(cluster, candidate.stages, candidate.cp)
     if seated is None:
         raise PlannerError("cluster", "nodes", candidate.stages, "these TP groups do not fit into the nodes")
     total = model.global_batch_size // candidate.micro_batch_size
     batch = model.global_batch_size
-    if one_block:
+    if one_block and not candidate.sizes:
         total = -(-total // candidate.blocks)
         batch = total * candidate.micro_batch_size
         candidate = candidate.block()
     stages: list[PlanStage] = []
     per_rank: list[RankPrediction] = []
-    all_routes = _all_routes(estimator, candidate, total)
+    routed, sizes = routes_of(candidate) if candidate.sizes else ([], ())
+    all_routes = [routed] if routed else _all_routes(estimator, candidate, total)
     fastest = max(
-        layers / _unit_time(estimator, candidate, s, g)
+        layers / _sequence_time(estimator, candidate, s, g)
         for s, (layers, groups) in enumerate(candidate.stages)
         for g in groups
     )
@@ -180,6 +186,7 @@ def build_plan(
             sequence_parallel=model.sequence_parallel,
             recompute=candidate.recompute,
             distributed_optimizer=candidate.zero_stage >= 1,
+            micro_batch_sizes=sizes,
         ),
         stages=tuple(stages),
         schedule=ScheduleSpec(candidate.schedule, parameters),
@@ -219,14 +226,15 @@ def _stage(
     replicas: list[Replica] = []
     per_rank: list[RankPrediction] = []
     for g, m, time_s, mine in zip(_single(groups), by_replica, times, routes, strict=True):
-        ranks = tuple(range(rank, rank + g.tp))
-        rank += g.tp
+        ranks = tuple(range(rank, rank + g.tp * candidate.cp))
+        rank += len(ranks)
         share = 1.0 if m.state_share is None else round(m.state_share, 4)
-        speed = max(1e-4, round(layers / time_s / fastest, 4))
+        speed = max(1e-4, round(layers / _sequence_time(estimator, candidate, s, g) / fastest, 4))
         node = estimator.cluster.nodes[g.pool]
         zones = {other.zone for other in estimator.cluster.nodes if other.gpu == node.gpu}
         zone = node.zone if len(zones) > 1 else ""
-        replicas.append(Replica(ranks, tuple(mine), node.gpu, speed, zone, state_share=share))
+        ep, _ = candidate.cut_of(g)
+        replicas.append(Replica(ranks, tuple(mine), node.gpu, speed, zone, candidate.cp, share, ep))
         figures = (m.parameter_bytes, m.gradient_bytes, m.optimizer_bytes, m.activation_bytes)
         per_rank += [RankPrediction(r, len(mine) * time_s, *map(int, figures)) for r in ranks]
     return PlanStage(chunk_layers(layers, candidate.chunks), tuple(replicas)), per_rank
@@ -249,9 +257,15 @@ def _bubble(estimate: Estimate) -> float:
 
 
 def _unit_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> float:
-    u = estimator.unit(g.pool, g.tp, candidate.micro_batch_size, candidate.recompute)
+    u = estimator.unit_of(candidate, g)
     assert u is not None
     return u.both_s(candidate.stages[s].layers, s == 0, s == candidate.head_stage)
+
+
+def _sequence_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> float:
+    """Seconds of a replica, in a unit that is the same for all replicas of a plan."""
+    seconds = _unit_time(estimator, candidate, s, g)
+    return seconds / mean_size(candidate, g) if candidate.sizes else seconds
 
 
 def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple[Candidate, list[list[list[Seat]]]]:
@@ -263,22 +277,16 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         PlannerError: a plan that cannot be put on the cluster, or that is not priced.
     """
     seated = seat_replicas(plan, rooms_of(cluster), file)
-    if plan.context_parallel > 1:
-        raise PlannerError(
-            file,
-            "stages[*].replicas[*].cp",
-            plan.context_parallel,
-            "there are no figures for context parallelism",
-            "Only emit takes such plans",
-        )
-    stages: list[tuple[int, dict[tuple[int, int], int]]] = []
+    most_ep = max(r.ep for stage in plan.stages for r in stage.replicas)
+    alike = all(r.ep == gcd(most_ep, r.tp) for stage in plan.stages for r in stage.replicas)
+    stages: list[tuple[int, dict[tuple[int, ...], int]]] = []
     shares: list[tuple[float, ...]] = []
     for s, stage in enumerate(plan.stages):
-        groups: dict[tuple[int, int], int] = {}
-        most: dict[tuple[int, int], float] = {}
+        groups: dict[tuple[int, ...], int] = {}
+        most: dict[tuple[int, ...], float] = {}
         parts = state_parts(stage)
         for q, replica in enumerate(stage.replicas):
-            key = seated[s][q][0].pool, replica.tp
+            key = seated[s][q][0].pool, replica.tp, *(() if alike else (replica.ep,))
             groups[key] = groups.get(key, 0) + 1
             most[key] = max(most.get(key, 0.0), parts[q])
         stages.append((sum(stage.layers), groups))
@@ -297,10 +305,15 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         slack=_number(parameters, "slack", SLACK, file),
         order=_order(parameters, file),
         depths=_depths(parameters, len(plan.stages), file),
+        cp=plan.context_parallel,
+        ep=most_ep,
         rows=_rows(plan),
     )
     if schedule_of(found).shards_parameters:
         found = found.with_(shares=tuple(shares))
+    if training.micro_batch_sizes and len(plan.stages) == 1:
+        kinds = [(mine[0].pool, r.tp, r.ep) for mine, r in zip(seated[0], plan.stages[0].replicas)]
+        found = found.with_(sizes=sizes_of_plan(plan, kinds))
     return found, seated
 
 

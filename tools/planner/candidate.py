@@ -14,11 +14,15 @@ from megatron_het.schedule.paths import Place, path_of_schedule
 
 
 class Group(NamedTuple):
-    """Equal replicas of one stage: ``count`` TP groups of size ``tp`` from one pool (entry of ``cluster.nodes``)."""
+    """Equal replicas of one stage: ``count`` TP groups of size ``tp`` from one pool (entry of ``cluster.nodes``).
+
+    ``ep`` is the expert-parallel size of each; 0 for the largest that the candidate's ``ep`` and ``tp`` allow.
+    """
 
     pool: int
     tp: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
+    ep: int = 0
 
 
 class Stage(NamedTuple):
@@ -50,9 +54,14 @@ class Candidate:
         depths: By boundary between stages, how many microbatches more the stage before it has in flight (1F1B);
             empty: one more each.
         cp: Context-parallel size: a replica has ``tp * cp`` GPUs, each with its part of every sequence.
-        ep: Expert-parallel size: the experts of a layer are divided over so many ranks of a stage.
+        ep: Expert-parallel size: the experts of a layer are divided over so many parts of every TP group, or over
+            the greatest common divisor of both (:meth:`cut_of`).
+        across_replicas: The experts are divided over ``ep`` ranks of a stage whichever replica they belong to, and
+            each is whole, as stock Megatron can (published runs); plans keep a layer's experts inside a replica.
         rows: With a split vocabulary: per stage, the parts of the embeddings and of the output layer that it has;
             empty: the first stage has all of the embeddings, the last one all of the output layer.
+        sizes: Of a single stage whose microbatches differ in size (Poplar): per group and replica, the sequences of
+            each of its passes; ``micro_batch_size`` is the largest of all.  Empty: all microbatches are equal.
     """
 
     stages: tuple[Stage, ...]
@@ -70,7 +79,9 @@ class Candidate:
     depths: tuple[int, ...] = ()
     cp: int = 1
     ep: int = 1
+    across_replicas: bool = False
     rows: tuple[tuple[float, float], ...] = ()
+    sizes: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     def with_(self, **changes: object) -> Candidate:
         """A changed copy."""
@@ -79,7 +90,9 @@ class Candidate:
     def in_pools(self, pools: Sequence[int]) -> Candidate:
         """The same where the pools have other numbers: ``pools[p]`` in place of ``p``."""
         stages = [Stage(s.layers, tuple(sorted(g._replace(pool=pools[g.pool]) for g in s.groups))) for s in self.stages]
-        return self.with_(stages=tuple(stages))
+        groups = [pools[g.pool] for s in self.stages for g in s.groups] if self.sizes else []
+        sizes = tuple(self.sizes[i] for i in sorted(range(len(groups)), key=lambda i: groups[i]))
+        return self.with_(stages=tuple(stages), sizes=sizes)
 
     def gpus(self) -> dict[int, int]:
         """GPUs used per pool."""
@@ -88,6 +101,17 @@ class Candidate:
             for group in stage.groups:
                 used[group.pool] = used.get(group.pool, 0) + group.tp * self.cp * group.count
         return used
+
+    def cut_of(self, group: Group) -> tuple[int, int]:
+        """(parts over which a replica divides the experts of a layer, ranks that cut one expert)."""
+        if self.across_replicas:
+            return self.ep, 1
+        ep = group.ep or gcd(self.ep, group.tp)
+        return ep, group.tp // ep
+
+    def reducing(self, s: int) -> tuple[Group, ...]:
+        """The ranks of a stage that sum gradients, per TP rank: replicas, and with CP all ranks of each."""
+        return tuple(g._replace(count=g.count * self.cp) for g in self.stages[s].groups)
 
     @property
     def path(self) -> tuple[Place, ...]:
@@ -112,6 +136,8 @@ class Candidate:
         Block ``j`` runs the microbatches that are ``j`` modulo this number; its replicas exchange
         activations with each other only.
         """
+        if self.sizes:
+            return 1
         return gcd(*[g.count for s in self.stages for g in s.groups])
 
     def block(self) -> Candidate:
@@ -120,9 +146,7 @@ class Candidate:
         if n == 1:
             return self
         return self.with_(
-            stages=tuple(
-                Stage(s.layers, tuple(Group(g.pool, g.tp, g.count // n) for g in s.groups)) for s in self.stages
-            )
+            stages=tuple(Stage(s.layers, tuple(g._replace(count=g.count // n) for g in s.groups)) for s in self.stages)
         )
 
     @property
@@ -131,10 +155,13 @@ class Candidate:
         return sum(self.gpus().values())
 
 
-def normalised(stages: list[tuple[int, dict[tuple[int, int], int]]]) -> tuple[Stage, ...]:
-    """Stages from ``(layers, {(pool, tp): count})``, groups in a fixed order, empty groups dropped."""
+def normalised(stages: list[tuple[int, dict[tuple[int, ...], int]]]) -> tuple[Stage, ...]:
+    """Stages from ``(layers, {(pool, tp): count})``, groups in a fixed order, empty groups dropped.
+
+    Keys may have a third number, the expert-parallel size of the group.
+    """
     return tuple(
-        Stage(layers, tuple(Group(pool, tp, n) for (pool, tp), n in sorted(groups.items()) if n > 0))
+        Stage(layers, tuple(Group(k[0], k[1], n, *k[2:]) for k, n in sorted(groups.items()) if n > 0))
         for layers, groups in stages
     )
 

@@ -83,21 +83,20 @@ class CatalogCosts:
             loss = memory_s(gpu, self.runtime.kernels.logits_bytes * tokens * model.vocab_size / tp)
             reduce = self._reduces_s(gpu, tokens, tp, spread)
             times = (each + loss / 2 + reduce, 2 * each + loss / 2 + reduce, 0.0, 0.0)
-        kept = activation_bytes(model, kind, batch, tp, recompute, fused, spread.cp)
+        parts = spread.expert_parts(tp)
+        kept = activation_bytes(model, kind, batch, tp, recompute, fused, spread.cp, expert_tp=parts)
         extra = 0.0
         if kind == "layer" and not fused:
             extra = self.runtime.attention_copies * attention_matrix_bytes(model, batch, tp, spread.cp)
         if kind == "layer" and recompute == "full":
-            extra += activation_bytes(model, kind, batch, tp, "none", fused, spread.cp)
+            extra += activation_bytes(model, kind, batch, tp, "none", fused, spread.cp, expert_tp=parts)
         elif kind == "head":  # logits, and later their gradients, beside the softmax in fp32
             gathered = model.hidden_size if model.sequence_parallel and tp > 1 else 0
             extra += tokens * (model.vocab_size / tp + gathered) * model.element_bytes
         if kind == "layer":
-            extra += backward_bytes(model, batch, tp, spread.cp)
+            extra += backward_bytes(model, batch, tp, spread.cp, parts)
         forward, backward, attention_f, attention_b = times
-        return LayerCost(
-            forward, backward, _parameters(model, kind, tp, spread.ep), kept, extra, attention_f, attention_b
-        )
+        return LayerCost(forward, backward, _parameters(model, kind, tp, spread), kept, extra, attention_f, attention_b)
 
     def _mean_layer(self, name: str, batch: int, tp: int, recompute: str, spread: Spread) -> tuple[float, ...]:
         """(forward, backward, attention in both) of the mean of layers with and without experts."""
@@ -114,7 +113,7 @@ class CatalogCosts:
         model, gpu, runtime = self.model, self.gpu(name), self.runtime
         kernels, precision = runtime.kernels, "fp8" if self.model.fp8 else self.model.precision
         tokens = batch * model.seq_length / spread.cp
-        work = layer_work(model, tokens, tp, spread.ep, experts)
+        work = layer_work(model, tokens, tp, spread.ep, experts, spread.expert_parts(tp))
         product = sum(product_s(gpu, kernels, p, precision, model.element_bytes) for p in work.products)
         grouped = replace(kernels, gemm=kernels.gemm * kernels.expert_gemm)
         product += sum(product_s(gpu, grouped, p, precision, model.element_bytes) for p in work.experts)
@@ -163,18 +162,25 @@ class CatalogCosts:
         return (moved / rate + 40e-6) * (1 - self.runtime.tp_overlap)
 
     def _exchange_s(self, gpu: Gpu, work: LayerWork, tp: int, spread: Spread) -> float:
-        """Tokens to experts and back: sorting and two all-to-alls."""
+        """Tokens to experts and back: sorting, two all-to-alls, and a gather and a sum where ranks cut experts.
+
+        Half of the sorting is of what a rank sends, half of what it gets; each of those who cut an expert gets all.
+        """
         x = self.model.experts
         if x is None or not work.routed_elements:
             return 0.0
         once = work.routed_elements * self.model.element_bytes
-        sort = memory_s(gpu, self.runtime.kernels.dispatch * once * x.top_k)
+        parts = spread.expert_parts(tp)
+        sort = memory_s(gpu, self.runtime.kernels.dispatch * once * x.top_k * (1 + parts) / 2)
         domain = max(1, spread.domain)
         across = exchange_s(gpu, once, x.top_k, spread.ep, domain, spread.network_bytes_per_s)
-        return sort + 2 * across * (1 - self.runtime.exchange_overlap)
+        gather = (parts - 1) * once * x.top_k / gpu.collective_rate if parts > 1 else 0.0
+        return sort + 2 * across * (1 - self.runtime.exchange_overlap) + 2 * gather * (1 - self.runtime.tp_overlap)
 
 
-def _parameters(model: Model, kind: LayerKind, tp: int, ep: int) -> int:
+def _parameters(model: Model, kind: LayerKind, tp: int, spread: Spread) -> int:
     if kind == "embedding":
         return model.embedding_parameters(tp)
-    return model.layer_parameters(tp, ep) if kind == "layer" else model.head_parameters(tp)
+    if kind == "layer":
+        return model.layer_parameters(tp, spread.ep, spread.expert_parts(tp))
+    return model.head_parameters(tp)

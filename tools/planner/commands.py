@@ -1,4 +1,4 @@
-"""The commands ``plan``, ``simulate``, ``check``, and the way into ``profile`` and ``emit``."""
+"""The commands ``plan`` and ``simulate``, and the way into ``profile`` and ``emit``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from .build import candidate_of, rooms_of
+from .build import candidate_of
 from .candidate import Candidate
 from .command import command
 from .complete import complete
 from .errors import PlannerError, from_plan_error
 from .estimate import Estimate, Estimator
 from .files import check_target
-from .packing import seat_replicas
-from .report import GIB, bound_lines, say, search_body, summary, summary_tables, table
+from .report import GIB, bound_lines, say, search_body, summary, summary_tables
 from .search.goal import Goal
 from .search.limit import cpu_limit, left_s
 from .search.methods import search
@@ -167,10 +166,7 @@ def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
         hints.append("set distributed_optimizer: true")
     if min(model.batch_sizes) > 1:
         hints.append("allow micro_batch_sizes: [1]")
-    over = sum(
-        max(0.0, m.total_bytes - estimator.memory_margin * m.capacity_bytes) * m.group.count * m.group.tp
-        for m in estimate.memory
-    )
+    over = sum(max(0.0, m.total_bytes - estimator.memory_margin * m.capacity_bytes) * m.ranks for m in estimate.memory)
     nodes = estimator.cluster.nodes
     largest = max(
         {m.group.pool for m in estimate.memory}, key=lambda p: estimator.cluster.gpu(nodes[p].gpu).memory_bytes
@@ -283,86 +279,12 @@ def _picture(result: Any, path: str) -> None:
         draw(result, path)
 
 
-def check(options: argparse.Namespace) -> int:
-    """Whether a plan can run and fits; exit code 1 when it does not."""
-    estimator, made = load(options)
-    problem = _obstacle(made)
-    problems = [problem] if problem else _misfits(estimator, made, options)
-    tables: list[Any] = ["the plan is valid and fits"]
-    if problems:
-        tables = [table("Problems", "where", "what")]
-        for problem in problems:
-            tables[0].add_row(problem["key"], problem["problem"])
-    say({"valid": not problems, "problems": problems}, options, *tables)
-    return 1 if problems else 0
-
-
-def _obstacle(made: Any) -> dict[str, Any] | None:
-    """Why the runtime would refuse the plan, whatever it is started on and with."""
-    from megatron_het.features.plan_checks import check_plan_alone
-    from megatron_het.lowering.programs import build
-    from megatron_het.plan import PlanError
-
-    try:
-        check_plan_alone(made)
-    except PlanError as error:
-        return {"key": error.where, "problem": error.problem + (f". {error.hint}" if error.hint else "")}
-    try:
-        build(made)
-    except PlanError as error:
-        return {"key": "schedule.name", "problem": error.problem}
-    return None
-
-
-def _misfits(estimator: Estimator, made: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What of a plan does not fit the cluster."""
-    try:
-        seat_replicas(made, rooms_of(estimator.cluster), options.plan)
-    except PlannerError as error:
-        return [{"key": error.key, "problem": error.problem + (f". {error.hint}" if error.hint else "")}]
-    candidate, estimate, _ = priced(estimator, made, options)
-    problems: list[dict[str, Any]] = []
-    for m in estimate.memory:
-        if m.total_bytes > estimator.memory_margin * m.capacity_bytes:
-            gpu = estimator.cluster.nodes[m.group.pool].gpu
-            problems.append(
-                {
-                    "key": f"stages[{m.stage}]",
-                    "problem": f"needs {m.total_bytes / GIB:.2f} GiB of {m.capacity_bytes / GIB:.2f} GiB "
-                    f"on {gpu} (TP {m.group.tp}); activations {m.activation_bytes / GIB:.2f}, "
-                    f"optimizer {m.optimizer_bytes / GIB:.2f} GiB",
-                }
-            )
-    for pool, held, limit in estimator.short_of_host_memory(estimate):
-        problem = f"offloads {held / GIB:.1f} GiB to a node that has {limit / GIB:.1f} GiB of main memory for it"
-        problems.append({"key": f"nodes[{pool}].host_memory_bytes", "problem": problem})
-    for node in {estimator.cluster.nodes[g.pool].gpu for s in candidate.stages for g in s.groups}:
-        device = estimator.cluster.gpu(node)
-        if not device.supports(made.training.precision):
-            problems.append(
-                {"key": "training.precision", "problem": f"{node} does not support {made.training.precision}"}
-            )
-    return problems
-
-
 def profile(options: argparse.Namespace) -> int:
     """Measure this node."""
     from .model import model_of
     from .profile import run
-    from .profile_schema import ProfiledModel
 
-    m = model_of(options)
-    shape = ProfiledModel(
-        m.hidden_size,
-        m.ffn_hidden_size,
-        m.num_attention_heads,
-        m.groups,
-        m.vocab_size,
-        m.seq_length,
-        m.precision,
-        m.name,
-    )
-    found = run(options, shape)
+    found = run(options, model_of(options).profiled)
     if found is not None:
         body = {
             "profile": str(options.out),

@@ -76,26 +76,28 @@ class Estimator(OperatingPoints):
         """Whether every rank stays below the margin of its memory, and every node within its main memory."""
         return estimate.fullest <= self.memory_margin and not self.short_of_host_memory(estimate)
 
-    def short_of_host_memory(self, estimate: Estimate) -> list[tuple[int, float, float]]:
-        """(pool, bytes that a node of it would hold, its limit) where a plan offloads more than nodes have.
+    def host_memory(self, estimate: Estimate) -> list[tuple[int, float]]:
+        """(pool, bytes) of main memory that a node of the pool holds for what a plan offloads.
 
         A node is taken to hold the ranks that offload most.
         """
-        out: list[tuple[int, float, float]] = []
-        if not self.limits_host_memory:
-            return out
+        out: list[tuple[int, float]] = []
         for pool, node in enumerate(self.cluster.nodes):
-            limit = node.host_memory_bytes
             mine = [m for m in estimate.memory if m.group.pool == pool and m.host_bytes]
-            if limit is None or not mine:
-                continue
             left, held = node.gpus_per_node, 0.0
             for m in sorted(mine, key=lambda m: -m.host_bytes):
-                ranks = min(left, m.group.tp * m.group.count)
+                ranks = min(left, m.ranks)
                 held, left = held + ranks * m.host_bytes, left - ranks
-            if held > limit:
-                out.append((pool, held, limit))
+            if held:
+                out.append((pool, held))
         return out
+
+    def short_of_host_memory(self, estimate: Estimate) -> list[tuple[int, float, float]]:
+        """(pool, bytes that a node of it would hold, its limit) where a plan offloads more than nodes have."""
+        if not self.limits_host_memory:
+            return []
+        limits = ((pool, held, self.cluster.nodes[pool].host_memory_bytes) for pool, held in self.host_memory(estimate))
+        return [(pool, held, limit) for pool, held, limit in limits if limit is not None and held > limit]
 
     def estimate(self, candidate: Candidate) -> Estimate | None:
         """The closed form; None when a replica has no figures, no layers or no microbatch."""

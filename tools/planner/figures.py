@@ -24,21 +24,25 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     """
     model, batch = estimator.model, whole.micro_batch_size
     element = float(model.element_bytes)
-    gathers, reduces = [], []
+    gathers: list[float] = []
+    reduces: list[float] = []
     for s, stage in enumerate(whole.stages):
-        units = {g: estimator.unit_of(whole, g) for g in stage.groups}
-        counts = {g: rank_parameters(whole, u, s) for g, u in units.items() if u is not None}
-        gathers.append(estimator.network.sync_s(stage.groups, {g: n * element for g, n in counts.items()}, 0.5))
-        reduces.append(estimator.network.sync_s(stage.groups, {g: n * 4.0 for g, n in counts.items()}, 0.5))
+        units = [estimator.unit_of(whole, g) for g in stage.groups]
+        counts = [rank_parameters(whole, u, s) for u in units if u is not None]
+        ranks = whole.reducing(s)
+        for out, bytes_each in ((gathers, element), (reduces, 4.0)):
+            size = {g: n * bytes_each for g, n in zip(ranks, counts, strict=True)}
+            out.append(estimator.network.sync_s(ranks, size, 0.5))
     # Replicas of one TP size share a copy of the state.
     shards = [
-        {g.tp: sum(x.count for x in stage.groups if x.tp == g.tp) for g in stage.groups} for stage in whole.stages
+        {g.tp: sum(x.count for x in ranks if x.tp == g.tp) for g in ranks}
+        for ranks in (whole.reducing(s) for s in range(len(whole.stages)))
     ]
     host = [estimator.cluster.gpu(estimator.cluster.nodes[g.pool].gpu).host_bytes_per_s for _, g, _ in devices]
     # Figures of a layer are not measured apart from its attention: by operations, causal attention once.
     length = model.seq_length
     share = 1 - model.layer_flops(length, 0) / model.layer_flops(length)
-    tokens = float(batch * length)
+    tokens = float(batch * length) / whole.cp
     return Figures(
         gather_s=tuple(gathers[s] for s, _, _ in devices),
         reduce_s=tuple(reduces[s] for s, _, _ in devices),

@@ -13,9 +13,11 @@ from .stages import stages_of
 def evaluate(estimator: OperatingPoints, candidate: Candidate) -> Estimate | None:
     """See ``Estimator.estimate``."""
     model = estimator.model
-    if not candidate.stages or model.global_batch_size % candidate.micro_batch_size:
+    if not candidate.stages or (model.global_batch_size % candidate.micro_batch_size and not candidate.sizes):
         return None
     total = model.global_batch_size // candidate.micro_batch_size
+    if candidate.sizes:
+        total = sum(len(own) for replicas in candidate.sizes for own in replicas)
     for stage in candidate.stages:  # of the whole plan: a block has the rounded-up share of the microbatches
         replicas = sum([g.count for g in stage.groups])
         if not 0 < replicas <= total or (candidate.even and total % replicas):

@@ -16,7 +16,9 @@ class Spread(NamedTuple):
     """How a layer is divided over ranks besides TP, and what those ranks are joined by.
 
     Attributes:
-        cp, ep: Context-parallel and expert-parallel sizes.
+        cp: Context-parallel size.
+        ep: Expert-parallel size: parts over which the experts of a layer are divided.
+        expert_tp: Ranks that cut one expert; 0 for the rest of the TP group (TP size over ``ep``).
         domain: GPUs of a node (or NVLink domain).
         network_bytes_per_s: Of one GPU to the network.
         intra_node_bytes_per_s: Of one GPU to its node, None for the catalog's figure.
@@ -24,9 +26,14 @@ class Spread(NamedTuple):
 
     cp: int = 1
     ep: int = 1
+    expert_tp: int = 0
     domain: int = 8
     network_bytes_per_s: float = 12.5e9
     intra_node_bytes_per_s: float | None = None
+
+    def expert_parts(self, tp: int) -> int:
+        """Ranks that cut one expert, where a replica has ``tp`` of them."""
+        return self.expert_tp or max(1, tp // self.ep)
 
 
 ALONE = Spread()
@@ -42,6 +49,7 @@ class LayerCost:
         activation_bytes: Kept from forward to backward, per microbatch in flight.
         workspace_bytes: Temporary memory beyond that.
         attention_forward_s, attention_backward_s: The part of the times that grows with the keys before a token.
+        fixed_forward_s, fixed_backward_s: What a pass through any number of such layers takes besides.
     """
 
     forward_s: float
@@ -51,6 +59,8 @@ class LayerCost:
     workspace_bytes: float
     attention_forward_s: float = 0.0
     attention_backward_s: float = 0.0
+    fixed_forward_s: float = 0.0
+    fixed_backward_s: float = 0.0
 
 
 class LayerCosts(Protocol):
@@ -81,13 +91,24 @@ class LayerCosts(Protocol):
 
 
 def activation_bytes(
-    model: Model, kind: LayerKind, batch: int, tp: int, recompute: str, fused: bool, cp: int = 1, sliced: bool = False
+    model: Model,
+    kind: LayerKind,
+    batch: int,
+    tp: int,
+    recompute: str,
+    fused: bool,
+    cp: int = 1,
+    sliced: bool = False,
+    expert_tp: int = 0,
 ) -> float:
     """Bytes kept from forward to backward by one layer and microbatch on one rank.
 
     After Korthikanti et al. (2022), section 4, written out for gated MLPs and grouped-query attention:
     inputs of both norms and of the matrix products, queries, keys, values, the attention matrix where
     it is materialised (softmax output; no attention dropout), and the MLP's intermediate results.
+
+    Args:
+        expert_tp: Ranks that cut one expert, 0 for all of the TP group.
     """
     e, s, h = model.element_bytes, model.seq_length, model.hidden_size
     tokens = batch * s / cp
@@ -104,10 +125,10 @@ def activation_bytes(
     whole: float = 4 * e * h + (0 if model.gated else 2 * h)
     width, x = float(model.ffn_hidden_size), model.experts
     routed = 0.0
-    if x is not None:  # TP cuts the experts' weights; their inputs are gathered, sorted by expert, and kept whole
+    if x is not None:  # the ranks that cut an expert's weights gather its inputs, sort them, and keep them whole
         share = 1 - min(1.0, x.dense_layers / model.num_layers)
         width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - width)
-        routed = share * x.top_k * h * e
+        routed = share * x.top_k * h * e * (expert_tp or tp) / tp
     mlp = (3 if model.gated else 2) * width * e
     # The attention's output and its inputs.  Values are views of the fused projection, which therefore stays whole
     # beside the rotated queries and keys.  Slices copy keys and values into their pool instead.
@@ -131,7 +152,7 @@ def _pool_size(model: Model, tp: int) -> float:
     return 2 * model.kv_size / tp if model.latent is None else model.latent.compressed
 
 
-def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1) -> float:
+def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1, expert_tp: int = 0) -> float:
     """What the backward of a layer holds at once beside what the forward has kept.
 
     Most is held in the MLP: the gradients of its first projection's outputs, or, where the sequence is divided, the
@@ -149,7 +170,7 @@ def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1) -> float:
     most = (2 if model.gated else 1) * inner + h
     if model.sequence_parallel and tp > 1:
         most = max(most - h, inner + h) + h / tp + h
-        most = max(most, 2 * routed * (1 + 1 / tp) + h)
+        most = max(most, 2 * routed * ((expert_tp or tp) / tp + 1 / tp) + h)
     return batch * model.seq_length / cp * model.element_bytes * most
 
 

@@ -15,7 +15,7 @@ def stage_memory(estimator: OperatingPoints, candidate: Candidate, stage: StageT
     groups = candidate.stages[s].groups
     same_tp: dict[int, int] = {}
     for g in groups:
-        same_tp[g.tp] = same_tp.get(g.tp, 0) + g.count
+        same_tp[g.tp] = same_tp.get(g.tp, 0) + g.count * candidate.cp
     found = [_of_group(estimator, candidate, stage, s, i, same_tp[g.tp]) for i, g in enumerate(groups)]
     return schedule_of(candidate).divide(estimator, candidate, found, list(stage.parameters))
 
@@ -27,7 +27,7 @@ def _of_group(
     runtime, schedule = estimator.runtime, schedule_of(candidate)
     has_head = s == candidate.head_stage
     layers, groups = candidate.stages[s]
-    boundary = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.slices
+    boundary = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.slices / candidate.cp
     if estimator.model.sequence_parallel:
         boundary /= groups[i].tp
     u, mine = stage.units[i], stage.microbatches[i]
@@ -59,4 +59,5 @@ def _of_group(
         u.reserved_bytes,
         u.capacity_bytes,
         host_bytes=host + waiting,
+        cp=candidate.cp,
     )

@@ -14,6 +14,7 @@ from .estimates import StageTimes, Unit
 from .layer import LayerCosts, Spread
 from .model import Model
 from .network import Network
+from .passes import unit_of_group
 from .runtime import MEGATRON_HET, Runtime
 
 
@@ -24,7 +25,7 @@ class OperatingPoints:
         memory_margin: Share of a GPU's memory that a plan may use.
 
     Attributes:
-        known_stages, known_ways, known_loads, known_caps, known_points: What the closed form and the balancing of
+        known_stages, known_ways, known_loads, known_rooms, known_points: What the closed form and the balancing of
             layers remember, by all that it depends on (``stages.py``, ``search/balance.py``).
     """
 
@@ -44,7 +45,7 @@ class OperatingPoints:
         self.known_stages: dict[object, dict[object, StageTimes | None]] = {}
         self.known_ways: dict[object, float] = {}
         self.known_loads: dict[object, Any] = {}
-        self.known_caps: dict[object, dict[object, Any]] = {}
+        self.known_rooms: dict[object, dict[object, Any]] = {}
         self.known_points: dict[object, Candidate] = {}
         self.limits_host_memory = any(n.host_memory_bytes is not None for n in cluster.nodes)
         self.price = [self._price(i) for i in range(len(cluster.nodes))]
@@ -58,12 +59,13 @@ class OperatingPoints:
         )
         return (per_hour or 0.0) / 3600.0
 
-    def _unit(self, pool: int, tp: int, batch: int, recompute: str, cp: int = 1, ep: int = 1) -> Unit | None:
+    def _unit(
+        self, pool: int, tp: int, batch: int, recompute: str, cp: int = 1, ep: int = 1, expert_tp: int = 0
+    ) -> Unit | None:
         """Figures of a replica kind, None where there are none."""
         node = self.cluster.nodes[pool]
-        spread = Spread(
-            cp, ep, node.gpus_per_node, node.network_bytes_per_s / node.gpus_per_node, node.intra_node_bytes_per_s
-        )
+        network = node.network_bytes_per_s / node.gpus_per_node
+        spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s)
         if (
             tp > node.gpus_per_node
             or tp not in self.costs.tp_sizes(node.gpu)
@@ -99,14 +101,19 @@ class OperatingPoints:
             self.costs.sliced_share(node.gpu, batch, tp, recompute),
             layer.attention_forward_s,
             layer.attention_backward_s,
+            layer.fixed_forward_s,
+            layer.fixed_backward_s,
         )
 
     def unit_of(self, candidate: Candidate, group: Group) -> Unit | None:
-        """Figures of a group's replicas at the candidate's operating point."""
+        """Figures of a group's replicas at the candidate's operating point, CP and EP included."""
         c = candidate
-        if c.cp == c.ep == 1:
+        if c.sizes:
+            return unit_of_group(self, c, group)
+        if c.cp == c.ep == 1 and group.ep < 2:
             return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
-        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, c.ep)
+        ep, expert_tp = c.cut_of(group)
+        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp)
 
     @property
     def boundary_bytes_per_sequence(self) -> float:
@@ -126,11 +133,11 @@ class OperatingPoints:
         for i in range(len(stages) - 1):
             a, b = stages[i], stages[i + 1]
             if len(a) == len(b) == 1:
-                (pool, tp, count), (other, other_tp, more) = a[0], b[0]
+                (pool, tp, count, _), (other, other_tp, more, _) = a[0], b[0]
                 local = False
                 if pool == other:  # nodes are filled in order: both stages inside one node?
                     before, per_node = taken.get(pool, 0), self.cluster.nodes[pool].gpus_per_node
-                    local = before // per_node == (before + tp * count + other_tp * more - 1) // per_node
+                    local = before // per_node == (before + cp * (tp * count + other_tp * more) - 1) // per_node
                 out.append(transfer_s(pool, tp, other, other_tp, size, local))
             else:
                 way = size, a, b
@@ -139,7 +146,7 @@ class OperatingPoints:
                     self.known_ways[way] = max(pairs)
                 out.append(self.known_ways[way])
             for g in a:
-                taken[g.pool] = taken.get(g.pool, 0) + g.tp * g.count
+                taken[g.pool] = taken.get(g.pool, 0) + cp * g.tp * g.count
         return out
 
     def max_in_flight(self, later_replicas: int, mine: int, total: int, slack: float = 0.0) -> int:

@@ -198,6 +198,7 @@ def bridge_s(row: Row, runtime: Runtime = MEGATRON_BRIDGE) -> float:
         even=True,
         cp=cp,
         ep=ep,
+        across_replicas=True,
     )
     if "GB" in row["system"]:
         runtime = replace(runtime, kernels=replace(runtime.kernels, launch_scale=GRAPHS))

@@ -133,6 +133,7 @@ def summary(
             for p, n in sorted(candidate.gpus().items())
         },
         "not_run": model.not_run,
+        "host_memory": offloaded(estimator, estimate),
         "schedule": candidate.schedule,
         "chunks": candidate.chunks,
         "slices": candidate.slices,
@@ -142,6 +143,30 @@ def summary(
         "offload": candidate.offload,
         "stages": stages_of(estimator, candidate, estimate),
     }
+
+
+def offloaded(estimator: Estimator, estimate: Estimate) -> list[dict[str, Any]]:
+    """What nodes hold in main memory for the plan, and what they have for it (None: the cluster file does not say)."""
+    return [
+        {
+            "gpu": estimator.cluster.nodes[pool].gpu,
+            "bytes_per_node": held,
+            "limit_bytes": estimator.cluster.nodes[pool].host_memory_bytes,
+        }
+        for pool, held in estimator.host_memory(estimate)
+    ]
+
+
+def host_memory_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One line per group of nodes that offloads."""
+    lines = []
+    for row in rows:
+        limit = row["limit_bytes"]
+        known = "not known: give host_memory_bytes in the cluster file" if limit is None else f"{limit / GIB:.0f} GiB"
+        lines.append(
+            f"{row['gpu']}: offloads {row['bytes_per_node'] / GIB:.0f} GiB to main memory per node, of {known}"
+        )
+    return lines
 
 
 def _unpriced(estimator: Estimator, candidate: Candidate) -> list[str]:
@@ -195,6 +220,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
     if body["not_run"]:
         unknown = ", ".join(body["not_run"]).replace("_", " ")
         lines.append(f"The planner prices this model, but runs with a plan cannot train it yet ({unknown}).")
+    lines += host_memory_lines(body["host_memory"])
     return [*lines, causes, where, memory]
 
 

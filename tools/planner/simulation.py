@@ -22,6 +22,7 @@ from .errors import PlannerError
 from .estimate import Estimate, Estimator, Unit
 from .figures import Device, figures_of
 from .packing import Seat
+from .passes import passes_of_plan, unit_of_device
 from .plain import Wiring, pipelines_s
 from .quick import can_price, compute_orders, makespan_s
 from .schedules import schedule_of
@@ -73,20 +74,21 @@ def program_of(plan: Plan) -> Program:
         raise PlannerError("plan", error.where, plan.schedule.parameters, error.problem, error.hint) from None
 
 
-def _devices(estimator: Estimator, candidate: Candidate, seated: Seats) -> list[Device]:
+def _devices(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Seats) -> list[Device]:
     """The replicas in the plan's order, with their figures; replicas of a kind share one entry."""
-    known: dict[tuple[int, int, int], Device] = {}
+    known: dict[tuple[int, int, int, int, tuple[int, ...]], Device] = {}
 
-    def device(s: int, pool: int, tp: int) -> Device:
-        g = Group(pool, tp, 1)
-        unit = estimator.unit_of(candidate, g)
+    def device(s: int, pool: int, tp: int, ep: int, own: tuple[int, ...]) -> Device:
+        g = Group(pool, tp, 1, ep)
+        unit = unit_of_device(estimator, candidate, g, own) if own else estimator.unit_of(candidate, g)
         assert unit is not None
         return s, g, unit
 
+    passes = passes_of_plan(plan) if candidate.sizes else []
     out = []
-    for s, stage in enumerate(seated):
-        for replica in stage:
-            kind = s, replica[0].pool, len(replica)
+    for s, (stage, row) in enumerate(zip(plan.stages, seated, strict=True)):
+        for q, (replica, mine) in enumerate(zip(stage.replicas, row, strict=True)):
+            kind = s, mine[0].pool, replica.tp, replica.ep, passes[q] if passes else ()
             out.append(known.get(kind) or known.setdefault(kind, device(*kind)))
     return out
 
@@ -105,7 +107,7 @@ def _passes(
         for s, its in enumerate(whole.stages):
             units = [estimator.unit_of(whole, g) for g in its.groups]
             least[s] = sharding_s(estimator, whole, units, s)  # type: ignore[arg-type]
-    known: dict[tuple[int, Group], tuple[tuple[float, ...], ...]] = {}
+    known: dict[tuple[int, Group, int], tuple[tuple[float, ...], ...]] = {}
 
     def rows(s: int, u: Unit) -> tuple[tuple[float, ...], ...]:
         layers = plan.stages[s].layers
@@ -117,7 +119,7 @@ def _passes(
             f, b = [max(x, least[s][0]) for x in f], [max(x, least[s][1]) for x in b]
         return tuple(f), tuple(b), tuple(a)
 
-    found = [known.get((s, g)) or known.setdefault((s, g), rows(s, u)) for s, g, u in devices]
+    found = [known.get((s, g, id(u))) or known.setdefault((s, g, id(u)), rows(s, u)) for s, g, u in devices]
     forward, backward, kept = (list(column) for column in zip(*found, strict=True))
     return forward, backward, kept
 
@@ -138,7 +140,7 @@ def costs_of(
         seated: Where the plan's ranks sit, in the plan's order of replicas.
     """
     size = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.cp
-    devices = _devices(estimator, candidate, seated)
+    devices = _devices(estimator, candidate, plan, seated)
     flat = [replica for stage in seated for replica in stage]
     tails = stage_tails(estimator, whole, estimate)
     last = candidate.head_stage
@@ -150,8 +152,8 @@ def costs_of(
 
     link = Wiring([g for _, g, _ in devices], [replica[0][:2] for replica in flat], price)
     forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
-    by_group = {(m.stage, m.group.pool, m.group.tp): m for m in estimate.memory}
-    memories = [by_group[s, g.pool, g.tp] for s, g, _ in devices]
+    by_group = {(m.stage, m.group.pool, m.group.tp, whole.cut_of(m.group)[0]): m for m in estimate.memory}
+    memories = [by_group[s, g.pool, g.tp, g.ep] for s, g, _ in devices]
     attention_f: Rows = []
     attention_b: Rows = []
     if candidate.slices > 1:  # a later slice attends to more keys
@@ -192,7 +194,7 @@ def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimat
 def _block_seats(estimator: Estimator, candidate: Candidate) -> Seats:
     """Where the first of the candidate's equal pipelines sits among the others: stages that fill nodes are apart."""
     blocks, out = candidate.blocks, []
-    seated = seats(estimator.cluster, candidate.stages)
+    seated = seats(estimator.cluster, candidate.stages, candidate.cp)
     assert seated is not None  # the plan has been made of it
     for stage, row in zip(candidate.stages, seated):
         mine, first = [], 0
@@ -241,13 +243,15 @@ def _different_parts(
 ) -> Iterator[tuple[Estimator, Candidate, Candidate, Estimate, Plan, Seats]]:
     """Arguments of ``_quick_s`` for one part of each kind."""
     flat = [seat for stage in seated for seat in stage]
+    cut_of = [replica.cut for stage in plan.stages for replica in stage.replicas]
     done: set[object] = set()
     most: dict[object, int] = {}
     parts = sorted(parts_of(schedule_shape(plan)), key=lambda part: -len(part.microbatches))
     for part in parts:
         here = [flat[d] for d in part.devices]
         nodes: dict[tuple[int, int], int] = {}
-        places = tuple((s[0].pool, len(s), nodes.setdefault(s[0][:2], len(nodes))) for s in here)
+        cuts = [cut_of[d] for d in part.devices]
+        places = tuple((s[0].pool, cut, nodes.setdefault(s[0][:2], len(nodes))) for s, cut in zip(here, cuts))
         if max(part.shape.replicas) == 1:  # a plain pipeline takes no longer with fewer microbatches
             key: object = places
             if most.setdefault(places, len(part.microbatches)) > len(part.microbatches):
@@ -281,7 +285,7 @@ def _quick_s(
     """The iteration time of a plan by ``quick.py``, or simulated where its program does more than compute."""
     inputs = programs.generator_inputs(plan)
     if inputs is not None:
-        seated = seated or seats(estimator.cluster, candidate.stages)
+        seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
         assert seated is not None  # the plan has been made of it
         costs = _priced(estimator, whole, candidate, estimate, plan, seated, None)
         shape, speeds, parameters = inputs
@@ -305,7 +309,7 @@ def with_costs(
     """
     assert plan.predicted is not None
     program = program_of(plan)
-    seated = seated or seats(estimator.cluster, candidate.stages)
+    seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
     assert seated is not None  # the plan has been made of it
     costs = _priced(estimator, candidate, candidate, estimate, plan, seated, program)
     return replace(plan, predicted=replace(plan.predicted, costs=planned_costs(costs, program)))
@@ -317,7 +321,7 @@ def _simulate(
     program = program_of(plan)
     if estimator.runtime.host_blocks:
         program = post_receives_early(program)  # as the runtime does over gloo
-    seated = seated or seats(estimator.cluster, candidate.stages)
+    seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
     assert seated is not None  # the plan has been made of it
     result = simulate(program, _priced(estimator, whole, candidate, estimate, plan, seated, program))
     return Simulation(result.makespan_s, result)
@@ -335,7 +339,7 @@ def _priced(
     """The costs of a plan and of its features; without a program, of those that need none."""
     costs = costs_of(estimator, whole, candidate, estimate, plan, seated)
     if program is not None:
-        figures = figures_of(estimator, whole, _devices(estimator, candidate, seated))
+        figures = figures_of(estimator, whole, _devices(estimator, candidate, plan, seated))
         for feature, options in features_of(plan):
             costs = feature.price(costs, options, program, figures)
     return costs

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .candidate import Candidate, Group
+from .candidate import Candidate
 from .estimates import Estimate, StageTimes, Unit, allocate, divided_alike, rank_parameters
 from .memory import stage_memory
 from .operating import OperatingPoints
+from .passes import passes_of
 from .schedules import schedule_of
 
 
@@ -37,6 +38,8 @@ def stages_of(
         c.even,
         c.cp,
         c.ep,
+        c.across_replicas,
+        c.sizes,
         blocks,
         total,
     )
@@ -101,8 +104,8 @@ def _stage(
         if u is None:
             return None
         units.append(u)
-        forward.append(u.forward_s(layers, first, last) + fixed)
-        backward.append(u.backward_s(layers, first, last) + fixed)
+        forward.append(u.forward_s(layers, first, last, candidate.chunks) + fixed)
+        backward.append(u.backward_s(layers, first, last, candidate.chunks) + fixed)
     if candidate.zero_stage >= 2 and not schedule_of(candidate).shards_parameters:
         least_f, least_b = sharding_s(estimator, candidate, units, s)
         overlap = estimator.runtime.gather_overlap
@@ -110,7 +113,10 @@ def _stage(
         backward = [beside(b, least_b, overlap) for b in backward]
     counts = [g.count // blocks for g in groups]
     both = [f + b + waits_s for f, b in zip(forward, backward)]
-    if candidate.even:
+    if candidate.sizes:
+        shares = passes_of(estimator, candidate)
+        busy = max(k * t for k, t in zip(shares, both))
+    elif candidate.even:
         shares = [total // sum(counts)] * len(groups)
         busy = max(k * t for k, t in zip(shares, both))
     else:
@@ -144,11 +150,6 @@ def beside(compute_s: float, other_s: float, overlap: float) -> float:
     return max(compute_s, other_s) + (1 - overlap) * min(compute_s, other_s)
 
 
-def reducing(candidate: Candidate, s: int) -> tuple[Group, ...]:
-    """The ranks that sum gradients, per TP rank: replicas, and with context parallelism all ranks of each."""
-    return tuple(g._replace(count=g.count * candidate.cp) for g in candidate.stages[s].groups)
-
-
 def sharding_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
     """Least time of a forward and of a backward of one microbatch with plain ZeRO-2 or 3, without ministages.
 
@@ -156,7 +157,7 @@ def sharding_s(estimator: OperatingPoints, candidate: Candidate, units: list[Uni
     gathers parameters before every forward and every backward.  All of it overlaps with the compute of the
     same pass, layer by layer; what takes longer than the compute shows.
     """
-    groups = reducing(candidate, s)
+    groups = candidate.reducing(s)
     element = float(estimator.model.element_bytes)
     size = {g: rank_parameters(candidate, u, s) * element for g, u in zip(groups, units)}
     half = estimator.network.sync_s(groups, size, 0.5)
@@ -170,7 +171,7 @@ def tail_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], 
 
 def _tail(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
     """(gradient reduction or gather of parameters, update) of one stage after its last backward."""
-    groups, network, schedule = reducing(candidate, s), estimator.network, schedule_of(candidate)
+    groups, network, schedule = candidate.reducing(s), estimator.network, schedule_of(candidate)
     element = float(estimator.model.element_bytes)
     counts = [rank_parameters(candidate, u, s) for u in units]
     sync = network.sync_s(groups, {g: n * 4.0 for g, n in zip(groups, counts)})

@@ -29,12 +29,14 @@ class LayerWork:
     routed_elements: float = 0.0
 
 
-def layer_work(model: Model, tokens: float, tp: int, ep: int, experts: bool) -> LayerWork:
+def layer_work(model: Model, tokens: float, tp: int, ep: int, experts: bool, expert_tp: int = 1) -> LayerWork:
     """One layer.
 
     Args:
         tokens: Tokens of one rank before division by TP (with CP: its part of the sequences).
+        ep: Parts over which the experts are divided.
         experts: Whether this layer has experts (of a model that does).
+        expert_tp: Ranks that cut one expert.
     """
     h, split = model.hidden_size, tp if model.sequence_parallel else 1
     products = list(_attention_products(model, tokens, tp))
@@ -48,9 +50,10 @@ def layer_work(model: Model, tokens: float, tp: int, ep: int, experts: bool) -> 
         mlp, more = _mlp(model, tokens, model.ffn_hidden_size / tp)
         products, elements = products + mlp, elements + more
     else:
-        # Experts are not split by TP: the ranks of a TP group send their parts of the sequence.
+        # The ranks of a TP group send their parts of the sequence; those that cut an expert get its tokens whole.
         routed = tokens * h / tp
-        mlp, more = _mlp(model, tokens / tp * x.top_k * ep / x.count, x.ffn_hidden_size, x.count / ep)
+        met = tokens / tp * ep * expert_tp
+        mlp, more = _mlp(model, met * x.top_k / x.count, x.ffn_hidden_size / expert_tp, x.count / ep)
         grouped, elements = tuple(mlp), elements + more
         if x.shared_ffn_hidden_size:
             mlp, more = _mlp(model, tokens, x.shared_ffn_hidden_size / tp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_het.elastic import agent as agents
+from megatron_het.elastic import controller as controllers
 from megatron_het.elastic.agent import Agent, Node
 from megatron_het.elastic.controller import Bounds, Controller, JobError
 from megatron_het.elastic.pool import GivenPlans
@@ -133,6 +135,25 @@ def test_workers_that_crash_are_started_again(
     assert [document["process"] for document in posted] == list(range(1, started + 1))
 
 
+def test_what_a_worker_refuses_is_told_to_the_controller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A batch that is not the plan's, for instance: one message of rank 0, in a log on one of many nodes."""
+    board: Any = Notes()
+    monkeypatch.setattr(agents, "Board", lambda *_, **__: board)
+    agent = Agent(Node(Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s"), 1, tmp_path, (), 3), print)
+    agent._log(1).parent.mkdir()
+    agent._log(1).write_text("x\nmegatron_het: global_batch_size: 8, the plan has 12. Give that\nbye\n")
+    for number, code in ((1, 2), (2, 1)):
+        process = subprocess.Popen(["sh", "-c", f"exit {code}"], start_new_session=True)
+        process.wait()
+        agent._workers = [agents._Worker(number, 0, process)]
+        agent._look_after()
+    told = [board.get(f"inbox/{n}")["why"] for n in (1, 2)]
+    assert told == [
+        "ended with exit code 2: global_batch_size: 8, the plan has 12. Give that",
+        "ended with exit code 1",
+    ]
+
+
 def test_a_refused_worker_is_named_once_and_not_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     board: Any = Notes()
     run, said = subprocess.Popen, []
@@ -177,6 +198,19 @@ def test_numbers_of_processes_are_not_given_again(tmp_path: Path):
     fresh: Any = Notes()
     Controller(fresh, plans, tmp_path / "state.json", 2, Bounds(), print)
     assert fresh.count("processes") == 4
+
+
+def test_all_that_is_heard_at_once_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Nobody notices a death while the controller waits for a busy disk."""
+    board: Any = Notes()
+    controller = Controller(board, GivenPlans([plan([[1], [1]])]), tmp_path / "state.json", 9, Bounds(), print)
+    written: list[int] = []
+    monkeypatch.setattr(controllers, "write_text", lambda _, text: written.append(len(json.loads(text)["members"])))
+    for number in (1, 2, 3):
+        come(board, number, f"n{number}")
+    for _ in range(3):
+        controller._step()
+    assert written == [3]
 
 
 def test_workers_are_told_to_stop_until_they_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_het.config import HetConfig
 from megatron_het.elastic import sessions
 from megatron_het.elastic.generation import Generation
+from megatron_het.lowering.transports import Choice
+from megatron_het.plan import Placement
+from megatron_het.report.run_report import RunReport
 from tests.unit.elastic.test_pool import plan
 
 
@@ -42,3 +48,24 @@ def test_trouble_of_one_node_is_no_failed_checkpoint(
     else:
         with pytest.raises(OSError, match="input/output"):
             sessions.run_session(boundary, ["--save", "x"], tmp_path, entry)
+
+
+def test_a_change_waits_for_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The next session begins after the report of this one is written; a busy disk takes half a second to sync."""
+    synced: list[int] = []
+
+    def entry(_: Any) -> None:
+        one = Placement(plan([[1]]))
+        platform: Any = SimpleNamespace(device_name="cpu")
+        RunReport(HetConfig(report_dir=tmp_path), one, 0, "hash", Choice("gloo", "test"), platform).write()
+
+    monkeypatch.setattr(os, "fsync", synced.append)
+    monkeypatch.setattr(sessions, "end_session", lambda: None)
+    monkeypatch.setattr(sessions.sys, "argv", [])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    boundary: Any = Session(is_saving=False)
+    assert sessions.run_session(boundary, [], tmp_path, entry).how == "finished"
+    assert (tmp_path / "plan-0.json").exists()
+    assert (tmp_path / "rank-0.json").exists()
+    assert not synced

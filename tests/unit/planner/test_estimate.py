@@ -18,6 +18,7 @@ from tools.planner.layercost import CatalogCosts, MeasuredCosts
 from tools.planner.model import Model
 from tools.planner.network import Network
 from tools.planner.reference import measured_runs, reference_model, reference_nodes, reference_profile
+from tools.planner.report import summary, summary_tables
 from tools.planner.simulation import simulate_block
 
 
@@ -295,13 +296,16 @@ def test_offload_needs_main_memory():
         )
         stage = (Stage(80, (Group(0, 1, 8),)),)
         candidate = Candidate(stage, 1, "full", "ministage", 80, zero_stage=1, offload=True)
-        return estimator, estimator.estimate(candidate), estimator.estimate(candidate.with_(offload=False))
+        return estimator, candidate, estimator.estimate(candidate), estimator.estimate(candidate.with_(offload=False))
 
-    estimator, offloaded, resident = found(None)
+    estimator, offloaded_plan, offloaded, resident = found(None)
     assert estimator.fits(offloaded) and estimator.short_of_host_memory(offloaded) == []
     held = 8 * offloaded.memory[0].host_bytes
+    assert estimator.host_memory(offloaded) == [(0, pytest.approx(held))] and estimator.host_memory(resident) == []
+    said = summary_tables(summary(estimator, offloaded_plan, offloaded, None))
+    assert any("per node, of not known: give host_memory_bytes" in line for line in said if isinstance(line, str))
     assert held > 14 * model.parameters  # bf16 parameters, fp32 copies and two moments, and some activations
     for limit, fits in ((1.01 * held, True), (0.99 * held, False)):
-        estimator, offloaded, resident = found(limit)
+        estimator, _, offloaded, resident = found(limit)
         assert estimator.fits(offloaded) is fits and estimator.fits(resident)
     assert estimator.short_of_host_memory(offloaded) == [(0, pytest.approx(held), limit)]

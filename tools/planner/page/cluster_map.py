@@ -76,17 +76,18 @@ def collective_flow(estimator: Estimator, candidate: Candidate, seated: Seats, r
     element = float(estimator.model.element_bytes)
     flow: Flow = {}
     for s, stage in enumerate(seated):
-        d = len(stage)
-        nodes = list(dict.fromkeys(replica[0][:2] for replica in stage))
+        d = len(stage) * candidate.cp
+        nodes = list(dict.fromkeys(seat[:2] for replica in stage for seat in replica))
         if d < 2 or len(nodes) < 2:
             continue
         gathered, reduced = moved[s]
         ring = 0.0
         for replica in stage:
-            unit = estimator.unit_of(candidate, Group(replica[0].pool, len(replica), 1))
+            tp = len(replica) // candidate.cp
+            unit = estimator.unit_of(candidate, Group(replica[0].pool, tp, 1))
             assert unit is not None  # the plan has been priced
             count = rank_parameters(candidate, unit, s)
-            bytes_ = (d - 1) / d * len(replica) * count * (gathered * element + reduced * 4.0)
+            bytes_ = (d - 1) / d * tp * count * (gathered * element + reduced * 4.0)
             ring = max(ring, bytes_)
         for a, b in zip(nodes, [*nodes[1:], nodes[0]]):
             flow[a, b] = flow.get((a, b), 0.0) + ring

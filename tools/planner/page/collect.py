@@ -158,7 +158,7 @@ def _timeline(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Se
             tp = f" TP {replica.tp}" if replica.tp > 1 else ""
             names.append(f"{s}.{q} {replica.device}{tp}")
             pool = seated[s][q][0].pool
-            unit = estimator.unit_of(candidate, Group(pool, replica.tp, 1))
+            unit = estimator.unit_of(candidate, Group(pool, replica.tp, 1, replica.ep))
             assert unit is not None  # the plan has been priced
             held.append(rank_parameters(candidate, unit, s) * estimator.model.element_bytes)
     return timeline_of(found.result, "Predicted", names, held)

@@ -54,7 +54,7 @@ def page_of_search(
             "Leave out --html, or use --search auto",
         )
     plan = build_plan(estimator, best.candidate, best.estimate)
-    seated = seats(estimator.cluster, best.candidate.stages)
+    seated = seats(estimator.cluster, best.candidate.stages, best.candidate.cp)
     assert seated is not None  # the search places what it returns
     title = f"{what} for {estimator.model.name} on {estimator.cluster.name}"
     page, _ = collect(estimator, best.candidate, best.estimate, plan, seated, title=title, notes=notes_of(options))

@@ -124,8 +124,7 @@ class Ministage(Schedule):
     ) -> list[GroupMemory]:
         """The shares of the candidate, or by free memory if equal ones do not fit; each rank as it is at its peak."""
         equal = [
-            at_peak(estimator, candidate, m, count, 1 / sum(x.group.count for x in found if x.group.tp == m.group.tp))
-            for m, count in zip(found, counts)
+            at_peak(estimator, candidate, m, count, 1 / _shards(candidate, found, m)) for m, count in zip(found, counts)
         ]
         shares: list[float] | None = None
         if candidate.shares is not None:
@@ -176,12 +175,14 @@ def _exposed_s(estimator: OperatingPoints, candidate: Candidate, stage: StageTim
     """Gathers of one stage that its compute does not cover."""
     groups, chunks = candidate.stages[s].groups, candidate.chunks
     element = float(estimator.model.element_bytes)
-    gather = estimator.network.sync_s(groups, rank_bytes(candidate, stage.units, s, element), 0.5)
+    ranks = candidate.reducing(s)
+    size = rank_bytes(candidate, stage.units, s, element)
+    gather = estimator.network.sync_s(ranks, {r: size[g] for r, g in zip(ranks, groups)}, 0.5)
     host = 0.0
     if candidate.offload:
         host = max(
             rank_parameters(candidate, unit, s) * element / estimator.network.host[g.pool] / max(1, g.count)
-            for unit, g in zip(stage.units, groups, strict=True)
+            for unit, g in zip(stage.units, ranks, strict=True)
         )
     each = max(gather, host) / chunks
     forward = stage.forward_s * (stage.busy_s / (stage.forward_s + stage.backward_s)) / chunks
@@ -198,13 +199,19 @@ def _with_share(
     count: float,
     share: float,
 ) -> GroupMemory:
-    """A rank with its share of the state."""
-    shards = sum(x.group.count for x in found if x.group.tp == mine.group.tp)
-    host = mine.host_bytes
+    """A rank of a replica with its share of the state, which context-parallel ranks divide evenly."""
+    host, of_rank = mine.host_bytes, share / candidate.cp
     if candidate.offload:
-        host += host_state(estimator, count, share) - host_state(estimator, count, 1 / shards)
-    peak = at_peak(estimator, candidate, mine, count, share)
+        host += host_state(estimator, count, of_rank) - host_state(
+            estimator, count, 1 / _shards(candidate, found, mine)
+        )
+    peak = at_peak(estimator, candidate, mine, count, of_rank)
     return peak._replace(state_share=share, host_bytes=host)
+
+
+def _shards(candidate: Candidate, found: Sequence[GroupMemory], mine: GroupMemory) -> int:
+    """Ranks of a stage that divide one copy of the state."""
+    return candidate.cp * sum(x.group.count for x in found if x.group.tp == mine.group.tp)
 
 
 def at_peak(
@@ -293,7 +300,8 @@ def shares_by_memory(
         budget = estimator.memory_margin * m.capacity_bytes
         most = inf
         for moment in _moments(candidate.chunks):  # memory grows evenly with the share
-            none, all_of_it = (_at(estimator, candidate, m, count, s, moment).total_bytes for s in (0.0, 1.0))
+            ends = 0.0, 1.0 / candidate.cp
+            none, all_of_it = (_at(estimator, candidate, m, count, s, moment).total_bytes for s in ends)
             most = min(most, (budget - none) / max(all_of_it - none, 1.0))
         largest.append(max(0.0, most))
     total = sum(share * m.group.count for share, m in zip(largest, found))

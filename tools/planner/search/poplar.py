@@ -15,6 +15,7 @@ from ..search.effort import NORMAL, Effort
 from ..search.finish import finish
 from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
+from ..search.unequal import can_differ, unequal
 
 
 def _fits(estimator: Estimator, pool: int, zero: int, batch: int, recompute: str) -> bool:
@@ -45,13 +46,31 @@ def widest(estimator: Estimator, pools: Iterable[int], batch: int, recompute: st
     return tuple(Group(pool, tp, n) for pool, n in sorted(counts.items()) if n)
 
 
+def _try_unequal(book: Book, pools: Iterable[int], recompute: str, zero: int) -> None:
+    """Passes of other sizes on other GPUs, as Poplar has them: on all pools, and without the slowest ones."""
+    estimator = book.estimator
+    whole = widest(estimator, pools, 1, recompute)
+
+    def seconds(group: Group) -> float:
+        unit = estimator.unit(group.pool, 1, 1, recompute)
+        return unit.layer_f + unit.layer_b if unit else inf
+
+    fastest = sorted(whole, key=seconds)
+    for count in range(len(fastest), 0, -1):
+        stage = Stage(estimator.model.num_layers, tuple(sorted(fastest[:count])))
+        base = Candidate((stage,), 1, recompute, zero_stage=zero)
+        candidate = unequal(estimator, base) if can_differ(estimator, base) else None
+        if candidate is not None:
+            book.try_candidate(candidate)
+
+
 def search_poplar(
     estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL, bound_s: float = inf
 ) -> Outcome:
     """ZeRO-0, and the next stage whenever one sample does not fit; batches after measured speed.
 
-    A plan has one micro batch size for all GPUs, so each of Poplar's batch sizes becomes a number of
-    microbatches of the common size that serves the curves best.  ZeRO-2 and 3 are run by the parameter
+    With ZeRO-0 and 1 every GPU runs passes of its own size, and a smaller last one (``unequal``); equal
+    microbatches of every size are tried beside that.  ZeRO-2 and 3 are run by the parameter
     window (schedule ``ministage`` on one stage, all its chunk counts): parameters and gradients are sharded, and
     gathered and reduced once per ministage instead of once per microbatch.  Only where these are not allowed,
     the outcome holds the plain forms, which ``Found.runnable`` marks as not for this runtime.
@@ -86,6 +105,7 @@ def search_poplar(
                     plain.append(candidate)
                     for chunks in range(2, estimator.model.num_layers + 1):
                         book.try_candidate(MINISTAGES.of(candidate, chunks))
+                _try_unequal(book, usable or range(len(nodes)), recompute, zero)
                 break
     except KeyboardInterrupt:
         outcome.interrupted = True

@@ -1,0 +1,55 @@
+"""With dropout, a plan with a layout that stock Megatron has gives stock Megatron's losses."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import Case, Weights, build_plan, common_flags, with_schedule, words
+from benchmarks.lab import Lab
+from benchmarks.runner import Job
+from megatron_het.plan import save_plan
+
+STEPS = 3
+DROPOUT = words("--attention-dropout 0.1 --hidden-dropout 0.1")
+
+
+def chunks_and_tp(name: str) -> Case:
+    case = Case(name, build_plan([[2], [2]], [1, 1], random.Random(0), sequence_parallel=True))
+    return with_schedule(case, "interleaved", 2, {})
+
+
+CASES = {
+    "stages and replicas": (
+        Case("stages and replicas", build_plan([[1, 1], [1, 1]], [2, 2], random.Random(0))),
+        "--pipeline-model-parallel-size 2",
+    ),
+    # One draw of one TP rank from the generator that all have alike, and their masks would differ.
+    "TP": (Case("TP", build_plan([[2]], [4], random.Random(0))), "--tensor-model-parallel-size 2"),
+    "chunks": (
+        chunks_and_tp("chunks"),
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--num-virtual-stages-per-pipeline-rank 2",
+    ),
+}
+
+
+def losses(lab: Lab, folder: Path, world_size: int, *flags: str) -> list[float]:
+    """What Megatron logs: of training, then of the evaluations."""
+    argv = (*common_flags(Weights(layers=4), steps=STEPS), *lab.data_flags(), *DROPOUT, *flags)
+    log = lab.runner.run(Job(folder.name, world_size, argv, folder)).log()
+    return [float(value) for value in re.findall(r"lm loss(?: value)?: (\S+)", log)]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_dropout_is_that_of_stock_megatron(name: str, lab: Lab, tmp_path: Path):
+    case, layout = CASES[name]
+    save_plan(case.plan, tmp_path / "plan.json")
+    under_plan = ("--het-plan", str(tmp_path / "plan.json"), "--het-init", "stock", "--het-transport", "gloo")
+    expected = losses(lab, tmp_path / "stock", case.plan.world_size, *layout.split())
+    found = losses(lab, tmp_path / "plan", case.plan.world_size, *under_plan)
+    assert len(expected) > STEPS
+    assert found == pytest.approx(expected, rel=1e-6)

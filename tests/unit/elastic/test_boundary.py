@@ -1,0 +1,45 @@
+"""What a session opens when it begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_het.elastic import boundary as boundaries
+from megatron_het.elastic.boundary import ElasticBoundary
+from megatron_het.elastic.copies import Copies
+from megatron_het.elastic.generation import Generation
+from tests.unit.elastic.test_pool import plan
+
+
+class Connections:
+    """Stands for connections between some processes."""
+
+    def __init__(self, _store: Any, rank: int, size: int, _timeout_s: float) -> None:
+        self.rank, self.size, self.is_open = rank, size, True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+@pytest.mark.parametrize(
+    ("holders", "every", "is_shared"), [((1, 2), 1, True), ((1, 2, 7), 1, False), ((1, 2), 0, False)]
+)
+def test_copies_go_over_the_connections_of_the_change(
+    holders: tuple[int, ...], every: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Where a node has left, its process is a member of the change, and no rank."""
+    monkeypatch.setattr(boundaries, "Links", Connections)
+    generation = Generation(1, plan([[1], [1, 1]]), (5, 2, 1), holders, ("n5", "n2", "n1"), loads=True)
+    assert generation.movers == (5, 2, 1, *(number for number in holders if number == 7))
+    store, copies = dist.HashStore(), Copies(every)
+    boundary = ElasticBoundary(generation, 2, store, 5.0, copies, lambda _: False, None, {})
+    change: Any = Connections(None, 1, len(generation.movers), 5.0)
+    boundary._open_copies(1, change)
+    assert change.is_open == is_shared
+    assert (copies._links is change) == is_shared
+    found: Any = copies._links
+    assert (found is None) == (every == 0)
+    assert found is None or (found.rank, found.size, found.is_open) == (1, 3, True)

@@ -1,0 +1,104 @@
+"""``het-run``: what it refuses, and what it shows of a job."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_het.elastic import board as boards
+from megatron_het.elastic.__main__ import main
+from megatron_het.elastic.board import Board
+from megatron_het.elastic.standing import standing
+from megatron_het.plan import Plan, save_plan
+from tests.unit.elastic.test_pool import plan
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
+    """A free port, and the words that go with it."""
+    monkeypatch.setattr(boards, "_RETRY_S", 0.01)
+    (tmp_path / "token").write_text(TOKEN)
+    save_plan(plan([[1], [1]]), tmp_path / "plan.json")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    words = ["--controller", f"127.0.0.1:{port}", "--token-file", str(tmp_path / "token")]
+    return port, [*words, "--folder", str(tmp_path / "job")]
+
+
+def one_error(capfd: pytest.CaptureFixture[str]) -> str:
+    """The only line that was said, but for what torch says of a connection."""
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("het-run: ")]
+    assert len(said) == 1, said
+    return said[0]
+
+
+def test_a_second_controller_is_refused(
+    place: tuple[int, list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    port, words = place
+    first = Board("127.0.0.1", port, TOKEN, serve=True)
+    assert main([*words, "--controller-only", "--plans", str(tmp_path / "plan.json")]) == 1
+    said = one_error(capfd)
+    assert f"127.0.0.1:{port} cannot be listened on" in said and "Does a controller run there?" in said
+    del first
+
+
+def test_an_unreachable_controller(place: tuple[int, list[str]], capfd: pytest.CaptureFixture[str]):
+    port, words = place
+    assert main([*words, "--node", "n1", "--workers", "1", "--timeout-s", "0.2", "--", "--mock-data"]) == 1
+    said = one_error(capfd)
+    assert f"127.0.0.1:{port} does not answer" in said and "Start the controller first" in said
+
+
+def _batch(one: Plan) -> Plan:
+    return replace(one, training=replace(one.training, global_batch_size=2 * one.training.global_batch_size))
+
+
+def _sequence(one: Plan) -> Plan:
+    return replace(one, model=replace(one.model, seq_length=2 * one.model.seq_length))
+
+
+@pytest.mark.parametrize(("change", "name"), [(_batch, "training.global_batch_size"), (_sequence, "model")])
+def test_a_plan_that_alters_the_training_is_refused(
+    change: Callable[[Plan], Plan],
+    name: str,
+    place: tuple[int, list[str]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+):
+    document = change(plan([[1]])).to_json()
+    document["stages"][0]["replicas"][0]["microbatches"] = list(range(document["training"]["global_batch_size"]))
+    (tmp_path / "other.json").write_text(json.dumps(document))
+    plans = ["--plans", str(tmp_path / "plan.json"), str(tmp_path / "other.json")]
+    assert main([*place[1], "--controller-only", *plans]) == 2
+    said = one_error(capfd)
+    assert f"{name} = " in said and "Give plans for one training" in said and len(said) < 1500
+
+
+def test_status_and_leave(place: tuple[int, list[str]], capsys: pytest.CaptureFixture[str]):
+    port, words = place
+    board = Board("127.0.0.1", port, TOKEN, serve=True)
+    document: dict[str, Any] = {
+        **standing([], 0, 1.0),
+        "generation": None,
+        "members": [{"process": 1, "node": "n1", "device": "", "iteration": 0}],
+        "leaving": [],
+        "history": [],
+    }
+    board.put("status", document)
+    assert main(["status", *words]) == 0
+    assert "node n1: 1 worker\n" in capsys.readouterr().out
+    assert main(["status", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
+    assert main(["leave", *words, "n2"]) == 2
+    assert "no node of the job is called 'n2'; its nodes are n1" in capsys.readouterr().err
+    assert main(["leave", *words, "n1"]) == 0
+    assert board.get("inbox/1") == {"type": "leave", "node": "n1"}

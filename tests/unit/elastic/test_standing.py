@@ -1,0 +1,89 @@
+"""What ``het-run status`` shows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.standing import describe, goodput, last_iteration, standing
+from tests.unit.elastic.test_pool import plan
+
+
+def generation(
+    number: int, why: str, stopped_s: float, reached: int, loaded_s: float, first: int, **more: Any
+) -> dict[str, Any]:
+    """An entry of the history; the one before has stopped then, having reached an iteration."""
+    times = {"built": loaded_s - 0.5, "loaded": loaded_s, "first_step": loaded_s + 1.0, "told": loaded_s + 1.0}
+    opened = {"4": {"iteration": first, "last": 40, "times": times, "sent_bytes": 0}}
+    entry = {"generation": number, "why": why, "seen": stopped_s, "left": stopped_s, "planned": stopped_s}
+    return {**entry, "stopped": stopped_s, "reached": reached, "opened": opened, **more}
+
+
+START = generation(0, "start", 100.0, 0, 110.0, 0)
+DEATH = generation(1, "1 ranks were lost", 130.0, 20, 135.0, 18)
+
+
+def test_time_that_counts():
+    # 20 iterations in 20 s, of which two are done again; then 5 in 5 s; 40 s in all
+    assert goodput([START], 20, 130.0) == pytest.approx(20 / 30)
+    assert goodput([START, DEATH], 23, 140.0) == pytest.approx((18 + 5) / 40)
+
+
+def test_before_the_first_iteration_there_is_none():
+    assert goodput([], 0, 5.0) is None
+    assert goodput([{**START, "opened": {}}], 0, 5.0) is None
+
+
+def test_a_change_that_is_under_way_counts_as_lost_time():
+    opening = {**DEATH, "opened": {}}
+    assert goodput([START, opening], 20, 140.0) == pytest.approx(20 / 40)
+
+
+def test_an_older_checkpoint_takes_back_what_several_generations_did():
+    fallen = generation(2, "1 ranks were lost", 145.0, 28, 155.0, 9)
+    # 0 to 9 of the first 20 s, nothing of the second generation, 10 s of the third
+    assert goodput([START, DEATH, fallen], 19, 165.0) == pytest.approx((9 + 10) / 65)
+
+
+def test_goodput_is_a_share():
+    rng = random.Random(3)
+    for _ in range(200):
+        history, now_s, done = [], 0.0, 0
+        for number in range(rng.randrange(1, 6)):
+            first = rng.randrange(done + 1)
+            entry = generation(number, "x", now_s, done, now_s + rng.random(), first)
+            history.append(entry)
+            now_s, done = now_s + 2.0 + rng.random(), first + rng.randrange(9)
+        share = goodput(history, done, now_s)
+        assert share is not None and 0.0 <= share <= 1.0
+
+
+def status(**more: Any) -> Mapping[str, Any]:
+    ranks = Generation(1, plan([[1], [1]]), (1, 3), (), ("n1", "n2"), loads=True)
+    members = [{"process": n, "node": f"n{n}", "device": "T4", "iteration": 23} for n in (1, 3, 5)]
+    history = [START, DEATH]
+    return {"generation": ranks.to_json(), "members": members, "leaving": ["n3"], "history": history,
+            **standing(history, 23, 140.0), **more}  # fmt: skip
+
+
+def test_everything_that_a_user_asks_for_is_there():
+    text = describe(status())
+    assert "iteration 23 of 40; goodput 57.5 % of 40 s" in text
+    assert "generation 1 (1 ranks were lost): plan " in text and "2 stages of 1 + 1 ranks" in text
+    assert "node n1: 1 worker (T4)\n" in text
+    assert "node n3: 1 worker (T4), is to leave\n" in text
+    assert "node n5: 1 worker (T4), 1 without a rank\n" in text
+    assert "change 1: 1 ranks were lost, 6.0 s to the end of the first iteration" in text
+    assert last_iteration([]) is None
+
+
+def test_a_job_that_has_not_begun_or_is_over():
+    assert "just started" in describe(None)
+    waiting = describe(status(generation=None, history=[], **standing([], 0, 1.0)))
+    assert waiting.startswith("iteration 0\n") and "waits for its nodes" in waiting
+    assert "the job ended: no plan" in describe(status(over=True, error="no plan"))
+    assert "the training is over" in describe(status(over=True, error=""))
