@@ -38,3 +38,13 @@ def test_with_sequence_parallel_on_both_sides_the_backward_is_the_transpose() ->
 def test_replicated_senders_share_the_load() -> None:
     found = pieces(Side((0, 1), False), Side((2, 3, 4, 5), False), SEQ)
     assert found == [Piece(0, 2, 0, SEQ), Piece(1, 3, 0, SEQ), Piece(0, 4, 0, SEQ), Piece(1, 5, 0, SEQ)]
+
+
+@pytest.mark.parametrize(("m", "n"), list(itertools.product((1, 2, 3), (1, 2, 3))))
+@pytest.mark.parametrize("tokens", [6, 12, 42])
+def test_what_travels_is_in_proportion_to_the_tokens(m: int, n: int, tokens: int) -> None:
+    """Slices of other lengths have the pieces of one length, as long as all ranks get equal parts."""
+    sides = Side(tuple(range(m)), True), Side(tuple(range(10, 10 + n)), True)
+    nominal = pieces(*sides, SEQ)
+    scaled = [Piece(p.src, p.dst, p.lo * tokens // SEQ, p.hi * tokens // SEQ) for p in nominal]
+    assert scaled == pieces(*sides, tokens)
