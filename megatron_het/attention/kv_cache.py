@@ -150,7 +150,8 @@ class KVCache:
 
     def begins(self, microbatch: int) -> tuple[int, ...]:
         """First token of every cached slice."""
-        return tuple(chunk.begin for chunk in self._sequences[microbatch].chunks)
+        sequence = self._sequences.get(microbatch)
+        return () if sequence is None else tuple(chunk.begin for chunk in sequence.chunks)
 
     def shown(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values that are attended to, of what is appended."""

@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_het.attention.blocks import Blocks, held_before
+from megatron_het.attention.blocks import held_before
 from megatron_het.attention.kernels import Gradients, Kernel
 from megatron_het.attention.kv_cache import KVCache, Run
 from megatron_het.attention.merge import merge_
 from megatron_het.attention.reach import Form, Reach, Span
 from megatron_het.attention.sink import add_sink, sink_gradient
+from megatron_het.plan.parts import Blocks
 
 
 class Sharing(Protocol):
@@ -31,14 +32,11 @@ class Sharing(Protocol):
     ``[S, ...]`` are rows of the other ranks, in one order; calls are collectives, waited for by what they return.
     """
 
-    size: int
-    """Ranks that share a slice, this one included."""
-
-    def blocks(self, tokens: int) -> tuple[Blocks, Sequence[Blocks]]:
+    def blocks(self, own: int) -> tuple[Blocks, Sequence[Blocks]]:
         """Tokens of a slice that this rank has, and those of the others in the order of their rows.
 
         Args:
-            tokens: Of the slice.
+            own: How many this rank has.
         """
 
     def gather(self, *tensors: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -215,24 +213,31 @@ class LimitedAttention(torch.autograd.Function):
         return dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype), ds, *[None] * 7
 
 
-def _spans(
-    cache: KVCache, microbatch: int, index: int, tokens: int, sharing: Sharing | None
-) -> tuple[tuple[tuple[Span, ...], tuple[Span, ...]], tuple[tuple[Span, int], ...], int]:
-    """Queries of the slice, keys that are there, and the first own token, for a :class:`_Place`."""
-    begins = cache.begins(microbatch)[: index + 1]
-    ends = (*begins[1:], begins[-1] + tokens)
-    size, held = 1 if sharing is None else sharing.size, []
-    queries: tuple[tuple[Span, ...], tuple[Span, ...]] = ((), ())
-    for begin, end in zip(begins, ends, strict=True):
-        whole = (end - begin) * size
-        own, others = (((0, whole),), ()) if sharing is None else sharing.blocks(whole)
-        at = begin
-        for first, last in own:
-            held.append(((begin * size + first, begin * size + last), at))
-            at += last - first
-        placed = [[(begin * size + a, begin * size + b) for a, b in blocks] for blocks in (own, *others)]
-        queries = tuple(placed[0]), tuple(span for blocks in placed[1:] for span in blocks)
-    return queries, tuple(held), begins[-1]
+def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None) -> tuple[Any, ...]:
+    """Queries of a slice, keys that are there, and the first own token, for a :class:`_Place`.
+
+    Args:
+        begins: First own token of every slice up to this one, as the cache counts.
+        tokens: Own ones of this slice.
+        sharing: Who shares it.
+
+    Returns:
+        The three; then own blocks of the slice, and its tokens in the sequence.
+    """
+    held: list[tuple[Span, int]] = []
+    own: Blocks = ()
+    others: Sequence[Blocks] = ()
+    first = end = 0
+    for at, until in zip(begins, (*begins[1:], begins[-1] + tokens), strict=True):
+        own, others = (((0, until - at),), ()) if sharing is None else sharing.blocks(until - at)
+        first, end = end, end + sum(b - a for blocks in (own, *others) for a, b in blocks)
+        row = at
+        for a, b in own:
+            held.append(((first + a, first + b), row))
+            row += b - a
+    mine = tuple((first + a, first + b) for a, b in own)
+    theirs = tuple((first + a, first + b) for blocks in others for a, b in blocks)
+    return (mine, theirs), tuple(held), begins[-1], own, (first, end)
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

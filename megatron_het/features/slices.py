@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 from megatron_het.features.attention_kinds import ATTENTION_REFUSED, check_reach
 from megatron_het.features.base import Feature, Option, Refusal, option
 from megatron_het.plan import Plan, PlanError
+from megatron_het.plan.parts import least_tokens
 from megatron_het.schedule.cutting import Cutting
 
 SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
 """Schedules that cut sequences; their plans have the schedule parameter ``slices``."""
-_SLICES, _RANKS = "slices", "--context-parallel-size"
+_SLICES = "slices"
 EQUAL, WORK = "equal", "work"
 """How long slices are: as long as each other, or as long as equal work makes them."""
 
@@ -99,12 +100,12 @@ class Slices(Feature):
         """Refuse numbers of slices that leave stages without work, and lengths that ranks cannot share."""
         if is_sliced(plan):
             _check_number(plan)
-        length, unit = plan.model.seq_length, token_unit(plan)
+        length, unit = plan.model.seq_length, cutting_of(plan).unit
         if length % unit or length // unit < options.slices:
-            given = ("--het-slices", options.slices) if is_sliced(plan) else (_RANKS, plan.context_parallel)
             raise PlanError(
-                *given,
-                f"the ranks that share a slice get equal parts of it, so --seq-length = {length} must be a multiple of "
+                "--het-slices",
+                options.slices,
+                f"the ranks of a replica share every slice, so --seq-length = {length} must be a multiple of "
                 f"{unit} tokens, and have {options.slices} of them at least",
             )
 
@@ -142,10 +143,27 @@ def slices_of(plan: Plan) -> int:
 
 
 def token_unit(plan: Plan) -> int:
-    """A slice has a multiple of so many tokens: all TP and context-parallel ranks get equal parts of it."""
-    sizes = [r.tp for stage in plan.stages for r in stage.replicas] if plan.training.sequence_parallel else []
-    ranks = plan.context_parallel
-    return ranks * math.lcm(*sizes, 2 if ranks > 1 else 1)  # a context-parallel rank holds two equal blocks
+    """What the tokens of slices of different length are a multiple of.
+
+    All ranks that share a slice then hold parts of it that are in proportion to its length.
+    """
+    found = 1
+    for replica in (replica for stage in plan.stages for replica in stage.replicas):
+        grain = replica.tp if plan.training.sequence_parallel else 1
+        found = math.lcm(found, least_tokens(sum(replica.shares), grain) if replica.cp > 1 else grain)
+    return found
+
+
+def _can_be_even(plan: Plan, slices: int) -> bool:
+    """Whether slices of one length divide the sequence, and over the ranks that share them."""
+    length, tokens = plan.model.seq_length, plan.model.seq_length // slices
+    if length % slices:
+        return False
+    for replica in (replica for stage in plan.stages for replica in stage.replicas):
+        grain = replica.tp if plan.training.sequence_parallel else 1
+        if tokens % grain or (replica.cp > 1 and (tokens % 2 or tokens < least_tokens(replica.cp, grain))):
+            return False
+    return True
 
 
 def cutting_of(plan: Plan, args: Any = None) -> Cutting:
@@ -156,7 +174,9 @@ def cutting_of(plan: Plan, args: Any = None) -> Cutting:
         args: Megatron's arguments, for slices of equal work; None for their nominal length.
     """
     options = Slices().options_of(plan) or SliceOptions()
-    cutting = Cutting(plan.model.seq_length, options.slices, token_unit(plan))
+    length, slices = plan.model.seq_length, max(options.slices, 1)
+    is_even = options.lengths == EQUAL and (not is_sliced(plan) or _can_be_even(plan, slices))
+    cutting = Cutting(length, slices, length // slices if is_even else token_unit(plan))
     if options.lengths == EQUAL or args is None:
         return cutting
     limits = getattr(args, "window_size", None)
@@ -201,9 +221,9 @@ def _window_share(layers: int, skip: int | list[int] | None) -> float:
     return sum(map(bool, skip)) / len(skip)
 
 
-def rank_tokens(plan: Plan) -> int:
-    """Tokens of a slice of nominal length on one rank, before TP divides them; of the sequence without slices."""
-    return cutting_of(plan).nominal // plan.context_parallel
+def slice_tokens(plan: Plan) -> int:
+    """Tokens of a slice of nominal length; of the sequence without slices."""
+    return cutting_of(plan).nominal
 
 
 def not_sliced(plan: Plan, given: Option) -> PlanError:

@@ -8,13 +8,15 @@ slice.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from megatron_het.attention.blocks import Blocks, take_blocks, token_blocks
+from megatron_het.attention.blocks import take_blocks
 from megatron_het.lowering.ranks import RankOp, RankProgram
+from megatron_het.plan.parts import Blocks, part_tokens, token_blocks
 from megatron_het.runtime.batches import Batches
 from megatron_het.schedule.cutting import Bounds, Cutting, Starts
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
@@ -42,7 +44,9 @@ class SlicedSequences(Batches):
         cutting: Where sequences are cut into slices.
         programs: This rank's programs; they decide how many key-value chunks live at once.
         device: What this rank computes on.
-        part: Which part of every slice this rank holds, and of how many.
+        part: Which part of every slice this rank holds.
+        shares: How the ranks of the context-parallel group divide a slice.
+        grain: What the tokens of each are a multiple of.
         batch: Sequences of the largest microbatch; None where all are alike.
     """
 
@@ -52,7 +56,9 @@ class SlicedSequences(Batches):
         cutting: Cutting,
         programs: Mapping[bool, RankProgram],
         device: torch.device,
-        part: tuple[int, int] = (0, 1),
+        part: int = 0,
+        shares: Sequence[int] = (1,),
+        grain: int = 1,
         batch: int | None = None,
     ) -> None:
         from megatron_het.attention.core import CurrentSlice
@@ -62,6 +68,7 @@ class SlicedSequences(Batches):
         self._cutting = cutting
         self._device = device
         self._largest = batch
+        self._divided = functools.lru_cache(maxsize=1024)(functools.partial(token_blocks, shares, grain=grain))
         self._part = part
         self._passes = {
             mode: [passes_of(program, chunk) for chunk in range(len(program.backwards))]
@@ -108,7 +115,7 @@ class SlicedSequences(Batches):
         for module in slice_attentions([model]):
             most = module.window_tokens
             if most not in rows:
-                held = {m: module.held_tokens(self.bounds(m), self._starts(m), self._part) for m in microbatches}
+                held = {m: module.held_tokens(self.bounds(m), self._starts(m), self._own_blocks) for m in microbatches}
                 rows[most] = max(most_held(passes, held) for passes in modes)
             module.cache.reserve(rows[most])
 
@@ -135,11 +142,15 @@ class SlicedSequences(Batches):
         bounds = self.bounds(op.microbatch)
         return bounds[op.slice + 1] - bounds[op.slice], bounds[-1]
 
+    def _own_blocks(self, tokens: int) -> Blocks:
+        """What this rank holds of a slice of so many tokens."""
+        return self._divided(tokens)[self._part]
+
     def _blocks(self, op: RankOp) -> Blocks:
         """Blocks of tokens of the sequence that this rank holds of a slice."""
         bounds = self.bounds(op.microbatch)
         first, end = bounds[op.slice : op.slice + 2]
-        return tuple((first + a, first + b) for a, b in token_blocks(*self._part, end - first))
+        return tuple((first + a, first + b) for a, b in self._own_blocks(end - first))
 
     @contextlib.contextmanager
     def forward(self, op: RankOp, forward_only: bool) -> Iterator[None]:
@@ -147,9 +158,9 @@ class SlicedSequences(Batches):
         from megatron_het.attention.core import SliceParams, slice_caches
 
         starts, blocks = self._starts(op.microbatch), self._blocks(op)
-        shown = self._args.seq_length
-        self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._cutting.length, starts)
-        self._args.seq_length = sum(end - first for first, end in blocks)
+        shown, tokens = self._args.seq_length, tuple(map(part_tokens, self._divided(self.part(op)[0])))
+        self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._cutting.length, starts, tokens)
+        self._args.seq_length = tokens[self._part]
         try:
             yield
         finally:

@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from benchmarks.planner_quality import estimator_of
-from tools.planner.candidate import Candidate
+from tools.planner.candidate import Candidate, Group
 from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.estimate import Estimator
 from tools.planner.model import Model
@@ -74,7 +74,7 @@ def test_even_stages_fill_nodes():
     estimator = fast_and_small()
     book = Book(estimator, Goal(), Progress())
     found = even_seeds(book, all_gpus(estimator), 1000)
-    assert any(len(groups) == 2 and groups[0][0][:] == (0, 1, 6) for groups, _ in found)
+    assert any(len(groups) == 2 and groups[0][0] == Group(0, 1, 6) for groups, _ in found)
     for groups, _ in found:
         assert len(set(groups)) == 1
         assert groups[0][0].tp * groups[0][0].count * len(groups) <= all_gpus(estimator)[groups[0][0].pool]
