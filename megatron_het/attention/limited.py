@@ -46,6 +46,9 @@ class Sharing(Protocol):
         """Start to send each of the others its rows; what it returns gives this rank's rows, by sender."""
 
 
+_Spans = tuple[tuple[tuple[Span, ...], tuple[Span, ...]], tuple[tuple[Span, int], ...], int, Blocks, Span]
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A slice, the keys that are there for it, and what its queries reach.
@@ -161,14 +164,11 @@ class LimitedAttention(torch.autograd.Function):
         reach: Reach,
     ) -> torch.Tensor:
         """See ``slice_attention``."""
-        tokens, ranks = query.shape[0], 1 if sharing is None else sharing.size
-        first = cache.begin_of(microbatch, index) * ranks
-        blocks = ((0, tokens),) if sharing is None else sharing.blocks(tokens * ranks)[0]
-        unread = held_before(blocks, reach.unread(first, first + tokens * ranks))
+        begins = (*cache.begins(microbatch)[:index], cache.begin_of(microbatch, index))
+        queries, held, first, blocks, whole = _spans(begins, query.shape[0], sharing)
+        unread = held_before(blocks, reach.unread(*whole))
         cache.append(microbatch, index, key, value, unread)
-        place = _Place(
-            cache, kernel, microbatch, index, scale, reach, *_spans(cache, microbatch, index, tokens, sharing)
-        )
+        place = _Place(cache, kernel, microbatch, index, scale, reach, queries, held, first)
         own = cache.shown(key, value)
         gathering = None if sharing is None else sharing.gather(query)
         out, lse = place.attend(query, own, others=False)
@@ -213,7 +213,7 @@ class LimitedAttention(torch.autograd.Function):
         return dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype), ds, *[None] * 7
 
 
-def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None) -> tuple[Any, ...]:
+def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None) -> _Spans:
     """Queries of a slice, keys that are there, and the first own token, for a :class:`_Place`.
 
     Args:
