@@ -110,7 +110,8 @@ def injections() -> Iterator[Case]:
     for text in INJECTIONS:
         for place in places:
             file = document_text(_replaced(CLUSTER, place, text))
-            yield Case(f"shell text in {place[-1]}", "planner", command("emit"), {"cluster.yaml": file}, scripts=True)
+            key = [name for name in place if isinstance(name, str)][-1]
+            yield Case(f"shell text in {key}", "planner", command("emit"), {"cluster.yaml": file}, scripts=True)
         gpu = {**CLUSTER, "gpus": {text: CLUSTER["gpus"]["mine"]}}
         gpu["nodes"] = [CLUSTER["nodes"][0], {**CLUSTER["nodes"][1], "gpu": text}]
         plan = _replaced(PLAN, ("stages", 1, "replicas", 0, "device"), text)

@@ -47,13 +47,16 @@ def reference_losses(folder: Path) -> dict[str, list[float]]:
     return json.loads((folder / "losses-0.json").read_text(encoding="utf-8"))
 
 
-def norm_differences(folder: Path, plan: Plan, reference: Path) -> tuple[float, float]:
+def norm_differences(folder: Path, plan: Plan, reference: Path, steps: int | None = None) -> tuple[float, float]:
     """Of the gradient norm of the first step and of later ones, NaN without clipping; all ranks must agree.
+
+    Args:
+        folder, plan, reference, steps: As for :func:`compare`.
 
     Raises:
         ComparisonError: Ranks know different norms, or one of the two runs skipped a step that the other made.
     """
-    expected = json.loads((reference / "norms-0.json").read_text(encoding="utf-8"))
+    expected = json.loads((reference / "norms-0.json").read_text(encoding="utf-8"))[:steps]
     found = [json.loads((folder / f"norms-{r}.json").read_text(encoding="utf-8")) for r in range(plan.world_size)]
     if any(norms != found[0] for norms in found):
         raise ComparisonError(f"{folder}: ranks know different gradient norms")
@@ -141,7 +144,9 @@ def _expected(whole: np.ndarray, name: str, stage: int, plan: Plan) -> np.ndarra
     return whole
 
 
-def compare(folder: Path, plan: Plan, reference: Path, *, gradients: bool = True) -> Differences:
+def compare(
+    folder: Path, plan: Plan, reference: Path, *, gradients: bool = True, steps: int | None = None
+) -> Differences:
     """Compare the folder of a case with the folder of its reference.
 
     Args:
@@ -149,12 +154,16 @@ def compare(folder: Path, plan: Plan, reference: Path, *, gradients: bool = True
         plan: Of the case.
         reference: Folder of the reference.
         gradients: Whether the case has kept its gradients; without, their difference is NaN.
+        steps: How many steps the case made, where the reference made more.
     """
     expected, found = reference_losses(reference), plan_losses(folder, plan)
+    if steps is not None:
+        every = len(expected["losses"]) // 2  # the interval of evaluations; the last one comes after training
+        expected = {"losses": expected["losses"][:steps], "validation": expected["validation"][: steps // every]}
     gradient, worst = float("nan"), "not kept"
     if gradients:
         gradient, worst = compare_gradients(folder, plan, gathered(reference, [0]))
-    norm, later_norm = norm_differences(folder, plan, reference)
+    norm, later_norm = norm_differences(folder, plan, reference, steps)
     return Differences(
         relative(found["losses"], expected["losses"], "losses"),
         relative(found["validation"], expected["validation"], "validation"),

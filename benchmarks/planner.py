@@ -177,9 +177,10 @@ def methods() -> dict[str, Any]:
 
 def gloo(saved: Path | None) -> dict[str, Any]:
     """Real runs over gloo on this machine."""
-    from benchmarks.planner_gloo import measure
+    from benchmarks.planner_gloo import CASES, measure
 
-    found = measure(3) if saved is None else measure(0, saved)
+    case = CASES["dense"]
+    found = measure(case, 3) if saved is None else measure(case, 0, saved)
     return {f"gloo_{k}" if k.endswith("_error") else k: v for k, v in found.items() if k != "rounds"}
 
 

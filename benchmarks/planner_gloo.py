@@ -1,6 +1,6 @@
 """The cost model against real runs on this machine: profile pinned processes, predict plans, run them.
 
-    python -m benchmarks.planner_gloo --json OUT [--rounds N]
+    python -m benchmarks.planner_gloo --json OUT [--rounds N] [--model dense|moe]
 
 The processes sit on cores of their own, and the profile is taken with all of them busy at once, as training
 keeps them.  One set of predictions from the profile; nothing is fitted to the runs.
@@ -34,89 +34,119 @@ from tools.planner.build import build_plan
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.catalog import Gpu
 from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.emit_flags import plan_arguments
+from tools.planner.emit_flags import ModelOptions, model_arguments, plan_arguments
 from tools.planner.estimate import Estimator
 from tools.planner.files import write_json
 from tools.planner.layercost import MeasuredCosts
 from tools.planner.model import Model
+from tools.planner.model_parts import Experts
 from tools.planner.profile import WORKER, default_environment, run_profile
-from tools.planner.profile_schema import Profile, ProfiledModel, load_profile
+from tools.planner.profile_schema import TIMES, Profile, load_profile
 from tools.planner.profile_settings import ProfileSettings
 from tools.planner.report import describe
 from tools.planner.runtime import CPU_GLOO
 from tools.planner.simulation import simulate_candidate
 
-MODEL = Model(
-    name="tiny",
-    num_layers=6,
-    hidden_size=256,
-    ffn_hidden_size=688,
-    num_attention_heads=8,
-    num_query_groups=4,
-    vocab_size=384,
-    seq_length=256,
-    global_batch_size=16,
-    precision="fp32",
-    attention="unfused",
-    recompute=("none",),
-    distributed_optimizer=True,
-)
 ITERATIONS = 7
 PROCESSES = 2
+_DENSE: dict[str, Any] = {
+    "name": "tiny",
+    "num_layers": 6,
+    "hidden_size": 256,
+    "ffn_hidden_size": 688,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "vocab_size": 384,
+    "seq_length": 256,
+    "global_batch_size": 16,
+    "precision": "fp32",
+    "attention": "unfused",
+    "recompute": ("none",),
+    "distributed_optimizer": True,
+}
+_MOE = _DENSE | {"name": "tiny-moe", "experts": Experts(count=4, top_k=2, ffn_hidden_size=344)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, what of it is profiled, and the plans that train it.
+
+    Attributes:
+        tp, ep: Sizes to profile; TP groups need processes of one node.
+    """
+
+    model: Model
+    plans: tuple[Candidate, ...]
+    tp: tuple[int, ...] = (1,)
+    ep: tuple[int, ...] = (1,)
+
+    @property
+    def per_node(self) -> int:
+        """Processes that count as one node."""
+        return max(self.tp)
 
 
 def _pipeline(layers: tuple[int, ...], batch: int, **changes: Any) -> Candidate:
     return Candidate(tuple(Stage(n, (Group(0, 1, 1),)) for n in layers), batch, **changes)
 
 
-def _replicas(count: int, batch: int, **changes: Any) -> Candidate:
-    return Candidate((Stage(MODEL.num_layers, (Group(0, 1, count),)),), batch, **changes)
+def _replicas(count: int, batch: int, tp: int = 1, **changes: Any) -> Candidate:
+    return Candidate((Stage(_DENSE["num_layers"], (Group(0, tp, count),)),), batch, **changes)
 
 
-def plans() -> list[Candidate]:
-    """Different splits, batches, data parallelism, optimizers and schedules."""
-    return [
-        _replicas(2, 1),
-        _replicas(2, 2),
-        _replicas(2, 4),
-        _replicas(2, 2, zero_stage=1),
-        _pipeline((3, 3), 1),
-        _pipeline((3, 3), 2),
-        _pipeline((3, 3), 4),
-        _pipeline((4, 2), 1),
-        _pipeline((2, 4), 2),
-        _pipeline((1, 5), 1),
-        _pipeline((5, 1), 4),
-        _pipeline((3, 3), 1, schedule="interleaved", chunks=3),
-        _pipeline((4, 2), 2, schedule="interleaved", chunks=2),
-        _pipeline((3, 3), 2, schedule="slimpipe", slices=2),
-    ]
+CASES = {
+    "dense": Case(  # different splits, batches, data parallelism, optimizers and schedules
+        Model(**_DENSE),
+        (
+            _replicas(2, 1),
+            _replicas(2, 2),
+            _replicas(2, 4),
+            _replicas(2, 2, zero_stage=1),
+            _pipeline((3, 3), 1),
+            _pipeline((3, 3), 2),
+            _pipeline((3, 3), 4),
+            _pipeline((4, 2), 1),
+            _pipeline((2, 4), 2),
+            _pipeline((1, 5), 1),
+            _pipeline((5, 1), 4),
+            _pipeline((3, 3), 1, schedule="interleaved", chunks=3),
+            _pipeline((4, 2), 2, schedule="interleaved", chunks=2),
+            _pipeline((3, 3), 2, schedule="slimpipe", slices=2),
+        ),
+    ),
+    "moe": Case(  # replicas, stages, and a TP group that cuts experts or divides them
+        Model(**_MOE),
+        (
+            _replicas(2, 1),
+            _pipeline((3, 3), 1),
+            _pipeline((2, 4), 2),
+            _pipeline((3, 3), 1, schedule="interleaved", chunks=3),
+            _replicas(1, 1, tp=2),
+            _replicas(1, 2, tp=2, ep=2),
+        ),
+        tp=(1, 2),
+        ep=(1, 2),
+    ),
+}
 
 
-def measured_profile(folder: Path, devices: list[CpuDevice]) -> Profile:
+def measured_profile(case: Case, folder: Path, devices: list[CpuDevice]) -> Profile:
     """Layers at the micro batch sizes of the plans, all devices at once, and the link between them."""
     settings = ProfileSettings(
-        model=ProfiledModel(
-            MODEL.hidden_size,
-            MODEL.ffn_hidden_size,
-            MODEL.num_attention_heads,
-            MODEL.groups,
-            MODEL.vocab_size,
-            MODEL.seq_length,
-            "fp32",
-            "tiny",
-        ),
+        model=case.model.profiled,
         out=str(folder / "profile.json"),
         kinds=("core",) * len(devices),
-        devices_per_node=1,
-        micro_batch_sizes=(1, 2, 4),
+        devices_per_node=case.per_node,
+        micro_batch_sizes=tuple(sorted({c.micro_batch_size for c in case.plans})),
+        tp=case.tp,
+        ep=case.ep,
         window_s=0.6,
         link_bytes=(1 << 10, 1 << 16, 1 << 20, 1 << 23),
     )
     return run_profile(settings, len(devices), {PINNING_VARIABLE: pinning(devices)}, ("examples.llama.pinned", *WORKER))
 
 
-def estimator_of(profile: Profile) -> Estimator:
+def estimator_of(case: Case, profile: Profile) -> Estimator:
     """The planner's model of this machine."""
     cpu = Gpu(
         flops={"fp32": 5e10},
@@ -126,8 +156,9 @@ def estimator_of(profile: Profile) -> Estimator:
         reserved_bytes=0,
         source="this machine",
     )
-    cluster = Cluster(nodes=(NodeGroup(gpu="core", count=PROCESSES, gpus_per_node=1),), gpus={"core": cpu})
-    return Estimator(cluster, MODEL, MeasuredCosts(MODEL, profile, cluster.gpu, CPU_GLOO), CPU_GLOO)
+    node = NodeGroup(gpu="core", count=PROCESSES // case.per_node, gpus_per_node=case.per_node)
+    cluster = Cluster(nodes=(node,), gpus={"core": cpu})
+    return Estimator(cluster, case.model, MeasuredCosts(case.model, profile, cluster.gpu, CPU_GLOO), CPU_GLOO)
 
 
 def predict(estimator: Estimator, candidate: Candidate, file: Path) -> dict[str, Any]:
@@ -153,13 +184,14 @@ def predict(estimator: Estimator, candidate: Candidate, file: Path) -> dict[str,
     }
 
 
-def job_of(file: Path, devices: list[CpuDevice], data: DataFiles) -> Job:
+def job_of(case: Case, file: Path, devices: list[CpuDevice], data: DataFiles) -> Job:
     """The training of a plan file."""
     from megatron_het.plan import load_plan
 
     plan = load_plan(file)
     training = Training(plan, file, devices, data, ITERATIONS, ITERATIONS, file.parent)
-    words = [w for group in argument_groups(training).values() for w in group]
+    groups = argument_groups(training) | {"MODEL": model_arguments(plan, ModelOptions(experts=case.model.experts))}
+    words = [w for group in groups.values() for w in group]
     words += [*plan_arguments(plan), "--make-vocab-size-divisible-by", "128"]
     words += ["--het-plan", str(file), "--het-report", str(file.parent / "ranks")]
     return Job(
@@ -172,7 +204,7 @@ def job_of(file: Path, devices: list[CpuDevice], data: DataFiles) -> Job:
     )
 
 
-def measure_round(folder: Path) -> dict[str, Any]:
+def measure_round(case: Case, folder: Path) -> dict[str, Any]:
     """Profile, then run every plan: raw figures."""
     cores = available_cores()[:PROCESSES]
     if len(cores) < PROCESSES:
@@ -186,14 +218,14 @@ def measure_round(folder: Path) -> dict[str, Any]:
         check=True,
     )
     data = DataFiles(**json.loads(done.stdout))
-    profile = measured_profile(folder, devices)
-    estimator = estimator_of(profile)
+    profile = measured_profile(case, folder, devices)
+    estimator = estimator_of(case, profile)
     runs = []
     with Runner() as runner:
-        for i, candidate in enumerate(plans()):
+        for i, candidate in enumerate(case.plans):
             file = folder / f"run-{i}" / "plan.json"
             predict(estimator, candidate, file)
-            runner.run(job_of(file, devices, data))
+            runner.run(job_of(case, file, devices, data))
             reports = [json.loads(p.read_text()) for p in sorted((file.parent / "ranks").glob("rank-*.json"))]
             times = [t["elapsed_s"] for t in reports[-1]["iterations"][2:] if t["elapsed_s"]]
             used = max(sum(v for k, v in r["memory"].items() if k.endswith("_bytes")) for r in reports)
@@ -210,7 +242,7 @@ def median_profile(profiles: list[Profile]) -> Profile:
         timings = []
         for t, timing in enumerate(device.timings):
             same = [p.devices[d].timings[t] for p in profiles]
-            times = {n: median(getattr(x, n) for x in same) for n in ("forward_s", "backward_s", "update_s")}
+            times: dict[str, Any] = {n: median(getattr(x, n) for x in same) for n in TIMES}
             timings.append(dataclasses.replace(timing, **times))
         devices.append(dataclasses.replace(device, timings=timings))
     links = [
@@ -224,15 +256,15 @@ def median_profile(profiles: list[Profile]) -> Profile:
     return dataclasses.replace(first, devices=devices, links=links)
 
 
-def summary(rounds: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+def summary(case: Case, rounds: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     """Predicted beside measured, over all rounds."""
     profiles = []
     for i, one in enumerate(rounds):
         (folder / f"profile-{i}.json").write_text(json.dumps(one["profile"]), encoding="utf-8")
         profiles.append(load_profile(folder / f"profile-{i}.json"))
-    estimator = estimator_of(median_profile(profiles))
+    estimator = estimator_of(case, median_profile(profiles))
     rows = []
-    for i, candidate in enumerate(plans()):
+    for i, candidate in enumerate(case.plans):
         row = predict(estimator, candidate, folder / f"plan-{i}.json")
         measured_s = median(t for one in rounds for t in one["runs"][i]["iterations_s"])
         measured_bytes = max(one["runs"][i]["bytes"] for one in rounds)
@@ -250,25 +282,26 @@ def summary(rounds: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
         "time_error": mean(abs(r["time_error"]) for r in rows),
         "memory_error": mean(abs(r["memory_error"]) for r in rows),
         "bias": mean(r["time_error"] for r in rows),
+        "worst_time_error": max((r["time_error"] for r in rows), key=abs),
         "machine": machine(),
         "runs": rows,
         "rounds": rounds,
     }
 
 
-def measure(count: int, out: Path | None = None) -> dict[str, Any]:
+def measure(case: Case, count: int, out: Path | None = None) -> dict[str, Any]:
     """``count`` more rounds; written after each when there is a file."""
     rounds: list[dict[str, Any]] = json.loads(out.read_text())["rounds"] if out is not None and out.exists() else []
     result: dict[str, Any] = {}
     for _ in range(max(1, count) if not rounds else count):
         with tempfile.TemporaryDirectory() as folder:
-            rounds.append(measure_round(Path(os.path.realpath(folder))))
-            result = summary(rounds, Path(folder))
+            rounds.append(measure_round(case, Path(os.path.realpath(folder))))
+            result = summary(case, rounds, Path(folder))
         if out is not None:
             write_json(out, result)
     if not result:
         with tempfile.TemporaryDirectory() as folder:
-            result = summary(rounds, Path(folder))
+            result = summary(case, rounds, Path(folder))
     return result
 
 
@@ -277,10 +310,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, type=Path, metavar="OUT")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds to add (0: only compare again)")
+    parser.add_argument("--model", choices=CASES, default="dense", help="layers with or without experts")
     options = parser.parse_args()
-    result = measure(options.rounds, options.json)
+    result = measure(CASES[options.model], options.rounds, options.json)
     write_json(options.json, result)
-    print(json.dumps({k: result[k] for k in ("time_error", "memory_error", "bias")}))
+    print(json.dumps({k: result[k] for k in ("time_error", "worst_time_error", "memory_error", "bias")}))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 _POLL_S = 0.01
 # Ports below the range from which the kernel takes the local ends of connections.
 _FIRST_PORT, _PORTS = 20000, 12000
+_SPREAD = 7417  # servers with neighbouring process numbers begin far from each other
 
 
 @dataclass
@@ -142,7 +143,7 @@ class Server:
 
     def __init__(self) -> None:
         self._running: list[Running] = []
-        self._next_port = _FIRST_PORT + os.getpid() * 37 % _PORTS
+        self._next_port = _FIRST_PORT + os.getpid() * _SPREAD % _PORTS
         self._pending = b""
         self._open = True
 

@@ -70,7 +70,11 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
         config: Megatron's ``GPTModelConfig``.
         vp_stage: Chunk of the stage.
     """
-    spec = default_layer_spec(config, vp_stage)
+    return without_transformer_engine(default_layer_spec(config, vp_stage))
+
+
+def without_transformer_engine(spec: Any) -> Any:
+    """Megatron's layers, of which the local ones get this module's attention."""
     for layer in spec.layer_specs if hasattr(spec, "layer_specs") else [spec]:
         attention = layer.submodules.self_attention
         if attention.submodules.core_attention is DotProductAttention:

@@ -86,11 +86,14 @@ class Speeds:
         return self._timings[device][layer]
 
     def work_s(self, device: int, parts: Iterable[tuple[LayerKind, int]], backward: bool) -> float:
-        """Seconds of a core for (layer kind, how many) in one direction."""
+        """Seconds of a core for one pass through (layer kind, how many) in one direction."""
         total = 0.0
         for layer, count in parts:
             timing = self.timing(device, layer)
-            total += count * (timing.backward_s if backward else timing.forward_s)
+            each, once = timing.forward_s, timing.fixed_forward_s
+            if backward:
+                each, once = timing.backward_s, timing.fixed_backward_s
+            total += count * (each - once) + once
         return total / self.devices[device].sharers
 
     def update_work_s(self, device: int, parts: Iterable[tuple[LayerKind, int]]) -> float:

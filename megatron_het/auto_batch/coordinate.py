@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -241,7 +240,7 @@ class _Maker:
             points.setdefault(size, []).extend(process.answer()["seconds"])
             # The process goes on with its passes until everybody has an answer.
             self._exchange.gather(f"round/{zero}/{turn}", True)
-        return Curve.of({size: statistics.median(found) for size, found in points.items()})
+        return Curve.of_passes(points)
 
 
 def _points(largest: int) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -37,6 +38,23 @@ class Curve:
         for size in sizes:
             seconds.append(max(points[size], seconds[-1] if seconds else 0.0))
         return cls(sizes, tuple(seconds))
+
+    @classmethod
+    def of_passes(cls, points: Mapping[int, Sequence[float]]) -> Curve:
+        """The curve through the mean times of repeated passes.
+
+        An iteration is a sum of passes.  A device that is shared by turns does a short pass at full speed or waits a
+        whole turn within it: the median would leave out the turns of the others.
+
+        Args:
+            points: Seconds of the passes of each size.
+
+        Raises:
+            ValueError: As for :meth:`of`, or a size without a pass.
+        """
+        if not all(points.values()):
+            raise ValueError(f"a curve needs a pass of every size, found {dict(points)}")
+        return cls.of({size: statistics.fmean(found) for size, found in points.items()})
 
     @property
     def largest(self) -> int:

@@ -7,20 +7,25 @@ is touched, everything lives in one folder, and only processes started here are 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _DAEMONS = ("slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sinfo", "scancel")
 _ACTIVE = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED"}
+
+_TURN_S = 1200.0
+"""Far more than a file's tests of Slurm take."""
 
 _FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
 """Slurm believes in GPUs only where it finds device files."""
@@ -116,6 +121,7 @@ class SlurmCluster:
         self.base, self.features, self.cpus, self.kill_wait_s = base, list(features), cpus, kill_wait_s
         self.gpus = list(gpus) or [""] * len(self.features)
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._only_one = contextlib.ExitStack()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -123,8 +129,9 @@ class SlurmCluster:
         return {**os.environ, "SLURM_CONF": str(self.base / "etc" / "slurm.conf")}
 
     def __enter__(self) -> SlurmCluster:
-        self._configure()
+        self._only_one.enter_context(_turn())
         try:
+            self._configure()
             self._spawn("slurmctld", "-D", "-c", "-f", self.environment["SLURM_CONF"])
             for name in self._names:
                 (self.base / "spool" / name).mkdir()
@@ -149,6 +156,7 @@ class SlurmCluster:
                 process.kill()
                 process.wait()
         self._processes.clear()
+        self._only_one.close()
 
     def run(self, script: Path, variables: Mapping[str, str], timeout_s: float) -> Job:
         """Submit a batch script and wait for the end of all of its components."""
@@ -303,6 +311,23 @@ class SlurmCluster:
         end = time.monotonic() + timeout_s
         while time.monotonic() < end and self._run("squeue", "--noheader", check=False).stdout.strip():
             time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    """Wait until no other process of this user has a cluster: node names, by which steps are found, are the same."""
+    path = Path(tempfile.gettempdir()) / f"slurm-of-tests-{os.geteuid()}.lock"
+    with path.open("w") as file:
+        deadline_s = time.monotonic() + _TURN_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"{path}: another cluster has not ended for {_TURN_S:g} s") from None
+                time.sleep(0.2)
+        yield
 
 
 def _descendants(pid: int) -> set[int]:

@@ -17,7 +17,7 @@ from benchmarks.compare import compare
 from benchmarks.expert_cases import divided
 from benchmarks.families import EXPERT_FAMILIES
 from benchmarks.lab import Lab
-from benchmarks.nccl_order import in_nccl_order
+from benchmarks.nccl_order import in_nccl_order, transports
 from benchmarks.runner import Finished
 from benchmarks.slimpipe_cases import with_context_parallel
 from megatron_het.plan import ScheduleSpec
@@ -121,6 +121,7 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) 
 def test_divided_experts_in_nccls_order(lab: Lab) -> None:
     case = BY_NAME["ep-in-mixed-tp"]
     done = lab.runner.run(in_nccl_order(lab.job(case)))
+    assert transports(done.job.log_dir) == {"nccl"}
     found = compare(done.job.log_dir, case.plan, lab.reference(case))
     assert max(found.loss, found.gradient) <= BAR, found
 

@@ -9,7 +9,15 @@ import pytest
 
 from tools.planner.errors import PlannerError
 from tools.planner.profile import run_profile
-from tools.planner.profile_schema import Profile, ProfiledModel, load_profile, save_profile
+from tools.planner.profile_schema import (
+    LayerTiming,
+    Profile,
+    ProfiledExperts,
+    ProfiledLatent,
+    ProfiledModel,
+    load_profile,
+    save_profile,
+)
 from tools.planner.profile_settings import ProfileSettings, point_of
 
 MODEL = ProfiledModel(64, 128, 4, 2, 96, 32, "fp32", name="tiny")
@@ -105,3 +113,30 @@ def test_another_model_is_refused_before_anything_starts(measured: tuple[Path, P
     with pytest.raises(PlannerError, match=r"model\.hidden_size = 64"):
         run_profile(other, 2)
     assert out.read_bytes() == before
+
+
+def test_experts_latent_attention_and_windows(tmp_path: Path) -> None:
+    """Whole and divided experts of a TP group, layers without experts, and attention of both kinds."""
+    model = dataclasses.replace(
+        MODEL,
+        num_query_groups=4,
+        experts=ProfiledExperts(4, 2, 64, 32, dense=True),
+        latent=ProfiledLatent(16, 16, 16, 8, 16),
+        window=8,
+        windowed=False,
+        sequence_parallel=True,
+    )
+    wanted = ProfileSettings(
+        model, str(tmp_path / "profile.json"), ("cpu",), tp=(2,), ep=(1, 2), window_s=0.02, windows=2, links=False
+    )
+    device = run_profile(wanted, processes=2).device("cpu")
+    assert device is not None
+    assert load_profile(wanted.out).model == model
+    found: dict[tuple[str, int, bool], LayerTiming] = {(t.layer, t.ep, t.windowed): t for t in device.timings}
+    layers = [("layer", ep, windowed) for ep in (1, 2) for windowed in (False, True)]
+    assert set(found) == {*layers, ("dense", 1, False), ("dense", 1, True), ("embedding", 1, False), ("head", 1, False)}
+    assert len({found[key].parameters for key in layers}) == 1
+    assert found["layer", 1, False].parameters > found["dense", 1, False].parameters
+    for timing in found.values():
+        assert 0 <= timing.fixed_forward_s <= timing.forward_s / 2
+        assert timing.layer == "head" or timing.output_bytes == 32 * 64 * 4

@@ -283,20 +283,8 @@ def profile(options: argparse.Namespace) -> int:
     """Measure this node."""
     from .model import model_of
     from .profile import run
-    from .profile_schema import ProfiledModel
 
-    m = model_of(options)
-    shape = ProfiledModel(
-        m.hidden_size,
-        m.ffn_hidden_size,
-        m.num_attention_heads,
-        m.groups,
-        m.vocab_size,
-        m.seq_length,
-        m.precision,
-        m.name,
-    )
-    found = run(options, shape)
+    found = run(options, model_of(options).profiled)
     if found is not None:
         body = {
             "profile": str(options.out),

@@ -33,22 +33,25 @@ class Unit:
     sliced_share: float = 1.0
     attention_f: float = 0.0
     attention_b: float = 0.0
+    pass_f: float = 0.0
+    pass_b: float = 0.0
 
-    def forward_s(self, layers: float, first: bool, last: bool) -> float:
+    def forward_s(self, layers: float, first: bool, last: bool, chunks: int = 1) -> float:
         """Forward of one microbatch through a stage (or its layers, on average).
 
         Args:
             layers: Of the stage.
             first, last: Whether the stage has the embedding, the head.
+            chunks: Passes in which it goes through them.
         """
-        seconds = layers * self.layer_f
+        seconds = layers * self.layer_f + chunks * self.pass_f
         if first:
             seconds += self.embedding_f
         return seconds + self.head_f if last else seconds
 
-    def backward_s(self, layers: float, first: bool, last: bool) -> float:
+    def backward_s(self, layers: float, first: bool, last: bool, chunks: int = 1) -> float:
         """The same of the backward."""
-        seconds = layers * self.layer_b
+        seconds = layers * self.layer_b + chunks * self.pass_b
         if first:
             seconds += self.embedding_b
         return seconds + self.head_b if last else seconds
@@ -59,7 +62,7 @@ class Unit:
 
     def both_s(self, layers: float, first: bool, last: bool) -> float:
         """Forward and backward of one microbatch through a stage."""
-        return layers * (self.layer_f + self.layer_b) + self.ends_s(first, last)
+        return layers * (self.layer_f + self.layer_b) + self.pass_f + self.pass_b + self.ends_s(first, last)
 
     def chunks_s(self, layers: Sequence[int], first: bool, last: bool, back: bool, fixed_s: float = 0.0) -> list[float]:
         """One pass of one microbatch through each chunk of a stage.
@@ -70,8 +73,8 @@ class Unit:
             back: The backward.
             fixed_s: Host time of every operation.
         """
-        layer = self.layer_b if back else self.layer_f
-        out = [n * layer + fixed_s for n in layers]
+        layer, each = (self.layer_b, self.pass_b) if back else (self.layer_f, self.pass_f)
+        out = [n * layer + each + fixed_s for n in layers]
         if first:
             out[0] += self.embedding_b if back else self.embedding_f
         if last:

@@ -49,6 +49,7 @@ class LayerCost:
         activation_bytes: Kept from forward to backward, per microbatch in flight.
         workspace_bytes: Temporary memory beyond that.
         attention_forward_s, attention_backward_s: The part of the times that grows with the keys before a token.
+        fixed_forward_s, fixed_backward_s: What a pass through any number of such layers takes besides.
     """
 
     forward_s: float
@@ -58,6 +59,8 @@ class LayerCost:
     workspace_bytes: float
     attention_forward_s: float = 0.0
     attention_backward_s: float = 0.0
+    fixed_forward_s: float = 0.0
+    fixed_backward_s: float = 0.0
 
 
 class LayerCosts(Protocol):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from .catalog import Gpu
 from .catalogcost import CatalogCosts
@@ -32,11 +33,12 @@ class MeasuredCosts:
         model.check_profile(profile.model, file)
         self.model, self.profile, self.runtime, self.file = model, profile, runtime, file
         self.gpu, self.analytic = gpu, CatalogCosts(model, gpu, runtime)
-        self.points: dict[tuple[str, str, int, str], list[LayerTiming]] = {}
+        self.points: dict[_Kind, list[LayerTiming]] = {}
         for device in profile.devices:
             for t in device.timings:
                 if t.slice_tokens == model.seq_length and t.context_tokens == 0:
-                    self.points.setdefault((device.kind, t.layer, t.tp, t.recompute), []).append(t)
+                    kind = _Kind(device.kind, t.layer, t.tp, t.recompute, t.ep, t.windowed)
+                    self.points.setdefault(kind, []).append(t)
         for points in self.points.values():
             points.sort(key=lambda t: t.micro_batch_size)
         self.cost = cache(self._cost)  # type: ignore[method-assign]
@@ -56,13 +58,11 @@ class MeasuredCosts:
                 f"nothing was measured on {gpu}",
                 f"Profile a node with {gpu}, or plan without --profile",
             )
-        return tuple(sorted({tp for kind, layer, tp, _ in self.points if kind == gpu and layer == "layer"}))
+        return tuple(sorted({k.tp for k in self.points if k.gpu == gpu and k.layer == "layer"}))
 
     def max_batch(self, gpu: str, tp: int) -> int:
         """Twice the largest measured micro batch (times beyond it are extrapolated)."""
-        found = [
-            p[-1].micro_batch_size for (k, layer, t, _), p in self.points.items() if (k, layer, t) == (gpu, "layer", tp)
-        ]
+        found = [p[-1].micro_batch_size for k, p in self.points.items() if k[:3] == (gpu, "layer", tp)]
         return 2 * max(found, default=0)
 
     def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
@@ -86,11 +86,13 @@ class MeasuredCosts:
     def _cost(
         self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE
     ) -> LayerCost:
-        found = self._alone(gpu, kind, batch, tp, recompute)
+        # As profiled, else scaled from how it was.
+        ep = spread.ep if kind == "layer" and self._is_measured(gpu, tp, spread) else 1
+        found = self._alone(gpu, kind, batch, tp, recompute, ep)
         if kind != "layer" and spread.cp == 1:
             return found
-        theirs = self.analytic.cost(gpu, kind, batch, tp, recompute)
-        if spread.cp > 1 or spread.ep > 1:
+        theirs = self.analytic.cost(gpu, kind, batch, tp, recompute, spread._replace(cp=1, ep=ep, expert_tp=tp // ep))
+        if spread.cp > 1 or spread.ep != ep:
             found = _divided(found, theirs, self.analytic.cost(gpu, kind, batch, tp, recompute, spread))
         whole = theirs.forward_s + theirs.backward_s
         share = (found.forward_s + found.backward_s) / whole if whole else 0.0
@@ -100,35 +102,65 @@ class MeasuredCosts:
             attention_backward_s=min(share * theirs.attention_backward_s, found.backward_s),
         )
 
-    def _alone(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str) -> LayerCost:
-        """As profiled: neither context nor expert parallelism."""
-        points = self.points.get((gpu, kind, tp, recompute)) or self.points.get((gpu, kind, tp, "none"))
+    def _is_measured(self, gpu: str, tp: int, spread: Spread) -> bool:
+        """Whether experts were measured divided as they are here."""
+        inside = spread.ep > 1 and spread.ep * spread.expert_parts(tp) == tp
+        return inside and any(
+            k.gpu == gpu and k.layer == "layer" and (k.tp, k.ep) == (tp, spread.ep) for k in self.points
+        )
+
+    def _alone(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, ep: int = 1) -> LayerCost:
+        """As profiled, without context parallelism: the mean of layers with and without experts and windows."""
+        if kind != "layer":
+            return self._of_kind(_Kind(gpu, kind, tp, recompute), batch)
+        x, model = self.model.experts, self.model
+        share = 1 - min(1.0, x.dense_layers / model.num_layers) if x is not None else 1.0
+        windowed = model.windowed_layers if model.attention_window is not None else 0.0
+        layers: list[tuple[float, LayerCost]] = []
+        kinds: tuple[tuple[LayerKind, int, float], ...] = (("layer", ep, share), ("dense", 1, 1 - share))
+        for name, parts, of_kind in kinds:
+            for window, of_window in ((True, windowed), (False, 1 - windowed)):
+                if of_kind * of_window > 0:
+                    found = self._of_kind(_Kind(gpu, name, tp, recompute, parts, window), batch)
+                    layers.append((of_kind * of_window, found))
+        return layers[0][1] if len(layers) == 1 else _mean(layers)
+
+    def _of_kind(self, key: _Kind, batch: int) -> LayerCost:
+        """One kind of layer."""
+        points = self.points.get(key) or self.points.get(key._replace(recompute="none"))
+        gpu, kind, tp, recompute = key[:4]
         model = self.model
         if not points:
-            return self._scaled(gpu, kind, batch, tp, recompute)
+            return self._scaled(key, batch)
         forward = _at(points, batch, lambda t: t.forward_s, self.runtime.profile_overhead_s)
         backward = _at(points, batch, lambda t: t.backward_s, self.runtime.profile_overhead_s)
+        fixed_f = min(_at(points, batch, lambda t: t.fixed_forward_s, 0.0), forward)
+        fixed_b = min(_at(points, batch, lambda t: t.fixed_backward_s, 0.0), backward)
+        forward, backward = forward - fixed_f, backward - fixed_b
         own = points[0].recompute == recompute
-        if kind == "layer" and not own and recompute == "full":
-            backward += forward
+        full = kind in ("layer", "dense") and not own and recompute == "full"
+        if full:
+            backward, fixed_b = backward + forward, fixed_b + fixed_f
         kept = points[0].activation_bytes / points[0].micro_batch_size * batch
         extra = max(t.workspace_bytes / t.micro_batch_size for t in points) * batch
         fused = self.analytic.fused(gpu)
         if not extra and not fused:
             extra = self.runtime.attention_copies * attention_matrix_bytes(model, batch, tp)
-        if kind == "layer" and not own and recompute == "full":
+        if full:
             extra += kept
-            kept = activation_bytes(model, kind, batch, tp, "full", fused)
-        return LayerCost(forward, backward, points[0].parameters, kept, extra)
+            kept = activation_bytes(model, "layer", batch, tp, "full", fused)
+        parameters = points[0].parameters
+        return LayerCost(forward, backward, parameters, kept, extra, fixed_forward_s=fixed_f, fixed_backward_s=fixed_b)
 
-    def _scaled(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str) -> LayerCost:
+    def _scaled(self, key: _Kind, batch: int) -> LayerCost:
         """A layer kind that was not measured: the catalog's figure, scaled by how the transformer layer compares."""
-        if kind == "layer":
+        gpu, kind, tp, recompute = key[:4]
+        if kind != "embedding" and kind != "head":
             raise PlannerError(
                 self.file,
                 f"devices.{gpu}",
                 f"tp = {tp}",
-                "no transformer layer was measured",
+                f"no transformer layer was measured{key.words}",
                 f"Measured TP sizes: {self.tp_sizes(gpu)}",
             )
         guess = self.analytic.cost(gpu, kind, batch, tp, recompute)
@@ -146,16 +178,50 @@ class MeasuredCosts:
         )
 
 
+class _Kind(NamedTuple):
+    """What the points of one curve over the micro batch size have in common."""
+
+    gpu: str
+    layer: LayerKind
+    tp: int
+    recompute: str
+    ep: int = 1
+    windowed: bool = False
+
+    @property
+    def words(self) -> str:
+        """How it differs from a plain layer."""
+        dense = " without experts" if self.layer == "dense" else ""
+        return dense + (" with a sliding window" if self.windowed else "")
+
+
+def _mean(layers: Sequence[tuple[float, LayerCost]]) -> LayerCost:
+    """Of several kinds of layers by share; temporary memory is that of the largest."""
+    total = sum(share for share, _ in layers)
+
+    def mean(name: str) -> float:
+        return sum(share * getattr(cost, name) for share, cost in layers) / total
+
+    parameters, workspace = round(mean("parameters")), max(cost.workspace_bytes for _, cost in layers)
+    times = {name: mean(name) for name in ("forward_s", "backward_s", "fixed_forward_s", "fixed_backward_s")}
+    return LayerCost(
+        parameters=parameters, activation_bytes=mean("activation_bytes"), workspace_bytes=workspace, **times
+    )
+
+
 def _divided(measured: LayerCost, whole: LayerCost, part: LayerCost) -> LayerCost:
     """A measured layer under context or expert parallelism: scaled as the catalog's figures are."""
+    forward, backward = part.forward_s / whole.forward_s, part.backward_s / whole.backward_s
     return LayerCost(
-        measured.forward_s * part.forward_s / whole.forward_s,
-        measured.backward_s * part.backward_s / whole.backward_s,
+        measured.forward_s * forward,
+        measured.backward_s * backward,
         round(measured.parameters * part.parameters / whole.parameters),
         measured.activation_bytes * part.activation_bytes / whole.activation_bytes,
         measured.workspace_bytes * part.workspace_bytes / whole.workspace_bytes
         if whole.workspace_bytes
         else measured.workspace_bytes,
+        fixed_forward_s=measured.fixed_forward_s * forward,
+        fixed_backward_s=measured.fixed_backward_s * backward,
     )
 
 

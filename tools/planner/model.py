@@ -19,7 +19,7 @@ from .files import read_yaml
 from .model_parts import Experts, Latent
 from .model_sources import checkpoint_arguments, from_arguments, from_config, is_config
 from .names import text_problem
-from .profile_schema import ProfiledModel
+from .profile_schema import ProfiledExperts, ProfiledLatent, ProfiledModel
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -291,18 +291,38 @@ class Model(BaseModel):
             problem = "with experts Megatron trains biases under TP 1 only"
             raise PlannerError(file, "biases", True, problem, "Set biases to false and plan again")
 
+    @property
+    def profiled(self) -> ProfiledModel:
+        """What ``profile`` measures of it."""
+        x, latent = self.experts, self.latent
+        experts, attention = None, None
+        if x is not None:
+            widths = x.ffn_hidden_size, x.shared_ffn_hidden_size
+            experts = ProfiledExperts(x.count, x.top_k, *widths, dense=x.dense_layers > 0)
+        if latent is not None:
+            attention = ProfiledLatent(**latent.model_dump())
+        return ProfiledModel(
+            self.hidden_size,
+            self.ffn_hidden_size,
+            self.num_attention_heads,
+            self.groups,
+            self.vocab_size,
+            self.seq_length,
+            self.precision,
+            self.name,
+            head_size=self.head_size or 0,
+            experts=experts,
+            latent=attention,
+            window=self.attention_window or 0 if self.windowed_layers else 0,
+            windowed=self.windowed_layers == 1,
+            sequence_parallel=self.sequence_parallel,
+        )
+
     def check_profile(self, other: ProfiledModel, file: str) -> None:
         """Raise a PlannerError when a profile belongs to another model or precision."""
-        for key, mine in (
-            ("hidden_size", self.hidden_size),
-            ("ffn_hidden_size", self.ffn_hidden_size),
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_query_groups", self.groups),
-            ("vocab_size", self.vocab_size),
-            ("seq_length", self.seq_length),
-            ("precision", self.precision),
-        ):
-            found = getattr(other, key)
+        keys = "hidden_size ffn_hidden_size num_attention_heads num_query_groups vocab_size seq_length precision"
+        for key in [*keys.split(), "experts", "latent", "window"]:
+            found, mine = getattr(other, key), getattr(self.profiled, key)
             if found != mine:
                 raise PlannerError(
                     file,

@@ -25,7 +25,7 @@ class OperatingPoints:
         memory_margin: Share of a GPU's memory that a plan may use.
 
     Attributes:
-        known_stages, known_ways, known_loads, known_caps, known_points: What the closed form and the balancing of
+        known_stages, known_ways, known_loads, known_rooms, known_points: What the closed form and the balancing of
             layers remember, by all that it depends on (``stages.py``, ``search/balance.py``).
     """
 
@@ -45,7 +45,7 @@ class OperatingPoints:
         self.known_stages: dict[object, dict[object, StageTimes | None]] = {}
         self.known_ways: dict[object, float] = {}
         self.known_loads: dict[object, Any] = {}
-        self.known_caps: dict[object, dict[object, Any]] = {}
+        self.known_rooms: dict[object, dict[object, Any]] = {}
         self.known_points: dict[object, Candidate] = {}
         self.limits_host_memory = any(n.host_memory_bytes is not None for n in cluster.nodes)
         self.price = [self._price(i) for i in range(len(cluster.nodes))]
@@ -101,6 +101,8 @@ class OperatingPoints:
             self.costs.sliced_share(node.gpu, batch, tp, recompute),
             layer.attention_forward_s,
             layer.attention_backward_s,
+            layer.fixed_forward_s,
+            layer.fixed_backward_s,
         )
 
     def unit_of(self, candidate: Candidate, group: Group) -> Unit | None:

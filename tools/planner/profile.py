@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--micro-batch-sizes", default="1,2,4", help="sequences per microbatch, e.g. 1,2,4")
     parser.add_argument("--tp", default="1", help="tensor-parallel sizes, e.g. 1,2,4")
+    parser.add_argument("--ep", default="1", help="expert-parallel sizes inside TP groups, e.g. 1,2,4")
     parser.add_argument("--slice-tokens", default="", help="tokens per pass besides the sequence length")
     parser.add_argument("--recompute", default="none", help="none, selective, full; several with commas")
     parser.add_argument("--precision", default="", help="fp32, tf32, bf16 or fp16 (default: the model file's)")
@@ -69,7 +70,12 @@ def check_options(options: argparse.Namespace) -> None:
     Raises:
         PlannerError: naming the option.
     """
-    for option, least, most in (("micro_batch_sizes", 1, 1 << 17), ("tp", 1, 1024), ("slice_tokens", 1, 1 << 27)):
+    for option, least, most in (
+        ("micro_batch_sizes", 1, 1 << 17),
+        ("tp", 1, 1024),
+        ("ep", 1, 1024),
+        ("slice_tokens", 1, 1 << 27),
+    ):
         flag = "--" + option.replace("_", "-")
         for number in parse_numbers(getattr(options, option), flag):
             if not least <= number <= most:
@@ -92,6 +98,7 @@ def settings_of(options: argparse.Namespace, model: ProfiledModel) -> ProfileSet
         kinds=(options.kind or device_kind(),),
         micro_batch_sizes=parse_numbers(options.micro_batch_sizes, "--micro-batch-sizes"),
         tp=parse_numbers(options.tp, "--tp"),
+        ep=parse_numbers(options.ep, "--ep"),
         slice_tokens=slices,
         recompute=tuple(p.strip() for p in options.recompute.split(",") if p.strip()),
         window_s=options.window_s,

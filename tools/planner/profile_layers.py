@@ -15,208 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_het.platform import activate
 from megatron_het.platform.memory import memory_meter
 
+from .profile_parts import Part, on_gpu
 from .profile_schema import LayerTiming
-from .profile_settings import Point, ProfileSettings, largest
-
-_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def on_gpu() -> bool:
-    """Whether a real CUDA device is measured."""
-    return torch.cuda.is_available()
-
-
-def has_transformer_engine() -> bool:
-    """Whether training would use Transformer Engine here."""
-    if not on_gpu():
-        return False
-    try:
-        import transformer_engine  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def transformer_config(settings: ProfileSettings, tp: int, recompute: str, layers: int = 1) -> TransformerConfig:
-    """The config Megatron's argument parser would make for this model on this platform."""
-    model, gpu = settings.model, on_gpu()
-    swiglu = settings.activation == "swiglu"
-    extra: dict[str, Any] = {}
-    if recompute == "full":
-        extra = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif recompute == "selective":
-        extra = {"recompute_granularity": "selective"}
-    return TransformerConfig(
-        num_layers=layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        normalization=settings.normalization,
-        gated_linear_unit=swiglu,
-        activation_func=torch.nn.functional.silu if swiglu else torch.nn.functional.gelu,
-        add_bias_linear=not swiglu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=tp,
-        params_dtype=_DTYPES[model.precision],
-        pipeline_dtype=_DTYPES[model.precision],
-        bf16=model.precision == "bf16",
-        fp16=model.precision == "fp16",
-        use_cpu_initialization=not gpu,
-        bias_activation_fusion=gpu,
-        bias_dropout_fusion=gpu,
-        masked_softmax_fusion=gpu,
-        persist_layer_norm=gpu,
-        **extra,
-    )
-
-
-class _Embedding(torch.nn.Module):
-    def __init__(self, model: GPTModel) -> None:
-        super().__init__()
-        self.embedding = model.embedding
-
-    def forward(self, data: dict[str, Tensor]) -> Tensor:
-        return self.embedding(input_ids=data["tokens"], position_ids=data["positions"])
-
-
-class _Layer(torch.nn.Module):
-    def __init__(self, model: GPTModel, recompute: str) -> None:
-        super().__init__()
-        self.layer, self.recompute = model.decoder.layers[0], recompute
-        self.rotary = model.rotary_pos_emb
-
-    def forward(self, data: dict[str, Tensor]) -> Tensor:
-        hidden = data["hidden"]
-        rotary = self.rotary(hidden.shape[0])
-
-        def run(value: Tensor) -> Tensor:
-            result: Tensor = self.layer(hidden_states=value, attention_mask=data.get("mask"), rotary_pos_emb=rotary)[0]
-            return result
-
-        if self.recompute == "full":
-            return tensor_parallel.checkpoint(run, False, hidden)
-        return run(hidden)
-
-
-class _Head(torch.nn.Module):
-    def __init__(self, model: GPTModel) -> None:
-        super().__init__()
-        self.norm, self.output_layer = model.decoder.final_layernorm, model.output_layer
-        # A plain function, so that the model's other parameters are not taken in.
-        self.loss: Callable[[Tensor, Tensor], Tensor]
-        object.__setattr__(self, "loss", model.compute_language_model_loss)
-
-    def forward(self, data: dict[str, Tensor]) -> Tensor:
-        logits, _ = self.output_layer(self.norm(data["hidden"]))
-        return self.loss(data["tokens"], logits).sum()
-
-
-class Part:
-    """One layer kind at one operating point, with gradient buffer and optimizer.
-
-    Args:
-        settings: The profiling run.
-        point: What to build.
-    """
-
-    def __init__(self, settings: ProfileSettings, point: Point) -> None:
-        self.settings, self.point = settings, point
-        config = transformer_config(settings, point.tp, point.recompute)
-        spec = (
-            get_gpt_layer_with_transformer_engine_spec()
-            if has_transformer_engine()
-            else get_gpt_layer_local_spec(normalization=settings.normalization)
-        )
-        vocab = -(-settings.model.vocab_size // point.tp) * point.tp
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=vocab,
-            max_sequence_length=settings.model.seq_length,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-        )
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
-        if on_gpu():
-            model.cuda(torch.cuda.current_device())
-        if config.bf16 or config.fp16:
-            model = model.to(config.params_dtype)
-        kinds: dict[str, Callable[[], torch.nn.Module]] = {
-            "embedding": lambda: _Embedding(model),
-            "layer": lambda: _Layer(model, point.recompute),
-            "head": lambda: _Head(model),
-        }
-        self.module = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=config.bf16 or config.fp16), kinds[point.layer]()
-        )
-        optimizer_config = OptimizerConfig(
-            optimizer="adam",
-            lr=1e-4,
-            bf16=config.bf16,
-            fp16=config.fp16,
-            params_dtype=config.params_dtype,
-            clip_grad=1.0,
-        )
-        self.optimizer = get_megatron_optimizer(optimizer_config, [self.module], use_gloo_process_groups=False)
-        self.data = self._inputs(device, config)
-        self.gradient: Tensor | None = None
-
-    def _inputs(self, device: torch.device, config: TransformerConfig) -> dict[str, Tensor]:
-        """Tokens ``[b, s]``, hidden states ``[s, b, h]`` and the causal mask ``[1, 1, s, s]``."""
-        s, b = self.point.slice_tokens, self.point.micro_batch_size
-        generator = torch.Generator().manual_seed(1234)
-        data = {
-            "tokens": torch.randint(0, self.settings.model.vocab_size, (b, s), generator=generator).to(device),
-            "positions": torch.arange(s).repeat(b, 1).to(device),
-            "hidden": torch.randn(s, b, config.hidden_size, generator=generator)
-            .to(device=device, dtype=config.params_dtype)
-            .requires_grad_(),
-        }
-        if not has_transformer_engine():
-            data["mask"] = torch.triu(torch.ones(1, 1, s, s), diagonal=1).bool().to(device)
-        return data
-
-    def forward(self) -> Tensor:
-        """One forward pass."""
-        result: Tensor = self.module(self.data)
-        return result
-
-    def backward(self, output: Tensor) -> None:
-        """The backward pass belonging to ``output``."""
-        if output.dim() == 0:
-            output.backward()
-        else:
-            if self.gradient is None:
-                self.gradient = torch.randn_like(output)
-            output.backward(self.gradient)
-        self.data["hidden"].grad = None
-
-    def update(self) -> None:
-        """What follows the gradient reduction in one iteration: norm, clipping, Adam, zeroing."""
-        self.optimizer.step()
-        self.module.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters on this rank."""
-        return sum(p.numel() for p in self.module.parameters())
+from .profile_settings import ENDS, Point, ProfileSettings, largest
 
 
 class Stopwatch:
@@ -255,37 +62,75 @@ def measure(settings: ProfileSettings, point: Point, barrier: Callable[[], None]
     """
     part = Part(settings, point)
     saved_bytes, workspace_bytes, output_bytes = _memory(part)
-    for _ in range(2):
-        part.backward(part.forward())
-        part.update()
+    _warm_up(part)
+    double = _double(settings, point)
     group = parallel_state.get_tensor_model_parallel_group() if point.tp > 1 else None
     forward, backward, update = [], [], []
+    fixed: list[tuple[float, float]] = []
     for _ in range(settings.windows):
         barrier()
-        watch = Stopwatch()
-        watch.mark("start")
-        _repeat(settings.window_s, functools.partial(_pass, part, watch), group)
-        forward.append(watch.mean_s("forward"))
-        backward.append(watch.mean_s("backward"))
+        once = _pass_s(part, settings.window_s, group)
+        forward.append(once[0])
+        backward.append(once[1])
+        if double is not None:  # right after the other, so that a change of speed hits both
+            twice = _pass_s(double, settings.window_s, group)
+            fixed.append((2 * once[0] - twice[0], 2 * once[1] - twice[1]))
         barrier()
         watch = Stopwatch()
         watch.mark("start")
         _repeat(settings.window_s / 2, functools.partial(_step, part, watch), group)
         update.append(watch.mean_s("update"))
+    forward_s, backward_s = statistics.median(forward), statistics.median(backward)
     return LayerTiming(
         layer=point.layer,
         micro_batch_size=point.micro_batch_size,
         tp=point.tp,
         slice_tokens=point.slice_tokens,
         recompute=point.recompute,
-        forward_s=statistics.median(forward),
-        backward_s=statistics.median(backward),
+        forward_s=forward_s,
+        backward_s=backward_s,
         update_s=statistics.median(update),
         parameters=part.parameters,
         activation_bytes=saved_bytes,
         workspace_bytes=workspace_bytes,
         output_bytes=output_bytes,
+        fixed_forward_s=_fixed_s([f for f, _ in fixed], forward_s),
+        fixed_backward_s=_fixed_s([b for _, b in fixed], backward_s),
+        ep=point.ep,
+        windowed=point.windowed,
     )
+
+
+def _warm_up(part: Part) -> None:
+    for _ in range(2):
+        part.backward(part.forward())
+        part.update()
+
+
+def _double(settings: ProfileSettings, point: Point) -> Part | None:
+    """Two such layers in turn; None for embedding and head, and where they do not fit the device."""
+    if point.layer in ENDS:
+        return None
+    try:
+        part = Part(settings, point, layers=2)
+        _warm_up(part)
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
+    return part
+
+
+def _pass_s(part: Part, window_s: float, group: Any) -> tuple[float, float]:
+    """Mean seconds of a forward and of a backward."""
+    watch = Stopwatch()
+    watch.mark("start")
+    _repeat(window_s, functools.partial(_pass, part, watch), group)
+    return watch.mean_s("forward"), watch.mean_s("backward")
+
+
+def _fixed_s(differences: list[float], whole_s: float) -> float:
+    """What two passes of one layer take more than a pass of two layers; at most half of a pass."""
+    return min(max(0.0, statistics.median(differences)), whole_s / 2) if differences else 0.0
 
 
 def _pass(part: Part, watch: Stopwatch) -> None:
@@ -337,7 +182,7 @@ def _memory(part: Part) -> tuple[int, int, int]:
     with memory_meter(activate()) as meter, meter.region("pass") as visit:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             output = part.forward()
-        output_bytes = output.numel() * output.element_size() if output.dim() else 0
+        output_bytes = part.divided * output.numel() * output.element_size() if output.dim() else 0
         part.backward(output)
         del output
     saved = sum(kept.values())

@@ -20,11 +20,40 @@ from .names import text_problem
 PROFILE_FORMAT = "megatron_het.profile"
 PROFILE_VERSION = 1
 
-LayerKind = Literal["embedding", "layer", "head"]
+LayerKind = Literal["embedding", "layer", "dense", "head"]
 LinkScope = Literal["device", "node", "network"]
 Operation = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
 
+TIMES = ("forward_s", "backward_s", "update_s", "fixed_forward_s", "fixed_backward_s")
+"""The measured seconds of a ``LayerTiming``."""
+
 _STRICT: dict[str, Any] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledExperts:
+    """Layers of experts that were measured; ``dense`` says that the model has layers without experts, too."""
+
+    count: int
+    top_k: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    dense: bool = False
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledLatent:
+    """Multi-head latent attention that was measured; fields as in a model file."""
+
+    query_rank: int
+    key_value_rank: int
+    nope_size: int
+    rope_size: int
+    value_size: int
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +61,14 @@ class ProfiledModel:
     """The model the figures belong to; a profile of another model or precision is refused.
 
     Tied or not, dropout and similar switches do not change the figures enough to matter here.
+
+    Attributes:
+        head_size: Width of a head, 0 for ``hidden_size / num_attention_heads``.
+        experts: Of its layers of experts.
+        latent: Of its attention.
+        window: Keys that a query sees in layers with a sliding window, 0 without such layers.
+        windowed: Whether all layers have the window.
+        sequence_parallel: TP groups were measured with divided sequences.
     """
 
     hidden_size: int
@@ -42,6 +79,12 @@ class ProfiledModel:
     seq_length: int
     precision: Literal["fp32", "tf32", "bf16", "fp16"]
     name: str = ""
+    head_size: int = 0
+    experts: ProfiledExperts | None = None
+    latent: ProfiledLatent | None = None
+    window: int = 0
+    windowed: bool = True
+    sequence_parallel: bool = False
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
@@ -51,8 +94,9 @@ class LayerTiming:
     """One measured layer kind at one operating point, on one rank of a TP group.
 
     Attributes:
-        layer: ``embedding`` (token and position tables), ``layer`` (one transformer layer,
-            measured once for all equal ones) or ``head`` (final norm, output projection, loss).
+        layer: ``embedding`` (token and position tables), ``layer`` (one transformer layer, measured once for all
+            equal ones; with experts where the model has them), ``dense`` (one without experts, of a model that has
+            both) or ``head`` (final norm, output projection, loss).
         micro_batch_size: Sequences per microbatch, b.
         tp: Tensor-parallel size; times include the TP collectives inside the node.
         slice_tokens: Tokens of each sequence in one pass; equals the sequence length unless
@@ -67,6 +111,10 @@ class LayerTiming:
         workspace_bytes: Largest temporary allocation beyond that, during forward or backward.
         output_bytes: Bytes of the output ``[s, b, h]`` sent to the next stage (of the whole
             TP group, not divided by sequence parallelism).
+        fixed_forward_s, fixed_backward_s: What of these times comes once per pass, however many layers it goes
+            through; the rest comes with every layer.
+        ep: Parts of the TP group over which experts are divided.
+        windowed: With the model's sliding window.
     """
 
     layer: LayerKind
@@ -82,6 +130,10 @@ class LayerTiming:
     context_tokens: int = 0
     recompute: Literal["none", "selective", "full"] = "none"
     workspace_bytes: int = 0
+    fixed_forward_s: float = 0.0
+    fixed_backward_s: float = 0.0
+    ep: int = 1
+    windowed: bool = False
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
@@ -237,7 +289,7 @@ def _check_unique(profile: Profile, file: str) -> None:
             )
         points: dict[tuple[object, ...], int] = {}
         for i, t in enumerate(device.timings):
-            point = (t.layer, t.micro_batch_size, t.tp, t.slice_tokens, t.context_tokens, t.recompute)
+            point = (t.layer, t.micro_batch_size, t.tp, t.slice_tokens, t.context_tokens, t.recompute, t.ep, t.windowed)
             if points.setdefault(point, i) != i:
                 raise PlannerError(
                     file,
@@ -248,7 +300,19 @@ def _check_unique(profile: Profile, file: str) -> None:
                 )
 
 
-_MAY_BE_ZERO = ("_bytes", "update_s", "latency_s", "context_tokens", "parameters", "layers")
+_MAY_BE_ZERO = (
+    "_bytes",
+    "update_s",
+    "fixed_forward_s",
+    "fixed_backward_s",
+    "latency_s",
+    "context_tokens",
+    "parameters",
+    "layers",
+    "head_size",
+    "window",
+    "shared_ffn_hidden_size",
+)
 
 
 def _check_numbers(value: Any, file: str, key: str) -> None:

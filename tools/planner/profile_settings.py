@@ -5,26 +5,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .errors import PlannerError
-from .profile_schema import LayerTiming, Profile, ProfiledModel
+from .profile_schema import LayerKind, LayerTiming, Profile, ProfiledExperts, ProfiledLatent, ProfiledModel
 
-LAYER_KINDS: tuple[Literal["embedding", "layer", "head"], ...] = ("embedding", "layer", "head")
+ENDS: tuple[LayerKind, ...] = ("embedding", "head")
 RECOMPUTE = ("none", "selective", "full")
 
 
 class Point(NamedTuple):
     """One operating point of one layer kind; the key under which a timing is stored."""
 
-    layer: Literal["embedding", "layer", "head"]
+    layer: LayerKind
     micro_batch_size: int
     tp: int
     slice_tokens: int
     recompute: Literal["none", "selective", "full"]
+    ep: int = 1
+    windowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class ProfileSettings:
         devices_per_node: Ranks that form one node; 0 = the launcher's local world size.
         micro_batch_sizes: Sequences per microbatch to measure.
         tp: Tensor-parallel sizes; each must divide ``devices_per_node``.
+        ep: Expert-parallel sizes, for the layers of experts and the TP sizes that they divide.
         slice_tokens: Tokens per pass; empty = the sequence length only.
         recompute: Recompute granularities; only the transformer layer depends on it.
         window_s: Seconds during which one figure is measured.  All ranks measure during the
@@ -58,6 +61,7 @@ class ProfileSettings:
     devices_per_node: int = 0
     micro_batch_sizes: tuple[int, ...] = (1,)
     tp: tuple[int, ...] = (1,)
+    ep: tuple[int, ...] = (1,)
     slice_tokens: tuple[int, ...] = ()
     recompute: tuple[str, ...] = ("none",)
     window_s: float = 1.0
@@ -74,12 +78,23 @@ class ProfileSettings:
         """Every point to measure, cheap ones first within a TP size."""
         slices = self.slice_tokens or (self.model.seq_length,)
         found: dict[Point, None] = {}
+        kinds: tuple[LayerKind, ...] = ("embedding", "layer", "head")
+        if self.model.experts is not None and self.model.experts.dense:
+            kinds = ("embedding", "layer", "dense", "head")
         for tp, tokens, batch, recompute, layer in itertools.product(
-            self.tp, slices, self.micro_batch_sizes, self.recompute, LAYER_KINDS
+            self.tp, slices, self.micro_batch_sizes, self.recompute, kinds
         ):
-            kept = recompute if layer == "layer" else "none"
-            found[Point(layer, batch, tp, tokens, kept)] = None  # type: ignore[arg-type]
+            kept = "none" if layer in ENDS else recompute
+            for ep, windowed in self._variants(layer, tp):
+                found[Point(layer, batch, tp, tokens, kept, ep, windowed)] = None  # type: ignore[arg-type]
         return list(found)
+
+    def _variants(self, layer: LayerKind, tp: int) -> Iterator[tuple[int, bool]]:
+        """Expert-parallel sizes, and attention with the window and without."""
+        model = self.model
+        parts = [n for n in self.ep if tp % n == 0] if layer == "layer" and model.experts is not None else [1]
+        windows = [True] if model.windowed else [False, True]
+        yield from itertools.product(parts, windows if model.window and layer not in ENDS else [False])
 
     def kind_of(self, rank: int) -> str:
         """Device kind of a rank."""
@@ -93,7 +108,7 @@ class ProfileSettings:
     def from_json(text: str) -> ProfileSettings:
         """Inverse of ``to_json``."""
         body: dict[str, Any] = json.loads(text)
-        body["model"] = ProfiledModel(**body["model"])
+        body["model"] = profiled_model(body["model"])
         for item in dataclasses.fields(ProfileSettings):
             if isinstance(body.get(item.name), list):
                 body[item.name] = tuple(body[item.name])
@@ -106,6 +121,7 @@ def check_settings(settings: ProfileSettings, world_size: int) -> None:
     for name, values in (
         ("--micro-batch-sizes", settings.micro_batch_sizes),
         ("--tp", settings.tp),
+        ("--ep", settings.ep),
         ("--slice-tokens", settings.slice_tokens),
         ("--windows", (settings.windows,)),
     ):
@@ -131,6 +147,7 @@ def check_settings(settings: ProfileSettings, world_size: int) -> None:
         for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
             if getattr(model, name) % tp:
                 raise PlannerError(where, "--tp", tp, f"does not divide the model's {name} = {getattr(model, name)}")
+    _check_ep(settings)
     for tokens in settings.slice_tokens:
         if tokens > model.seq_length or model.seq_length % tokens:
             raise PlannerError(
@@ -142,6 +159,24 @@ def check_settings(settings: ProfileSettings, world_size: int) -> None:
         )
 
 
+def _check_ep(settings: ProfileSettings) -> None:
+    """Expert-parallel sizes divide the experts, and some TP size."""
+    experts = settings.model.experts
+    for ep in settings.ep:
+        if ep > 1 and (experts is None or experts.count % ep):
+            problem = "the model has no experts" if experts is None else f"does not divide the {experts.count} experts"
+            raise PlannerError("profile", "--ep", ep, problem)
+        if all(tp % ep for tp in settings.tp):
+            raise PlannerError("profile", "--ep", ep, f"divides none of the TP sizes {list(settings.tp)}")
+
+
+def profiled_model(body: dict[str, Any]) -> ProfiledModel:
+    """Inverse of ``dataclasses.asdict``."""
+    parts: dict[str, Any] = {"experts": ProfiledExperts, "latent": ProfiledLatent}
+    made = {name: kind(**body[name]) for name, kind in parts.items() if body.get(name)}
+    return ProfiledModel(**{**body, **made})
+
+
 def measured_points(profile: Profile | None, kind: str) -> set[Point]:
     """Points of a device kind that a profile already holds."""
     device = profile.device(kind) if profile else None
@@ -150,7 +185,8 @@ def measured_points(profile: Profile | None, kind: str) -> set[Point]:
 
 def point_of(timing: LayerTiming) -> Point:
     """The key of a stored timing (context lengths are not measured here)."""
-    return Point(timing.layer, timing.micro_batch_size, timing.tp, timing.slice_tokens, timing.recompute)
+    where = timing.layer, timing.micro_batch_size, timing.tp, timing.slice_tokens, timing.recompute
+    return Point(*where, timing.ep, timing.windowed)
 
 
 def missing_points(settings: ProfileSettings, profile: Profile | None, kinds: Iterable[str]) -> list[Point]:

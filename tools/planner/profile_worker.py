@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PlannerError
-from .profile_schema import DeviceProfile, LargestBatch, LayerTiming, LinkProfile, Profile, load_profile, save_profile
+from .profile_schema import (
+    TIMES,
+    DeviceProfile,
+    LargestBatch,
+    LayerTiming,
+    LinkProfile,
+    Profile,
+    load_profile,
+    save_profile,
+)
 from .profile_settings import Point, ProfileSettings, check_same_model, check_settings, missing_points, point_of
 
 
@@ -24,9 +33,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run this rank; the exit code is 0 only when the profile is complete."""
     arguments = sys.argv[1:] if argv is None else argv
     settings = ProfileSettings.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    from megatron_het import upstream
     from megatron_het.platform import activate
 
     platform = activate()
+    upstream.install("stock")  # as training does
     import torch
     import torch.distributed as dist
 
@@ -130,7 +141,7 @@ class _Run:
         from .profile_layers import measure
 
         timing: LayerTiming | None = None
-        with _tensor_parallel(point.tp):
+        with _tensor_parallel(point.tp, point.ep):
             try:
                 timing = measure(self.settings, point, dist.barrier)
             except RuntimeError as error:
@@ -210,12 +221,8 @@ class _Run:
 
 def _combine(timings: list[LayerTiming]) -> LayerTiming:
     """One timing of several equal devices: the mean of the times."""
-    return dataclasses.replace(
-        timings[0],
-        forward_s=statistics.fmean(t.forward_s for t in timings),
-        backward_s=statistics.fmean(t.backward_s for t in timings),
-        update_s=statistics.fmean(t.update_s for t in timings),
-    )
+    means: dict[str, Any] = {name: statistics.fmean(getattr(t, name) for t in timings) for name in TIMES}
+    return dataclasses.replace(timings[0], **means)
 
 
 def _least(values: list[tuple[str, int]]) -> dict[str, int]:
@@ -234,20 +241,26 @@ def _words(point: Point) -> str:
     return (
         f"{point.layer}: micro batch {point.micro_batch_size}, {point.slice_tokens} tokens, "
         f"TP {point.tp}, recompute {point.recompute}"
+        + (f", EP {point.ep}" if point.ep > 1 else "")
+        + (", sliding window" if point.windowed else "")
     )
 
 
 class _tensor_parallel:
-    """Megatron's parallel state for one TP size, for the duration of a block."""
+    """Megatron's parallel state for one TP size and one EP size inside it, for the duration of a block."""
 
-    def __init__(self, tp: int) -> None:
-        self.tp = tp
+    def __init__(self, tp: int, ep: int = 1) -> None:
+        self.tp, self.ep = tp, ep
 
     def __enter__(self) -> None:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=self.tp)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=self.tp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.tp // self.ep,
+        )
         model_parallel_cuda_manual_seed(1234)
 
     def __exit__(self, *_: object) -> None:

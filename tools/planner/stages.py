@@ -104,8 +104,8 @@ def _stage(
         if u is None:
             return None
         units.append(u)
-        forward.append(u.forward_s(layers, first, last) + fixed)
-        backward.append(u.backward_s(layers, first, last) + fixed)
+        forward.append(u.forward_s(layers, first, last, candidate.chunks) + fixed)
+        backward.append(u.backward_s(layers, first, last, candidate.chunks) + fixed)
     if candidate.zero_stage >= 2 and not schedule_of(candidate).shards_parameters:
         least_f, least_b = sharding_s(estimator, candidate, units, s)
         overlap = estimator.runtime.gather_overlap

@@ -27,6 +27,17 @@ def test_a_curve_never_falls_and_goes_through_its_points() -> None:
         curve.at(9)
 
 
+def test_a_device_that_is_shared_by_turns_is_as_fast_as_its_share() -> None:
+    """A short pass fits into a turn; then one waits for the turn of the other process, which takes 0.1 s."""
+    alone, shared = [0.02] * 10, ([0.02] * 4 + [0.12]) * 2
+    curves = [Curve.of_passes({1: alone, 24: [0.48]}), Curve.of_passes({1: shared, 24: [0.96]})]
+    assert curves[1].at(1) == pytest.approx(2 * curves[0].at(1))
+    fast, slow = map(sum, accumulated(curves, 24))
+    assert fast == pytest.approx(2 * slow, abs=1)
+    with pytest.raises(ValueError, match="a pass of every size"):
+        Curve.of_passes({1: [0.1], 2: []})
+
+
 def test_the_best_pass_has_the_most_sequences_per_second() -> None:
     assert FAST.best == 8
     assert Curve.of({1: 1.0, 2: 2.0, 4: 8.0}).best == 1

@@ -15,6 +15,7 @@ from benchmarks import bad_input
 from benchmarks.bad_input_cases import Case, mutated, random_numbers
 from benchmarks.bad_input_jobs import jobs
 from benchmarks.bad_input_listed import listed
+from benchmarks.bad_input_reported import reported
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="forks processes that have imported everything")
 
@@ -24,6 +25,13 @@ def test_a_sample_of_malformed_input_gets_clear_errors() -> None:
     cases = [*rng.sample(listed(rng), 60), *mutated(rng, 60), *random_numbers(rng, 20)]
     bad = [a for a in bad_input.run(cases) if a.verdict not in ("clear", "accepted")]
     assert not bad, "\n".join(f"{a.verdict}: {a.case.kind}: {' '.join(a.case.words)}\n{a.text}" for a in bad)
+
+
+def test_what_was_found_once_gets_clear_errors() -> None:
+    """Commands in the input, hangs, tracebacks, and what was accepted although it is wrong."""
+    found = bad_input.run(list(reported()))
+    bad = [a for a in found if a.verdict != ("clear" if a.case.wrong else "accepted")]
+    assert len(found) > 50 and not bad, "\n".join(f"{a.verdict}: {a.case.kind}: {a.case.tool}: {a.text}" for a in bad)
 
 
 def test_a_job_refuses_what_it_cannot_use() -> None:

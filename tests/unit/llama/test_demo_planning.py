@@ -73,6 +73,23 @@ DEVICES = mixed_devices([0, 1])
 SPEEDS = Speeds(profile(), DEVICES)
 
 
+def test_a_pass_costs_something_once() -> None:
+    """Of a layer's 1 ms, 0.2 ms come once per pass: three layers take 2.6 ms of a core, shared or not."""
+    one = profile()
+    for device in one.devices:
+        slow = 2 if device.kind == "slow" else 1
+        device.timings[:] = [
+            dataclasses.replace(t, fixed_forward_s=2e-4 * slow, fixed_backward_s=5e-4 * slow)
+            if t.layer == "layer"
+            else t
+            for t in device.timings
+        ]
+    speeds = Speeds(one, DEVICES)
+    for device in range(3):
+        assert speeds.work_s(device, [("layer", 3)], backward=False) == pytest.approx(2.6e-3)
+        assert speeds.work_s(device, [("layer", 3), ("head", 1)], backward=True) == pytest.approx(5.6e-3)
+
+
 # -- devices -------------------------------------------------------------------------------------
 
 

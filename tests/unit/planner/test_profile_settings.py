@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.planner.errors import PlannerError
-from tools.planner.profile_schema import DeviceProfile, LayerTiming, Profile, ProfiledModel
+from tools.planner.profile_schema import (
+    DeviceProfile,
+    LayerTiming,
+    Profile,
+    ProfiledExperts,
+    ProfiledLatent,
+    ProfiledModel,
+)
 from tools.planner.profile_settings import (
     Point,
     ProfileSettings,
@@ -35,9 +42,28 @@ def test_repeated_points_are_measured_once() -> None:
     assert Point("head", 2, 1, 32, "full") not in points
 
 
+EXPERTS = dataclasses.replace(MODEL, experts=ProfiledExperts(4, 2, 64, dense=True))
+
+
 def test_settings_survive_the_way_to_the_workers() -> None:
     one = settings(micro_batch_sizes=(1, 4), tp=(1, 2), kinds=("a", "b"))
     assert ProfileSettings.from_json(one.to_json()) == one
+    latent = dataclasses.replace(EXPERTS, latent=ProfiledLatent(16, 16, 16, 8, 16))
+    assert ProfileSettings.from_json(settings(model=latent).to_json()).model == latent
+
+
+def test_experts_are_measured_divided_and_beside_layers_without() -> None:
+    found = {(p.layer, p.tp, p.ep) for p in settings(model=EXPERTS, tp=(1, 2), ep=(1, 2)).points()}
+    assert {t for t in found if t[0] == "layer"} == {("layer", 1, 1), ("layer", 2, 1), ("layer", 2, 2)}
+    assert {t for t in found if t[0] == "dense"} == {("dense", 1, 1), ("dense", 2, 1)}
+    assert ("layer", 2, 2) not in {(p.layer, p.tp, p.ep) for p in settings(tp=(1, 2), ep=(1, 2)).points()}
+
+
+def test_windows_are_measured_where_layers_have_them() -> None:
+    some, all_of_them = (dataclasses.replace(MODEL, window=8, windowed=every) for every in (False, True))
+    assert {p.windowed for p in settings(model=some).points() if p.layer == "layer"} == {False, True}
+    assert {p.windowed for p in settings(model=all_of_them).points() if p.layer == "layer"} == {True}
+    assert not any(p.windowed for p in settings(model=some).points() if p.layer != "layer")
 
 
 def test_resuming_measures_only_what_a_kind_lacks() -> None:
@@ -60,6 +86,9 @@ def test_resuming_measures_only_what_a_kind_lacks() -> None:
         ({"recompute": ("some",)}, 1, "must be one of"),
         ({"micro_batch_sizes": (0,)}, 1, "at least 1"),
         ({"window_s": 0.0}, 1, "must be positive"),
+        ({"ep": (2,), "tp": (1, 2)}, 2, "has no experts"),
+        ({"model": EXPERTS, "ep": (3,), "tp": (1, 2)}, 2, "does not divide the 4 experts"),
+        ({"model": EXPERTS, "ep": (4,), "tp": (1, 2)}, 4, "divides none of the TP sizes"),
         ({"devices_per_node": 2}, 3, "does not divide the 3 ranks"),
     ],
 )

@@ -51,10 +51,12 @@ class Exhaustive:
         found = inf
         for region in set(regions):
             pools = [p for p in self.tps[s] if regions[p] == region]
-            for part in _combinations(self.degree, pools, free, self.tps[s]):
+            for part in _combinations(self.degree, pools):
                 rest = list(free)
                 for pool, n in part:
                     rest[pool] -= n * self.tps[s][pool]
+                if min(rest) < 0:
+                    continue
                 found = min(found, self.least(tuple(rest), [*dealt, part]))
         return found
 

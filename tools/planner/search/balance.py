@@ -163,43 +163,39 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
             return None
         later -= sum([g.count for g in stage])
         loads.append(load)
-        caps.append(max(1, layer_cap(estimator, stage, like, later, total, first, last, slack)))
+        rooms = layer_rooms(estimator, stage, like, total, first, last, slack)
+        caps.append(1 if rooms is None else max(1, rooms.cap(later)))
     layers = _split(loads, caps, wanted)
     return like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]))
 
 
-def layer_cap(
-    estimator: Estimator,
-    groups: tuple[Group, ...],
-    like: Candidate,
-    later: int,
-    total: int,
-    first: bool,
-    last: bool,
-    slack: float,
-) -> int:
-    """Most layers that fit the memory of every replica of a stage, as other candidates know it; may be below 1.
+def layer_rooms(
+    estimator: Estimator, groups: tuple[Group, ...], like: Candidate, total: int, first: bool, last: bool, slack: float
+) -> Rooms | None:
+    """How many layers fit the memory of every replica of a stage, as other candidates know it.
 
     Args:
         like: Everything but the stages.
-        later: Replicas of later stages.
         total: Microbatches.
         first, last: Whether the stage has the embedding, the head.
         slack: In place of that of ``like``.
+
+    Returns:
+        None when a replica kind has no figures.
     """
     c = like
     point = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, slack, total
-    known = estimator.known_caps.get(point)
+    known = estimator.known_rooms.get(point)
     if known is None:
-        known = estimator.known_caps[point] = {}
+        known = estimator.known_rooms[point] = {}
     stage = groups, first, last
     if stage not in known:
         load = stage_load(estimator, groups, like, first, last)
         if c.slack != slack:
             c = estimator.known_points.get(point) or estimator.known_points.setdefault(point, c.with_(slack=slack))
         known[stage] = Rooms(estimator, groups, load.units, total, first, last, c) if load else None
-    rooms = known[stage]
-    return 0 if rooms is None else rooms.cap(later)
+    found: Rooms | None = known[stage]
+    return found
 
 
 def stage_load(

@@ -44,7 +44,9 @@ class Book:
     """Memo of scores; remembers the best candidates that hold all constraints.
 
     ``by_stages`` and ``alike`` hold the best of each number of stages, the latter with equal numbers of
-    replicas (interleaved schedules need them), whatever their schedule.
+    replicas (interleaved schedules need them), whatever their schedule.  ``steps`` says where local search goes
+    from a candidate (looking at all neighbours, or in haste), None where it ends; ``even`` has the starting points
+    with equal numbers of replicas.
 
     Args:
         limits: GPUs that may be used of each pool; None: all.
@@ -73,6 +75,8 @@ class Book:
         self.by_stages: dict[int, tuple[float, Candidate]] = {}
         self.alike: dict[int, tuple[float, Candidate]] = {}
         self.nearest: tuple[float, Candidate, Estimate] | None = None
+        self.even: dict[tuple[Groups, int, str, int], Candidate] = {}
+        self.steps: dict[tuple[Candidate, bool], tuple[float, Candidate] | None] = {}
 
     @property
     def to_beat(self) -> float:

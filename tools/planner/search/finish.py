@@ -14,7 +14,7 @@ from ..build import build_plan, seats
 from ..candidate import Candidate
 from ..errors import PlannerError
 from ..estimate import Estimate, Estimator
-from ..schedules import is_ordered, schedule_of
+from ..schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
 from ..search.book import Book
 from ..search.depths import deeper
 from ..search.effort import Effort
@@ -24,8 +24,10 @@ from ..search.outcome import Found, Outcome, Progress
 from ..search.refine import refine
 from ..simulation import MOST_COUPLED, block_s, operations_of, simulate_parts
 
-Class = tuple[str, tuple[tuple[int, ...], ...]]
-"""Schedule, and the pools of every stage."""
+Class = tuple[str, bool, tuple[tuple[int, ...], ...]]
+"""Schedule, whether the narrowest stage divides all others, and the pools of every stage."""
+COMPILED = 8
+"""So many operations of 1F1B, whose loops are compiled, take the time of one of other schedules."""
 MOST_OPERATIONS = 200_000
 """Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
 MOST_CONFIRMED = 150_000
@@ -34,10 +36,14 @@ HOPEFUL = 0.6
 """The first finalists of a schedule are simulated if this share of their closed form is below the best."""
 UNKNOWN = 0.97
 """Simulation over closed form that may be hoped for in a class that nothing is known of."""
+UNEVEN = 1.1
+"""The same of large plans where stages of other schedules than 1F1B divide the microbatches in different ways: their
+closed form is far too hopeful."""
 ORDER_WINDOW = 0.03
 """Other orders are tried for plans within this share of the best (they gain less)."""
 SMALL = 5_000
-"""Compute operations of plans that are all tried with more in flight, if they may become the best by it."""
+"""Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if
+they may become the best by it."""
 DEEPENED = 2
 """Plans for which depths are chosen, however large they are."""
 
@@ -54,9 +60,10 @@ def finish(
     """Simulate the finalists of every schedule, and order them.
 
     The closed form is more hopeful for one schedule than for another, and for stages that mix GPUs or differ in
-    width.  So finalists fall into classes of one schedule with the same kinds of GPUs in every stage.  The first
-    finalists of each schedule are simulated whatever the others promise.  After that a finalist is judged by its
-    closed form times the lowest ratio of simulation to closed form that its class has shown.
+    width.  So finalists fall into classes of one schedule with the same kinds of GPUs in every stage and widths that
+    divide each other or not.  The first finalists of each schedule are simulated whatever the others promise.  After
+    that a finalist is judged by its closed form times the lowest ratio of simulation to closed form that its class
+    has shown.
 
     Args:
         place: Puts a candidate into the real zones.
@@ -74,11 +81,11 @@ def finish(
     best = bound_s if goal.objective == "throughput" else inf
     book.progress.finishing = True
     while queues and not (found and book.progress.spent):
-        name = min(queues, key=lambda n: goal.value(queues[n][0][1]) * ratios.of(n))
+        name = min(queues, key=lambda n: goal.value(queues[n][0][1]) * ratios.of(n, queues[n][0][2]))
         candidate, estimate, operations = queues[name].pop(0)
         if not queues[name]:
             del queues[name]
-        if goal.value(estimate) * ratios.of(name) * (1 - margin) > best:
+        if goal.value(estimate) * ratios.of(name, operations) * (1 - margin) > best:
             queues.pop(name, None)
             continue
         left = each - spent.get(name[0], 0)
@@ -92,7 +99,8 @@ def finish(
         outcome.simulations += len(placed[0].stages) > 1
         tries = 0 if operations > MOST_OPERATIONS else max(1, left // max(1, operations))
         entry = _simulated(estimator, goal, *placed, best, tries) if tries else Found(*placed, confirmed=True)
-        spent[name[0]] = spent.get(name[0], 0) + operations * min(tries, len(ORDERS) if is_ordered(placed[0]) else 1)
+        times = min(tries, len(ORDERS) if is_ordered(placed[0]) else 1)
+        spent[name[0]] = spent.get(name[0], 0) + operations * times // (COMPILED if name[0] == PLAIN.name else 1)
         if entry is None:
             continue
         ratios.add(name, entry.iteration_s / entry.estimate.iteration_s)
@@ -148,7 +156,8 @@ def _improve_best(
         best = min(best, found[i].value(goal))
     found.sort(key=lambda f: f.value(goal))
     simulate = partial(_simulated, estimator, goal, tries=1)
-    better = refine(estimator, goal, found[0], operations, simulate, regroups)
+    more = COMPILED // 2 if found[0].candidate.schedule == PLAIN.name else 1
+    better = refine(estimator, goal, found[0], more * operations, simulate, regroups)
     if better is not found[0]:
         found.insert(0, better)
 
@@ -169,8 +178,15 @@ class _Ratios:
         """Whether nothing of this schedule has been simulated."""
         return schedule not in self.met
 
-    def of(self, name: Class) -> float:
-        """Simulation over closed form that may be hoped for."""
+    def of(self, name: Class, operations: int) -> float:
+        """Simulation over closed form that may be hoped for.
+
+        Args:
+            operations: Of the finalist; large ones are not simulated on the off chance.
+        """
+        schedule = SCHEDULES[name[0]]
+        if operations > SMALL and not (name[1] or schedule.has_slack or schedule.shards_parameters):
+            return self.lowest.get(name, UNEVEN)
         if self.met.get(name[0], 0) < self.first:
             return HOPEFUL
         return self.lowest.get(name, UNKNOWN)
@@ -186,8 +202,9 @@ def _queues(book: Book, count: int) -> dict[Class, list[tuple[Candidate, Estimat
     out: dict[Class, list[tuple[Candidate, Estimate, int]]] = {}
     for candidate, estimate in book.finalists(count):
         kinds = tuple(tuple(dict.fromkeys(g.pool for g in s.groups)) for s in candidate.stages)
+        divided = candidate.blocks == min(sum(g.count for g in s.groups) for s in candidate.stages)
         entry = candidate, estimate, operations_of(book.estimator, candidate)
-        out.setdefault((candidate.schedule, kinds), []).append(entry)
+        out.setdefault((candidate.schedule, divided, kinds), []).append(entry)
     return out
 
 

@@ -14,12 +14,15 @@ from ..search.goal import Goal
 from ..search.moves import neighbours
 from ..search.outcome import Found
 from ..search.pools import all_gpus
+from ..search.sketch import Sketch
 from ..simulation import operations_of
 
 LEAST_TRIES = 4
 """Plans of which not even so many changes could be simulated are left as they are."""
 HOPEFUL = 1.03
 """Changes that the closed form takes for worse by more than this factor are not simulated."""
+MOST_REGROUPED = 64
+"""Of plans with replicas in other places, so many that look best are priced."""
 
 Simulate = Callable[[Candidate, Estimate, float], Found | None]
 """Simulates a candidate, given the best value so far."""
@@ -40,12 +43,13 @@ def refine(
         return found
     current, improved = found, True
     seen = {found.candidate}
+    sketch = Sketch(estimator, goal) if regroups else None
     while improved:
         improved = False
-        for candidate, estimate in _hopeful(estimator, goal, current, seen, regroups):
+        for candidate, estimate in _hopeful(estimator, goal, current, seen, sketch):
             if seats(estimator.cluster, candidate.stages, candidate.cp) is None:
                 continue
-            operations -= each
+            operations -= operations_of(estimator, candidate)
             if operations < 0:
                 return current
             tried = simulate(candidate, estimate, current.value(goal))
@@ -56,11 +60,12 @@ def refine(
 
 
 def _hopeful(
-    estimator: Estimator, goal: Goal, current: Found, seen: set[Candidate], regroups: bool
+    estimator: Estimator, goal: Goal, current: Found, seen: set[Candidate], sketch: Sketch | None
 ) -> list[tuple[Candidate, Estimate]]:
     """Changes that have not been seen and do not look much worse, the best first."""
     found: list[tuple[float, int, Candidate, Estimate]] = []
-    for candidate in chain(_changes(current.candidate), _regrouped(estimator, goal, current) if regroups else ()):
+    regrouped = _regrouped(estimator, goal, current, sketch) if sketch is not None else ()
+    for candidate in chain(_changes(current.candidate), regrouped):
         if candidate in seen:
             continue
         seen.add(candidate)
@@ -72,15 +77,20 @@ def _hopeful(
     return [(candidate, estimate) for _, _, candidate, estimate in sorted(found, key=lambda item: item[:2])]
 
 
-def _regrouped(estimator: Estimator, goal: Goal, current: Found) -> Iterator[Candidate]:
-    """Replicas moved between stages, added and left out, with the layers that balance them."""
-    limits = all_gpus(estimator)
-    for groups, like in neighbours(estimator, goal, current.candidate, current.estimate.bottleneck, limits):
-        if there(estimator, limits, groups) and in_regions(estimator, goal, groups):
-            depths = like.depths if len(groups) == len(like.stages) else ()
-            balanced = balance(estimator, groups, like.with_(depths=depths, shares=None))
-            if balanced is not None and balanced.stages:
-                yield balanced
+def _regrouped(estimator: Estimator, goal: Goal, current: Found, sketch: Sketch) -> Iterator[Candidate]:
+    """Replicas moved between stages, added and left out, with the layers that balance them: what looks best."""
+    limits, like = all_gpus(estimator), current.candidate
+    most = HOPEFUL * sketch.value(tuple(stage.groups for stage in like.stages), like)
+    looked_at = []
+    for i, (groups, changed) in enumerate(neighbours(estimator, goal, like, current.estimate.bottleneck, limits)):
+        value = sketch.value(groups, changed, most)
+        if value <= most and there(estimator, limits, groups) and in_regions(estimator, goal, groups):
+            looked_at.append((value, i, groups, changed))
+    for _, _, groups, changed in sorted(looked_at, key=lambda item: item[:2])[:MOST_REGROUPED]:
+        depths = changed.depths if len(groups) == len(changed.stages) else ()
+        balanced = balance(estimator, groups, changed.with_(depths=depths, shares=None))
+        if balanced is not None and balanced.stages:
+            yield balanced
 
 
 def _changes(candidate: Candidate) -> Iterator[Candidate]:

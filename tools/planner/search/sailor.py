@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -136,20 +137,19 @@ def smallest_tp(estimator: Estimator, stages: int, s: int, layers: int, like: Ca
     return out
 
 
-def _combinations(
-    degree: int, pools: list[int], free: tuple[int, ...], tp: dict[int, int]
-) -> Iterator[tuple[tuple[int, int], ...]]:
+def _combinations(degree: int, pools: list[int]) -> Iterator[tuple[tuple[int, int], ...]]:
     """Ways to deal ``degree`` replicas to at most two pools, in quarters: ((pool, replicas), ...)."""
-    able = [p for p in pools if free[p] >= tp[p]]
-    for p in able:
-        if free[p] // tp[p] >= degree:
-            yield ((p, degree),)
-    for i, p in enumerate(able):
-        for q in able[i + 1 :]:
-            for k in range(1, PARTS):
-                n = degree * k // PARTS
-                if 0 < n < degree and free[p] >= n * tp[p] and free[q] >= (degree - n) * tp[q]:
-                    yield ((p, n), (q, degree - n))
+    for p in pools:
+        yield ((p, degree),)
+    for p, q in itertools.combinations(pools, 2):
+        for k in range(1, PARTS):
+            n = degree * k // PARTS
+            if 0 < n < degree:
+                yield ((p, n), (q, degree - n))
+
+
+Offer = tuple[float, float, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
+"""Least value, seconds of the stage, replicas by pool, and GPUs by pool."""
 
 
 class _Offers:
@@ -187,19 +187,30 @@ class _Offers:
         self._sums = [sum(fastest[s + 1 :]) for s in range(last + 1)]
         self._slowest = [max(fastest[s + 1 :], default=0.0) for s in range(last + 1)]
 
-    def of(self, s: int, free: tuple[int, ...]) -> list[tuple[float, float, tuple[tuple[int, int], ...]]]:
-        """(least value, seconds of the stage, resources) of stage ``s``, the least value first.
+        self._known: dict[int, list[Offer]] = {}
+
+    def of(self, s: int) -> list[Offer]:
+        """What stage ``s`` may be given if all GPUs were free, the least value first.
 
         The least value is that of stages ``s`` to the last if nobody else needed a GPU.
         """
-        out = []
-        seconds = self._seconds[s]
+        if s not in self._known:
+            self._known[s] = self._all(s)
+        return self._known[s]
+
+    def _all(self, s: int) -> list[Offer]:
+        out: list[Offer] = []
+        seconds, tp = self._seconds[s], self._tps[s]
+        quota = [node.quota for node in self._estimator.cluster.nodes]
         for pools in self._regions[s]:
-            for combination in _combinations(self._degree, pools, free, self._tps[s]):
-                mine = max(seconds[pool] for pool, _ in combination)
+            for combination in _combinations(self._degree, pools):
+                needs = tuple([(pool, n * tp[pool]) for pool, n in combination])
+                if any(n > quota[pool] for pool, n in needs):
+                    continue
+                mine = max([seconds[pool] for pool, _ in combination])
                 least = (self._total - 1) * max(mine, self._slowest[s]) + mine + self._sums[s]
                 if least <= self._bound_s:
-                    out.append((least, mine, combination))
+                    out.append((least, mine, combination, needs))
         return sorted(out, key=lambda offer: offer[0])
 
 
@@ -222,12 +233,14 @@ def _solve(
         if book.progress.out_of_time:
             raise KeyboardInterrupt
         found = None
-        for least, mine, combination in offers.of(s, free):
+        for least, mine, combination, needs in offers.of(s):
             if found is not None and least >= found[0]:
                 break
             rest = list(free)
-            for pool, n in combination:
-                rest[pool] -= n * tps[s][pool]
+            for pool, n in needs:
+                rest[pool] -= n
+            if min(rest) < 0:
+                continue
             after = best(s + 1, tuple(rest))
             if after is None:
                 continue

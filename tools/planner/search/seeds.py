@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import nsmallest
 from itertools import product
 
 from ..candidate import Candidate, Group
@@ -14,6 +15,13 @@ from ..search.pools import Limits
 STAGE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 USAGE = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625, 0.0)
 SLACK = 1.02
+DEPTHS = (1, 2, 3, 4, 6, 8, 12)
+"""Layers of a stage for which TP sizes are chosen."""
+PIECES = 4
+"""Into so many pieces schedules with chunks or slices are taken to cut a microbatch, for a guess at their bubble."""
+MOST_WIDTHS = 24
+IN_FLIGHT = 4
+"""Microbatches in flight, and replicas that share the optimizer's state, for a guess at what fits."""
 WORTH = 1.3
 """Seeds that look worse than the best so far by this factor are not evaluated."""
 
@@ -86,12 +94,9 @@ class _Cut:
         """So many stages; None where that is not possible."""
         if min(self._power) <= 0:
             return None
-        counts = [1] * len(self._blocks)
-        for _ in range(wanted - len(counts)):
-            room = [i for i, n in enumerate(counts) if n < self._most[i]]
-            if not room:
-                return None
-            counts[max(room, key=lambda i: self._power[i] / counts[i])] += 1
+        counts = self._counts(wanted, self._most)
+        if counts is None:
+            return None
         out: list[tuple[Group, ...]] = []
         for i, count in enumerate(counts):
             if (i, count) not in self._made:
@@ -102,34 +107,93 @@ class _Cut:
             out += made
         return tuple(out)
 
-    def _of_block(self, i: int, count: int) -> list[tuple[Group, ...]] | None:
-        """The stages of one block; None where one of them would be empty."""
-        out = []
-        for k in range(count):
-            stage = []
-            for p in self._blocks[i]:
-                each, rest = divmod(self._units[p], count)
-                n = each + (1 if k < rest and each < 4 else 0)
-                if n:
-                    stage.append(Group(p, self._tp[p], n))
-            if not stage:
+    def _counts(self, wanted: int, most: list[int]) -> list[int] | None:
+        """Stages of each block, in proportion to speed and at most so many; None where that is not possible."""
+        counts = [1] * len(self._blocks)
+        for _ in range(wanted - len(counts)):
+            room = [i for i, n in enumerate(counts) if n < most[i]]
+            if not room:
                 return None
-            out.append(tuple(stage))
+            counts[max(room, key=lambda i: self._power[i] / counts[i])] += 1
+        return counts
+
+    def fitted(self, wanted: int, layers: int) -> Groups | None:
+        """So many stages for whole numbers of layers: replicas in proportion to the layers that a stage will have.
+
+        Blocks get layers in proportion to their speed, stages of a block the same number of layers or one more.
+        """
+        if min(self._power) <= 0 or wanted > layers:
+            return None
+        shares = [layers * power / sum(self._power) for power in self._power]
+        of_block = [max(1, int(share)) for share in shares]
+        for _ in range(sum(of_block) - layers):
+            of_block[max(range(len(shares)), key=lambda i: of_block[i] - shares[i])] -= 1
+        for _ in range(layers - sum(of_block)):
+            of_block[min(range(len(shares)), key=lambda i: of_block[i] - shares[i])] += 1
+        counts = self._counts(wanted, [min(a, b) for a, b in zip(self._most, of_block)]) if min(of_block) else None
+        if counts is None:
+            return None
+        out: list[tuple[Group, ...]] = []
+        for i, (count, mine) in enumerate(zip(counts, of_block)):
+            done = 0
+            for k in range(count):
+                until = done + mine // count + (1 if k < mine % count else 0)
+                dealt = [(p, self._units[p] * until // mine - self._units[p] * done // mine) for p in self._blocks[i]]
+                groups = tuple([Group(p, self._tp[p], n) for p, n in dealt if n])
+                if not groups:
+                    return None
+                out.append(groups)
+                done = until
+        return tuple(out)
+
+    def _of_block(self, i: int, count: int) -> list[tuple[Group, ...]] | None:
+        """The stages of one block; None where one of them would be empty.
+
+        Stages with the same replicas are the same object: there are as many different ones as pools, and one more.
+        """
+        dealt = [(p, *divmod(self._units[p], count)) for p in self._blocks[i]]
+        steps = sorted({rest for _, each, rest in dealt if each < 4 and rest} | {count})
+        out: list[tuple[Group, ...]] = []
+        for step in steps:
+            k = len(out)
+            stage = [(p, each + (1 if k < rest and each < 4 else 0)) for p, each, rest in dealt]
+            groups = tuple([Group(p, self._tp[p], n) for p, n in stage if n])
+            if not groups:
+                return None
+            out += [groups] * (step - k)
         return out
 
 
-def tp_choices(estimator: Estimator, subset: tuple[int, ...], point: Candidate) -> list[dict[int, int]]:
-    """The same TP level everywhere (as far as nodes and figures allow), and the fastest per pool."""
+def tp_choices(estimator: Estimator, subset: tuple[int, ...], point: Candidate, mixed: bool) -> list[dict[int, int]]:
+    """The same TP level everywhere (as far as nodes and figures allow), and what stages of some depth need.
+
+    Args:
+        mixed: A pool of little memory may get a larger TP size than the others.
+    """
     out: list[dict[int, int]] = []
+    known = {p: [t for t in (1, 2, 4, 8) if unit_rate(estimator, p, t, point) > 0] for p in subset}
+    if not all(known.values()):
+        known = {}
     for level in (1, 2, 4, 8):
-        choice = {}
-        for p in subset:
-            known = [t for t in (1, 2, 4, 8) if t <= level and unit_rate(estimator, p, t, point) > 0]
-            if known:
-                choice[p] = known[-1]
-        if len(choice) == len(subset) and choice not in out:
+        choice = {p: max([t for t in tps if t <= level], default=0) for p, tps in known.items()}
+        if known and all(choice.values()) and choice not in out:
+            out.append(choice)
+    held = {p: [(_layers_held(estimator, p, t, point), t) for t in tps] for p, tps in known.items()}
+    for layers in DEPTHS if mixed and len(subset) > 1 else ():
+        choice = {p: next((t for n, t in sizes if n >= layers), 0) for p, sizes in held.items()}
+        if known and all(choice.values()) and choice not in out:
             out.append(choice)
     return out
+
+
+def _layers_held(estimator: Estimator, pool: int, tp: int, point: Candidate) -> float:
+    """About the most layers of a rank in the middle of a pipeline, with a few microbatches in flight."""
+    unit = estimator.unit(pool, tp, point.micro_batch_size, point.recompute)
+    assert unit is not None  # the caller knows its rate
+    each = estimator.model.element_bytes + 4.0
+    each += estimator.optimizer_per_parameter / (IN_FLIGHT if point.zero_stage else 1)
+    free = unit.capacity_bytes * estimator.memory_margin - unit.reserved_bytes - unit.workspace_bytes
+    return free / (unit.layer_parameters * each + IN_FLIGHT * unit.layer_bytes)
 
 
 def seeds(book: Book, limit: int, limits: Limits, hope: list[float]) -> Iterator[tuple[Groups, Candidate]]:
@@ -138,32 +202,59 @@ def seeds(book: Book, limit: int, limits: Limits, hope: list[float]) -> Iterator
     Branches whose bound is beyond the best found so far are skipped.
 
     Args:
+        limit: So many seeds, or a few more, use each share of the GPUs.
         hope: The best sketch of a seed so far, which the caller keeps up to date.
     """
-    estimator, goal = book.estimator, book.goal
-    model = estimator.model
-    points = operating_points(estimator, goal, limits)
+    estimator, model = book.estimator, book.estimator.model
+    points = operating_points(estimator, book.goal, limits)
     subset = tuple(p for p, n in enumerate(limits) if n)
     ways = partitions(estimator, subset)
-    given = 0
     for share in USAGE:
-        for point in points:
-            for tp in tp_choices(estimator, subset, point):
-                used = {p: max(tp[p], limits[p] * share) for p in subset}
-                rate = sum(unit_rate(estimator, p, tp[p], point) * n for p, n in used.items())
-                bound = model.global_batch_size * model.num_layers / rate
-                if goal.objective == "cost":
-                    bound *= sum(estimator.price[p] * n for p, n in used.items())
-                if bound > SLACK * min(book.to_beat, hope[0] * WORTH):
-                    continue
-                cuts = [(len(blocks), _Cut(estimator, blocks, tp, share, point, limits)) for blocks in ways]
-                for (least, cut), stages in product(cuts, STAGE_COUNTS):
-                    if not least <= stages <= model.num_layers:
-                        continue
-                    groups = cut.stages(stages)
-                    if groups is None:
-                        continue
-                    yield groups, point
-                    given += 1
-                    if given >= limit:
-                        return
+        given, whole = 0, share == USAGE[0]
+        choices = ((point, tp) for point in points for tp in tp_choices(estimator, subset, point, whole))
+        for like, tp in choices:
+            used = {p: max(tp[p], limits[p] * share) for p in subset}
+            if given >= limit or _least(book, like, tp, used) > SLACK * min(book.to_beat, hope[0] * WORTH):
+                continue
+            cuts = [(len(blocks), _Cut(estimator, blocks, tp, share, like, limits)) for blocks in ways]
+            for (least, cut), stages in product(cuts, STAGE_COUNTS):
+                if least <= stages <= model.num_layers:
+                    fitted = cut.fitted(stages, model.num_layers) if whole else None
+                    for groups in {fitted: 0, cut.stages(stages): 0}:
+                        if groups is not None:
+                            given += 1
+                            yield groups, like
+
+
+def _least(book: Book, like: Candidate, tp: dict[int, int], used: dict[int, float]) -> float:
+    """Seconds or USD of an iteration in which so many GPUs of each pool compute all the time."""
+    estimator, model = book.estimator, book.estimator.model
+    rate = sum(unit_rate(estimator, p, tp[p], like) * n for p, n in used.items())
+    seconds = model.global_batch_size * model.num_layers / rate
+    usd_per_s = sum(estimator.price[p] * n for p, n in used.items()) if book.goal.objective == "cost" else 1.0
+    return seconds * usd_per_s
+
+
+def even_seeds(book: Book, limits: Limits, count: int) -> list[tuple[Groups, Candidate]]:
+    """Stages with the same number of replicas of one pool, a power of two or what fills nodes: the most promising.
+
+    Those whose GPUs cannot be as fast as the best so far are left out.
+    """
+    estimator, model = book.estimator, book.estimator.model
+    found: list[tuple[float, int, Groups, Candidate]] = []
+    points = operating_points(estimator, book.goal, limits)
+    for point, (pool, most_gpus), tp in product(points, enumerate(limits), (1, 2, 4, 8)):
+        rate, most = unit_rate(estimator, pool, tp, point) if most_gpus else 0.0, most_gpus // tp
+        node = estimator.cluster.nodes[pool].gpus_per_node // tp
+        if not rate or not node:
+            continue
+        widths = {1 << i for i in range(most.bit_length())} | {node * i for i in range(1, most // node + 1)}
+        for width, stages in product(sorted(widths)[-MOST_WIDTHS:], STAGE_COUNTS[1:]):
+            each = model.global_batch_size // point.micro_batch_size // width
+            if width * stages > most or stages > model.num_layers or not each:
+                continue
+            work_s = model.global_batch_size * model.num_layers / (rate * tp * width * stages)
+            guess_s = work_s * (1 + (stages - 1) / (PIECES * each))
+            if guess_s < book.to_beat or book.goal.objective == "cost":
+                found.append((guess_s, len(found), ((Group(pool, tp, width),),) * stages, point))
+    return [(groups, point) for _, _, groups, point in nsmallest(count, found)]

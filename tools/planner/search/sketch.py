@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..candidate import Candidate, Group, Stage
 from ..estimate import Estimator, allocate
 from ..schedules import schedule_of
-from ..search.balance import layer_cap, stage_load
+from ..search.balance import Rooms, layer_rooms, stage_load
 from ..search.goal import Goal
 from ..stages import tail_s
 
@@ -21,6 +21,8 @@ Groups = tuple[tuple[Group, ...], ...]
 
 TOO_LARGE = 100.0
 """Factor of what does not fit into memory, by far above all that does."""
+BACKWARD = 2 / 3
+"""Of a pass forward and back, the way back."""
 DOUBTFUL = 0.125
 """Stages that lack memory for no more than this share of the layers may fit after all."""
 
@@ -51,14 +53,19 @@ class _Known:
     Attributes:
         stage: What it is taken for.
         tail_s: Gradient reduction and update of a layer.
-        caps: Most layers that fit into memory, by the number of replicas of later stages.
+        rooms: What fits into memory.
+        caps: Most layers that fit, by the number of replicas of later stages.
     """
 
-    __slots__ = ("caps", "stage", "tail_s")
+    __slots__ = ("caps", "rooms", "stage", "tail_s")
 
-    def __init__(self, stage: _Stage, tail_s: float) -> None:
-        self.stage, self.tail_s = stage, tail_s
+    def __init__(self, stage: _Stage, tail_s: float, rooms: Rooms) -> None:
+        self.stage, self.tail_s, self.rooms = stage, tail_s, rooms
         self.caps: dict[int, int] = {}
+
+
+_UNMET = _Known.__new__(_Known)
+"""In place of a stage that has not been met."""
 
 
 class _Point:
@@ -87,7 +94,8 @@ class Sketch:
     def __init__(self, estimator: Estimator, goal: Goal) -> None:
         self.estimator, self.goal = estimator, goal
         self.costs_money = goal.objective == "cost"
-        self.points: dict[object, _Point] = {}
+        self.points: dict[object, _Point | None] = {}
+        self._last: tuple[Candidate | None, _Point | None] = None, None
         self.stages: dict[object, _Stage | None] = {}
         self.tails: dict[object, float] = {}
 
@@ -100,22 +108,16 @@ class Sketch:
         wanted, last, point = self.estimator.model.num_layers, len(groups) - 1, self._point(like)
         if last >= wanted or point is None:
             return inf
-        if groups in point.values:
-            return point.values[groups]
-        known, found, rate = point.known, [], 0.0
-        for s, groups_of in enumerate(groups):
-            key = groups_of, s == 0, s == last
-            if key not in known:
-                known[key] = self._meet(point, *key)
-            entry = known[key]
-            if entry is None:
-                return inf
-            found.append(entry)
-            rate += 1.0 / entry.stage.layer_s
+        known = point.values.get(groups)
+        if known is not None:
+            return known
+        found, rate = self._stages(point, groups)
+        if not rate:
+            return inf
         usd = sum([k.stage.usd_per_s for k in found]) if self.costs_money else 1.0
         if usd * wanted > most * rate:
             return inf
-        caps = self._caps(point, groups, found)
+        caps = _caps(found)
         lacking = wanted - sum(caps)
         if lacking > 0:
             factor = 1.05 if lacking <= DOUBTFUL * wanted else TOO_LARGE * (1 + lacking)
@@ -127,29 +129,30 @@ class Sketch:
 
     def _point(self, like: Candidate) -> _Point | None:
         """The candidate's point; None where the batch does not divide."""
+        if like is self._last[0]:
+            return self._last[1]
         c = like
         key = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.slack, c.cp
         if key not in self.points:
             total, rest = divmod(self.estimator.model.global_batch_size, c.micro_batch_size)
-            if rest:
-                return None
-            self.points[key] = _Point(c, total)
+            self.points[key] = None if rest else _Point(c, total)
+        self._last = like, self.points[key]
         return self.points[key]
 
-    def _caps(self, point: _Point, groups: Groups, found: list[_Known]) -> list[int]:
-        """Most layers of each stage."""
-        last, later, caps = len(groups) - 1, 0, []
-        for s in range(last, -1, -1):
-            entry = found[s]
-            cap = entry.caps.get(later)
-            if cap is None:
-                total, first = point.total, s == 0
-                cap = layer_cap(self.estimator, groups[s], point.like, later, total, first, s == last, 0.0)
-                entry.caps[later] = cap
-            caps.append(cap)
-            later += entry.stage.width
-        caps.reverse()
-        return caps
+    def _stages(self, point: _Point, groups: Groups) -> tuple[list[_Known], float]:
+        """What is known of the stages, and layers per second of all; 0 where one cannot run."""
+        known, last, rate = point.known, len(groups) - 1, 0.0
+        found: list[_Known] = []
+        for s, groups_of in enumerate(groups):
+            key = groups_of, s == 0, s == last
+            entry = known.get(key, _UNMET)
+            if entry is _UNMET:
+                entry = known[key] = self._meet(point, *key)
+            if entry is None:
+                return found, 0.0
+            found.append(entry)
+            rate += 1.0 / entry.stage.layer_s
+        return found, rate
 
     def _seconds(self, groups: Groups, point: _Point, found: list[_Known], caps: list[int], most: float) -> float:
         """Infinite where the slowest stage alone takes longer than ``most``."""
@@ -157,9 +160,11 @@ class Sketch:
         stages = [k.stage for k in found]
         layers = divide([s.layer_s for s in stages], [s.ends for s in stages], caps, self.estimator.model.num_layers)
         busy_s = passes = worst_pass_s = tail = 0.0
+        drain = BACKWARD / (like.chunks * like.slices)
         for n, k in zip(layers, found):
             s = k.stage
             all_s, pass_s, tail_s = (n + s.ends) * s.layer_s, (n + s.ends) * s.pass_s, (n + s.ends_size) * k.tail_s
+            tail_s -= passes * drain  # earlier stages still compute
             passes += pass_s
             if all_s > busy_s:
                 busy_s, worst_pass_s = all_s, pass_s
@@ -185,7 +190,10 @@ class Sketch:
         if key not in self.stages:
             self.stages[key] = self._priced(groups, like, point.total, first, last)
         stage = self.stages[key]
-        return None if stage is None else _Known(stage, self._tail(groups, like))
+        if stage is None:
+            return None
+        rooms = layer_rooms(self.estimator, groups, point.like, point.total, first, last, 0.0)
+        return None if rooms is None else _Known(stage, self._tail(groups, like), rooms)
 
     def _priced(self, groups: tuple[Group, ...], like: Candidate, total: int, first: bool, last: bool) -> _Stage | None:
         load = stage_load(self.estimator, groups, like, first, last)
@@ -212,6 +220,19 @@ class Sketch:
         load = stage_load(self.estimator, groups, like, False, False)
         assert load is not None  # the caller knows its load
         return tail_s(self.estimator, like.with_(stages=(Stage(1, groups),) * 3), load.units, 1)
+
+
+def _caps(found: list[_Known]) -> list[int]:
+    """Most layers of each stage."""
+    later, out = 0, []
+    for entry in reversed(found):
+        cap = entry.caps.get(later)
+        if cap is None:
+            cap = entry.caps[later] = entry.rooms.cap(later)
+        out.append(cap)
+        later += entry.stage.width
+    out.reverse()
+    return out
 
 
 def divide(seconds: list[float], ends: list[float], caps: list[int], wanted: int) -> list[int]:

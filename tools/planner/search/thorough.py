@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from math import inf
 
 from ..candidate import Candidate, Stage
 from ..estimate import Estimator
 from ..schedules import PLAIN
+from ..search.balance import balance
 from ..search.book import Book, Groups
 from ..search.bounds import Bounds
 from ..search.effort import Effort, effort_for
@@ -17,9 +18,9 @@ from ..search.finish import finish
 from ..search.goal import Goal
 from ..search.moves import neighbours, schedule_variants
 from ..search.outcome import Outcome, Progress
-from ..search.pools import Limits, all_gpus, parts
+from ..search.pools import MOST_POOLS, Limits, all_gpus, parts
 from ..search.regions import Merged, expand, merge
-from ..search.seeds import WORTH, seeds
+from ..search.seeds import WORTH, even_seeds, seeds
 
 CLEAR = 0.01
 """A neighbour that is better by this share is taken without looking at the others."""
@@ -27,6 +28,8 @@ MANY = 64
 """Neighbours that are looked at before a much better one is taken at once."""
 MOST_SWAPPED = 10
 """Stages of which two change places."""
+MOST_EVEN, MOST_EVEN_TRIED = 150, 8
+"""Starting points of equal width that are looked at, and tried, under schedules that want them."""
 POLISHED = 1.1
 """Plans within this factor of the best get their layers shifted one by one."""
 
@@ -58,6 +61,17 @@ class Ground:
     def whole(self) -> Limits:
         """All GPUs."""
         return all_gpus(self.merged.estimator)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the cluster is so small that its parts are searched as if there were nothing else."""
+        whole = sum(self.whole)
+        return whole <= (self.asked or effort_for(whole)).near_gpus
+
+    @property
+    def has_many_pools(self) -> bool:
+        """Whether it is large, of so many pools that not every choice of them is searched."""
+        return not self.is_near and len(self.whole) > MOST_POOLS
 
 
 def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | None = None) -> Outcome:
@@ -121,11 +135,17 @@ def _climb_by_stages(book: Book, effort: Effort, limits: Limits) -> None:
 def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits) -> None:
     """The same on every part of the cluster that can hold a better plan than the best so far.
 
-    First come pools alone, which are searched in no time, then what can be best by its bound.
+    First come pools alone, which are searched in no time, then other choices of whole pools, then what has a node
+    less or half of a pool; of each, what can be best by its bound.
     """
     left = effort.parts
     smaller = replace(effort, sketches=effort.part_sketches, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
-    for limits in sorted(parts(book.estimator, whole), key=lambda p: (sum(map(bool, p)) > 1, bounds.ideal(p))):
+
+    def order(limits: Limits) -> tuple[bool, bool, float]:
+        cut = any(n and n < most for n, most in zip(limits, whole))
+        return sum(map(bool, limits)) > 1, cut, bounds.ideal(limits)
+
+    for limits in sorted(parts(book.estimator, whole), key=order):
         if bounds.excludes(limits, book.to_beat * (1 + effort.promising)):
             continue
         explore(book, smaller, limits)
@@ -140,6 +160,8 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
     hope = [inf]
     for i, (groups, like) in enumerate(seeds(book, effort.sketches, limits, hope)):
         value = book.sketch.value(groups, like, WORTH * min(book.to_beat, hope[0]))
+        if len(groups) > 1 and len({sum([g.count for g in stage]) for stage in groups}) == 1:
+            book.even.setdefault((groups, like.micro_batch_size, like.recompute, like.zero_stage), like)
         if value < inf:
             sketched.append((value, i, groups, like))
             hope[0] = min(hope[0], value)
@@ -181,29 +203,48 @@ def _starts(scored: list[tuple[float, int, Candidate]], effort: Effort) -> list[
 def _climb(book: Book, effort: Effort, start: Candidate, limits: Limits, share: int = 1) -> Candidate:
     """Improvement over the neighbourhood until nothing improves or the budget is spent.
 
-    Neighbours are evaluated in the order of their sketches.  A clear improvement is taken at once, a small one
-    when none of those that look as good holds anything better.
-
     Args:
         share: Divides the budget.
     """
     current, score = start, book.try_candidate(start)
     spent, budget, hasty = 0, effort.steps // share, effort.hasty
     while spent < budget and not book.progress.out_of_time:
-        best: tuple[float, Candidate] | None = None
-        for groups, like in _promising(book, effort, current, limits, hasty):
-            found, candidate = book.try_groups(groups, like)
-            spent += 1
-            if candidate is not None and found < (best[0] if best else score) * (1 - 1e-9):
-                best = (found, candidate)
-            if spent >= budget or (best is not None and best[0] < score * (1 - CLEAR)):
-                break
+        step = current, hasty
+        if step not in book.steps:
+            best, tried, whole = _better(book, effort, current, score, limits, hasty, budget - spent)
+            spent += tried
+            if whole:
+                book.steps[step] = best
+        else:  # another climb has been here
+            best = book.steps[step]
         if best is None and not hasty:
             break
         hasty = effort.hasty and best is not None
         if best is not None:
             score, current = best
     return current
+
+
+def _better(
+    book: Book, effort: Effort, current: Candidate, score: float, limits: Limits, hasty: bool, budget: int
+) -> tuple[tuple[float, Candidate] | None, int, bool]:
+    """A better neighbour (None: there is none), how many were evaluated, and whether the budget was enough.
+
+    Neighbours are evaluated in the order of their sketches.  A clear improvement is taken at once, a small one
+    when none of those that look as good holds anything better.
+    """
+    best: tuple[float, Candidate] | None = None
+    spent = 0
+    for groups, like in _promising(book, effort, current, limits, hasty):
+        found, candidate = book.try_groups(groups, like)
+        spent += 1
+        if candidate is not None and found < (best[0] if best else score) * (1 - 1e-9):
+            best = (found, candidate)
+        if best is not None and best[0] < score * (1 - CLEAR):
+            break
+        if spent >= budget:
+            return best, spent, False
+    return best, spent, True
 
 
 def _promising(
@@ -248,10 +289,31 @@ def _variants(book: Book, effort: Effort, limits: Limits) -> None:
         groups: Groups = tuple(s.groups for s in candidate.stages)
         for variant in schedule_variants(book.estimator, book.goal, candidate):
             book.try_groups(groups, variant)
+    _even_seeds(book, limits)
     for schedule in book.goal.allowed:
         if schedule is not PLAIN:
             for candidate, _ in book.top(1, schedule.name):
                 _climb(book, effort, candidate, limits, share=2)
+
+
+def _even_seeds(book: Book, limits: Limits) -> None:
+    """Starting points with as many replicas on every stage, under the schedules that are at their best there."""
+    schedules = [s for s in book.goal.allowed if not (s.has_slack or s.shards_parameters)]
+    looked_at: dict[str, list[tuple[float, int, Groups, Candidate]]] = {s.name: [] for s in schedules}
+    met = [(groups, like) for (groups, *_), like in book.even.items()][:MOST_EVEN]
+    for groups, like in chain(even_seeds(book, limits, MOST_EVEN), met) if schedules else ():
+        balanced = balance(book.estimator, groups, like)
+        if balanced is None:
+            continue
+        for schedule in schedules:
+            mine = looked_at[schedule.name]
+            for variant in schedule.variants(book.estimator, balanced):
+                value = book.sketch.value(groups, variant, WORTH * book.to_beat)
+                if value < inf:
+                    mine.append((value, len(mine), groups, variant))
+    for mine in looked_at.values():
+        for _, _, groups, variant in sorted(mine, key=lambda item: item[:2])[:MOST_EVEN_TRIED]:
+            book.try_groups(groups, variant)
 
 
 def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort, limits: Limits) -> None:
