@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.cases import MICROBATCHES, Case, Row, build_plan, split_layers, with_schedule
 from benchmarks.poplar_cases import with_sizes
-from benchmarks.slimpipe_cases import with_context_parallel
+from benchmarks.slimpipe_cases import with_context_parallel_sizes
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import PlanError, Stage
@@ -22,6 +22,7 @@ from megatron_het.plan.validate import check_plan
 
 _LAYERS, _MAX_RANKS, _SLICES = 4, 8, 4
 _SIZES = (2, 1, 1, 2)
+_SHARES = (3, 1)
 ALONE = "data-parallel"
 _CHUNKS = {"interleaved": 2, "ministage": 2, "zb-v": 2, "v-half": 2}
 _SLICED = ("slimpipe", "seq1f1b", "terapipe")
@@ -44,7 +45,7 @@ PARAMETERS: dict[str, Sequence[Any]] = {
     "layers": ("even", "uneven"),
     "routing": ("even", "uneven"),
     "microbatches": ("equal", "unequal"),
-    "cp": (1, 2),
+    "cp": (1, 2, "different", "unequal parts"),
     "context_exchange": (False, True),
     "vocabulary": (False, True),
     "offload_activations": (0.0, 0.75),
@@ -116,16 +117,31 @@ def tp_sizes(row: Row) -> list[list[int]]:
         first, last = [2], [2]
     if row["schedule"] == ALONE:
         return [last if len(last) > 1 else last * 2]
-    if row["routing"] == "uneven" and len(last) == 1:
+    if (row["routing"] == "uneven" or row["cp"] == "different") and len(last) == 1:
         last = last * 2
     elif len(last) == 1 and (row["distributed_optimizer"] or row["overlap"] != "none"):
         first, last = first * 2, last * 2  # there is something to reduce
     if row["context_exchange"] and len(first) < len(last):
         first = first * len(last)  # replicas are separate pipelines
     sizes = [first, last]
-    if sum(map(sum, sizes)) * row["cp"] > _MAX_RANKS:
-        sizes = [[tp] for tp, *_ in sizes]
+    if _ranks(sizes, row) > _MAX_RANKS:
+        sizes = [[tp] for tp, *_ in sizes[:-1]] + [sizes[-1] if row["cp"] == "different" else sizes[-1][:1]]
     return sizes
+
+
+def cp_sizes(row: Row, sizes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Context-parallel size of every replica of every stage, from their TP sizes.
+
+    Different ones differ within the last stage, and so between the stages.
+    """
+    if row["cp"] == "different":
+        return [[2 if (s, q) == (len(sizes) - 1, 0) else 1 for q in range(len(sizes[s]))] for s in range(len(sizes))]
+    return [[row["cp"] if isinstance(row["cp"], int) else 2 for _ in stage] for stage in sizes]
+
+
+def _ranks(sizes: Sequence[Sequence[int]], row: Row) -> int:
+    cps = cp_sizes(row, sizes)
+    return sum(tp * cp for stage in zip(sizes, cps, strict=True) for tp, cp in zip(*stage, strict=True))
 
 
 def case_of(row: Row, name: str, seed: int) -> Case:
@@ -151,7 +167,8 @@ def case_of(row: Row, name: str, seed: int) -> Case:
     )
     if row["context_exchange"]:
         plan = replace(plan, stages=_routed_as_the_first(plan.stages))
-    plan = replace(plan, stages=with_context_parallel(plan.stages, row["cp"]))
+    shares = _SHARES if row["cp"] == "unequal parts" else ()
+    plan = replace(plan, stages=with_context_parallel_sizes(plan.stages, cp_sizes(row, sizes), shares))
     own: tuple[str, ...] = ("--recompute-modules", "mlp") if row["recompute"] == "mlp" else ()
     own += ("--overlap-param-gather",) if row["overlap"] == "gradients and parameters" else ()
     chosen: Row = {"precision": row["precision"], "row": dict(row)}

@@ -71,10 +71,10 @@ def program_seconds(plan: Plan, repeat: int) -> float:
         placement = Placement(plan)
         where = placement.locate(rank)
         device = programs[False].shape.device(where.stage, where.replica)
-        boundaries = BoundaryMap(placement, SEQUENCE, True, 0)
+        boundaries = BoundaryMap(placement, SEQUENCE, True)
         edges_of(plan, list(programs.values()))
         for program in programs.values():
-            lower(posted_for("gloo", program), boundaries, device, where.tp_rank, rank)
+            lower(posted_for("gloo", program), boundaries, device, rank)
         found.append(cpu_s() - began)
     return min(found)
 

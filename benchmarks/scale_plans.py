@@ -90,7 +90,7 @@ class Counted:
 
 def edges_of(plan: Plan, programs: Sequence[Program]) -> list[Edge]:
     """Directed edges of the transfers."""
-    return edges(programs, [BoundaryMap(Placement(plan), SEQUENCE, True, 0)])
+    return edges(programs, BoundaryMap(Placement(plan), SEQUENCE, True))
 
 
 def counted(plan: Plan) -> Counted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -222,15 +223,29 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
 
 def with_context_parallel(stages: tuple[Stage, ...], cp: int) -> tuple[Stage, ...]:
     """The same stages with ``cp`` ranks in the place of each."""
-    return tuple(
-        replace(
-            s,
-            replicas=tuple(
-                replace(r, ranks=tuple(range(cp * r.ranks[0], cp * (r.ranks[-1] + 1))), cp=cp) for r in s.replicas
-            ),
-        )
-        for s in stages
-    )
+    return with_context_parallel_sizes(stages, [[cp] * len(s.replicas) for s in stages])
+
+
+def with_context_parallel_sizes(
+    stages: tuple[Stage, ...], sizes: Sequence[Sequence[int]], shares: tuple[int, ...] = ()
+) -> tuple[Stage, ...]:
+    """The same stages with other ranks.
+
+    Args:
+        stages: Numbered replica by replica.
+        sizes: Context-parallel size of every replica of every stage.
+        shares: Of the ranks of replicas that have as many.
+    """
+    first, found = 0, []
+    for stage, row in zip(stages, sizes, strict=True):
+        replicas = []
+        for replica, cp in zip(stage.replicas, row, strict=True):
+            end = first + cp * replica.tp
+            own = shares if cp == len(shares) else ()
+            replicas.append(replace(replica, ranks=tuple(range(first, end)), cp=cp, cp_shares=own))
+            first = end
+        found.append(replace(stage, replicas=tuple(replicas)))
+    return tuple(found)
 
 
 def slimpipe_cases(seed: int, quick: bool) -> list[SlicedCase]:

@@ -18,7 +18,7 @@ from megatron_het.config import HetConfig
 from megatron_het.features import FEATURES
 from megatron_het.features.base import Feature, Option
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
-from megatron_het.plan import Plan, ScheduleSpec
+from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.untrusted import count
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")
@@ -30,7 +30,13 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "heterogeneous training",
         "Without --het-plan and --het-schedule Megatron runs exactly as it is. See docs/ for the plan file.",
     )
-    group.add_argument("--het-plan", metavar="FILE", help="plan.json: which rank runs which layers and microbatches")
+    group.add_argument(
+        "--het-plan",
+        metavar="FILE",
+        nargs="+",
+        help="plan.json: which rank runs which layers and microbatches; several plans take turns, one for each global "
+        "batch size of --step-batch-size-schedule",
+    )
     group.add_argument(
         "--het-schedule",
         choices=runnable_schedules(),
@@ -121,11 +127,16 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         if given:
             parser.error(f"{given[0]} needs --het-plan, --het-schedule or --het-auto-batch")
         return HetConfig(), rest
-    plan, rest = _plan(namespace, rest)
-    check_plan_alone(plan)
+    plans, rest = _plans(namespace, rest)
+    files = tuple(namespace.het_plan or ("from the flags",))
+    for plan in plans:
+        check_plan_alone(plan)
+    check_turns(plans, files)
     config = HetConfig(
-        plan=plan,
-        plan_path=namespace.het_plan or "from the flags",
+        plan=plans[0],
+        plan_path=files[0],
+        turns=plans if len(plans) > 1 else (),
+        turn_files=files,
         transport=namespace.het_transport,
         report_dir=Path(namespace.het_report) if namespace.het_report else None,
         trace_dir=Path(namespace.het_trace) if namespace.het_trace else None,
@@ -154,8 +165,8 @@ def _auto_batch(namespace: argparse.Namespace, parser: argparse.ArgumentParser) 
     )
 
 
-def _plan(namespace: argparse.Namespace, rest: list[str]) -> tuple[Plan, list[str]]:
-    """The plan of the file or, without one, of Megatron's flags; with the schedule asked for."""
+def _plans(namespace: argparse.Namespace, rest: list[str]) -> tuple[tuple[Plan, ...], list[str]]:
+    """The plans of the files or, without one, that of Megatron's flags; with the schedule asked for."""
     from megatron_het.plan import load_plan
     from megatron_het.plan.from_flags import plan_from_flags
     from megatron_het.plan.validate import check_plan
@@ -165,12 +176,46 @@ def _plan(namespace: argparse.Namespace, rest: list[str]) -> tuple[Plan, list[st
         schedule = ScheduleSpec(namespace.het_schedule, parameters)
         plan, rest = plan_from_flags(rest, int(os.environ.get("WORLD_SIZE", "1")), schedule)
         check_plan(plan)
-        return plan, rest
-    plan = load_plan(namespace.het_plan)
-    name = namespace.het_schedule or plan.schedule.name
-    # Another schedule's parameters mean nothing to this one.
-    kept = plan.schedule.parameters if name == plan.schedule.name else {}
-    return replace(plan, schedule=ScheduleSpec(name, {**kept, **parameters})), rest
+        return (plan,), rest
+    plans = []
+    for file in namespace.het_plan:
+        plan = load_plan(file)
+        name = namespace.het_schedule or plan.schedule.name
+        # Another schedule's parameters mean nothing to this one.
+        kept = plan.schedule.parameters if name == plan.schedule.name else {}
+        plans.append(replace(plan, schedule=ScheduleSpec(name, {**kept, **parameters})))
+    return tuple(plans), rest
+
+
+def check_turns(plans: Sequence[Plan], files: Sequence[str]) -> None:
+    """Plans that take turns are for one training, and differ in the global batch size.
+
+    Raises:
+        PlanError: The first thing that does not fit.
+    """
+    first, sizes = plans[0], dict[int, str]()
+    for plan, file in zip(plans, files, strict=True):
+        for name, value, wanted in (
+            ("model", plan.model, first.model),
+            ("number of ranks", plan.world_size, first.world_size),
+            ("training.precision", plan.training.precision, first.training.precision),
+            (
+                "training.distributed_optimizer",
+                plan.training.distributed_optimizer,
+                first.training.distributed_optimizer,
+            ),
+        ):
+            if value != wanted:
+                raise PlanError("--het-plan", file, f"its {name} is {value}, that of {files[0]} is {wanted}")
+        size = plan.training.global_batch_size
+        if size in sizes:
+            raise PlanError(
+                "--het-plan",
+                file,
+                f"has the global batch size {size}, as {sizes[size]} has",
+                "Several plans take turns: give one for each global batch size",
+            )
+        sizes[size] = file
 
 
 def _schedule_parameters(namespace: argparse.Namespace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ class HetConfig:
     trace_iteration: int = 3
     auto_batch: Path | None = None
     least_zero: int = 0
+    turns: tuple[Plan, ...] = ()
+    """All plans of the job, where several take turns, one for each global batch size."""
+    turn_files: tuple[str, ...] = ()
 
     @property
     def is_active(self) -> bool:
@@ -53,8 +57,7 @@ _REFUSED = (
     Refusal("use_megatron_fsdp", "FSDP replaces the process groups that a plan sets up"),
     Refusal("fp8", "fp8 scaling statistics are reduced over groups that a plan does not have"),
     Refusal("fp4", "fp4 scaling statistics are reduced over groups that a plan does not have"),
-    Refusal("rampup_batch_size", "a plan routes a fixed number of microbatches"),
-    Refusal("step_batch_size_schedule", "a plan routes a fixed number of microbatches"),
+    Refusal("rampup_batch_size", "Megatron ignores it; give --step-batch-size-schedule and a plan for each size"),
     Refusal("mtp_num_layers", "multi-token prediction is not supported with a plan"),
     Refusal("hybrid_layer_pattern", "hybrid models are not supported with a plan"),
     Refusal(
@@ -156,6 +159,40 @@ def _check_model(plan: Plan, args: Any) -> None:
             length,
             f"a decoder's sequences have the length of --seq-length = {plan.model.seq_length}",
             "Leave the flag out",
+        )
+
+
+def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
+    """Compare Megatron's schedule of batch sizes with the plans of a job, of which each has one size.
+
+    Args:
+        plans: All of them.
+        args: Megatron's parsed arguments.
+
+    Raises:
+        PlanError: The first thing that does not fit.
+    """
+    given, flag = getattr(args, "step_batch_size_schedule", None), "--step-batch-size-schedule"
+    known = sorted({plan.training.global_batch_size for plan in plans})
+    if not given:
+        if len(plans) > 1:
+            raise PlanError("--het-plan", f"{len(plans)} plans", f"plans take turns as {flag} says", f"Give {flag}")
+        return
+    sizes = [word.rpartition(":")[2] for word in given.split()]
+    if unknown := [size for size in sizes if not size.isdecimal() or int(size) not in known]:
+        raise PlanError(
+            flag,
+            given,
+            f"a plan routes a fixed number of microbatches, and none is for a global batch size of {unknown[0]}; there "
+            f"are plans for {', '.join(map(str, known))}",
+            "Give a plan for each size: --het-plan PLAN PLAN ...",
+        )
+    if not args.train_samples:
+        raise PlanError(
+            "--train-samples",
+            args.train_samples,
+            f"with {flag} Megatron counts learning rates by samples",
+            "Give --train-samples, and --lr-decay-samples and --lr-warmup-samples in place of iterations",
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from megatron_het.config import (
     apply_after_validation,
     apply_plan,
     check_arguments,
+    check_batch_schedule,
     check_skipping,
     environment_of,
 )
@@ -51,6 +53,8 @@ def install(
     Raises:
         SystemExit: A bad flag or a bad plan.  Rank 0 prints the one error message.
     """
+    if _ENTERED:  # the script runs for one of several plans, and everything is ready for it
+        return _ENTERED[-1]
     argv = sys.argv if argv is None else argv
     if "--help" in argv or "-h" in argv:
         sys.stdout.write(het_help() + "\nMegatron's own flags:\n\n")
@@ -69,6 +73,12 @@ def install(
         found.check(found.find())
     except (PlanError, found.PatchError) as error:
         _exit_with(error)
+    if config.turns:
+        from megatron_het.elastic.turns import take_turns
+
+        take_turns(list(argv), config.turns, config.turn_files, _enter)
+    if boundary is not None:
+        config = replace(config, turns=boundary.plans)
     _check_outputs(config)
     if config.auto_batch is not None:
         config, rest = _with_measured_plan(config, rest)
@@ -84,6 +94,20 @@ def install(
     if config.plan is not None:
         _install_plan(config, device, make_session, boundary)
     return config
+
+
+_ENTERED: list[HetConfig] = []
+"""The configuration with which the script runs, where this process has started it itself."""
+
+
+def _enter(argv: list[str], boundary: Boundary) -> None:
+    """Run the script that has called :func:`install`, for one of several plans."""
+    sys.argv = argv
+    _ENTERED.append(install(argv, boundary=boundary))
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    finally:
+        _ENTERED.pop()
 
 
 def _with_measured_plan(config: HetConfig, words: list[str]) -> tuple[HetConfig, list[str]]:
@@ -198,7 +222,8 @@ def argument_problems(config: HetConfig, device: Platform, session: HetSession, 
     plan = config.plan
     assert plan is not None
     checks: tuple[Callable[[], None], ...] = (
-        lambda: check_arguments(plan, args, args.world_size),
+        lambda: check_batch_schedule(config.turns or (plan,), args),
+        *(functools.partial(check_arguments, one, args, args.world_size) for one in config.turns or (plan,)),
         lambda: session.check(args),
         lambda: _check_transport(config.transport, args.distributed_backend, device.has_nccl),
     )

@@ -8,7 +8,7 @@ attention treats as no packing at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-from megatron_het.attention.blocks import Blocks, take_blocks
+from megatron_het.attention.blocks import take_blocks
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.latent import Expansion, LatentCache, attend_by_latents, widths_of
 from megatron_het.attention.reach import Reach, Starts
 from megatron_het.attention.slice_attention import NO_EXCHANGE, LayerExchange, SharedSlices, slice_attention
+from megatron_het.plan.parts import Blocks
 
 
 @dataclass
@@ -33,16 +34,24 @@ class SliceParams(PackedSeqParams):
         index: Index of the slice.
         blocks: The tokens of the sequence that it is, for this context-parallel rank.
         starts: Where the documents of each sequence begin; None if documents do not matter.
+        parts: Tokens of the slice on each context-parallel rank.
     """
 
     microbatch: int = 0
     index: int = 0
     blocks: Blocks = ()
+    parts: tuple[int, ...] = ()
     starts: tuple[Starts, ...] | None = None
 
     @classmethod
     def make(
-        cls, microbatch: int, index: int, blocks: Blocks, seq_length: int, starts: tuple[Starts, ...] | None = None
+        cls,
+        microbatch: int,
+        index: int,
+        blocks: Blocks,
+        seq_length: int,
+        starts: tuple[Starts, ...] | None = None,
+        parts: tuple[int, ...] = (),
     ) -> SliceParams:
         """The parameters of one slice of a sequence of ``seq_length`` tokens."""
         # The lengths decide for how many positions rotary embeddings are made: for the whole
@@ -55,6 +64,7 @@ class SliceParams(PackedSeqParams):
             index=index,
             blocks=blocks,
             starts=starts,
+            parts=parts,
         )
 
 
@@ -88,7 +98,8 @@ class SliceCoreAttention(torch.nn.Module):
         self.cache = KVCache(slots, batch) if expansion is None else LatentCache(slots, batch, expansion)
         self._value_width = None if expansion is None else expansion.widths.value
         self.exchange: LayerExchange = NO_EXCHANGE
-        self.parallel: SharedSlices | None = None
+        self.sharing: Callable[[tuple[int, ...]], SharedSlices] | None = None
+        """The ranks that share a slice, by the tokens of each; None where nobody does."""
         self.softmax_offset = softmax_offset
         self._window_tokens = window_tokens
         self._scale = softmax_scale
@@ -137,7 +148,7 @@ class SliceCoreAttention(torch.nn.Module):
             index=packed_seq_params.index,
             scale=query.shape[-1] ** -0.5 if self._scale is None else self._scale,
             exchange=self.exchange,
-            parallel=self.parallel,
+            parallel=None if self.sharing is None else self.sharing(packed_seq_params.parts),
             reach=Reach(packed_seq_params.starts, self._window_tokens),
             sink=self.softmax_offset,
         )

@@ -49,6 +49,7 @@ from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.schedule.ir import Kind
+from megatron_het.schedule.kinds import OWNERS
 
 _BACKWARD = frozenset({Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD, Kind.BACKWARD})
 _SENDS = frozenset({Kind.KV_SEND, Kind.KV_SEND_BACKWARD})
@@ -91,7 +92,8 @@ class ContextExchange:
 
     Args:
         programs: This rank's programs, by whether they only run forwards.
-        unit_tokens: Tokens of an exchange unit.
+        unit_tokens: Tokens of an exchange unit on each rank: context-parallel ranks hold parts of slices.
+        rank: This rank.
         layers: Layers of every chunk that exchange, from its first.
         keys_channels: Carry keys and values.
         channels: Carry queries and results; not used by anything else, because inside a pass their order
@@ -104,7 +106,8 @@ class ContextExchange:
     def __init__(
         self,
         programs: Mapping[bool, RankProgram],
-        unit_tokens: int,
+        unit_tokens: Mapping[int, int],
+        rank: int,
         layers: int,
         keys_channels: Channels,
         channels: Channels,
@@ -112,11 +115,14 @@ class ContextExchange:
         device: torch.device,
         keep: bool = False,
     ) -> None:
-        self.unit_tokens, self._layers = unit_tokens, layers
+        self.unit_tokens, self._layers = unit_tokens[rank], layers
+        """Of this rank."""
         self._channels, self._timeline = channels, timeline
         self._device = device
         self._modes = {
-            forward_only: ExchangedKeys(program, unit_tokens, keys_channels, keep)
+            forward_only: ExchangedKeys(
+                program, lambda op: unit_tokens[rank if op.kind in OWNERS else op.peer], keys_channels, keep
+            )
             for forward_only, program in programs.items()
         }
         self._keys = self._modes[False]

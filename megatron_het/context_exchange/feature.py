@@ -87,10 +87,11 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature."""
     plan, options = context.plan, context.options
     slices = context.programs[False].shape.slices
-    pairs = exchange_edges(list(context.programs.values()), context.parts)
+    pairs = exchange_edges(list(context.programs.values()), context.boundaries)
     exchange = ContextExchange(
         context.lowered,
-        context.tokens // options.units,
+        {rank: tokens // options.units for rank, tokens in context.boundaries.part_lengths().items()},
+        context.rank,
         exchanged_layers([stage.layers for stage in plan.stages]),
         context.channels,
         context.new_channels("queries and results", pairs, _PENDING_SENDS),

@@ -7,7 +7,7 @@ with the last pass that uses it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -82,6 +82,8 @@ def _cover(op: RankOp, received: Sequence[RankOp]) -> tuple[Use, ...]:
     return tuple(Use(source, units[0], units[-1] + 1) for source, units in runs)
 
 
+UnitTokens = Callable[[RankOp], int]
+"""Tokens of an exchange unit of the rank that owns what an operation moves or attends to."""
 Ranges = tuple[tuple[int, int], ...]
 """Ranges ``[start, stop)`` of units."""
 
@@ -113,12 +115,12 @@ class ExchangedKeys:
 
     Args:
         program: This rank's training or evaluation program.
-        unit_tokens: Tokens of an exchange unit.
+        unit_tokens: Tokens of an exchange unit of the rank that owns the keys, by operation.
         channels: Carry them.
         keep: Whether gradients are added up here until the last pass.
     """
 
-    def __init__(self, program: RankProgram, unit_tokens: int, channels: Channels, keep: bool = False) -> None:
+    def __init__(self, program: RankProgram, unit_tokens: UnitTokens, channels: Channels, keep: bool = False) -> None:
         self._plan = KeyUses.of(program)
         self._unit_tokens = unit_tokens
         self._channels = channels
@@ -132,7 +134,8 @@ class ExchangedKeys:
 
     def send(self, op: RankOp, modules: Sequence[SliceCoreAttention], shape: AttentionShape) -> None:
         """Send what an operation names, of all layers of the chunk ``modules``."""
-        start, stop = op.start * self._unit_tokens, op.stop * self._unit_tokens
+        unit = self._unit_tokens(op)
+        start, stop = op.start * unit, op.stop * unit
         tensor = self._empty(op, len(modules), shape)
         for layer, module in enumerate(modules):
             module.cache.copy_tokens(op.microbatch, start, stop, tensor[layer], slice(op.lo, op.hi))
@@ -189,8 +192,8 @@ class ExchangedKeys:
 
     def _rows(self, use: Use, start: int, stop: int) -> slice:
         """Rows of units ``[start, stop)`` in what a use's source brought."""
-        first = use.source.start
-        return slice((start - first) * self._unit_tokens, (stop - first) * self._unit_tokens)
+        first, unit = use.source.start, self._unit_tokens(use.source)
+        return slice((start - first) * unit, (stop - first) * unit)
 
     def drop(self, op: RankOp) -> None:
         """Let go of what nothing after an ATTEND_HELP needs."""
@@ -215,5 +218,5 @@ class ExchangedKeys:
 
     def _empty(self, op: RankOp, layers: int, shape: AttentionShape) -> torch.Tensor:
         """``[layers, 2, tokens, b, groups, d]``."""
-        tokens = (op.stop - op.start) * self._unit_tokens
+        tokens = (op.stop - op.start) * self._unit_tokens(op)
         return torch.empty((layers, 2, *shape.keys(tokens)), dtype=shape.dtype, device=shape.device)

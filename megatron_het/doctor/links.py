@@ -17,7 +17,7 @@ from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat
 from megatron_het.doctor.expectations import Expectations
 from megatron_het.doctor.words import duration, rate
 from megatron_het.lowering.programs import build
-from megatron_het.lowering.ranks import boundary_maps, edges
+from megatron_het.lowering.ranks import boundary_map, edges
 from megatron_het.lowering.transports import choose_transport
 from megatron_het.plan import Placement, Plan
 
@@ -127,8 +127,8 @@ def chosen_transport(seat: Seat, platform: Any) -> Any:
 def pairs_of(plan: Plan) -> list[tuple[int, int]]:
     """Pairs of ranks between which activations or gradients travel, the lower rank first."""
     programs = list(build(plan).values())
-    parts = boundary_maps(Placement(plan), programs[0].shape.slices)
-    return sorted({(min(edge), max(edge)) for edge in edges(programs, parts)})
+    boundaries = boundary_map(Placement(plan), programs[0].shape.slices)
+    return sorted({(min(edge), max(edge)) for edge in edges(programs, boundaries)})
 
 
 def rounds_of(pairs: Iterable[tuple[int, int]], hosts: Sequence[str]) -> list[list[tuple[int, int]]]:

@@ -19,7 +19,7 @@ from megatron_het.doctor.links import chosen_transport
 from megatron_het.doctor.meeting import hear, tell
 from megatron_het.doctor.words import amount, rate
 from megatron_het.lowering.programs import build
-from megatron_het.lowering.ranks import RankOp, RankProgram, boundary_maps, edges, lower
+from megatron_het.lowering.ranks import RankOp, RankProgram, boundary_map, edges, lower
 from megatron_het.lowering.transports import posted_for
 from megatron_het.plan import Placement, Plan
 from megatron_het.schedule.ir import Kind
@@ -122,19 +122,18 @@ class Traffic:
         self._plan, self._rank, self._platform = plan, rank, platform
         self._programs = build(plan, rank)
         program, placement = self._programs[False], Placement(plan)
-        parts = boundary_maps(placement, program.shape.slices)
+        boundaries = boundary_map(placement, program.shape.slices)
         where = placement.locate(rank)
-        mine = parts[where.cp_rank]
         device = program.shape.device(where.stage, where.replica)
         self._stage = where.stage
-        self._rows = mine.local_length(device, where.tp_rank)
+        self._rows = boundaries.local_length(device, rank)
         self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.training.precision, torch.float32)
-        self.program: RankProgram = lower(posted_for(transport, program), mine, device, where.tp_rank, rank)
+        self.program: RankProgram = lower(posted_for(transport, program), boundaries, device, rank)
         self._pairs = PairGroups(rank, _TIMEOUT_S)
         self.channels = Channels.open(
             self._pairs,
             "transfers",
-            edges(list(self._programs.values()), parts),
+            edges(list(self._programs.values()), boundaries),
             transport,
             _TIMEOUT_S,
             rank,

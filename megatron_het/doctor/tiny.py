@@ -25,7 +25,7 @@ def tiny_plan(plan: Plan) -> Plan:
     """The plan with a tiny dense model, and with as few microbatches as its schedule and its routes allow."""
     sizes = math.lcm(*(r.tp for s in plan.stages for r in s.replicas))
     slices = build(plan)[False].shape.slices
-    cp = plan.stages[0].replicas[0].cp
+    parts = math.lcm(*(r.cp for s in plan.stages for r in s.replicas))
     stages = tuple(
         replace(
             s,
@@ -34,8 +34,8 @@ def tiny_plan(plan: Plan) -> Plan:
         )
         for s in plan.stages
     )
-    heads = sizes * cp * (2 if sizes * cp < 4 else 1)
-    length = slices * cp * sizes * _TOKENS
+    heads = sizes * parts * (2 if sizes * parts < 4 else 1)
+    length = slices * parts * sizes * _TOKENS
     model = ModelShape(
         num_layers=sum(n for s in stages for n in s.layers),
         hidden_size=heads * _HEAD_DIM,

@@ -63,7 +63,12 @@ def run_session(
     write_json(plan, generation.plan.to_json(), durable=False)
     rank = generation.ranks.index(boundary.process)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(generation.ranks)))
-    sys.argv = ["megatron_het.elastic", *_with_own_folders(flags, generation.number), "--het-plan", str(plan)]
+    sys.argv = [
+        "megatron_het.elastic",
+        *with_own_folders(flags, f"generation-{generation.number}"),
+        "--het-plan",
+        str(plan),
+    ]
     try:
         entry(boundary)
     except Leave as leave:
@@ -94,17 +99,22 @@ def _told(error: BaseException) -> str:
     return failed_writes.noted() or text
 
 
-def _with_own_folders(flags: Sequence[str], number: int) -> list[str]:
-    """The flags with reports and traces of every generation in a folder of its own: ranks change their meaning."""
+def with_own_folders(flags: Sequence[str], name: str) -> list[str]:
+    """The flags with reports and traces of every plan in a folder of its own: ranks change their meaning.
+
+    Args:
+        flags: Command line of the training.
+        name: Of the folder.
+    """
     found = list(flags)
     for i, word in enumerate(found):
-        name, equals, value = word.partition("=")
-        if name not in ("--het-report", "--het-trace"):
+        flag, equals, value = word.partition("=")
+        if flag not in ("--het-report", "--het-trace"):
             continue
         if equals:
-            found[i] = f"{name}={Path(value) / f'generation-{number}'}"
+            found[i] = f"{flag}={Path(value) / name}"
         elif i + 1 < len(found):
-            found[i + 1] = str(Path(found[i + 1]) / f"generation-{number}")
+            found[i + 1] = str(Path(found[i + 1]) / name)
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, option
-from megatron_het.features.slices import SLICED_SCHEDULES, not_sliced, rank_tokens
+from megatron_het.features.slices import SLICED_SCHEDULES, not_sliced, slice_tokens
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.exchange import exchanged_layers
@@ -64,8 +64,8 @@ class ExchangeOptions:
         flag="--het-exchange-units",
         metavar="Q",
         help="the context exchange moves attention in units of 1/Q of a slice (default: 2)",
-        accepts=lambda value, plan: value >= 1 and rank_tokens(plan) % value == 0,
-        problem=lambda plan: f"must be a whole number that divides the {rank_tokens(plan)} tokens of a slice",
+        accepts=lambda value, plan: value >= 1 and slice_tokens(plan) % value == 0,
+        problem=lambda plan: f"must be a whole number that divides the {slice_tokens(plan)} tokens of a slice",
         where="--het-exchange-units",
     )
     keep: bool = option(

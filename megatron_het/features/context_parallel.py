@@ -1,13 +1,20 @@
-"""Context parallelism: the ranks of a replica share every sequence.  A plan's replicas say so, not a parameter."""
+"""Context parallelism: the ranks of a replica share every sequence.  A plan's replicas say so, not a parameter.
+
+Replicas may have different sizes, and their ranks parts of different size: what travels between two stages are the
+pieces that sender and receiver have in common (``lowering/boundary.py``).
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_het.features.base import Feature, Refusal
-from megatron_het.features.slices import slices_of
-from megatron_het.plan import Plan, PlanError
+from megatron_het.features.context_exchange import ContextExchange
+from megatron_het.features.slices import slice_tokens
+from megatron_het.plan import Plan, PlanError, Replica
+from megatron_het.plan.parts import least_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +22,10 @@ class ContextParallelOptions:
     """How many ranks share a sequence.
 
     Attributes:
-        size: Ranks per sequence, above 1.
+        sizes: Of the plan's replicas, ascending; the last one is above 1.
     """
 
-    size: int
+    sizes: tuple[int, ...]
 
 
 _FLAG = "--context-parallel-size"
@@ -45,25 +52,33 @@ class ContextParallel(Feature):
     )
 
     def options_of(self, plan: Plan) -> ContextParallelOptions | None:
-        """The size of the plan's replicas."""
-        return ContextParallelOptions(plan.context_parallel) if plan.context_parallel > 1 else None
+        """The sizes of the plan's replicas."""
+        sizes = tuple(sorted({r.cp for stage in plan.stages for r in stage.replicas}))
+        return ContextParallelOptions(sizes) if sizes[-1] > 1 else None
 
     def check_plan(self, plan: Plan, options: ContextParallelOptions) -> None:
         """Refuse slices that do not divide over the ranks."""
-        tokens = plan.model.seq_length // slices_of(plan)
-        if tokens % (2 * options.size):
-            raise PlanError(
-                _FLAG,
-                options.size,
-                f"a rank holds two of {2 * options.size} equal blocks of every slice, or of the "
-                f"sequence without slices; {tokens} tokens do not divide",
-            )
+        tokens = slice_tokens(plan)
+        for s, stage in enumerate(plan.stages):
+            for q, replica in enumerate(stage.replicas):
+                grain = part_grain(plan, replica)
+                least = least_tokens(replica.cp, grain)
+                if replica.cp > 1 and (tokens % 2 or tokens % grain or tokens < least):
+                    even = math.lcm(2, grain)
+                    raise PlanError(
+                        f"stages[{s}].replicas[{q}].cp",
+                        replica.cp,
+                        f"a rank holds a block from the start and one from the end of every slice, or of the sequence "
+                        f"without slices, together a multiple of {grain}; so these need a multiple of {even} tokens, "
+                        f"at least {least}, not {tokens}",
+                    )
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
         """The table, and another size than the plan's."""
         super().check_any_arguments(plan, args)
-        if args.context_parallel_size not in (1, plan.context_parallel):
-            problem = f"the plan says {[plan.context_parallel]}"
+        sizes = sorted({r.cp for stage in plan.stages for r in stage.replicas})
+        if args.context_parallel_size != 1 and [args.context_parallel_size] != sizes:
+            problem = f"the plan says {sizes}"
             raise PlanError(_FLAG, args.context_parallel_size, problem, "Leave the flag out")
 
     def check_arguments(self, plan: Plan, options: ContextParallelOptions, args: Any) -> None:
@@ -84,4 +99,15 @@ class ContextParallel(Feature):
 
     def beyond_stock(self, plan: Plan, options: ContextParallelOptions) -> str:
         """What travels."""
-        return f"context-parallel size {options.size}, which sends queries instead of keys and values"
+        sizes = " and ".join(map(str, options.sizes))
+        return f"context-parallel size {sizes}, which sends queries instead of keys and values"
+
+
+def part_grain(plan: Plan, replica: Replica) -> int:
+    """What the tokens of every context-parallel rank of a replica are a multiple of.
+
+    TP ranks divide them under sequence parallelism, and the context exchange takes them in units.
+    """
+    exchange = ContextExchange().options_of(plan)
+    divided = replica.tp if plan.training.sequence_parallel else 1
+    return math.lcm(divided, exchange.units if exchange else 1)

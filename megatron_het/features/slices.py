@@ -72,7 +72,7 @@ class Slices(Feature):
         """Refuse numbers of slices that leave a remainder or stages without work."""
         if is_sliced(plan):
             _check_number(plan)
-        tokens = rank_tokens(plan)
+        tokens = slice_tokens(plan)
         sizes = sorted({r.tp for stage in plan.stages for r in stage.replicas})
         if plan.training.sequence_parallel and any(tokens % size for size in sizes):
             raise PlanError(
@@ -114,9 +114,9 @@ def slices_of(plan: Plan) -> int:
     return plan.schedule.parameters.get(_SLICES, 1) if is_sliced(plan) else 1
 
 
-def rank_tokens(plan: Plan) -> int:
-    """Tokens of a slice on one rank, before TP divides them; of the sequence without slices."""
-    return plan.model.seq_length // slices_of(plan) // plan.context_parallel
+def slice_tokens(plan: Plan) -> int:
+    """Tokens of a slice; of the sequence without slices."""
+    return plan.model.seq_length // slices_of(plan)
 
 
 def not_sliced(plan: Plan, given: Option) -> PlanError:

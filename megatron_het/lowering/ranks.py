@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_het.features.context_parallel import part_grain
 from megatron_het.lowering.boundary import Piece, Side, pieces
-from megatron_het.plan import Placement
+from megatron_het.plan import Placement, Plan, Replica
+from megatron_het.plan.parts import part_tokens
 from megatron_het.schedule.deps import Dependencies
 from megatron_het.schedule.ir import EXCHANGE, RECEIVES, SENDS, Kind, Op, Program
 from megatron_het.schedule.joint import HELPS, joint_slots
@@ -68,69 +70,79 @@ class BoundaryMap:
 
     Args:
         placement: The plan's lookup tables.
-        seq_length: Length of the sequence that travels, in tokens; a context-parallel rank's part.
+        seq_length: Length of the sequence, or the slice, that travels, in tokens.
         sequence_parallel: Whether replicas with TP > 1 split the sequence.
-        cp_rank: Which part of the sequence; the ranks that have it keep to themselves.
-
-    Attributes:
-        tokens: The length.
     """
 
-    def __init__(self, placement: Placement, seq_length: int, sequence_parallel: bool, cp_rank: int = 0) -> None:
-        self.tokens = seq_length
-        self._groups = placement.plan.model.num_query_groups
-        self._sides = [Side(r.tp_group(cp_rank), sequence_parallel) for s in placement.plan.stages for r in s.replicas]
+    def __init__(self, placement: Placement, seq_length: int, sequence_parallel: bool) -> None:
+        plan = placement.plan
+        self._tokens, self._groups = seq_length, plan.model.num_query_groups
+        self._replicas = [replica for stage in plan.stages for replica in stage.replicas]
+        self._sides = [side_of(plan, replica, sequence_parallel) for replica in self._replicas]
         self._cache: dict[tuple[int, int], list[Piece]] = {}
 
     def pieces(self, sender: int, receiver: int) -> list[Piece]:
         """Pieces of a transfer between two devices (indices of the Program)."""
         if (sender, receiver) not in self._cache:
-            found = pieces(self._sides[sender], self._sides[receiver], self.tokens)
+            found = pieces(self._sides[sender], self._sides[receiver], self._tokens)
             self._cache[sender, receiver] = found
         return self._cache[sender, receiver]
 
     def shared_groups(self, owner: int, helper: int) -> list[Piece]:
-        """The key-value groups that ranks of two devices share, as world ranks and intervals of all groups.
+        """The key-value groups that ranks of two devices share, each counted as its own rank does.
 
         Every TP rank of a device has an equal interval of them, and so of the heads that attend to them.
+        What a context-parallel rank gives away goes to one of the helper's.
         """
-        sides = Side(self._sides[owner].ranks, True), Side(self._sides[helper].ranks, True)
-        return pieces(*sides, self._groups)
-
-    def first_group(self, device: int, rank: int) -> int:
-        """The first key-value group of a rank of a device."""
-        side = Side(self._sides[device].ranks, True)
-        return side.interval(side.ranks.index(rank), self._groups)[0]
+        has, gets = self._replicas[owner], self._replicas[helper]
+        found: list[Piece] = []
+        for part in range(has.cp):
+            sides = Side((has.tp_group(part),), True), Side((gets.tp_group(part % gets.cp),), True)
+            found += pieces(*sides, self._groups)
+        return found
 
     def pairs(self, owner: int, helper: int) -> list[tuple[int, int]]:
         """World ranks of two devices that share attention heads."""
         return [(piece.src, piece.dst) for piece in self.shared_groups(owner, helper)]
 
-    def offset(self, device: int, tp_rank: int) -> int:
-        """First token of the interval that a rank holds."""
-        return self._sides[device].interval(tp_rank, self.tokens)[0]
+    def local_length(self, device: int, rank: int) -> int:
+        """Tokens of an activation on a world rank of a device."""
+        return self._sides[device].length(rank, self._tokens)
 
-    def local_length(self, device: int, tp_rank: int) -> int:
-        """Tokens that a rank holds of an activation."""
-        lo, hi = self._sides[device].interval(tp_rank, self.tokens)
-        return hi - lo
+    def part_lengths(self) -> dict[int, int]:
+        """Tokens on each world rank, before TP ranks divide them."""
+        found: dict[int, int] = {}
+        for side in self._sides:
+            tokens = [part_tokens(blocks) for blocks in side.blocks(self._tokens)]
+            found.update((rank, tokens[part]) for rank, part, _ in side.ranks())
+        return found
 
 
-def boundary_maps(placement: Placement, slices: int) -> list[BoundaryMap]:
-    """The pieces of what travels of a sequence, for each context-parallel rank.
+def side_of(plan: Plan, replica: Replica, divided: bool) -> Side:
+    """How a replica divides sequences.
+
+    Args:
+        plan: The plan.
+        replica: One of its replicas.
+        divided: Whether TP ranks divide what their context-parallel rank holds.
+    """
+    groups = tuple(replica.tp_group(part) for part in range(replica.cp))
+    return Side(groups, divided, replica.shares, part_grain(plan, replica))
+
+
+def boundary_map(placement: Placement, slices: int) -> BoundaryMap:
+    """The pieces of what travels of a sequence.
 
     Args:
         placement: The plan's lookup tables.
         slices: Slices per sequence.
     """
-    model, training, parts = placement.plan.model, placement.plan.training, placement.num_cp_ranks
-    tokens = model.seq_length // slices // parts
-    return [BoundaryMap(placement, tokens, training.sequence_parallel, part) for part in range(parts)]
+    plan = placement.plan
+    return BoundaryMap(placement, plan.model.seq_length // slices, plan.training.sequence_parallel)
 
 
-def lower(program: Program, boundaries: BoundaryMap, device: int, tp_rank: int, rank: int) -> RankProgram:
-    """The program of one rank.  Keeps the device's order, so it stays a projection of the global one."""
-    offset = boundaries.offset(device, tp_rank)
+def lower(program: Program, boundaries: BoundaryMap, device: int, rank: int) -> RankProgram:
+    """The program of one world rank.  Keeps the device's order, so it stays a projection of the global one."""
     ops: list[RankOp] = []
     backwards = [0] * len(program.shape.layers[program.devices[device].stage])
     idle = _idle_work(program, device)
@@ -138,7 +150,7 @@ def lower(program: Program, boundaries: BoundaryMap, device: int, tp_rank: int, 
         if op.kind in EXCHANGE:
             ops.extend(_exchange(op, boundaries, device, rank, op in idle))
         elif op.kind in SENDS or op.kind in RECEIVES:
-            ops.extend(_transfer(op, boundaries, device, rank, offset))
+            ops.extend(_transfer(op, boundaries, device, rank))
         else:
             if op.kind in INPUT_GRADIENTS:
                 backwards[op.chunk] += 1
@@ -181,7 +193,7 @@ def _exchange(op: Op, boundaries: BoundaryMap, device: int, rank: int, is_work: 
     mine = [piece for piece in shared if rank == (piece.src if owns else piece.dst)]
     found = []
     for i, piece in enumerate(mine):
-        first = boundaries.first_group(device if owns else op.peer, piece.src)
+        lo, hi = piece.rows(sending=True)
         found.append(
             RankOp(
                 op.kind,
@@ -190,8 +202,8 @@ def _exchange(op: Op, boundaries: BoundaryMap, device: int, rank: int, is_work: 
                 op.chunk,
                 _label(op),
                 piece.dst if owns else piece.src,
-                piece.lo - first,
-                piece.hi - first,
+                lo,
+                hi,
                 is_final_piece=is_work and i == len(mine) - 1,
                 start=op.start,
                 stop=op.stop,
@@ -200,7 +212,7 @@ def _exchange(op: Op, boundaries: BoundaryMap, device: int, rank: int, is_work: 
     return found
 
 
-def _transfer(op: Op, boundaries: BoundaryMap, device: int, rank: int, offset: int) -> list[RankOp]:
+def _transfer(op: Op, boundaries: BoundaryMap, device: int, rank: int) -> list[RankOp]:
     sending = op.kind in SENDS
     sender, receiver = (device, op.peer) if sending else (op.peer, device)
     mine = [p for p in boundaries.pieces(sender, receiver) if rank == (p.src if sending else p.dst)]
@@ -212,8 +224,7 @@ def _transfer(op: Op, boundaries: BoundaryMap, device: int, rank: int, offset: i
             op.chunk,
             _label(op),
             piece.dst if sending else piece.src,
-            piece.lo - offset,
-            piece.hi - offset,
+            *piece.rows(sending=sending),
             i == len(mine) - 1,
         )
         for i, piece in enumerate(mine)
@@ -227,35 +238,33 @@ def _label(op: Op) -> str:
     return text + (f" slice {op.slice}" if op.slice else "")
 
 
-def edges(programs: Sequence[Program], parts: Sequence[BoundaryMap]) -> list[tuple[int, int]]:
+def edges(programs: Sequence[Program], boundaries: BoundaryMap) -> list[tuple[int, int]]:
     """Directed rank pairs that the programs use, in an order that is the same on every rank.
 
     Keys and values of the context exchange included, its queries and results not.
 
     Args:
         programs: Training and evaluation.
-        parts: The boundaries of every context-parallel rank.
+        boundaries: Of the plan.
     """
     found: set[tuple[int, int]] = set()
     for program in programs:
         for device, ops in enumerate(program.ops):
             for kind, peer in {(op.kind, op.peer) for op in ops if op.kind in SENDS}:
-                for boundaries in parts:
-                    if kind in EXCHANGE:
-                        found.update(boundaries.pairs(device, peer))
-                    else:
-                        found.update((p.src, p.dst) for p in boundaries.pieces(device, peer))
+                if kind in EXCHANGE:
+                    found.update(boundaries.pairs(device, peer))
+                else:
+                    found.update((p.src, p.dst) for p in boundaries.pieces(device, peer))
     return sorted(found)
 
 
-def exchange_edges(programs: Sequence[Program], parts: Sequence[BoundaryMap]) -> list[tuple[int, int]]:
+def exchange_edges(programs: Sequence[Program], boundaries: BoundaryMap) -> list[tuple[int, int]]:
     """Directed rank pairs over which queries and results of the context exchange travel."""
     pairs = {
         pair
         for program in programs
         for device, ops in enumerate(program.ops)
         for peer in {op.peer for op in ops if op.kind in HELPS}
-        for boundaries in parts
         for pair in boundaries.pairs(device, peer)
     }
     return sorted(pairs | {(dst, src) for src, dst in pairs})

@@ -23,6 +23,8 @@ LARGEST = {
 """Largest values of a model's and a batch's sizes; the model file has the same."""
 SLOWEST, FASTEST = 1e-6, 1e6
 """Range of relative speeds."""
+LARGEST_SHARE = 1_000_000
+"""Of a context-parallel rank, relative to the others."""
 MAX_NAME, MAX_NOTES = 200, 20_000
 """Characters of a device's name and of the notes."""
 

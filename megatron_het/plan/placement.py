@@ -50,11 +50,6 @@ class Placement:
         return len(self._where)
 
     @property
-    def num_cp_ranks(self) -> int:
-        """Ranks that share every sequence, each with one part of it."""
-        return self.plan.stages[0].replicas[0].cp
-
-    @property
     def num_stages(self) -> int:
         """Number of pipeline stages."""
         return len(self.plan.stages)

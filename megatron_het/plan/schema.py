@@ -126,12 +126,14 @@ class Replica:
     """The zone that its node is meant to be in, where the cluster file has this kind of device in several; never
     changes a result."""
     cp: int = field(default=1, metadata={"omit_default": True})
-    """Context-parallel size; the same in the whole plan."""
+    """Context-parallel size."""
     state_share: float = field(default=1.0, metadata={"omit_default": True})
     """How much of the stage's parameters, gradients and optimizer state this replica keeps under a
     parameter window, relative to the other replicas of the stage that cut weights alike; 0 keeps nothing."""
     ep: int = field(default=1, metadata={"omit_default": True})
     """Expert-parallel size: the experts of a layer are divided over so many parts of every tensor-parallel group."""
+    cp_shares: tuple[int, ...] = field(default=(), metadata={"omit_default": True})
+    """How much of every sequence each context-parallel rank holds, relative to the others; none for equal parts."""
 
     @property
     def tp(self) -> int:
@@ -142,6 +144,11 @@ class Replica:
     def cut(self) -> Cut:
         """How this replica cuts weights."""
         return Cut(self.tp, self.ep)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How the context-parallel ranks divide a sequence."""
+        return self.cp_shares or (1,) * self.cp
 
     def tp_group(self, cp_rank: int = 0) -> tuple[int, ...]:
         """World ranks of the tensor-parallel group of a context-parallel rank."""
@@ -217,8 +224,8 @@ class Plan:
 
     @property
     def context_parallel(self) -> int:
-        """Ranks that share every sequence."""
-        return self.stages[0].replicas[0].cp
+        """The most ranks that share a sequence."""
+        return max(r.cp for s in self.stages for r in s.replicas)
 
     @property
     def num_microbatches(self) -> int:

@@ -6,7 +6,7 @@ import itertools
 import math
 
 from megatron_het.plan.errors import PlanError
-from megatron_het.plan.limits import check_limits, check_sizes
+from megatron_het.plan.limits import LARGEST_SHARE, check_limits, check_sizes
 from megatron_het.plan.schema import Cut, ModelShape, Plan, Replica, Stage, TrainingShape
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -78,7 +78,7 @@ def _check_ranks(plan: Plan) -> None:
             where = f"stages[{s}].replicas[{q}].ranks"
             if not replica.ranks:
                 raise PlanError(where, [], "a replica needs at least one rank")
-            _check_context_parallel(replica, f"stages[{s}].replicas[{q}].cp", plan.context_parallel)
+            _check_context_parallel(replica, f"stages[{s}].replicas[{q}]")
             _check_expert_parallel(replica, f"stages[{s}].replicas[{q}].ep")
             for rank in replica.ranks:
                 if rank in seen:
@@ -104,16 +104,17 @@ def _check_ranks(plan: Plan) -> None:
     _check_special_ranks(plan)
 
 
-def _check_context_parallel(replica: Replica, where: str, expected: int) -> None:
+def _check_context_parallel(replica: Replica, where: str) -> None:
     if replica.cp < 1 or len(replica.ranks) % replica.cp:
-        raise PlanError(where, replica.cp, f"must divide the {len(replica.ranks)} ranks of the replica")
-    if replica.cp != expected:
+        raise PlanError(f"{where}.cp", replica.cp, f"must divide the {len(replica.ranks)} ranks of the replica")
+    shares = replica.cp_shares
+    if shares and (len(shares) != replica.cp or not all(1 <= share <= LARGEST_SHARE for share in shares)):
         raise PlanError(
-            where,
-            replica.cp,
-            f"the first replica has {expected}: each context-parallel rank talks to the one "
-            "with the same part of the sequence in the next stage",
-            "Use one size in the whole plan",
+            f"{where}.cp_shares",
+            list(shares),
+            f"must be {replica.cp} whole numbers of 1 to {LARGEST_SHARE}, one per context-parallel rank: how much of "
+            "every sequence each holds, relative to the others",
+            "Leave it out for equal parts",
         )
 
 
@@ -133,15 +134,14 @@ def _check_crossing_ranks(stage: Stage, s: int) -> None:
     Megatron's distributed optimizer gives the n-th replica of a data-parallel group the n-th shard,
     and sums norm gradients over TP groups shard by shard: both need one n for a whole replica.
     """
-    classes: dict[Cut, list[int]] = {}
+    classes: dict[Cut, list[tuple[tuple[int, ...], int]]] = {}
     for q, replica in enumerate(stage.replicas):
-        classes.setdefault(replica.cut, []).append(q)
+        groups = [(replica.tp_group(part), q) for part in range(replica.cp)]
+        classes.setdefault(replica.cut, []).extend(groups)
     for members in classes.values():
         # In the order of their first ranks, neighbours decide: "comes first" is transitive.
-        members.sort(key=lambda q: stage.replicas[q].ranks)
-        for p, q in itertools.pairwise(members):
-            first, second = stage.replicas[p], stage.replicas[q]
-            if not all(a < b for a, b in zip(first.ranks, second.ranks, strict=True)):
+        for (first, p), (second, q) in itertools.pairwise(sorted(members)):
+            if not all(a < b for a, b in zip(first, second, strict=True)):
                 earlier, later = min(p, q), max(p, q)
                 raise PlanError(
                     f"stages[{s}].replicas[{later}].ranks",
@@ -234,12 +234,6 @@ def _check_divisibility(stage: Stage, s: int, model: ModelShape, training: Train
             size = getattr(model, name)
             if size is not None and size % tp:
                 raise PlanError(where, list(replica.ranks), f"TP size {tp} does not divide model.{name} = {size}")
-        if replica.cp > 1 and model.seq_length % (2 * replica.cp):
-            raise PlanError(
-                f"stages[{s}].replicas[{q}].cp",
-                replica.cp,
-                f"twice as many blocks must divide model.seq_length = {model.seq_length}",
-            )
         if training.sequence_parallel and model.seq_length % tp:
             raise PlanError(
                 where,

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_het.plan import Plan
+
 
 class Boundary:
     """Called by a run with a plan at the places where the plan may change.  This one does nothing.
@@ -16,11 +18,13 @@ class Boundary:
         store: Where the ranks meet; None for where ``torch.distributed`` finds it by itself.
         outlives_sessions: Whether the process goes on after a session, however it ended; then somebody else finds out
             who has stopped.
+        plans: Of the whole job, where several take turns.
     """
 
     restores = False
     store: Any = None
     outlives_sessions = False
+    plans: tuple[Plan, ...] = ()
 
     def prepare(self, args: Any) -> None:
         """Megatron's arguments are parsed and not validated yet."""

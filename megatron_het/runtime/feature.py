@@ -202,8 +202,7 @@ class OpenContext:
         channels: The pipeline's transfers.
         programs: The plan's programs, by whether they only run forwards.
         lowered: This rank's part of them.
-        parts: The boundaries of every context-parallel rank.
-        tokens: Tokens of a slice on this rank, before TP divides them.
+        boundaries: What travels between stages.
         platform: What this process computes on.
         timeline: Is told about waiting.
         batches: What forwards read; a feature may put another reader here.
@@ -220,8 +219,7 @@ class OpenContext:
     channels: Channels
     programs: Mapping[bool, Program]
     lowered: Mapping[bool, RankProgram]
-    parts: Sequence[BoundaryMap]
-    tokens: int
+    boundaries: BoundaryMap
     platform: Platform
     timeline: Timeline
     batches: Batches = field(default_factory=Batches)

@@ -22,7 +22,8 @@ def of_whole_stage(reports: Reports, placement: Placement, groups: PlanGroups) -
     Megatron sums entries over the data-parallel group, which here is one class of replicas only.
     """
     where = placement.locate(groups.rank)
-    if len(placement.plan.stages[where.stage].replicas) == 1 and placement.num_cp_ranks == 1:
+    replicas = placement.plan.stages[where.stage].replicas
+    if len(replicas) == 1 and replicas[0].cp == 1:
         return reports
     total = _summed(reports, placement.plan.num_microbatches)
     for value in total.values():

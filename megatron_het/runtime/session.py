@@ -18,7 +18,7 @@ from megatron_het.config import HetConfig
 from megatron_het.features import features_of, tied_copies
 from megatron_het.gradients.finalize import GradientFinalizer, count_once_in_params_norm, mark_duplicates, mark_sharded
 from megatron_het.lowering.programs import build, program_of
-from megatron_het.lowering.ranks import boundary_maps, edges, lower
+from megatron_het.lowering.ranks import boundary_map, edges, lower
 from megatron_het.lowering.transports import Choice, choose_transport, posted_for
 from megatron_het.plan import Placement, plan_hash
 from megatron_het.platform import Platform
@@ -131,14 +131,13 @@ class HetSession:
         timeout_s = args.distributed_timeout_minutes * 60
         programs = self._programs
         slices = programs[False].shape.slices
-        parts = boundary_maps(self.placement, slices)
-        boundaries = parts[where.cp_rank]
+        boundaries = boundary_map(self.placement, slices)
         device = programs[False].shape.device(where.stage, where.replica)
-        self._local_seq_length = boundaries.local_length(device, where.tp_rank)
+        self._local_seq_length = boundaries.local_length(device, rank)
         self._channels = Channels.open(
             self.groups.pairs,
             "transfers",
-            edges(list(programs.values()), parts),
+            edges(list(programs.values()), boundaries),
             choice.transport,
             timeout_s,
             rank,
@@ -158,11 +157,10 @@ class HetSession:
             channels=self._channels,
             programs=programs,
             lowered={
-                mode: lower(posted_for(choice.transport, program), boundaries, device, where.tp_rank, rank)
+                mode: lower(posted_for(choice.transport, program), boundaries, device, rank)
                 for mode, program in programs.items()
             },
-            parts=parts,
-            tokens=boundaries.tokens,
+            boundaries=boundaries,
             platform=self._platform,
             timeline=self._timeline,
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from megatron_het.features.context_parallel import part_grain
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 from megatron_het.slices.sequences import SlicedSequences
 
@@ -40,9 +41,18 @@ class SlicesFeature(RuntimeFeature):
 
 def open_sequences(context: OpenContext, slices: int) -> SlicesFeature:
     """Forwards run ``slices`` slices per sequence from here on, or one that is the sequence."""
-    part = context.placement.locate(context.rank).cp_rank, context.placement.num_cp_ranks
-    largest = context.plan.training.micro_batch_size
-    sequences = SlicedSequences(context.args, slices, context.lowered, context.platform.device, part, largest)
+    where, plan = context.placement.locate(context.rank), context.plan
+    replica = context.placement.replica(where.stage, where.replica)
+    sequences = SlicedSequences(
+        context.args,
+        slices,
+        context.lowered,
+        context.platform.device,
+        part=where.cp_rank,
+        shares=replica.shares,
+        grain=part_grain(plan, replica),
+        batch=plan.training.micro_batch_size,
+    )
     context.batches = sequences
     return SlicesFeature(sequences)
 

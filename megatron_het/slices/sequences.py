@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_het.attention.blocks import Blocks, take_blocks, token_blocks
+from megatron_het.attention.blocks import take_blocks
 from megatron_het.lowering.ranks import RankOp, RankProgram
+from megatron_het.plan.parts import Blocks, part_tokens, token_blocks
 from megatron_het.runtime.batches import Batches
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
 
@@ -41,7 +42,9 @@ class SlicedSequences(Batches):
         slices: Slices per sequence.
         programs: This rank's programs; they decide how many key-value chunks live at once.
         device: What this rank computes on.
-        part: Which part of every slice this rank holds, and of how many.
+        part: Which part of every slice this rank holds.
+        shares: How the ranks of the context-parallel group divide a slice.
+        grain: What the tokens of each are a multiple of.
         batch: Sequences of the largest microbatch; None where all are alike.
     """
 
@@ -51,7 +54,9 @@ class SlicedSequences(Batches):
         slices: int,
         programs: Mapping[bool, RankProgram],
         device: torch.device,
-        part: tuple[int, int] = (0, 1),
+        part: int = 0,
+        shares: Sequence[int] = (1,),
+        grain: int = 1,
         batch: int | None = None,
     ) -> None:
         from megatron_het.attention.core import CurrentSlice
@@ -62,13 +67,12 @@ class SlicedSequences(Batches):
         self._device = device
         self._largest = batch
         self._seq_length = args.seq_length
-        rank, size = part
         whole = args.seq_length // slices
-        self._tokens = whole // size
+        blocks = token_blocks(shares, whole, grain)
+        self._parts = tuple(map(part_tokens, blocks))
+        self._tokens = self._parts[part]
         # Blocks of tokens of the sequence that this rank holds of each slice.
-        self._blocks = [
-            tuple((s * whole + a, s * whole + b) for a, b in token_blocks(rank, size, whole)) for s in range(slices)
-        ]
+        self._blocks = [tuple((s * whole + a, s * whole + b) for a, b in blocks[part]) for s in range(slices)]
         self._slots = {
             chunk: max(live_slices(program, chunk, slices) for program in programs.values())
             for chunk in range(len(programs[False].backwards))
@@ -102,7 +106,7 @@ class SlicedSequences(Batches):
 
         starts = None if self.documents is None else self.documents.of(op.microbatch)
         blocks = self._blocks[op.slice]
-        self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._seq_length, starts)
+        self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._seq_length, starts, self._parts)
         self._args.seq_length = self._tokens
         try:
             yield

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_het.lowering.boundary import pieces
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement
 from megatron_het.report.timeline import Timeline
@@ -26,7 +27,7 @@ from megatron_het.runtime.batches import Batches
 from megatron_het.runtime.feature import Call, Handler, Iteration, OpenChannels
 from megatron_het.schedule.ir import Kind
 from megatron_het.vocab.layers import EmbeddingHolder, SplitEmbedding, VocabularyShard
-from megatron_het.vocab.messages import PENDING_SENDS, Arriving, Team, arrived, edges, team_of
+from megatron_het.vocab.messages import PENDING_SENDS, Arriving, Team, arrived, edges, sides_of
 
 Slice = tuple[int, int]
 """(microbatch, slice)"""
@@ -42,6 +43,7 @@ class EmbeddingTeam:
         tp_group: This rank's TP group.
         timeline: Is told about waiting.
         batches: What forwards read.
+        tokens: Tokens of a slice.
     """
 
     def __init__(
@@ -52,15 +54,16 @@ class EmbeddingTeam:
         tp_group: dist.ProcessGroup,
         timeline: Timeline,
         batches: Batches,
+        tokens: int,
     ) -> None:
         self._placement, self._rank, self._tp_group = placement, rank, tp_group
-        self._team = Team(placement, rank)
+        self._team = Team(placement, rank, tokens)
         self._timeline, self._batches = timeline, batches
         self._is_first = self._team.where.stage == 0
         # Tokens have groups of their own: they are sent earlier, relative to gradients, than received.
-        self._tokens = open_channels("tokens", token_edges(placement), PENDING_SENDS)
+        self._tokens = open_channels("tokens", token_edges(placement, tokens), PENDING_SENDS)
         divided = placement.plan.training.sequence_parallel
-        self._channels = open_channels("embeddings", edges(placement, 0, divided=divided), PENDING_SENDS)
+        self._channels = open_channels("embeddings", edges(placement, 0, tokens, divided=divided), PENDING_SENDS)
         self._divided = False  # whether TP ranks of the model's first chunk take a part of the sequence each
         self._layer: SplitEmbedding | None = None
         self._current: Slice = (-1, -1)
@@ -106,12 +109,10 @@ class EmbeddingTeam:
     def _as_travels(self, part: torch.Tensor) -> torch.Tensor:
         """From a part's layout to that of messages, and back.
 
-        What TP ranks divide travels as ``[s, b, h]``.  A replica of TP 1 has it as ``[b, s, h]``, as all have what is
-        not divided.
+        Messages are ``[s, b, h]``.  A part is ``[b, s, h]`` where TP ranks do not divide it.
         """
         assert self._layer is not None
-        swapped = self._divided and not self._layer.reduce_scatter_embeddings
-        return part.transpose(0, 1).contiguous() if swapped else part
+        return part if self._layer.reduce_scatter_embeddings else part.transpose(0, 1).contiguous()
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -125,13 +126,12 @@ class EmbeddingTeam:
             self._send_tokens(op, call)
             self._parts[key] = [self._expect(stage, op, call) for stage in self._team.others(0)]
             return
-        tokens = torch.empty(self._token_shape(op, call), dtype=torch.int64, device=call.device)
-        source = self._team.ranks(0, op.microbatch)[0]
-        pending = Arriving(tokens, [self._tokens.receive(tokens, source, op.label)])
+        buffer = torch.empty(self._token_shape(op, call), dtype=torch.int64, device=call.device)
+        pending = self._team.expect(self._tokens, buffer, 0, op.microbatch, op.label, by_first=True)
         (tokens,) = arrived([pending], self._timeline, self._tokens)
         assert self._layer is not None
         with torch.set_grad_enabled(not call.forward_only):
-            part = self._layer(tokens)
+            part = self._layer(tokens.t().contiguous())
         self._send(part.detach(), 0, op)
         if not call.forward_only:
             self._own[key] = part
@@ -140,10 +140,9 @@ class EmbeddingTeam:
         if self._team.where.tp_rank > 0:
             return
         tokens = self._batches.peek(op, call.data_iterators[0])["tokens"]
-        tokens = tokens.to(device=call.device, dtype=torch.int64, non_blocking=True).contiguous()
+        tokens = tokens.to(device=call.device, dtype=torch.int64, non_blocking=True).t().contiguous()
         for stage in self._team.others(0):
-            for peer in self._team.ranks(stage, op.microbatch):
-                self._tokens.send(tokens, peer, op.label)
+            self._team.send(self._tokens, tokens, stage, op.microbatch, op.label, by_first=True)
 
     def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:
         key = op.microbatch, op.slice
@@ -174,7 +173,7 @@ class EmbeddingTeam:
         length, batch, _ = call.shape(op.microbatch)
         assert self._layer is not None
         spread = self._layer.config.sequence_parallel
-        return batch, length * self._tp_group.size() if spread else length
+        return length * self._tp_group.size() if spread else length, batch
 
     def _send(self, part: torch.Tensor, stage: int, op: RankOp) -> None:
         part = self._as_travels(part)
@@ -183,18 +182,16 @@ class EmbeddingTeam:
     def _expect(self, stage: int, op: RankOp, call: Call) -> Arriving:
         """Post the receives of a part of the embeddings, or of its gradient, in the layout of messages."""
         assert self._layer is not None
-        batch, tokens = self._token_shape(op, call)
-        shape = call.shape(op.microbatch) if self._divided else (batch, tokens, call.hidden_size)
+        shape = call.shape(op.microbatch) if self._divided else (*self._token_shape(op, call), call.hidden_size)
         buffer = torch.empty(shape, dtype=self._layer.weight.dtype, device=call.device)
         return self._team.expect(self._channels, buffer, stage, op.microbatch, op.label, divided=self._divided)
 
 
-def token_edges(placement: Placement) -> list[tuple[int, int]]:
+def token_edges(placement: Placement, tokens: int) -> list[tuple[int, int]]:
     """Directed pairs that tokens travel on, in an order that is the same on every rank."""
-    found: set[tuple[int, int]] = set()
-    for microbatch in range(placement.plan.num_microbatches):
-        for part in range(placement.num_cp_ranks):
-            # The first TP rank of those with the same part of the sequence reads them.
-            first, *others = team_of(placement, microbatch, part)
-            found.update((first[0], peer) for ranks in others for peer in ranks)
-    return sorted(found)
+    sides = {
+        sides_of(placement, 0, other, microbatch, by_first=True)  # the first TP ranks read them
+        for microbatch in range(placement.plan.num_microbatches)
+        for other in range(1, placement.num_stages)
+    }
+    return sorted({(piece.src, piece.dst) for pair in sides for piece in pieces(*pair, tokens)})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_het.lowering.boundary import Piece, Side, pieces
+from megatron_het.lowering.ranks import side_of
 from megatron_het.plan import Placement
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels, PendingReceive
@@ -28,23 +28,20 @@ class Arriving:
 class Team:
     """This rank among the ranks that share the vocabulary for a microbatch: one replica of each stage.
 
-    With context parallelism, of every replica the ranks with this rank's part of the sequence.  Replicas may have
-    different TP sizes.  A tensor that all ranks of a replica hold is sent to a rank by one of them.  One whose
-    sequence they divide travels in the pieces that two replicas have in common, as activations between stages do.
+    Replicas may have different TP and context-parallel sizes.  What travels has the sequence first.  It travels in the
+    pieces that two replicas have in common, as activations between stages do, so that a rank works on its own part of
+    the sequence whoever has made it.  What all TP ranks of a replica hold is sent to a rank by one of them.
 
     Args:
         placement: The plan's lookup tables.
         rank: This rank.
+        tokens: Tokens of a slice.
     """
 
-    def __init__(self, placement: Placement, rank: int) -> None:
-        self._placement, self._rank = placement, rank
+    def __init__(self, placement: Placement, rank: int, tokens: int) -> None:
+        self._placement, self._rank, self._tokens = placement, rank, tokens
         self.where = placement.locate(rank)
-        self._mine = placement.replica(self.where.stage, self.where.replica).tp_group(self.where.cp_rank)
-
-    def ranks(self, stage: int, microbatch: int) -> tuple[int, ...]:
-        """The ranks of a stage that a microbatch visits."""
-        return team_of(self._placement, microbatch, self.where.cp_rank)[stage]
+        self._known: dict[tuple[Side, Side], list[Piece]] = {}
 
     def others(self, stage: int) -> list[int]:
         """All stages but one."""
@@ -59,21 +56,23 @@ class Team:
         label: str,
         *,
         divided: bool = False,
+        by_first: bool = False,
     ) -> None:
         """Send a tensor of this replica to that of another stage.
 
         Args:
             channels: They connect the two.
-            tensor: If divided, with the sequence first: ``[s, ...]``.
+            tensor: ``[s, ...]``.
             stage: Who gets it.
             microbatch: Of which it is.
             label: For messages.
             divided: Whether TP ranks hold an interval of the sequence each; else all of them hold all.
+            by_first: Whether only the first TP ranks have it.
         """
-        theirs = self.ranks(stage, microbatch)
-        for piece, lo, hi in self._pieces(self._mine, theirs, tensor, divided):
+        for piece in self._pieces(self.where.stage, stage, microbatch, divided, by_first):
             if piece.src == self._rank:
-                channels.send(tensor[lo:hi] if divided else tensor, piece.dst, label)
+                lo, hi = piece.rows(sending=True)
+                channels.send(tensor[lo:hi], piece.dst, label)
 
     def expect(
         self,
@@ -84,53 +83,52 @@ class Team:
         label: str,
         *,
         divided: bool = False,
+        by_first: bool = False,
     ) -> Arriving:
         """Post the receives of what the replica of another stage sends; arguments as in :meth:`send`."""
-        theirs = self.ranks(stage, microbatch)
-        found = [
-            channels.receive(buffer[lo:hi] if divided else buffer, piece.src, label)
-            for piece, lo, hi in self._pieces(theirs, self._mine, buffer, divided)
-            if piece.dst == self._rank
-        ]
+        found = []
+        for piece in self._pieces(stage, self.where.stage, microbatch, divided, by_first):
+            if piece.dst == self._rank:
+                lo, hi = piece.rows(sending=False)
+                found.append(channels.receive(buffer[lo:hi], piece.src, label))
         return Arriving(buffer, found)
 
-    def _pieces(
-        self, senders: tuple[int, ...], receivers: tuple[int, ...], local: torch.Tensor, divided: bool
-    ) -> Iterator[tuple[Piece, int, int]]:
-        """The pieces, each with its rows in this rank's tensor."""
-        tokens = local.shape[0] * len(self._mine) if divided else 1
-        start, _ = Side(self._mine, divided).interval(self.where.tp_rank, tokens)
-        for piece in pieces(Side(senders, divided), Side(receivers, divided), tokens):
-            yield piece, piece.lo - start, piece.hi - start
+    def _pieces(self, sender: int, receiver: int, microbatch: int, divided: bool, by_first: bool) -> list[Piece]:
+        sides = sides_of(self._placement, sender, receiver, microbatch, divided=divided, by_first=by_first)
+        if sides not in self._known:
+            self._known[sides] = pieces(*sides, self._tokens)
+        return self._known[sides]
 
 
-def team_of(placement: Placement, microbatch: int, cp_rank: int) -> list[tuple[int, ...]]:
-    """The TP ranks that a microbatch visits with one part of its sequence, by stage."""
-    return [placement.replica(stage, row[microbatch]).tp_group(cp_rank) for stage, row in enumerate(placement.route)]
+def sides_of(
+    placement: Placement, sender: int, receiver: int, microbatch: int, *, divided: bool = False, by_first: bool = False
+) -> tuple[Side, Side]:
+    """The replicas of two stages that a microbatch visits; arguments as in :meth:`Team.send`."""
+    replicas = (placement.replica(stage, placement.route[stage][microbatch]) for stage in (sender, receiver))
+    sends, receives = (side_of(placement.plan, replica, divided) for replica in replicas)
+    if by_first:
+        sends = replace(sends, groups=tuple(group[:1] for group in sends.groups))
+    return sends, receives
 
 
-def edges(placement: Placement, stage: int, *, divided: bool) -> list[tuple[int, int]]:
+def edges(placement: Placement, stage: int, tokens: int, *, divided: bool) -> list[tuple[int, int]]:
     """Directed pairs over which a stage talks to all others, in an order that is the same on every rank.
 
     Args:
         placement: The plan's lookup tables.
         stage: It has the embeddings, or the loss.
+        tokens: Tokens of a slice.
         divided: Whether some of the tensors are divided over TP ranks by the sequence.
     """
-    # As many tokens as every replica can divide: each rank's interval is then at least one of them.
-    tokens = math.lcm(*(r.tp for s in placement.plan.stages for r in s.replicas))
-    found: set[tuple[int, int]] = set()
-    pairs: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-    for microbatch in range(placement.plan.num_microbatches):
-        for part in range(placement.num_cp_ranks):
-            ranks = team_of(placement, microbatch, part)
-            others = [theirs for other, theirs in enumerate(ranks) if other != stage]
-            pairs.update(pair for theirs in others for pair in ((ranks[stage], theirs), (theirs, ranks[stage])))
-    for senders, receivers in pairs:
-        for spread in {False, divided}:
-            sides = Side(senders, spread), Side(receivers, spread)
-            found.update((piece.src, piece.dst) for piece in pieces(*sides, tokens))
-    return sorted(found)
+    sides = {
+        sides_of(placement, *ends, microbatch, divided=spread)
+        for microbatch in range(placement.plan.num_microbatches)
+        for other in range(placement.num_stages)
+        if other != stage
+        for ends in ((stage, other), (other, stage))
+        for spread in {False, divided}
+    }
+    return sorted({(piece.src, piece.dst) for pair in sides for piece in pieces(*pair, tokens)})
 
 
 def arrived(arriving: Sequence[Arriving], timeline: Timeline, channels: Channels) -> Iterator[torch.Tensor]:

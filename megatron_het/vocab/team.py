@@ -64,6 +64,7 @@ class SplitVocabulary:
         tp_group: This rank's TP group.
         timeline: Is told about waiting.
         batches: What forwards read.
+        tokens: Tokens of a slice.
         chunks: Model chunks on this rank.
     """
 
@@ -75,20 +76,21 @@ class SplitVocabulary:
         tp_group: dist.ProcessGroup,
         timeline: Timeline,
         batches: Batches,
+        tokens: int,
         chunks: int = 1,
     ) -> None:
         self._chunks, self._attached = chunks, 0
         self._placement = placement
         self._rank = rank
-        self._team = Team(placement, rank)
+        self._team = Team(placement, rank, tokens)
         self._last_stage = placement.last[0]
         self._divided = placement.plan.training.sequence_parallel  # hidden states and their gradients
         self._tp_group = tp_group
         self._timeline = timeline
         self._is_last = self._team.where.stage == self._last_stage
-        pairs = edges(placement, self._last_stage, divided=self._divided)
+        pairs = edges(placement, self._last_stage, tokens, divided=self._divided)
         self._channels = open_channels("output layer", pairs, PENDING_SENDS)
-        self._embedding = EmbeddingTeam(placement, rank, open_channels, tp_group, timeline, batches)
+        self._embedding = EmbeddingTeam(placement, rank, open_channels, tp_group, timeline, batches, tokens)
         self._layer: SplitOutputLayer | None = None
         self._tied_weight: torch.nn.Parameter | None = None
         self._labels: torch.Tensor | None = None
@@ -211,10 +213,13 @@ class SplitVocabulary:
         statistics = self._over_tp(work.shard.statistics)
         if self._is_last:
             work.shard.statistics = statistics
-            work.arriving = [self._expect(torch.empty_like(statistics), stage, op) for stage in self._helpers]
+            like = statistics.transpose(0, 1)
+            buffers = [like.new_empty(like.shape) for _ in self._helpers]
+            parts = zip(buffers, self._helpers, strict=True)
+            work.arriving = [self._expect(buffer, stage, op) for buffer, stage in parts]
             self._work[key] = work
         else:
-            self._send(statistics, self._last_stage, op)
+            self._send(statistics.transpose(0, 1), self._last_stage, op)
             if not call.forward_only:
                 self._work[key] = work
 
@@ -236,13 +241,14 @@ class SplitVocabulary:
             losses.requires_grad_()
             self._run_loss(work, losses, call, state)
             assert losses.grad is not None
-            back = torch.stack((log_sum_exp(statistics), losses.grad.t()))
+            back = torch.stack((log_sum_exp(statistics), losses.grad.t()), dim=1)
             for stage in self._helpers:
                 self._send(back, stage, op)
         else:
-            buffer = torch.empty((2, *work.shard.statistics.shape[1:]), dtype=torch.float32, device=call.device)
+            tokens, batch = work.shard.statistics.shape[1:]
+            buffer = torch.empty((tokens, 2, batch), dtype=torch.float32, device=call.device)
             (back,) = self._arrived([self._expect(buffer, self._last_stage, op)])
-        gradient = work.shard.gradient(back[0], back[1])
+        gradient = work.shard.gradient(back[:, 0], back[:, 1])
         if call.config.cross_entropy_loss_fusion:
             gradient = gradient.to(torch.bfloat16)  # as Megatron's fused cross entropy does, in fp32 too
         gradient = gradient.to(work.logits.dtype)
@@ -277,7 +283,8 @@ class SplitVocabulary:
 
     def _losses(self, work: _Work) -> tuple[torch.Tensor, torch.Tensor]:
         """Token losses ``[b, s]`` and the statistics that they come from."""
-        statistics = merge([work.shard.statistics, *self._arrived(work.arriving)])
+        parts = (part.transpose(0, 1) for part in self._arrived(work.arriving))
+        statistics = merge([work.shard.statistics, *parts])
         return token_losses(statistics).t().contiguous(), statistics
 
     def _run_loss(self, work: _Work, losses: torch.Tensor, call: Call, state: Iteration) -> None:

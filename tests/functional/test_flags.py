@@ -47,6 +47,7 @@ CASES = [
         extra=("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native"),
     ),
     replace(sliced_case(_SPLIT, "mup-split-vocabulary", random.Random(0)), family="mup"),
+    replace(sliced_case(PLAIN, "rope-scaling-slices", random.Random(0)), extra=("--use-rope-scaling",)),
     replace(
         sliced_case(
             {**_SPLIT, "microbatches": 4, "distributed_optimizer": True, "overlap": True},

@@ -277,6 +277,7 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         PlannerError: a plan that cannot be put on the cluster, or that is not priced.
     """
     seated = seat_replicas(plan, rooms_of(cluster), file)
+    _check_context_parallel(plan, file)
     most_ep = max(r.ep for stage in plan.stages for r in stage.replicas)
     alike = all(r.ep == gcd(most_ep, r.tp) for stage in plan.stages for r in stage.replicas)
     stages: list[tuple[int, dict[tuple[int, ...], int]]] = []
@@ -315,6 +316,19 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         kinds = [(mine[0].pool, r.tp, r.ep) for mine, r in zip(seated[0], plan.stages[0].replicas)]
         found = found.with_(sizes=sizes_of_plan(plan, kinds))
     return found, seated
+
+
+def _check_context_parallel(plan: Plan, file: str) -> None:
+    """Prices are of equal parts, of as many ranks everywhere."""
+    cuts = sorted({(r.cp, r.cp_shares) for stage in plan.stages for r in stage.replicas})
+    if len(cuts) > 1 or len(set(cuts[0][1])) > 1:
+        raise PlannerError(
+            file,
+            "stages[*].replicas[*].cp",
+            [list(shares) if shares else cp for cp, shares in cuts],
+            "there are figures for context parallelism of one size and equal parts only",
+            "Only emit and the training take such plans",
+        )
 
 
 def _rows(plan: Plan) -> tuple[tuple[float, float], ...]:

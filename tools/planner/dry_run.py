@@ -45,7 +45,7 @@ def rank_kinds(plan: Plan) -> list[RankKind]:
     """Ranks by stage, TP and context-parallel size, share of the stage's state and shape of their programs.
 
     The TP ranks of a replica are one kind, although only the first one reads data, and so are the context-parallel
-    ones: they differ by bytes, not by megabytes.
+    ones with parts of one size: they differ by bytes, not by megabytes.
     """
     from megatron_het.lowering.programs import build
 
@@ -55,8 +55,10 @@ def rank_kinds(plan: Plan) -> list[RankKind]:
         for q, replica in enumerate(stage.replicas):
             alike = sum(r.cut == replica.cut for r in stage.replicas)
             shape = tuple((op.kind, op.slice, op.chunk) for op in program.for_device(s, q))
-            key = s, replica.cut, replica.cp, alike, replica.state_share, shape
-            found.setdefault(key, []).extend(replica.ranks)
+            for part, share in enumerate(replica.shares):
+                tokens = share / sum(replica.shares)
+                key = s, replica.cut, replica.cp, tokens, alike, replica.state_share, shape
+                found.setdefault(key, []).extend(replica.tp_group(part))
     return [RankKind(tuple(sorted(ranks))) for ranks in found.values()]
 
 

@@ -57,9 +57,10 @@ def mean_size(candidate: Candidate, group: Group) -> float:
 def _slowest(estimator: OperatingPoints, candidate: Candidate, i: int) -> tuple[Passes, Unit] | None:
     """The passes of the replica of group ``i`` that computes longest, and their mean."""
     group, layers = candidate.stages[0].groups[i], candidate.stages[0].layers
-    largest = max(max(own) for own in candidate.sizes[i])
+    different = dict.fromkeys(candidate.sizes[i])
+    largest = max(map(max, different))
     best: tuple[float, Passes, Unit] | None = None
-    for own in dict.fromkeys(candidate.sizes[i]):
+    for own in different:
         unit = _mean(estimator, candidate, group, own, largest)
         if unit is None:
             return None

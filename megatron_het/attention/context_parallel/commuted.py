@@ -9,11 +9,13 @@ are merged.  In the backward pass the gradients of keys and values are made wher
 Both transfers run during computation: while the others' queries arrive, a rank attends for its own to its own
 part of the slice; while the partial outputs travel, for its own to the earlier slices.
 
-Rank k holds blocks k and ``2 * size - 1 - k`` of the ``2 * size`` blocks of a slice; see ``blocks.py``.
+Rank k holds the k-th block of a slice from its start and the k-th from its end, both of one size, which may differ
+from rank to rank; see ``plan/parts.py``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,21 +28,23 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class CommutedContextParallel:
-    """A group of ranks that share slices; see the module's text.
+    """A group of ranks that share a slice; see the module's text.
 
     ``[S, ...]`` are rows of the other ranks, rank after rank, beginning with the next one; ``[s, ...]`` are
-    this rank's.  A rank's own queries and keys are both blocks k and ``2 * size - 1 - k``, in order, so that
-    their attention is one causal square, as without context parallelism.
+    this rank's.  A rank's own queries and keys are the same two blocks, in order, so that their attention is one
+    causal square, as without context parallelism.
 
     ``gather`` and ``give_back`` are collectives of the group; all ranks make the same calls, because they run
     the same program.
 
     Args:
         group: The ranks; its timeout bounds every wait.
+        tokens: Of the slice, on each rank; all even.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, tokens: tuple[int, ...]) -> None:
         self._group = group
+        self._tokens = tokens
         self.size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
 
@@ -56,12 +60,17 @@ class CommutedContextParallel:
             Waits for them and gives them: ``[S, ...]``.
         """
         order = _largest_first(tensors)
-        arriving = self._all_gather(pack(*(tensors[i] for i in order)))
-        shapes = [(tuple(tensors[i].shape), tensors[i].dtype) for i in order]
+        message = pack(*(tensors[i] for i in order))
+        size, own = message.numel(), self._tokens[self._rank]
+        arriving = self._all_gather(message, [size // own * tokens for tokens in self._tokens])
+        kinds = [(tensors[i], _row_dimension(tensors[i])) for i in order]
 
         def wait() -> Tensors:
-            messages = arriving().chunk(self.size)
-            rows = [unpack(messages[rank], shapes) for rank in self._others]
+            messages = arriving()
+            rows = [
+                unpack(messages[rank], [(_with_rows(t, dim, self._tokens[rank]), t.dtype) for t, dim in kinds])
+                for rank in self._others
+            ]
             parts = zip(order, zip(*rows, strict=True), strict=True)
             found = {i: torch.cat(part, dim=_row_dimension(part[0])) for i, part in parts}
             return tuple(found[i] for i in range(len(tensors)))
@@ -111,12 +120,14 @@ class CommutedContextParallel:
         A lower rank's second block comes after both of the keys' blocks and its first before both; a higher
         rank's blocks lie between the two.
         """
-        half, found = tokens // 2, []
-        for first, rank in zip(range(0, self.size * tokens, tokens), self._others):
+        half, found, first = tokens // 2, [], 0
+        for rank in self._others:
+            end = first + self._tokens[rank]
             if rank < self._rank:
-                found.append((slice(first + half, first + tokens), slice(0, tokens)))
+                found.append((slice((first + end) // 2, end), slice(0, tokens)))
             else:
-                found.append((slice(first, first + tokens), slice(0, half)))
+                found.append((slice(first, end), slice(0, half)))
+            first = end
         return found
 
     def give_back(self, *tensors: torch.Tensor) -> Callable[[], list[Tensors]]:
@@ -125,11 +136,12 @@ class CommutedContextParallel:
         Returns:
             Waits for what the others send, and gives it by sender: this rank's rows.
         """
-        order, count = _largest_first(tensors), self.size - 1
-        chunks = [tensors[i].chunk(count, dim=_row_dimension(tensors[i])) for i in order]
+        order, sizes = _largest_first(tensors), [self._tokens[rank] for rank in self._others]
+        chunks = [tensors[i].split(sizes, dim=_row_dimension(tensors[i])) for i in order]
         messages = dict(zip(self._others, (pack(*parts) for parts in zip(*chunks, strict=True)), strict=True))
-        shapes = [(tuple(parts[0].shape), parts[0].dtype) for parts in chunks]
-        arriving = self._swap(messages)
+        own = self._tokens[self._rank]
+        shapes = [(_with_rows(parts[0], _row_dimension(parts[0]), own), parts[0].dtype) for parts in chunks]
+        arriving = self._swap(messages, sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes))
 
         def wait() -> list[Tensors]:
             found = []
@@ -140,30 +152,48 @@ class CommutedContextParallel:
 
         return wait
 
-    def _all_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to collect the messages of all ranks, one after the other."""
+    def _all_gather(self, message: torch.Tensor, sizes: Sequence[int]) -> Callable[[], Sequence[torch.Tensor]]:
+        """Start to collect the messages of all ranks, which have these sizes; this rank's own may be empty."""
+        if len(set(sizes)) > 1:  # there is no such collective of unequal parts that all backends have
+            others = [0 if rank == self._rank else size for rank, size in enumerate(sizes)]
+            sent = [0 if rank == self._rank else message.numel() for rank in range(self.size)]
+            return self._exchange(message.repeat(self.size - 1), sent, others)
         gathered = message.new_empty(self.size * message.numel())
         work = dist.all_gather_into_tensor(gathered, message, group=self._group, async_op=True)
 
-        def wait() -> torch.Tensor:
+        def wait() -> Sequence[torch.Tensor]:
             work.wait()
-            return gathered
+            return gathered.chunk(self.size)
 
         return wait
 
-    def _swap(self, messages: dict[int, torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
-        """Start to send each of the others its message; all are equally long, and one comes from each."""
-        size = next(iter(messages.values())).numel()
-        sizes = [0 if rank == self._rank else size for rank in range(self.size)]
-        sent = torch.cat([messages[rank] for rank in sorted(messages)])
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, sizes, sizes, group=self._group, async_op=True)
+    def _swap(self, messages: dict[int, torch.Tensor], size: int) -> Callable[[], Sequence[torch.Tensor]]:
+        """Start to send each of the others its message; one of ``size`` bytes comes from each."""
+        ranks = range(self.size)
+        sent = [messages[rank].numel() if rank in messages else 0 for rank in ranks]
+        received = [0 if rank == self._rank else size for rank in ranks]
+        arriving = self._exchange(torch.cat([messages[rank] for rank in sorted(messages)]), sent, received)
+        return lambda: [part for rank, part in enumerate(arriving()) if rank != self._rank]
+
+    def _exchange(
+        self, message: torch.Tensor, sent: list[int], received: list[int]
+    ) -> Callable[[], Sequence[torch.Tensor]]:
+        """Start to send every rank its bytes of a message and to receive as many as it sends."""
+        buffer = message.new_empty(sum(received))
+        work = dist.all_to_all_single(buffer, message, received, sent, group=self._group, async_op=True)
 
         def wait() -> Sequence[torch.Tensor]:
             work.wait()
-            return received.chunk(self.size - 1)
+            return buffer.split(received)
 
         return wait
+
+
+def _with_rows(tensor: torch.Tensor, dimension: int, rows: int) -> tuple[int, ...]:
+    """The shape of a tensor with another number of rows."""
+    shape = list(tensor.shape)
+    shape[dimension] = rows
+    return tuple(shape)
 
 
 def _row_dimension(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -22,15 +23,17 @@ class ContextParallelFeature(RuntimeFeature):
     roles = ("cp",)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._parallel = CommutedContextParallel(group)
+        # Slices of a sequence may differ in length, but most do not.
+        self._sharing = functools.lru_cache(maxsize=64)(functools.partial(CommutedContextParallel, group))
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """See :class:`RuntimeFeature`; slice attention is in the models already."""
         for module in (module for model in models for module in model.modules()):
             if isinstance(module, SliceCoreAttention):
-                module.parallel = self._parallel
+                module.sharing = self._sharing
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
-    """This rank's part of the feature."""
-    return ContextParallelFeature(context.groups["cp"])
+    """This rank's part of the feature; nothing where its replica has whole sequences."""
+    group = context.groups.get("cp")
+    return RuntimeFeature() if group is None else ContextParallelFeature(group)

@@ -39,10 +39,16 @@ def parts_of(shape: Shape) -> list[Part]:
         return device
 
     paths = list(zip(*([first + r for r in row] for first, row in zip(shape.first_device, shape.route))))
-    for path in set(paths):
+    different = set(paths)
+    apart = len({device for path in different for device in path}) - 1
+    for path in different:
         for device in path[1:]:
             a, b = find(path[0]), find(device)
-            leader[max(a, b)] = min(a, b)
+            if a != b:
+                leader[max(a, b)] = min(a, b)
+                apart -= 1
+        if not apart:  # all belong together already, as is soon the case where widths differ
+            break
     members: dict[int, list[int]] = {}
     for m, path in enumerate(paths):
         members.setdefault(find(path[0]), []).append(m)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from attention_helpers import CPU, SCALE, full_attention, inputs, relative
 
-from megatron_het.attention.blocks import take_blocks, token_blocks
+from megatron_het.attention.blocks import take_blocks
 from megatron_het.attention.context_parallel.commuted import CommutedContextParallel
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.plan.parts import part_tokens, token_blocks
 
 _WAIT_S = 30.0
+Shares = tuple[int, ...]
 
 
 class Meeting:
@@ -36,56 +38,56 @@ class Meeting:
 class InThread(CommutedContextParallel):
     """A rank of a group whose collectives are meetings."""
 
-    def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
-        self.meeting, self._rank, self.size = meeting, rank, size
+    def __init__(self, meeting: Meeting, rank: int, tokens: tuple[int, ...]) -> None:
+        self.meeting, self._rank, self.size, self._tokens = meeting, rank, len(tokens), tokens
 
-    def _all_gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _all_gather(self, message: torch.Tensor, sizes: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
         met = self.meeting.meet(self._rank, {self._rank: message})
-        return lambda: torch.cat([met[r][r] for r in range(self.size)])
+        assert [met[r][r].numel() for r in range(self.size)] == sizes
+        return lambda: [met[r][r] for r in range(self.size)]
 
-    def _swap(self, messages: dict[int, torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    def _swap(self, messages: dict[int, torch.Tensor], size: int) -> Callable[[], list[torch.Tensor]]:
         met = self.meeting.meet(self._rank, messages)
-        return lambda: [met[r][self._rank].clone() for r in range(self.size) if r != self._rank]
+        found = [met[r][self._rank].clone() for r in range(self.size) if r != self._rank]
+        assert {message.numel() for message in found} == {size}
+        return lambda: found
 
 
-def local(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+def local(tensor: torch.Tensor, rank: int, shares: Shares) -> torch.Tensor:
     """A rank's tokens of one slice."""
-    return take_blocks(tensor, token_blocks(rank, size, tensor.shape[0]), dim=0)
+    return take_blocks(tensor, token_blocks(shares, tensor.shape[0])[rank], dim=0)
 
 
-def run_rank(parallel: InThread, tensors: list[torch.Tensor], n: int) -> list[list[torch.Tensor]]:
+def run_rank(parallel: InThread, tensors: list[torch.Tensor], n: int, shares: Shares) -> list[list[torch.Tensor]]:
     """Outputs and gradients of q, k, v per slice."""
-    rank, size = parallel._rank, parallel.size
+    rank = parallel._rank
     cache = KVCache(n)
-    leaves = [[local(p, rank, size).clone().requires_grad_() for p in t.chunk(n)] for t in tensors[:3]]
+    leaves = [[local(p, rank, shares).clone().requires_grad_() for p in t.chunk(n)] for t in tensors[:3]]
     place = {"cache": cache, "kernel": CPU, "microbatch": 0, "scale": SCALE, "parallel": parallel}
     outs = [slice_attention(*(t[i] for t in leaves), index=i, **place) for i in range(n)]
     for i in reversed(range(n)):
-        outs[i].backward(local(tensors[3].chunk(n)[i], rank, size))
+        outs[i].backward(local(tensors[3].chunk(n)[i], rank, shares))
     cache.check_empty()
     return [[out.detach() for out in outs], *([p.grad for p in leaf] for leaf in leaves)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize(("size", "n", "groups"), [(2, 1, 2), (2, 3, 1), (4, 2, 4)])
-def test_exact(size: int, n: int, groups: int, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("shares", "n", "groups"),
+    [((1, 1), 1, 2), ((1, 1), 3, 1), ((1,) * 4, 2, 4), ((3, 1), 2, 2), ((1, 3), 1, 1), ((1, 2, 1), 2, 4)],
+)
+def test_exact(shares: Shares, n: int, groups: int, dtype: torch.dtype, tolerance: float) -> None:
     tensors = inputs(n, 4, groups, dtype)
     whole = [t.to(torch.float64, copy=True).requires_grad_() for t in tensors[:3]]
     wanted = full_attention(*whole)
     wanted.backward(tensors[3].double())
-    meeting = Meeting(size)
+    size, meeting = len(shares), Meeting(len(shares))
+    tokens = tuple(part_tokens(blocks) for blocks in token_blocks(shares, tensors[0].shape[0] // n))
+    assert [t * sum(shares) for t in tokens] == [sum(tokens) * share for share in shares]
     with ThreadPoolExecutor(size) as pool:
-        ranks = [pool.submit(run_rank, InThread(meeting, r, size), tensors, n) for r in range(size)]
+        ranks = [pool.submit(run_rank, InThread(meeting, r, tokens), tensors, n, shares) for r in range(size)]
         found = [future.result(timeout=2 * _WAIT_S) for future in ranks]
     for which, reference in enumerate([wanted.detach(), *(w.grad for w in whole)]):
         for rank in range(size):
-            expected = torch.cat([local(p, rank, size) for p in reference.chunk(n)])
+            expected = torch.cat([local(p, rank, shares) for p in reference.chunk(n)])
             assert relative(torch.cat(found[rank][which]), expected) < tolerance
-
-
-def test_blocks_are_all_tokens_once_and_equal_work() -> None:
-    for size in (1, 2, 3):
-        held = [token_blocks(rank, size, 12 * size) for rank in range(size)]
-        tokens = sorted(t for blocks in held for a, b in blocks for t in range(a, b))
-        assert tokens == list(range(12 * size))
-        assert len({sum(t for a, b in blocks for t in range(a, b)) for blocks in held}) == 1

@@ -126,8 +126,9 @@ class Device:
         )
         model = SimpleNamespace(decoder=SimpleNamespace(layers=[SimpleNamespace(self_attention=attention)]))
         ends = [Ends(w, rank) for w in wires]
+        everywhere = defaultdict(lambda: TOKENS // units)
         self.exchange = ContextExchange(
-            {False: program}, TOKENS // units, layers, *ends, Timeline(), torch.device("cpu"), keep
+            {False: program}, everywhere, rank, layers, *ends, Timeline(), torch.device("cpu"), keep
         )
         self.exchange.attach(self.modules, [model], TOKENS, lambda microbatch: 1)
 
@@ -180,7 +181,7 @@ def devices(
     for rank in range(plan.world_size):
         where = placement.locate(rank)
         device = program.shape.device(where.stage, where.replica)
-        lowered = lower(program, boundaries, device, 0, rank)
+        lowered = lower(program, boundaries, device, rank)
         units, keep = parameters.get("exchange_units", 2), parameters.get("exchange_keep", False)
         found.append(Device(lowered, rank, 2, units, slices, wires, keep, rank * alone))
     return found

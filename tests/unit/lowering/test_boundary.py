@@ -5,10 +5,36 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_het.lowering.boundary import Piece, Side, pieces
+from megatron_het.plan.parts import least_tokens, part_tokens, token_blocks
 
 SEQ = 24
+
+
+def rows_of(side: Side, tokens: int) -> dict[int, list[int]]:
+    """The elements that each rank holds, in the order of its tensor."""
+    blocks = side.blocks(tokens)
+    return {
+        rank: [element for a, b in side.held(blocks[part], t) for element in range(a, b)]
+        for rank, part, t in side.ranks()
+    }
+
+
+def check(sender: Side, receiver: Side, tokens: int) -> list[Piece]:
+    """Every receiver gets every element of its own once, from the place where the sender has it."""
+    found, has, needs = pieces(sender, receiver, tokens), rows_of(sender, tokens), rows_of(receiver, tokens)
+    got: dict[int, dict[int, int]] = {rank: {} for rank in needs}
+    for piece in found:
+        for i in range(piece.length):
+            assert piece.received + i not in got[piece.dst]
+            got[piece.dst][piece.received + i] = has[piece.src][piece.sent + i]
+    for rank, elements in needs.items():
+        assert [got[rank][i] for i in range(len(elements))] == elements
+        assert receiver.length(rank, tokens) == len(elements)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -16,25 +42,58 @@ SEQ = 24
     list(itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (False, True), (False, True))),
 )
 def test_every_receiver_gets_its_interval_exactly_once(m: int, n: int, send_sp: bool, receive_sp: bool) -> None:
-    sender = Side(tuple(range(m)), send_sp)
-    receiver = Side(tuple(range(10, 10 + n)), receive_sp)
-    found = pieces(sender, receiver, SEQ)
-    for j, dst in enumerate(receiver.ranks):
-        lo, hi = receiver.interval(j, SEQ)
-        tokens = [t for p in found if p.dst == dst for t in range(p.lo, p.hi)]
-        assert sorted(tokens) == list(range(lo, hi))
-    for p in found:
-        lo, hi = sender.interval(p.src, SEQ)
-        assert lo <= p.lo < p.hi <= hi
+    check(Side((tuple(range(m)),), send_sp), Side((tuple(range(10, 10 + n)),), receive_sp), SEQ)
+
+
+@st.composite
+def sides(draw: st.DrawFn, first: int) -> Side:
+    tp, shares = draw(st.integers(1, 4)), draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    groups = tuple(tuple(range(first + k * tp, first + (k + 1) * tp)) for k in range(len(shares)))
+    grain = draw(st.sampled_from((1, 2)))
+    return Side(groups, draw(st.booleans()), tuple(shares), grain * tp)
+
+
+@given(sides(0), sides(100), st.integers(1, 4))
+def test_context_parallel_sizes_and_parts_may_differ(sender: Side, receiver: Side, factor: int) -> None:
+    """Ranks divide sequences in any two ways."""
+    check(sender, receiver, 96 * factor)
 
 
 def test_with_sequence_parallel_on_both_sides_the_backward_is_the_transpose() -> None:
-    a, b = Side((0, 1), True), Side((2, 3, 4), True)
+    a, b = Side(((0, 1),), True), Side(((2, 3, 4),), True)
     forward = pieces(a, b, SEQ)
-    backward = pieces(b, a, SEQ)
-    assert sorted((p.dst, p.src, p.lo, p.hi) for p in backward) == sorted((p.src, p.dst, p.lo, p.hi) for p in forward)
+    backward = [Piece(p.dst, p.src, p.received, p.sent, p.length) for p in pieces(b, a, SEQ)]
+    assert sorted(backward, key=str) == sorted(forward, key=str)
 
 
 def test_replicated_senders_share_the_load() -> None:
-    found = pieces(Side((0, 1), False), Side((2, 3, 4, 5), False), SEQ)
-    assert found == [Piece(0, 2, 0, SEQ), Piece(1, 3, 0, SEQ), Piece(0, 4, 0, SEQ), Piece(1, 5, 0, SEQ)]
+    found = pieces(Side(((0, 1),), False), Side(((2, 3, 4, 5),), False), SEQ)
+    assert [(p.src, p.dst, p.rows(sending=True)) for p in found] == [
+        (src, dst, (0, SEQ)) for src, dst in ((0, 2), (1, 3), (0, 4), (1, 5))
+    ]
+
+
+def test_equal_parts_travel_in_one_piece() -> None:
+    """Each context-parallel rank talks to the one with the same part only, and sends its two blocks at once."""
+    sender, receiver = (Side(((k,), (k + 1,), (k + 2,)), False, (2, 1, 1)) for k in (0, 10))
+    assert pieces(sender, receiver, SEQ) == [Piece(0, 10, 0, 0, 12), Piece(1, 11, 0, 0, 6), Piece(2, 12, 0, 0, 6)]
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.sampled_from((1, 2, 3, 4, 8)), st.integers(0, 50))
+def test_blocks_are_all_tokens_once_and_mirrored(shares: list[int], grain: int, more: int) -> None:
+    even = grain if grain % 2 == 0 else 2 * grain
+    tokens = -(-least_tokens(len(shares), grain) // even) * even + more * even
+    held = token_blocks(shares, tokens, grain)
+    assert sorted(t for blocks in held for a, b in blocks for t in range(a, b)) == list(range(tokens))
+    for blocks in held:
+        assert part_tokens(blocks) % grain == 0 and part_tokens(blocks) > 0
+        if len(shares) > 1:
+            (a, b), (c, d) = blocks
+            assert (c, d) == (tokens - b, tokens - a)
+
+
+def test_parts_are_as_the_shares_say() -> None:
+    held = token_blocks((3, 2, 1), 120)
+    assert [part_tokens(blocks) for blocks in held] == [60, 40, 20]
+    # Attention: the mean place of a rank's tokens is the middle, so work is in proportion too.
+    assert {sum(t for a, b in blocks for t in range(a, b)) / part_tokens(blocks) for blocks in held} == {59.5}

@@ -25,14 +25,14 @@ def test_every_send_has_its_receive_in_the_same_order_on_each_edge(sequence_para
     for rank in range(placement.world_size):
         where = placement.locate(rank)
         device = program.shape.device(where.stage, where.replica)
-        lowered = lower(program, boundaries, device, where.tp_rank, rank)
+        lowered = lower(program, boundaries, device, rank)
         for op in lowered.ops:
             if op.kind in SENDS:
                 sent.setdefault((rank, op.peer), []).append((op.microbatch, op.hi - op.lo))
             elif op.kind in RECEIVES:
                 received.setdefault((op.peer, rank), []).append((op.microbatch, op.hi - op.lo))
     assert sent == received
-    assert set(sent) <= set(edges([program], [boundaries]))
+    assert set(sent) <= set(edges([program], boundaries))
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (4, 2), (2, 4), (4, 1), (2, 2)])
@@ -50,7 +50,7 @@ def test_attention_is_handed_over_by_heads(sizes: tuple[int, int]) -> None:
     groups: dict[tuple[Any, ...], set[int]] = {}
     for rank in range(world):
         where = placement.locate(rank)
-        for op in lower(program, boundaries, where.stage, where.tp_rank, rank).ops:
+        for op in lower(program, boundaries, where.stage, rank).ops:
             what = (*op.key, op.start, op.stop)
             if op.kind is Kind.ATTEND_GIVE:
                 given.append((rank, op.peer, what, op.hi - op.lo))
@@ -60,14 +60,14 @@ def test_attention_is_handed_over_by_heads(sizes: tuple[int, int]) -> None:
                 helped.append((op.peer, rank, what, op.hi - op.lo))
     assert given and sorted(given) == sorted(helped)
     assert all(found == {0, 1, 2, 3} for found in groups.values())
-    assert {(owner, helper) for owner, helper, _, _ in given} <= set(exchange_edges([program], [boundaries]))
+    assert {(owner, helper) for owner, helper, _, _ in given} <= set(exchange_edges([program], boundaries))
 
 
 def test_a_rank_without_a_piece_of_a_replicated_result_keeps_nothing_to_send() -> None:
     placement = Placement(read(document()))
     program = build(placement.plan)[False]
     boundaries = BoundaryMap(placement, 32, sequence_parallel=False)
-    first, second = (lower(program, boundaries, 0, t, t) for t in range(2))
+    first, second = (lower(program, boundaries, 0, t) for t in range(2))
     # Microbatch 2 goes from TP 2 to TP 1: only the first sender has a piece of it.
     assert 2 in {key[0] for _, key in first.sends}
     assert 2 not in {key[0] for _, key in second.sends}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
 from megatron_het.lowering.programs import assemble, build, program_of, schedule_shape
-from megatron_het.lowering.ranks import BoundaryMap, lower
+from megatron_het.lowering.ranks import boundary_map, lower
 from megatron_het.lowering.transports import posted_for
 from megatron_het.plan import ModelShape, Placement, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.plan.validate import check_plan
@@ -27,15 +27,17 @@ LAYERS, LENGTH, MICROBATCHES = 12, 48, 6
 
 
 def plan_of(schedule: str, parameters: dict[str, Any], stages: int = 2, chunks: int = 1, **more: Any) -> Plan:
-    """Equal stages of single replicas."""
+    """Equal stages of single replicas; ``cps`` are sizes of which the replicas take turns, ``shares`` their parts."""
     widths, sizes = more.get("widths", (1,) * stages), more.get("sizes", (1,) * stages)
-    cp, rank, made = more.get("cp", 1), 0, []
+    cps, shares, rank, made = more.get("cps", (1,)), more.get("shares", ()), 0, []
     for s in range(stages):
         replicas = []
         for q in range(widths[s]):
+            cp = cps[(s + q) % len(cps)]
             count = sizes[s] * cp
             ids = tuple(range(q, MICROBATCHES, widths[s]))
-            replicas.append(Replica(tuple(range(rank, rank + count)), ids, speed=1 / (1 + q), cp=cp))
+            ranks = tuple(range(rank, rank + count))
+            replicas.append(Replica(ranks, ids, speed=1 / (1 + q), cp=cp, cp_shares=shares[:cp]))
             rank += count
         made.append(Stage((LAYERS // stages // chunks,) * chunks, tuple(replicas)))
     training = TrainingShape(
@@ -83,7 +85,8 @@ def plans(draw: st.DrawFn) -> Plan:
         chunks,
         widths=widths,
         sizes=tuple(draw(st.sampled_from((alike, alike, alike, 1, 2))) for _ in range(stages)),
-        cp=draw(st.sampled_from((1, 1, 2))),
+        cps=draw(st.sampled_from(((1,), (1,), (2,), (1, 2), (2, 3)))),
+        shares=draw(st.sampled_from(((), (1, 2, 4)))),
         sequence_parallel=draw(st.booleans()),
         tied=draw(st.booleans()),
     )
@@ -94,20 +97,17 @@ def pieces_meet(plan: Plan, program: Program) -> None:
     sent: Counter[tuple[Any, ...]] = Counter()
     received: Counter[tuple[Any, ...]] = Counter()
     placement = Placement(plan)
-    shape, cp = program.shape, plan.context_parallel
-    for part in range(cp):
-        length = LENGTH // shape.slices // cp
-        boundaries = BoundaryMap(placement, length, plan.training.sequence_parallel, part)
-        for d, device in enumerate(program.devices):
-            replica = placement.replica(device.stage, device.replica)
-            for tp_rank, rank in enumerate(replica.tp_group(part)):
-                lowered = lower(program, boundaries, d, tp_rank, rank)
-                assert {op.kind for op in lowered.ops} <= {op.kind for op in program.ops[d]}
-                for op in lowered.ops:
-                    if op.kind in SENDS:
-                        sent[rank, op.peer, op.kind.other_end, op.microbatch, op.slice] += op.hi - op.lo
-                    elif op.kind in RECEIVES:
-                        received[op.peer, rank, op.kind, op.microbatch, op.slice] += op.hi - op.lo
+    boundaries = boundary_map(placement, program.shape.slices)
+    for rank in range(plan.world_size):
+        where = placement.locate(rank)
+        d = program.shape.device(where.stage, where.replica)
+        lowered = lower(program, boundaries, d, rank)
+        assert {op.kind for op in lowered.ops} <= {op.kind for op in program.ops[d]}
+        for op in lowered.ops:
+            if op.kind in SENDS:
+                sent[rank, op.peer, op.kind.other_end, op.microbatch, op.slice] += op.hi - op.lo
+            elif op.kind in RECEIVES:
+                received[op.peer, rank, op.kind, op.microbatch, op.slice] += op.hi - op.lo
     assert sent == received
 
 
@@ -210,8 +210,7 @@ def test_one_ranks_programs_are_those_of_the_whole(plan: Plan) -> None:
     placement = Placement(plan)
     shape = whole[False].shape
     parts = parts_of(shape)
-    cp = plan.context_parallel
-    boundaries = BoundaryMap(placement, LENGTH // shape.slices // cp, plan.training.sequence_parallel)
+    boundaries = boundary_map(placement, shape.slices)
     for rank in range(plan.world_size):
         where = placement.locate(rank)
         device = shape.device(where.stage, where.replica)
@@ -221,12 +220,8 @@ def test_one_ranks_programs_are_those_of_the_whole(plan: Plan) -> None:
             event("a part alone" if alone else "the whole")
             assert replace(program, ops=whole[mode].ops) == whole[mode]
             assert all(program.ops[d] == whole[mode].ops[d] for d in part)
-            if where.cp_rank == 0:
-                lowered, expected = (
-                    lower(posted_for("gloo", p), boundaries, device, where.tp_rank, rank)
-                    for p in (program, whole[mode])
-                )
-                assert lowered == expected
+            lowered, expected = (lower(posted_for("gloo", p), boundaries, device, rank) for p in (program, whole[mode]))
+            assert lowered == expected
 
 
 def test_parts_that_the_schedule_does_not_run_alone_are_built_with_the_whole() -> None:

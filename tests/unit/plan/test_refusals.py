@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_het import hooks
-from megatron_het.config import check_arguments
+from megatron_het.arguments import check_turns
+from megatron_het.config import check_arguments, check_batch_schedule
 from megatron_het.features.experts import Experts
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
 from megatron_het.plan.from_flags import plan_from_flags
@@ -59,7 +60,7 @@ def test_accepted() -> None:
     [
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel.*the plan's own context parallelism"),
         ({"hierarchical_context_parallel_sizes": [1, 2]}, "--hierarchical-context-parallel-sizes.*the plan's own"),
-        ({"step_batch_size_schedule": "0:8"}, "--step-batch-size-schedule.*fixed number of microbatches"),
+        ({"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size.*Megatron ignores it.*--step-batch-size-schedule"),
         ({"decoder_seq_length": 32}, "--decoder-seq-length = 32.*length of --seq-length = 64"),
         ({"num_experts": 2, "expert_model_parallel_size": 2}, "--expert-model-parallel-size = 2.*the plan says"),
         ({"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*tokens of a rank"),
@@ -91,6 +92,39 @@ def test_accepted() -> None:
 def test_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         check_arguments(made(), arguments(**changed), 2)
+
+
+def with_batch(size: int) -> Plan:
+    return replace(made(), training=replace(made().training, global_batch_size=size))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changed", "reason"),
+    [
+        ((8,), {}, None),
+        ((4, 8), {"step_batch_size_schedule": "0:4 1K:8", "train_samples": 100}, None),
+        ((8,), {"step_batch_size_schedule": "0:4 9:8", "train_samples": 9}, "batch size of 4; there are plans for 8"),
+        ((4, 8), {"step_batch_size_schedule": "0:4 9:x", "train_samples": 9}, "batch size of x"),
+        ((4, 8), {"step_batch_size_schedule": "0:4 9:8"}, "--train-samples.*learning rates by samples"),
+        ((4, 8), {}, "2 plans.*take turns.*Give --step-batch-size-schedule"),
+    ],
+)
+def test_plans_take_turns_by_the_schedule(sizes: tuple[int, ...], changed: dict[str, Any], reason: str | None) -> None:
+    plans = [with_batch(size) for size in sizes]
+    if reason is None:
+        check_batch_schedule(plans, arguments(**changed))
+        return
+    with pytest.raises(PlanError, match=reason):
+        check_batch_schedule(plans, arguments(**changed))
+
+
+def test_plans_that_take_turns_are_for_one_training() -> None:
+    four, eight = with_batch(4), with_batch(8)
+    check_turns([four, eight], ["a", "b"])
+    other = replace(eight, model=replace(eight.model, hidden_size=128))
+    for plan, reason in ((other, "its model is"), (replace(four, notes="again"), "batch size 4, as a has")):
+        with pytest.raises(PlanError, match=f"--het-plan = 'b'.*{reason}"):
+            check_turns([four, plan], ["a", "b"])
 
 
 def more_stages(stages: int, *, tp: int = 1, ep: int = 1, chunks: int = 1, **training: Any) -> Plan:

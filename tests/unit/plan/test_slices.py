@@ -199,7 +199,7 @@ def test_context_parallel_plan() -> None:
 @pytest.mark.parametrize(
     ("more", "changed", "reason"),
     [
-        ("--seq-length 62", {}, "--context-parallel-size = 2.*62 tokens do not divide"),
+        ("--seq-length 63", {}, r"stages\[0\].replicas\[0\].cp = 2.*multiple of 2 tokens, at least 4, not 63"),
         ("", {"attention_dropout": 0.1}, "--attention-dropout.*context parallelism"),
         ("", {"window_size": (8, 0)}, "sliding windows"),
         ("", {"reset_attention_mask": True}, "--reset-attention-mask.*documents are not told apart"),
@@ -224,10 +224,21 @@ def test_experts_are_divided_as_the_flags_say() -> None:
 def test_context_parallel_sizes_must_fit() -> None:
     made, _ = plan_from_flags([*FLAGS, "--context-parallel-size", "2"], 4, ScheduleSpec("1f1b"))
     stage = made.stages[0]
-    for cp, reason in ((1, "first replica has 2"), (3, "must divide the 2 ranks")):
-        replicas = (stage.replicas[0], replace(stage.replicas[1], cp=cp))
+
+    def changed(**fields: Any) -> Plan:
+        replicas = (stage.replicas[0], replace(stage.replicas[1], **fields))
+        return replace(made, stages=(replace(stage, replicas=replicas),))
+
+    check_plan(changed(cp=1))
+    check_plan(changed(cp_shares=(3, 1)))
+    for fields, reason in (
+        ({"cp": 3}, "must divide the 2 ranks"),
+        ({"cp_shares": (1, 2, 3)}, "must be 2 whole numbers"),
+        ({"cp_shares": (0, 1)}, "must be 2 whole numbers of 1 to 1000000"),
+        ({"cp": 1, "cp_shares": (1, 2)}, "must be 1 whole numbers"),
+    ):
         with pytest.raises(PlanError, match=reason):
-            check_plan(replace(made, stages=(replace(stage, replicas=replicas),)))
+            check_plan(changed(**fields))
 
 
 @pytest.mark.parametrize(

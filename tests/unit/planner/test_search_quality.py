@@ -148,7 +148,7 @@ def test_split_cuts_the_slow_links():
         links=(ZoneLink(between=("a", "b"), bytes_per_s=1e8),),
     )
     _, model = zoned()
-    partitions = split(estimator_of(cluster, model), 1, 4)
+    partitions = list(split(estimator_of(cluster, model), 1, 4))
     assert [len(p) for p in partitions] == [1, 2, 3, 4]
     assert sorted(map(tuple, partitions[1])) == [((0, 1),), ((1, 1),)]
     assert [sorted(p) for p in partitions[3]] == [[(0, 1)], [(0, 1)], [(1, 1)], [(1, 1)]]

@@ -30,7 +30,7 @@ def test_a_single_stage_hands_every_result_over_to_its_next_chunk() -> None:
     placement = Placement(ministage_plan(((1, 2, 1),), (2,)))
     program = build(placement.plan)[False]
     for rank in range(2):
-        lowered = lower(program, BoundaryMap(placement, 32, False), rank, 0, rank)
+        lowered = lower(program, BoundaryMap(placement, 32, False), rank, rank)
         assert not lowered.sends
         mine = placement.replica(0, rank).microbatches
         forward = {s: r for s, r in lowered.handovers.items() if s[0] == Kind.SEND_FORWARD}
@@ -46,7 +46,7 @@ def test_a_single_stage_hands_every_result_over_to_its_next_chunk() -> None:
 def test_several_stages_hand_nothing_over_and_use_the_wrap_around_edge() -> None:
     placement = Placement(ministage_plan(((1, 1), (1, 1)), (1, 1)))
     program = build(placement.plan)[False]
-    first, last = (lower(program, BoundaryMap(placement, 32, False), d, 0, d) for d in range(2))
+    first, last = (lower(program, BoundaryMap(placement, 32, False), d, d) for d in range(2))
     assert not first.handovers and not last.handovers
     wrapped = [op for op in last.ops if op.kind == Kind.SEND_FORWARD]
     assert {(op.chunk, op.peer) for op in wrapped} == {(0, 0)}

@@ -137,7 +137,7 @@ def test_the_turn_of_the_v_is_a_handover(mixed: bool) -> None:
         for rank in replica.ranks:
             where = placement.locate(rank)
             device = program.shape.device(1, where.replica)
-            lowered = lower(program, boundaries, device, where.tp_rank, rank)
+            lowered = lower(program, boundaries, device, rank)
             assert lowered.handovers == {
                 slot: there
                 for m in replica.microbatches

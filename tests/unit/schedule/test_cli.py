@@ -84,6 +84,13 @@ def test_check_verdicts(output, tmp_path: Path) -> None:  # type: ignore[no-unty
     assert code == 2 and "neither a file nor a schedule" in err
 
 
+def test_check_of_all_passes_together(output) -> None:  # type: ignore[no-untyped-def]
+    """What is checked is the program with all of its operations, not one before the last pass."""
+    shape = ("--pp", 4, "--slices", 8, "--microbatches", 2, "--exchange-units", 2, "--offload")
+    code, out, _ = output("check", "slimpipe", *shape)
+    assert code == 0 and "slimpipe: valid" in out and "problem" not in out
+
+
 def test_check_transports(output) -> None:  # type: ignore[no-untyped-def]
     """Late receives need one queue per edge."""
     arguments = ("check", "1f1b", "--transfers", "late", "--json", "-")

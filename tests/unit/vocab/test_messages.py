@@ -11,7 +11,7 @@ import torch
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape
 from megatron_het.vocab.embedding import token_edges
 from megatron_het.vocab.layers import VocabularyShard
-from megatron_het.vocab.messages import Team, edges, team_of
+from megatron_het.vocab.messages import Team, edges, sides_of
 
 MODEL = ModelShape(3, 64, 8, 4, 32)
 TOKENS = 8
@@ -35,21 +35,21 @@ def _mixed() -> Placement:
 
 def test_a_team_follows_the_route() -> None:
     placement = _placement()
-    assert team_of(placement, 0, 0) == [(0, 1), (2, 3), (6, 7)]
-    assert team_of(placement, 1, 0) == [(0, 1), (4, 5), (6, 7)]
+    assert [side.groups for side in sides_of(placement, 0, 1, 0)] == [((0, 1),), ((2, 3),)]
+    assert [side.groups for side in sides_of(placement, 2, 1, 1)] == [((6, 7),), ((4, 5),)]
 
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_equal_replicas_talk_at_equal_tp_rank(divided: bool) -> None:
     there = {(6, 0), (6, 2), (6, 4), (7, 1), (7, 3), (7, 5)}
-    assert edges(_placement(), 2, divided=divided) == sorted(there | {(b, a) for a, b in there})
+    assert edges(_placement(), 2, TOKENS, divided=divided) == sorted(there | {(b, a) for a, b in there})
     there = {(0, 2), (0, 4), (0, 6), (1, 3), (1, 5), (1, 7)}
-    assert edges(_placement(), 0, divided=divided) == sorted(there | {(b, a) for a, b in there})
+    assert edges(_placement(), 0, TOKENS, divided=divided) == sorted(there | {(b, a) for a, b in there})
 
 
 def test_tokens_come_from_the_first_tp_rank() -> None:
-    assert token_edges(_placement()) == [(0, rank) for rank in (2, 3, 4, 5, 6, 7)]
-    assert token_edges(_mixed()) == [(source, rank) for source in (0, 1) for rank in (3, 4, 5, 6)]
+    assert token_edges(_placement(), TOKENS) == [(0, rank) for rank in (2, 3, 4, 5, 6, 7)]
+    assert token_edges(_mixed(), TOKENS) == [(source, rank) for source in (0, 1) for rank in (3, 4, 5, 6)]
 
 
 class Links:
@@ -72,8 +72,9 @@ def test_replicas_of_different_tp_hand_over_all_rows(
     divided: bool, microbatch: int, senders: int, receivers: int
 ) -> None:
     placement, mail = _mixed(), dict[tuple[int, int], torch.Tensor]()
-    pairs = edges(placement, 0, divided=divided)
-    ranks = team_of(placement, microbatch, 0)
+    pairs = edges(placement, 0, TOKENS, divided=divided)
+    ends = placement.replica(0, placement.route[0][microbatch]), placement.replica(1, 0)
+    ranks = [replica.ranks for replica in ends]
     whole = torch.arange(TOKENS * 3.0).view(TOKENS, 3)
 
     def local(rank: int, stage: int) -> torch.Tensor:
@@ -81,11 +82,11 @@ def test_replicas_of_different_tp_hand_over_all_rows(
 
     for rank in ranks[senders]:
         links: Any = Links(rank, pairs, mail)
-        Team(placement, rank).send(links, local(rank, senders), receivers, microbatch, "", divided=divided)
+        Team(placement, rank, TOKENS).send(links, local(rank, senders), receivers, microbatch, "", divided=divided)
     for rank in ranks[receivers]:
         links = Links(rank, pairs, mail)
         found = torch.full_like(local(rank, receivers), -1.0)
-        Team(placement, rank).expect(links, found, senders, microbatch, "", divided=divided)
+        Team(placement, rank, TOKENS).expect(links, found, senders, microbatch, "", divided=divided)
         assert torch.equal(found, local(rank, receivers))
     assert not mail
 

@@ -60,7 +60,7 @@ def made(rank: int, rows: torch.Tensor, tied: bool) -> team.SplitVocabulary:
     stages = (Stage((1,), (Replica((0,), (0,)),)), Stage((1,), (Replica((1,), (0,)),)))
     placement = Placement(Plan(ModelShape(2, HIDDEN, 1, 1, TOKENS), TrainingShape(1, 1), stages))
     alone: Any = SimpleNamespace(size=lambda: 1)
-    found = team.SplitVocabulary(placement, rank, lambda *_: Letters(rank), alone, Timeline(), Batches())
+    found = team.SplitVocabulary(placement, rank, lambda *_: Letters(rank), alone, Timeline(), Batches(), TOKENS)
     found._layer = Layer(rows, rank * ROWS, tied)  # type: ignore[assignment]
     found._tied_weight = torch.nn.Parameter(rows) if tied else None
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from math import ceil, log2
 from typing import ClassVar
+
+import numpy as np
 
 from ..candidate import Candidate
 from ..estimates import Estimate, GroupMemory, Pipeline, StageTimes, Unit
@@ -264,19 +265,17 @@ class Schedule:
 
 
 def _evenly(counts: Sequence[int], total: int) -> list[list[int]]:
-    """Microbatches per replica, each for the replica that is least far through its share."""
-    out: list[list[int]] = [[] for _ in counts]
-    places = [(0.5 / count, q) for q, count in enumerate(counts) if count]
-    heapq.heapify(places)
-    for m in range(total):
-        _, q = places[0]
-        out[q].append(m)
-        done = len(out[q])
-        if done < counts[q]:
-            heapq.heapreplace(places, ((done + 0.5) / counts[q], q))
-        else:
-            heapq.heappop(places)
-    return out
+    """Microbatches per replica, each for the replica that is least far through its share (of equal ones the first).
+
+    Args:
+        counts: Of each replica; ``total`` together.
+    """
+    replicas = np.repeat(np.arange(len(counts)), counts)
+    ends = np.cumsum(counts)
+    done = np.arange(total) - np.repeat(ends - counts, counts)
+    order = replicas[np.lexsort((replicas, (done + 0.5) / np.repeat(counts, counts)))]
+    mine = np.argsort(order, kind="stable").tolist()
+    return [mine[end - count : end] for end, count in zip(ends.tolist(), counts)]
 
 
 def _round_trips(stages: Sequence[StageTimes], transfers: Sequence[float], cut: int) -> tuple[list[float], list[float]]:

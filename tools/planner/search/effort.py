@@ -29,6 +29,8 @@ class Effort:
         simulated_operations: Compute operations to simulate at the end, over all finalists.
         promising: Finalists that can be expected within this share of the best are simulated.
         first: Finalists of each schedule that are simulated, whatever the closed form says about others.
+        refined: Small changes of the best plan may take so many times the operations of the other simulations, where
+            it is 1F1B, which is simulated by compiled loops.
         regroups: Replicas of the best plan move between stages in the end, where that makes it faster.
         exact_promising, exact_operations: The same two for clusters searched to the optimum, where plans are
             small, cheap to simulate, and the closed form is off by more.
@@ -54,6 +56,7 @@ class Effort:
     simulated_operations: int = 15_000
     promising: float = 0.03
     first: int = 2
+    refined: int = 16
     regroups: bool = True
     exact_promising: float = 0.15
     exact_operations: int = 80_000
@@ -62,7 +65,7 @@ class Effort:
 NORMAL = Effort()
 MEDIUM = Effort(seeds=60, alike=6, counts=4, near=0.03, neighbours=24, steps=160, hasty=True)
 """For clusters of more than 64 GPUs, whose sketches are more exact: there are more microbatches for each stage."""
-LARGE = replace(MEDIUM, sketches=1500, seeds=80, steps=200, parts=6, simulated_operations=30_000)
+LARGE = replace(MEDIUM, sketches=800, seeds=80, steps=200, parts=3, simulated_operations=30_000, refined=4)
 """For clusters of more than 160 GPUs, where a better plan is worth a few seconds."""
 
 

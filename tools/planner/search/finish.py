@@ -107,7 +107,7 @@ def finish(
         if _within(goal, entry):
             found.append(entry)
             best = min(best, entry.value(goal))
-    _improve(estimator, goal, book.progress, outcome, found, each, effort.regroups)
+    _improve(estimator, goal, book.progress, outcome, found, each, effort)
     _conclude(book, outcome, confirm(estimator, goal, found), place)
 
 
@@ -126,20 +126,20 @@ def _improve(
     outcome: Outcome,
     found: list[Found],
     operations: int,
-    regroups: bool,
+    effort: Effort,
 ) -> None:
     """Better plans in place of the best ones, where there is time; what has been found stays."""
     if not found or outcome.interrupted:
         return
     try:
-        _improve_best(estimator, goal, found, operations, progress, regroups)
+        _improve_best(estimator, goal, found, operations, progress, effort)
     except KeyboardInterrupt:
         outcome.interrupted = True
         found.sort(key=lambda f: f.value(goal))
 
 
 def _improve_best(
-    estimator: Estimator, goal: Goal, found: list[Found], operations: int, progress: Progress, regroups: bool
+    estimator: Estimator, goal: Goal, found: list[Found], operations: int, progress: Progress, effort: Effort
 ) -> None:
     """More in flight across slow links where that makes the best plans faster, and small changes of the best."""
     found.sort(key=lambda f: f.value(goal))
@@ -156,8 +156,9 @@ def _improve_best(
         best = min(best, found[i].value(goal))
     found.sort(key=lambda f: f.value(goal))
     simulate = partial(_simulated, estimator, goal, tries=1)
-    more = COMPILED // 2 if found[0].candidate.schedule == PLAIN.name else 1
-    better = refine(estimator, goal, found[0], more * operations, simulate, regroups)
+    if found[0].candidate.schedule == PLAIN.name:
+        operations *= effort.refined
+    better = refine(estimator, goal, found[0], operations, simulate, effort.regroups)
     if better is not found[0]:
         found.insert(0, better)
 

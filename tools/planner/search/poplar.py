@@ -15,7 +15,8 @@ from ..search.effort import NORMAL, Effort
 from ..search.finish import finish
 from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
-from ..search.unequal import can_differ, unequal
+from ..search.unequal import SIZES, can_differ, unequal
+from ..stages import tail_s
 
 
 def _fits(estimator: Estimator, pool: int, zero: int, batch: int, recompute: str) -> bool:
@@ -46,8 +47,11 @@ def widest(estimator: Estimator, pools: Iterable[int], batch: int, recompute: st
     return tuple(Group(pool, tp, n) for pool, n in sorted(counts.items()) if n)
 
 
-def _try_unequal(book: Book, pools: Iterable[int], recompute: str, zero: int) -> None:
-    """Passes of other sizes on other GPUs, as Poplar has them: on all pools, and without the slowest ones."""
+def _try_unequal(book: Book, pools: Iterable[int], recompute: str, zero: int, bound_s: float) -> None:
+    """Passes of other sizes on other GPUs, as Poplar has them: on all pools, and without the slowest ones.
+
+    What certainly takes longer than ``bound_s`` is left out.
+    """
     estimator = book.estimator
     whole = widest(estimator, pools, 1, recompute)
 
@@ -59,9 +63,24 @@ def _try_unequal(book: Book, pools: Iterable[int], recompute: str, zero: int) ->
     for count in range(len(fastest), 0, -1):
         stage = Stage(estimator.model.num_layers, tuple(sorted(fastest[:count])))
         base = Candidate((stage,), 1, recompute, zero_stage=zero)
+        if _least_s(estimator, base) > bound_s:
+            continue
         candidate = unequal(estimator, base) if can_differ(estimator, base) else None
         if candidate is not None:
             book.try_candidate(candidate)
+
+
+def _least_s(estimator: Estimator, candidate: Candidate) -> float:
+    """All sequences through all layers at every GPU's best size of a pass, then the sum of the gradients."""
+    stage, model, rate = candidate.stages[0], estimator.model, 0.0
+    for g in stage.groups:
+        best = [(b, estimator.unit(g.pool, g.tp, b, candidate.recompute)) for b in SIZES]
+        rate += g.count * max((b / (u.layer_f + u.layer_b) for b, u in best if u is not None), default=0.0)
+    units = [estimator.unit_of(candidate, g) for g in stage.groups]
+    there = [u for u in units if u is not None]
+    if not rate or len(there) < len(units):
+        return inf
+    return model.global_batch_size * stage.layers / rate + tail_s(estimator, candidate, there, 0)
 
 
 def search_poplar(
@@ -105,7 +124,7 @@ def search_poplar(
                     plain.append(candidate)
                     for chunks in range(2, estimator.model.num_layers + 1):
                         book.try_candidate(MINISTAGES.of(candidate, chunks))
-                _try_unequal(book, usable or range(len(nodes)), recompute, zero)
+                _try_unequal(book, usable or range(len(nodes)), recompute, zero, bound_s)
                 break
     except KeyboardInterrupt:
         outcome.interrupted = True

@@ -26,6 +26,8 @@ CLEAR = 0.01
 """A neighbour that is better by this share is taken without looking at the others."""
 MANY = 64
 """Neighbours that are looked at before a much better one is taken at once."""
+FEW_PARTS = 2
+"""Parts to search of a cluster without a plan that is near the one that is known."""
 MOST_SWAPPED = 10
 """Stages of which two change places."""
 MOST_EVEN, MOST_EVEN_TRIED = 150, 8
@@ -138,7 +140,8 @@ def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits) -> None:
     First come pools alone, which are searched in no time, then other choices of whole pools, then what has a node
     less or half of a pool; of each, what can be best by its bound.
     """
-    left = effort.parts
+    # Where the whole has nothing near what is known, parts that differ by little have nothing either.
+    left = effort.parts if book.best < inf or book.bound == inf else FEW_PARTS
     smaller = replace(effort, sketches=effort.part_sketches, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
 
     def order(limits: Limits) -> tuple[bool, bool, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
@@ -85,15 +86,15 @@ def _less(part: Part, kind: tuple[int, int], size: int) -> Part:
     return {k: n for k, n in out.items() if n}
 
 
-def split(estimator: Estimator, parts: int, most: int) -> list[list[Part]]:
+def split(estimator: Estimator, parts: int, most: int) -> Iterator[list[Part]]:
     """SPLIT (Saran and Vazirani): remove the lightest minimum 2-cut until ``most`` groups are there.
 
-    Returns:
+    Yields:
         The partitions into 1, 2, ..., ``most`` groups; each is within ``2 - 2/k`` of the minimum k-cut.
     """
     groups = [whole_cluster(estimator, parts)]
     cuts = {}
-    out = [list(groups)]
+    yield list(groups)
     while len(groups) < most:
         best: tuple[float, int, Part, Part] | None = None
         for i, part in enumerate(groups):
@@ -106,11 +107,10 @@ def split(estimator: Estimator, parts: int, most: int) -> list[list[Part]]:
             if best is None or weight < best[0]:
                 best = (weight, i, first, second)
         if best is None:
-            break
+            return
         _, i, first, second = best
         groups = [*groups[:i], first, second, *groups[i + 1 :]]
-        out.append(list(groups))
-    return out
+        yield list(groups)
 
 
 def _groups(estimator: Estimator, part: Part, parts: int) -> tuple[Group, ...]:
@@ -165,6 +165,8 @@ def configure_groups(book: Book, parts: int, few: bool = False, bound_s: float =
     for partition in split(estimator, parts, most):
         order = sorted(partition, key=lambda part: -_inner_bandwidth(estimator, part))
         _configure(book, tuple(_groups(estimator, part, parts) for part in order), few, bound_s)
+        if book.progress.spent:
+            return
 
 
 def _configure(book: Book, groups: Groups, few: bool, bound_s: float) -> None:
