@@ -83,4 +83,9 @@ COUNTED_FAMILIES: dict[str, tuple[str, ...]] = {
         ),
     )
 }
-ALL_FAMILIES = FAMILIES | ATTENTION_FAMILIES | EXPERT_FAMILIES | COUNTED_FAMILIES
+# Tokens after the next one are predicted too.
+LATER_FAMILIES: dict[str, tuple[str, ...]] = {
+    "later-tokens": (*_LLAMA, *words("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3")),
+    "later-tokens-experts": (*EXPERT_FAMILIES["deepseek"], *words("--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3")),
+}
+ALL_FAMILIES = FAMILIES | ATTENTION_FAMILIES | EXPERT_FAMILIES | COUNTED_FAMILIES | LATER_FAMILIES

@@ -3,8 +3,8 @@
 The families are those of ``examples/models`` at their small size, the features those of ``benchmarks.combinations``.  A
 feature is refused for a family where the checks of the start refuse the smallest plan that has it.  All others are
 trained, several in one plan, against stock Megatron in one process (``benchmarks.parity``).  ``--only`` trains some
-families, ``--add`` puts the results of such runs together, and ``--markdown FILE`` writes the table between the marks
-in that file.
+families or none, ``--plans`` only the first plans of each, ``--add`` puts the results of such runs together, and
+``--markdown FILE`` writes the table between the marks in that file.  What was not trained is said to be so.
 
 Keys: ``cells``, by family and feature: ``trained``, ``refused``, ``not compared`` (no one process does the same) or
 ``failed``; ``refused``, with the reason of each; ``plans``; ``failed``, names of plans that ended with an error or are
@@ -42,6 +42,7 @@ from megatron_het.plan.validate import check_plan
 BEGIN, END = "<!-- made by benchmarks.models -->", "<!-- end of what benchmarks.models makes -->"
 _TRAINED, _REFUSED, _ALONE, _FAILED = "trained", "refused", "not compared", "failed"
 _SIGNS = {_TRAINED: "+", _ALONE: "o", _FAILED: "failed"}
+_UNKNOWN = "-"
 _LATER = {"relative_loss_difference": 0.0, "relative_validation_difference": 0.0}
 _MOST = 5
 """Features of a plan beside its schedule."""
@@ -153,17 +154,18 @@ def cells_of(family: str, refused: Iterable[Feature], entries: Sequence[dict[str
 
 def table(report: dict[str, Any]) -> str:
     """The table of a report, in Markdown."""
-    families = sorted(report["cells"])
+    families = list(MODELS)
     reasons = sorted({_reason(text) for texts in report["refused"].values() for text in texts.values()})
     lines = ["| | " + " | ".join(families) + " |", "|---|" + "---|" * len(families)]
     for feature in map(title, features()):
         cells = []
         for family in families:
-            state = report["cells"][family].get(feature, "")
+            state = report["cells"].get(family, {}).get(feature, "")
             text = report["refused"].get(family, {}).get(feature, "")
-            cells.append(str(reasons.index(_reason(text)) + 1) if state == _REFUSED else _SIGNS.get(state, ""))
+            cells.append(str(reasons.index(_reason(text)) + 1) if state == _REFUSED else _SIGNS.get(state, _UNKNOWN))
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")
-    lines += ["", "Reasons:", "", *(f"{i + 1}. {reason}" for i, reason in enumerate(reasons))]
+    if reasons:
+        lines += ["", "Reasons:", "", *(f"{i + 1}. {reason}" for i, reason in enumerate(reasons))]
     return "\n".join(lines)
 
 
@@ -205,13 +207,21 @@ def measured(cases: Sequence[Case], folder: Path, at_once: int) -> list[dict[str
     return [found[name] for name in sorted(found)]
 
 
-def run(families: Sequence[str], seed: int, folder: Path, at_once: int) -> dict[str, Any]:
-    """The report of some families."""
+def run(families: Sequence[str], seed: int, folder: Path, at_once: int, plans: int | None = None) -> dict[str, Any]:
+    """The report of some families.
+
+    Args:
+        families: To train.
+        seed: Of which features a plan has.
+        folder: For what the runs write.
+        at_once: Jobs at the same time.
+        plans: So many of each family at most; None for all.
+    """
     refused, cases = {}, list[Case]()
     for family in families:
         refused[family] = refusals(family, seed, folder / f"{family}-single")
-        cases += cases_for(family, list(refused[family]), seed, folder)
-    entries = measured(cases, folder, at_once)
+        cases += cases_for(family, list(refused[family]), seed, folder)[:plans]
+    entries = measured(cases, folder, at_once) if cases else []
     return {
         "cells": {family: cells_of(family, refused[family], entries) for family in families},
         "refused": {family: {title(f): text for f, text in found.items()} for family, found in refused.items()},
@@ -247,14 +257,15 @@ def main() -> int:
         prog="python -m benchmarks.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
-    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="FAMILY", help="these")
+    parser.add_argument("--only", nargs="*", choices=MODELS, default=list(MODELS), metavar="FAMILY", help="these")
+    parser.add_argument("--plans", type=int, metavar="N", help="the first N plans of each family (default: all)")
     parser.add_argument("--seed", type=int, default=7, help="of which features a plan has (default %(default)s)")
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default %(default)s)")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="results of other families")
     parser.add_argument("--markdown", type=Path, help="file with the marks between which the table goes")
     options = parser.parse_args()
     start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="models-"))
-    report = run(options.only, options.seed, folder, options.at_once)
+    report = run(options.only, options.seed, folder, options.at_once, options.plans)
     for file in options.add:
         added(report, file)
     report |= {"elapsed_s": round(time.monotonic() - start_s, 1), "machine": machine()}

@@ -58,7 +58,6 @@ _REFUSED = (
     Refusal("fp8", "fp8 scaling statistics are reduced over groups that a plan does not have"),
     Refusal("fp4", "fp4 scaling statistics are reduced over groups that a plan does not have"),
     Refusal("rampup_batch_size", "Megatron ignores it; give --step-batch-size-schedule and a plan for each size"),
-    Refusal("mtp_num_layers", "multi-token prediction is not supported with a plan"),
     Refusal("hybrid_layer_pattern", "hybrid models are not supported with a plan"),
     Refusal(
         "num_distributed_optimizer_instances", "a plan has one optimizer instance per class of replicas", more_than_one
@@ -66,7 +65,6 @@ _REFUSED = (
     Refusal("data_parallel_random_init", "replicas must start from the same weights"),
     Refusal("full_validation", "evaluation must have the plan's number of microbatches"),
     Refusal("multiple_validation_sets", "evaluation must have the plan's number of microbatches"),
-    Refusal("sft", "packed sequences are not supported with a plan"),
     Refusal("perform_rl_step", "reinforcement learning is not supported with a plan"),
     Refusal("phase_transition_iterations", "samples are routed by one global order"),
     Refusal("yaml_cfg", "give the options as flags"),
@@ -139,6 +137,7 @@ def _check_model(plan: Plan, args: Any) -> None:
         "num_query_groups": args.num_query_groups if args.group_query_attention else heads,
         "seq_length": args.seq_length,
         "tied_embeddings": not args.untie_embeddings_and_output_weights,
+        "mtp_num_layers": getattr(args, "mtp_num_layers", None) or 0,
     }
     if plan.model.ffn_hidden_size is not None and args.ffn_hidden_size is not None:
         found["ffn_hidden_size"] = args.ffn_hidden_size
@@ -362,7 +361,7 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
         # Megatron's cache of who saves what is empty on ranks without replicas; from the second save on these
         # would wait for a collective that the others skip.
         args.ckpt_fully_parallel_save = False
-    if len(cuts) > 1 or plan.model.tied_embeddings:
+    if len(cuts) > 1 or plan.model.embeds_twice:
         # Several local shapes or copies per key: right under a plan, an error to this check.
         args.ckpt_load_validate_sharding_integrity = False
     return tp * placement.num_stages
@@ -404,8 +403,11 @@ def _apply_recompute(plan: Plan, args: Any) -> None:
 
 
 def pipeline_layout(plan: Plan) -> str:
-    """The plan's layers as Megatron's ``--pipeline-model-parallel-layout`` string, e.g. ``Ettt|tL``."""
+    """The plan's layers as Megatron's ``--pipeline-model-parallel-layout`` string, e.g. ``Ettt|tL``.
+
+    Layers for multi-token prediction come last: ``tmL``.
+    """
     parts = ["t" * plan.stages[stage].layers[chunk] for stage, chunk in plan.path]
     parts[0] = "E" + parts[0]
-    parts[-1] += "L"
+    parts[-1] += "m" * plan.model.mtp_num_layers + "L"
     return "|".join(parts)

@@ -44,6 +44,7 @@ def tiny_plan(plan: Plan) -> Plan:
         seq_length=length,
         ffn_hidden_size=heads * _HEAD_DIM * 2,
         tied_embeddings=plan.model.tied_embeddings,
+        mtp_num_layers=min(plan.model.mtp_num_layers, 1),
     )
     whole = replace(plan, model=model, stages=stages, predicted=None, notes="")
     if plan.training.micro_batch_sizes:
@@ -114,6 +115,8 @@ def flags_of(plan: Plan, machine: Sequence[str]) -> list[str]:
     words = text.split()
     if not model.tied_embeddings:
         words.append("--untie-embeddings-and-output-weights")
+    if model.mtp_num_layers:
+        words += ["--mtp-num-layers", str(model.mtp_num_layers)]
     if plan.training.precision in ("bf16", "fp16"):
         words.append(f"--{plan.training.precision}")
     return [*words, *machine]

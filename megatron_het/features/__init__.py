@@ -16,6 +16,7 @@ from megatron_het.features.context_parallel import ContextParallel
 from megatron_het.features.documents import Documents
 from megatron_het.features.experts import Experts
 from megatron_het.features.initial_weights import InitialWeights
+from megatron_het.features.mtp import MultiTokenPrediction
 from megatron_het.features.slices import Slices
 from megatron_het.features.thrifty_layers import ThriftyLayers
 from megatron_het.features.vocabulary import Vocabulary
@@ -34,6 +35,7 @@ FEATURES: tuple[Feature, ...] = (
     ActivationOffload(),
     ThriftyLayers(),
     ZeroBubble(),
+    MultiTokenPrediction(),
     InitialWeights(),
     Experts(),
     Watch(),
@@ -54,7 +56,7 @@ def tied_copies(plan: Plan) -> bool:
 
     A feature may have every row held once, by one stage.
     """
-    return plan.model.tied_embeddings and not any(feature.holds_rows_once for feature, _ in features_of(plan))
+    return plan.model.embeds_twice and not any(feature.holds_rows_once for feature, _ in features_of(plan))
 
 
 def options_of(plan: Plan, name: str) -> Any | None:

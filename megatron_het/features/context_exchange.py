@@ -125,6 +125,7 @@ class ContextExchange(Feature):
     refused = (
         Refusal("reset_attention_mask", _PLANNED),
         Refusal("dataloader_inter_document_masking", _PLANNED),
+        Refusal("sft", _PLANNED),
         Refusal("window_size", _PLANNED),
     )
 

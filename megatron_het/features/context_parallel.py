@@ -48,6 +48,7 @@ class ContextParallel(Feature):
     refused = (
         Refusal("reset_attention_mask", f"{_CAUSAL}; documents are not told apart"),
         Refusal("dataloader_inter_document_masking", f"{_CAUSAL}; documents are not told apart"),
+        Refusal("sft", f"{_CAUSAL}; conversations are not told apart"),
         Refusal("window_size", f"{_CAUSAL}; sliding windows are not supported"),
     )
 

@@ -11,8 +11,10 @@ from megatron_het.features.base import Feature, flag_of
 from megatron_het.plan import Plan, PlanError
 
 _DATASET = "megatron.core.datasets.gpt_dataset"
-BY_DATASET, BY_TOKEN = "dataloader_inter_document_masking", "reset_attention_mask"
-"""Megatron's arguments: documents as the dataset knows them, or up to an end-of-document token."""
+CONVERSATIONS, BY_DATASET, BY_TOKEN = "sft", "dataloader_inter_document_masking", "reset_attention_mask"
+"""Megatron's arguments: packed conversations, documents as the dataset knows them, or up to their last token."""
+PACKING = (CONVERSATIONS, BY_DATASET)
+"""Those with which Megatron packs sequences, and positions begin anew with each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,9 @@ class Documents(Feature):
     title = "packed documents"
     options = DocumentOptions
     upstream_names: ClassVar[Mapping[str, str]] = {
+        "megatron.training.datasets.sft_dataset.SFTDataset.__getitem__": (
+            "f5314cbb2afc02014177ab679280345ac2a7ad6b44b5569f88b4975e573b7bf6"
+        ),
         f"{_DATASET}.GPTDataset.__getitem__": "6986ce5ec94ce44151b20794fff4f716200d5a8a6ad9954711d3c6f0af03b871",
         f"{_DATASET}._get_ltor_masks_and_position_ids": (
             "81596ac59586d6dfa828c6f137c5da3170e7569adfa82b6fb0f94aed970b8b2a"
@@ -54,6 +59,13 @@ class Documents(Feature):
         for refusal in ATTENTION_REFUSED:
             refusal.check(args, flag_of(flag))
         check_reach(args)
+        if plan.model.mtp_num_layers:
+            raise PlanError(
+                flag_of(flag),
+                True,
+                "the layers of --mtp-num-layers would predict tokens of the next document, and attend to it",
+                "Leave out one of the two",
+            )
         if flag == BY_TOKEN and getattr(args, "window_size", None):
             raise PlanError(
                 flag_of(flag),
@@ -61,7 +73,7 @@ class Documents(Feature):
                 "Megatron's own attention forgets documents in layers with a sliding window",
                 f"Use {flag_of(BY_DATASET)}, with which a window ends at its document",
             )
-        if flag == BY_DATASET and getattr(args, "iterations_to_skip", None):
+        if flag in PACKING and getattr(args, "iterations_to_skip", None):
             raise PlanError(
                 flag_of(flag),
                 True,
@@ -77,4 +89,4 @@ class Documents(Feature):
 
 def asked_by(args: Any) -> str:
     """The argument that asks for documents that do not see each other; "" if none does."""
-    return next((name for name in (BY_DATASET, BY_TOKEN) if getattr(args, name, False)), "")
+    return next((name for name in (*PACKING, BY_TOKEN) if getattr(args, name, False)), "")

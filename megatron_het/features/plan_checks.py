@@ -147,11 +147,12 @@ def _check_chunks(plan: Plan) -> None:
             "all stages need the same number of chunks: Megatron's layout has one number of virtual stages",
             "Give a stage chunks of 0 layers",
         )
-    if plan.model.tied_embeddings and len(plan.stages) == 1 and chunks != {1}:
+    if plan.model.embeds_twice and len(plan.stages) == 1 and chunks != {1}:
+        tied = plan.model.tied_embeddings
         raise PlanError(
-            "model.tied_embeddings",
-            True,
-            "the embedding and the output layer of a single stage are "
-            "in different chunks and cannot share their weights",
-            "Add --untie-embeddings-and-output-weights, or use one chunk",
+            "model.tied_embeddings" if tied else "model.mtp_num_layers",
+            plan.model.tied_embeddings or plan.model.mtp_num_layers,
+            f"the embedding and {'the output layer' if tied else 'the layers for multi-token prediction'} of a single "
+            "stage are in different chunks and cannot share their weights",
+            "Use one chunk, or two stages" + (", or add --untie-embeddings-and-output-weights" if tied else ""),
         )

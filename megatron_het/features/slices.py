@@ -70,6 +70,14 @@ class Slices(Feature):
 
     def check_plan(self, plan: Plan, options: SliceOptions) -> None:
         """Refuse numbers of slices that leave a remainder or stages without work."""
+        if plan.model.mtp_num_layers:
+            cut = "slice" if is_sliced(plan) else "context-parallel rank"
+            raise PlanError(
+                "model.mtp_num_layers",
+                plan.model.mtp_num_layers,
+                f"the tokens that a {cut} is to predict are in the next one",
+                "Use a schedule of whole sequences, without context parallelism",
+            )
         if is_sliced(plan):
             _check_number(plan)
         tokens = slice_tokens(plan)

@@ -93,6 +93,13 @@ class Vocabulary(Feature):
 
     def check_plan(self, plan: Plan, options: VocabularyOptions) -> None:
         """Refuse stages that cannot share it."""
+        if plan.model.mtp_num_layers:
+            raise PlanError(
+                "model.mtp_num_layers",
+                plan.model.mtp_num_layers,
+                "its layers read the embedding of later tokens, whose rows are spread over the stages",
+                f"Leave out {_SWITCH}",
+            )
         window = Window().options_of(plan)
         if window is None or window.zero:
             return

@@ -186,9 +186,9 @@ class Window(Feature):
         return WindowOptions(flags["prefetch"], per_layer=False, offload=flags["offload"], steps=flags["step"])
 
     def options_of(self, plan: Plan) -> WindowOptions | None:
-        """With the ministages that have copies of tied embeddings."""
+        """With the ministages that have copies of the embedding."""
         options: WindowOptions | None = super().options_of(plan)
-        if options is None or not plan.model.tied_embeddings or len(plan.stages) == 1:
+        if options is None or not plan.model.embeds_twice or len(plan.stages) == 1:
             return options
         return replace(options, late=(plan.path[0], plan.path[-1]))
 
@@ -214,6 +214,14 @@ class Window(Feature):
         """Refuse a plan that contradicts its own window."""
         if options.prefetch < 0:
             raise PlanError("schedule.parameters.prefetch", options.prefetch, "must not be negative")
+        if plan.model.mtp_num_layers:
+            raise PlanError(
+                "model.mtp_num_layers",
+                plan.model.mtp_num_layers,
+                "a parameter window gathers layer by layer, and layers for multi-token prediction read the embedding "
+                "after the last one",
+                "Leave out the window, or the layers",
+            )
         if not plan.training.distributed_optimizer:
             raise PlanError(
                 "training.distributed_optimizer",

@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size"):
         parser.add_argument(f"--{name}", type=int)
-    for name in ("global-batch-size", "ffn-hidden-size", "num-query-groups"):
+    for name in ("global-batch-size", "ffn-hidden-size", "num-query-groups", "mtp-num-layers"):
         parser.add_argument(f"--{name}", type=int)
     for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1)
@@ -81,6 +81,7 @@ def plan_from_flags(words: Sequence[str], world_size: int, schedule: ScheduleSpe
         flags.ffn_hidden_size,
         None,
         not flags.untie_embeddings_and_output_weights,
+        flags.mtp_num_layers or 0,
     )
     recompute = flags.recompute_granularity or ("selective" if flags.recompute_activations else "none")
     training = TrainingShape(

@@ -36,6 +36,13 @@ class ModelShape:
     ffn_hidden_size: int | None = None
     vocab_size: int | None = None
     tied_embeddings: bool = False
+    mtp_num_layers: int = field(default=0, metadata={"omit_default": True})
+    """Layers for multi-token prediction, which come with the last chunk; ``num_layers`` does not count them."""
+
+    @property
+    def embeds_twice(self) -> bool:
+        """Whether the last chunk holds the embedding's weights too: as output layer, or for later tokens."""
+        return self.tied_embeddings or self.mtp_num_layers > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_het.features.documents import BY_DATASET, asked_by
+from megatron_het.features.documents import CONVERSATIONS, PACKING, asked_by
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 from megatron_het.schedule.kinds import Kind
@@ -38,8 +38,10 @@ class DocumentsFeature(RuntimeFeature):
     ) -> None:
         self._args = args
         self._asked_positions = args.reset_position_ids
-        self._starts = DocumentStarts(args.reset_position_ids or getattr(args, BY_DATASET))
-        args.reset_position_ids = True
+        packs = any(getattr(args, name, False) for name in PACKING)
+        self._starts = DocumentStarts(args.reset_position_ids or packs)
+        # Conversations are counted anew by themselves, and their dataset does not know the flag.
+        args.reset_position_ids = not getattr(args, CONVERSATIONS, False)
         self._sequences = sequences
         sequences.documents = self._starts
         self._whole = whole or RuntimeFeature()
@@ -66,17 +68,19 @@ class DocumentsFeature(RuntimeFeature):
     @contextlib.contextmanager
     def around_forward(self, forward: ForwardPass, call: Call) -> Iterator[None]:
         """The training script sees a sequence as any other: it need not pack anything."""
-        packs = getattr(self._args, BY_DATASET)
-        setattr(self._args, BY_DATASET, False)
+        asked = {name: getattr(self._args, name, False) for name in PACKING}
+        vars(self._args).update(dict.fromkeys(asked, False))
         try:
             with self._whole.around_forward(forward, call):
                 yield
         finally:
-            setattr(self._args, BY_DATASET, packs)
+            vars(self._args).update(asked)
 
     def finish(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`."""
+        """Evaluation of conversations is a mean over microbatches, whatever their tokens; Megatron takes it later."""
         self._whole.finish(call, state)
+        if call.forward_only and not call.collect_non_loss_data and getattr(self._args, CONVERSATIONS, False):
+            state.reports = [{name: _mean(pair) for name, pair in entry.items()} for entry in state.reports]
 
     def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
         """See :class:`RuntimeFeature`."""
@@ -85,6 +89,11 @@ class DocumentsFeature(RuntimeFeature):
     def close(self) -> None:
         """See :class:`RuntimeFeature`."""
         self._args.reset_position_ids = self._asked_positions
+
+
+def _mean(pair: torch.Tensor) -> torch.Tensor:
+    """The loss of a microbatch as one of so many, from its (sum, tokens)."""
+    return torch.stack([pair[0] / pair[1].clamp(min=1), torch.ones_like(pair[1])]) if pair.numel() == 2 else pair
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:

@@ -77,6 +77,7 @@ def model_shape(model: Model) -> ModelShape:
         ffn_hidden_size=model.ffn_hidden_size,
         vocab_size=model.vocab_size,
         tied_embeddings=model.tied_embeddings,
+        mtp_num_layers=model.mtp_num_layers,
     )
 
 

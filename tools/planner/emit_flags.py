@@ -77,6 +77,8 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
         words.append("--disable-bias-linear")
     if not model.tied_embeddings:
         words.append("--untie-embeddings-and-output-weights")
+    if model.mtp_num_layers:
+        words += ["--mtp-num-layers", str(model.mtp_num_layers)]
     words += _attention_arguments(options)
     return words + ([] if options.experts is None else _expert_arguments(options.experts, model.num_layers))
 

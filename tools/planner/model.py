@@ -48,6 +48,8 @@ class Model(BaseModel):
         experts: Mixture of experts in place of the MLP.
         latent: Multi-head latent attention.
         fp8: Linear layers compute in fp8 (attention, output layer and the rest in ``precision``).
+        mtp_num_layers: Layers for multi-token prediction on the last stage, which ``num_layers`` does not count; 0
+            trains without them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, ignored_types=(cached_property,))
@@ -78,6 +80,7 @@ class Model(BaseModel):
     windowed_layers: float = Field(default=0.0, ge=0, le=1)
     latent: Latent | None = None
     fp8: bool = False
+    mtp_num_layers: int = Field(default=0, ge=0, le=LARGEST["num_layers"])
 
     @field_validator("name")
     @classmethod
@@ -111,6 +114,10 @@ class Model(BaseModel):
             raise ValueError(f"fp8 = true needs precision bf16 or fp16 for the rest, not {self.precision}")
         if self.experts is not None:
             self.experts.check_layers(self.num_layers)
+        if self.mtp_num_layers > self.num_layers:
+            raise ValueError(f"mtp_num_layers = {self.mtp_num_layers} is more than num_layers = {self.num_layers}")
+        if self.mtp_num_layers and self.learned_positions:
+            raise ValueError("mtp_num_layers needs learned_positions = 0: Megatron copies the table of tokens only")
         return self
 
     @property
@@ -219,8 +226,10 @@ class Model(BaseModel):
     def parameters(self) -> int:
         """Parameters of the whole model (a tied table counts once)."""
         head = self.hidden_size if self.tied_embeddings else self.vocab_size * self.hidden_size
+        later = self.layer_parameters() + 2 * self.hidden_size**2 + 3 * self.hidden_size * (2 if self.biases else 1)
         return (
             self.num_layers * self.layer_parameters()
+            + self.mtp_num_layers * later
             + self.vocab_size * self.hidden_size
             + self.learned_positions * self.hidden_size
             + head
@@ -269,7 +278,9 @@ class Model(BaseModel):
     def iteration_flops(self) -> float:
         """Model FLOPs of one iteration: forward and backward (twice), without recomputation."""
         s = self.seq_length
-        return 3.0 * self.global_batch_size * (self.num_layers * self.layer_flops(s) + self.head_flops(s))
+        later = self.layer_flops(s) + 4.0 * s * self.hidden_size**2 + self.head_flops(s)
+        once = self.num_layers * self.layer_flops(s) + self.head_flops(s) + self.mtp_num_layers * later
+        return 3.0 * self.global_batch_size * once
 
     def check_run(self, file: str) -> None:
         """Raise a PlannerError when the model has parts that are priced only."""

@@ -119,6 +119,7 @@ def _are_first(layers: list[int]) -> bool:
 def _deepseek(config: Config, file: str) -> dict[str, Any]:
     width = _need(config, "moe_intermediate_size", file)
     return {
+        "mtp_num_layers": config.get("num_nextn_predict_layers") or 0,
         "num_query_groups": _need(config, "num_attention_heads", file),
         "experts": {
             "count": _need(config, "n_routed_experts", file),
@@ -217,6 +218,7 @@ def from_arguments(arguments: Mapping[str, Any], file: str) -> dict[str, Any]:
     for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"):
         document[name] = number(name)
     document["global_batch_size"] = number("global_batch_size")
+    document["mtp_num_layers"] = number("mtp_num_layers", 0)
     if arguments.get("position_embedding_type") == "learned_absolute":
         document["learned_positions"] = number("max_position_embeddings")
     document |= _parts(arguments, number, document)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from math import ceil
 from typing import Any
@@ -11,11 +12,36 @@ from .candidate import Candidate, Group
 from .cluster import Cluster
 from .errors import PlannerError
 from .estimates import StageTimes, Unit
-from .layer import LayerCosts, Spread
+from .layer import LayerCost, LayerCosts, Spread
 from .model import Model
 from .network import Network
 from .passes import unit_of_group
 from .runtime import MEGATRON_HET, Runtime
+
+
+def _with_later_tokens(model: Model, layer: LayerCost, first: LayerCost, last: LayerCost, tp: int) -> LayerCost:
+    """What comes after the last layer, with the layers for multi-token prediction.
+
+    Each of them embeds the tokens again, projects two rows of the hidden size to one, runs a layer and then what the
+    head runs.  They share one table with the first stage, of which the last one holds a copy; with tied embeddings the
+    head has it already.
+    """
+    count, hidden = model.mtp_num_layers, model.hidden_size
+    if not count:
+        return last
+    projection = 2 * hidden * hidden // tp
+    share = 1 + 4.0 * model.seq_length * hidden**2 / model.layer_flops(model.seq_length)
+    norms = 3 * hidden * (2 if model.biases else 1)
+    return replace(
+        last,
+        forward_s=last.forward_s + count * (share * layer.forward_s + first.forward_s + last.forward_s),
+        backward_s=last.backward_s + count * (share * layer.backward_s + first.backward_s + last.backward_s),
+        parameters=last.parameters
+        + count * (layer.parameters + projection + norms)
+        + (0 if model.tied_embeddings else first.parameters),
+        activation_bytes=last.activation_bytes
+        + count * (layer.activation_bytes + first.activation_bytes + last.activation_bytes),
+    )
 
 
 class OperatingPoints:
@@ -79,6 +105,7 @@ class OperatingPoints:
             )
         except PlannerError:
             return None
+        last = _with_later_tokens(self.model, layer, first, last, tp)
         reserved = self.runtime.reserved_bytes if self.runtime.reserved_bytes is not None else gpu.reserved_bytes
         reserved += self.runtime.framework_bytes
         return Unit(

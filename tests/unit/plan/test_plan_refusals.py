@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_het.config import pipeline_layout
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
 from megatron_het.features.zero_bubble import ZeroBubble
 from megatron_het.lowering.programs import build
@@ -157,3 +158,33 @@ def test_a_schedule_that_nobody_executes_is_called_simulated_only(monkeypatch: p
 def test_the_plan_is_checked_without_torch() -> None:
     code = "import sys, megatron_het.features.plan_checks; assert not {'torch', 'megatron.core'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def later(plan: Plan, layers: int = 1) -> Plan:
+    """The plan with layers for multi-token prediction."""
+    return replace(plan, model=replace(plan.model, mtp_num_layers=layers))
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        (scheduled("slimpipe", slices=4), "tokens that a slice is to predict are in the next one"),
+        (scheduled("1f1b", vocabulary=True), "rows are spread over the stages"),
+        (scheduled("ministage", chunks=2, window=True), "a parameter window gathers layer by layer"),
+        (scheduled("ministage", stages=1, chunks=2), "of a single stage are in different chunks"),
+    ],
+)
+def test_later_tokens_need_whole_sequences_and_whole_tables(plan: Plan, problem: str) -> None:
+    with pytest.raises(PlanError, match=rf"model.mtp_num_layers = 1: .*{problem}"):
+        check_plan_alone(later(plan))
+    check_plan_alone(plan)
+
+
+@pytest.mark.parametrize(
+    "plan", [scheduled("1f1b"), scheduled("interleaved", chunks=2), scheduled("zb-v", chunks=2), scheduled("gpipe", 1)]
+)
+def test_later_tokens_are_predicted_after_the_last_layer(plan: Plan) -> None:
+    check_plan_alone(later(plan, 2))
+    assert pipeline_layout(later(plan, 2)) == pipeline_layout(plan).removesuffix("L") + "mmL"
+    with pytest.raises(PlanError, match=r"model.mtp_num_layers = 5: must be 0 to 4"):
+        check_plan(later(plan, 5))

@@ -108,6 +108,19 @@ def test_published_sizes(tmp_path, config, billions, parts):
     assert load_model(tmp_path / "model", seq_length=4096, global_batch_size=256) == model
 
 
+def test_layers_for_later_tokens_are_counted(tmp_path):
+    """DeepSeek-V3 publishes 11.5 billion parameters that its module does not share; ours is a mean layer."""
+    sizes = {"seq_length": 4096, "global_batch_size": 256}
+    plain = load_model(write(tmp_path / "plain", DEEPSEEK), **sizes)
+    later = load_model(write(tmp_path / "later", {**DEEPSEEK, "num_nextn_predict_layers": 1}), **sizes)
+    assert plain.mtp_num_layers == 0 and later.mtp_num_layers == 1
+    assert (later.parameters - plain.parameters) / 1e9 == pytest.approx(11.5, rel=0.05)
+    share = (later.iteration_flops - plain.iteration_flops) / plain.iteration_flops
+    assert 1 / 61 < share < 3 / 61  # the output layer takes more than a layer
+    with pytest.raises(PlannerError, match="mtp_num_layers = 62 is more than"):
+        load_model(write(tmp_path / "many", {**DEEPSEEK, "num_nextn_predict_layers": 62}), **sizes)
+
+
 def test_what_a_config_lacks_or_cannot_be(tmp_path):
     file = write(tmp_path, LLAMA)
     with pytest.raises(PlannerError, match="--seq-length"):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, RuntimeFeature
 from megatron_het.schedule.kinds import Kind
-from megatron_het.slices.documents import DocumentsFeature
+from megatron_het.slices.documents import DocumentsFeature, _mean
 from megatron_het.slices.sequences import SlicedSequences
 from megatron_het.slices.starts import DocumentStarts, starts_of
 
@@ -78,3 +78,10 @@ def test_a_feature_reads_ahead_and_restores_the_flags(alone: None) -> None:
     feature.close()
     assert not args.reset_position_ids
     assert isinstance(feature._whole, RuntimeFeature)
+
+
+def test_the_loss_of_conversations_is_a_mean_over_microbatches() -> None:
+    """However many tokens count in each, as Megatron evaluates them."""
+    pairs = [torch.tensor([6.0, 2.0]), torch.tensor([4.0, 4.0]), torch.tensor([0.0, 0.0])]
+    total = torch.stack([_mean(pair) for pair in pairs]).sum(dim=0)
+    assert total.tolist() == [3 + 1 + 0, 3]

@@ -1,0 +1,80 @@
+"""Multi-token prediction: layers beside the output layer that predict the tokens after the next one (DeepSeek-V3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_het.features.base import Feature
+from megatron_het.plan import Plan, PlanError
+
+_MTP = "megatron.core.transformer.multi_token_prediction"
+_LANGUAGE = "megatron.core.models.common.language_module.language_module.LanguageModule"
+
+
+@dataclass(frozen=True, slots=True)
+class MtpOptions:
+    """What the model says.
+
+    Attributes:
+        layers: So many tokens after the next one are predicted, above 0.
+    """
+
+    layers: int
+
+
+class MultiTokenPrediction(Feature):
+    """Layers with the last chunk, and a copy of the embedding for the tokens that they read.
+
+    The copy is held alike with that of the first chunk as tied embeddings are.
+    """
+
+    name = "mtp"
+    runtime = "megatron_het.mtp.feature"
+    title = "multi-token prediction"
+    options = MtpOptions
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        f"{_MTP}.process_mtp_loss": "4b175647aeca8a06cdf1922ec6e8c05e56d95f1e34f7484b19153f05bacec78c",
+        f"{_MTP}.MTPLossLoggingHelper": "56157a499dfc2febe2e6a88a07b17bcfe102604cf50b86724e8a8102e3b0f179",
+        f"{_MTP}.tie_word_embeddings_state_dict": "d35f36469882acddb0eb1735088d9ad1bc975d7dcc551c5aea42eb323e348792",
+        f"{_LANGUAGE}.setup_embeddings_and_output_layer": (
+            "70bad0b8b0aaa3f50c7a29b8d10f1a4fa85ab86e9e1cd3cbd9f5e5aa30d971ae"
+        ),
+        f"{_LANGUAGE}.shared_embedding_or_output_weight": (
+            "5750b3f411aafaa88d22ae8a61c62717768898d3ac64f1a96d2421b2a605bc16"
+        ),
+    }
+
+    def options_of(self, plan: Plan) -> MtpOptions | None:
+        """What the plan's model says."""
+        return MtpOptions(plan.model.mtp_num_layers) if plan.model.mtp_num_layers else None
+
+    def check_plan(self, plan: Plan, options: MtpOptions) -> None:
+        """Refuse unequal microbatches; features that take sequences or tables apart refuse the layers themselves."""
+        if len(set(plan.training.micro_batch_sizes)) > 1:
+            raise PlanError(
+                "model.mtp_num_layers",
+                options.layers,
+                "Megatron divides the loss of its layers by the tokens that count in a microbatch, so microbatches of "
+                "different sizes would weigh tokens differently",
+                "Use microbatches of one size",
+            )
+
+    def check_arguments(self, plan: Plan, options: MtpOptions, args: Any) -> None:
+        """Refuse what Megatron's layers do not do everywhere."""
+        flag = "--mtp-num-layers"
+        if args.position_embedding_type == "learned_absolute" and plan.path[0] != plan.path[-1]:
+            raise PlanError(
+                flag,
+                options.layers,
+                "the last stage would have learned positions of its own: Megatron copies the embedding of tokens only",
+                "Use --position-embedding-type rope, or one chunk on one stage",
+            )
+        if args.multi_latent_attention and args.transformer_impl == "local":
+            raise PlanError(
+                flag,
+                options.layers,
+                "Megatron makes its layers with its own latent attention, which needs Transformer Engine",
+                "Use Transformer Engine, or leave out --multi-latent-attention",
+            )

@@ -1,0 +1,54 @@
+"""Packed conversations (``--sft``) under plans equal stock Megatron with a dense mask in one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import VOCABULARY, Case, build_plan, common_flags
+from benchmarks.compare import compare_gradients, gathered, plan_losses, reference_losses, relative
+from benchmarks.lab import Lab
+from benchmarks.runner import Job
+from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from tests.functional.conversations import write_conversations
+
+BAR = 1e-5
+CASES = {
+    case.name: case
+    for case in (
+        Case("three-stages", build_plan([[1], [2, 1], [1]], [2, 2, 1], random.Random(0), even_routing=False)),
+        sliced_case({**PLAIN, "layers": 5, "chunks": 2}, "in-slices", random.Random(0)),
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def start(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tuple[str, ...]]:
+    """Flags of weights and conversations."""
+    file = tmp_path_factory.mktemp("conversations") / "train.jsonl"
+    write_conversations(file, 200, VOCABULARY, 0)
+
+    def flags(case: Case) -> tuple[str, ...]:
+        found = list(lab.start_flags(case.weights))
+        at = found.index("--data-path")
+        return (*found[:at], "--data-path", str(file), "--data-cache-path", str(file.parent / "cache"))
+
+    return flags
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_equals_one_process(name: str, lab: Lab, start: Callable[[Case], tuple[str, ...]], tmp_path: Path):
+    case = CASES[name]
+    reference = tmp_path / "one"
+    setup = ("tests.functional.conversations:masked", {"out": str(reference), "gradients": True})
+    lab.runner.run(Job("one", 1, (*common_flags(case.weights), *start(case)), reference, setup=setup))
+    job = lab.job(case, *start(case), "--sft")
+    assert job.setup is not None
+    done = lab.runner.run(replace(job, setup=("tests.functional.conversations:packed", job.setup[1])))
+    found, expected = plan_losses(done.job.log_dir, case.plan), reference_losses(reference)
+    assert relative(found["losses"], expected["losses"], "losses") <= BAR
+    assert compare_gradients(done.job.log_dir, case.plan, gathered(reference, [0]))[0] <= BAR
