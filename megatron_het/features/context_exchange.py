@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, option
-from megatron_het.features.slices import SLICED_SCHEDULES, not_sliced, slice_tokens
+from megatron_het.features.slices import SLICED_SCHEDULES, has_even_slices, not_sliced, slice_tokens
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.exchange import exchanged_layers
@@ -149,6 +149,13 @@ class ContextExchange(Feature):
 
     def check_plan(self, plan: Plan, options: ExchangeOptions) -> None:
         """Refuse stages that cannot attend for each other."""
+        if not has_even_slices(plan):
+            raise PlanError(
+                _SWITCH,
+                True,
+                "what devices attend to for each other is planned in equal parts of equal slices",
+                "Use --het-slice-lengths equal, and slices that divide --seq-length and over the ranks of a replica",
+            )
         if bool(options.attention) != bool(options.rest):
             given, other = (ATTENTION, REST) if options.attention else (REST, ATTENTION)
             raise PlanError(
@@ -185,13 +192,15 @@ class ContextExchange(Feature):
         def less(table: PerChunk, part: PerChunk) -> PerChunk:
             return tuple(tuple(a - b for a, b in zip(row, taken)) for row, taken in zip(table, part, strict=True))
 
+        messages = {"kv_message_bytes": sent(figures.kv_bytes), "query_message_bytes": sent(figures.query_bytes)}
+        if costs.attention_forward_s:  # told apart already
+            return replace(costs, **messages)  # type: ignore[arg-type]
         forward, backward = per_chunk(figures.attention_forward_s), per_chunk(figures.attention_backward_s)
         return replace(
             costs,
+            **messages,  # type: ignore[arg-type]
             forward_s=less(costs.forward_s, forward),
             backward_s=less(costs.backward_s, backward),
             attention_forward_s=forward,
             attention_backward_s=backward,
-            kv_message_bytes=sent(figures.kv_bytes),
-            query_message_bytes=sent(figures.query_bytes),
         )
