@@ -185,13 +185,15 @@ class ContextExchange(Feature):
         def less(table: PerChunk, part: PerChunk) -> PerChunk:
             return tuple(tuple(a - b for a, b in zip(row, taken)) for row, taken in zip(table, part, strict=True))
 
+        messages = {"kv_message_bytes": sent(figures.kv_bytes), "query_message_bytes": sent(figures.query_bytes)}
+        if costs.attention_forward_s:  # told apart already
+            return replace(costs, **messages)  # type: ignore[arg-type]
         forward, backward = per_chunk(figures.attention_forward_s), per_chunk(figures.attention_backward_s)
         return replace(
             costs,
+            **messages,  # type: ignore[arg-type]
             forward_s=less(costs.forward_s, forward),
             backward_s=less(costs.backward_s, backward),
             attention_forward_s=forward,
             attention_backward_s=backward,
-            kv_message_bytes=sent(figures.kv_bytes),
-            query_message_bytes=sent(figures.query_bytes),
         )

@@ -21,7 +21,6 @@ from megatron_het.plan import (
     TrainingShape,
 )
 from megatron_het.plan import Stage as PlanStage
-from megatron_het.plan.rows import vocabulary_shares
 from megatron_het.plan.shares import state_parts
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators.listing import ORDERS
@@ -32,6 +31,7 @@ from .candidate import Candidate, Group, Stage, chunk_layers, normalised
 from .cluster import Cluster
 from .errors import PlannerError
 from .estimate import Estimate, Estimator, allocate
+from .extras import extra_parameters, extras_of_plan
 from .model import Model
 from .packing import Room, Seat, pack, seat_replicas
 from .passes import mean_size, routes_of, sizes_of_plan
@@ -177,7 +177,7 @@ def build_plan(
         stage, predicted = _stage(estimator, candidate, estimate, s, routes, fastest, len(per_rank))
         stages.append(stage)
         per_rank += predicted
-    parameters = _parameters(candidate, estimate, all_routes)
+    parameters = _parameters(estimator, candidate, estimate, all_routes)
     plan = Plan(
         model=model_shape(model),
         training=TrainingShape(
@@ -242,11 +242,12 @@ def _stage(
 
 
 def _parameters(
-    candidate: Candidate, estimate: Estimate, all_routes: Sequence[Sequence[Sequence[int]]]
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, all_routes: Sequence[Sequence[Sequence[int]]]
 ) -> dict[str, object]:
     """The parameters of the plan's schedule."""
     alike = all(routes == all_routes[0] for routes in all_routes)
     parameters = schedule_of(candidate).parameters(candidate, estimate, alike)
+    parameters |= extra_parameters(estimator, candidate)
     if is_ordered(candidate):
         parameters["order"] = candidate.order
     return parameters
@@ -309,7 +310,7 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         depths=_depths(parameters, len(plan.stages), file),
         cp=plan.context_parallel,
         ep=most_ep,
-        rows=_rows(plan),
+        **extras_of_plan(plan),
     )
     if schedule_of(found).shards_parameters:
         found = found.with_(shares=tuple(shares))
@@ -330,15 +331,6 @@ def _check_context_parallel(plan: Plan, file: str) -> None:
             "there are figures for context parallelism of one size and equal parts only",
             "Only emit and the training take such plans",
         )
-
-
-def _rows(plan: Plan) -> tuple[tuple[float, float], ...]:
-    """What each stage has of a split vocabulary; tied embeddings have one table for both ends."""
-    if not plan.schedule.parameters.get("vocabulary"):
-        return ()
-    shares = vocabulary_shares(plan) or (1,) * len(plan.stages)
-    parts = [share / sum(shares) for share in shares]
-    return tuple((part, 0.0 if plan.model.tied_embeddings else part) for part in parts)
 
 
 def _order(parameters: dict[str, Any], file: str) -> str:

@@ -62,6 +62,8 @@ class Candidate:
             empty: the first stage has all of the embeddings, the last one all of the output layer.
         sizes: Of a single stage whose microbatches differ in size (Poplar): per group and replica, the sequences of
             each of its passes; ``micro_batch_size`` is the largest of all.  Empty: all microbatches are equal.
+        exchange: Stages attend for each other (slices): the context exchange.
+        host_activations: Share of the activations of each forward that waits in main memory.
     """
 
     stages: tuple[Stage, ...]
@@ -82,6 +84,8 @@ class Candidate:
     across_replicas: bool = False
     rows: tuple[tuple[float, float], ...] = ()
     sizes: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    exchange: bool = False
+    host_activations: float = 0.0
 
     def with_(self, **changes: object) -> Candidate:
         """A changed copy."""

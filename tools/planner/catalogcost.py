@@ -144,12 +144,25 @@ class CatalogCosts:
             matrix = memory_s(gpu, attention_matrix_bytes(model, batch, tp, spread.cp))
             compute = flops / (gpu.peak(model.precision) * gpu.efficiency * kernels.gemm)
             forward, backward, repeated = compute + 6 * matrix, 2 * compute + 18 * matrix, compute + 3 * matrix
-        if spread.cp > 1:  # a ring: while one block is used the next arrives; the backward returns gradients too
-            moved = 2.0 * batch * model.seq_length / spread.cp * model.kv_size / tp * model.element_bytes
-            rate = gpu.collective_rate if tp * spread.cp <= spread.domain else spread.network_bytes_per_s
-            ring = (spread.cp - 1) * moved / rate
-            forward, backward = max(forward, ring), max(backward, 2 * ring)
+        if spread.cp > 1:
+            forward, backward = self._shared(gpu, forward, backward, batch, tp, spread)
         return forward, backward, repeated
+
+    def _shared(
+        self, gpu: Gpu, forward: float, backward: float, batch: int, tp: int, spread: Spread
+    ) -> tuple[float, float]:
+        """Attention whose sequences context-parallel ranks share, from that of a rank's part."""
+        model = self.model
+        rate = gpu.collective_rate if tp * spread.cp <= spread.domain else spread.network_bytes_per_s
+        elements = (spread.cp - 1) * batch * model.seq_length / spread.cp / tp
+        if not self.runtime.commuted:  # while one block is used the next arrives; the backward returns gradients too
+            ring = elements * 2 * model.kv_size * model.element_bytes / rate
+            return max(forward, ring), max(backward, 2 * ring)
+        # Queries go and partial outputs return, while a rank attends to its own keys for its own queries.  Backwards
+        # send queries, outputs and gradients, and get gradients of queries in fp32.
+        once = elements * model.attention_size / rate
+        there, back = 2 * once * model.element_bytes, once * (3 * model.element_bytes + 4)
+        return forward + max(0.0, there - forward / spread.cp), backward + max(0.0, back - backward / spread.cp)
 
     def _reduces_s(self, gpu: Gpu, tokens: float, tp: int, spread: Spread) -> float:
         """Exposed time of an all-reduce (or all-gather and reduce-scatter) of activations over a TP group."""

@@ -120,7 +120,7 @@ def activation_bytes(
         return tokens * (2 * e * h / split + rows * 4)  # the softmax in fp32
     if recompute == "full":
         # Keys and values stay in their pool, and the last slice's backward gives all of them gradients in fp32.
-        pool = _pool_size(model, tp) * (e + 4) if sliced else 0.0
+        pool = pool_size(model, tp) * (e + 4) if sliced else 0.0
         return tokens * (e * h / split + pool)
     whole: float = 4 * e * h + (0 if model.gated else 2 * h)
     width, x = float(model.ffn_hidden_size), model.experts
@@ -136,7 +136,7 @@ def activation_bytes(
     if model.latent is not None:
         attention = model.latent.kept(model.num_attention_heads, sliced) * e
         whole += 2 * (model.latent.query_rank + model.latent.compressed) * e  # before and after their norms
-        routed += _pool_size(model, tp) * e if sliced else 0.0
+        routed += pool_size(model, tp) * e if sliced else 0.0
     elif not sliced and not model.learned_positions:
         attention += (model.attention_size + model.kv_size) * e
     if model.fp8:  # inputs of linear layers are kept in one byte
@@ -147,7 +147,7 @@ def activation_bytes(
     return tokens * (whole / split + routed + (attention + mlp + matrix) / tp)
 
 
-def _pool_size(model: Model, tp: int) -> float:
+def pool_size(model: Model, tp: int) -> float:
     """Numbers per token that slices cache on one rank; compressed keys and values are of all heads."""
     return 2 * model.kv_size / tp if model.latent is None else model.latent.compressed
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from .candidate import Candidate
 from .estimates import GroupMemory, StageTimes
+from .extras import moved_bytes
 from .operating import OperatingPoints
 from .schedules import schedule_of
 
@@ -35,6 +36,9 @@ def _of_group(
     held = schedule.in_flight(candidate, stage, s, i)
     kept = layers * (u.layer_bytes * schedule.layer_share(u)) + (u.embedding_bytes if s == 0 else 0.0)
     activations, waiting = schedule.activations(candidate, held, kept)
+    if candidate.host_activations or candidate.exchange:
+        more, offloaded = moved_bytes(estimator, candidate, groups[i], u, s, held)
+        activations, waiting = activations + more, waiting + offloaded
     logits = max(candidate.rows[s]) if candidate.rows else float(has_head)
     if logits:
         activations += schedule.logits(candidate, held, u.head_bytes) * logits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .candidate import Candidate, Group
@@ -104,6 +105,7 @@ def summary(
         n * estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).peak(model.precision)
         for p, n in candidate.gpus().items()
     )
+    blocking = _blocking(estimator, candidate, estimate)
     watts = [estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).power_w for p in candidate.gpus()]
     joules = None
     if all(w is not None for w in watts):
@@ -113,6 +115,7 @@ def summary(
         "closed_form_s": estimate.iteration_s,
         "simulated_s": simulated_s,
         "uncertainty": estimator.uncertainty(candidate),
+        "blocking_transfers_s": None if blocking is None else seconds * blocking,
         "by_cause_s": {
             "compute": estimate.busy_s,
             "bubble": estimate.fill_s,
@@ -141,6 +144,7 @@ def summary(
         "recompute": candidate.recompute,
         "zero_stage": candidate.zero_stage,
         "offload": candidate.offload,
+        "extras": extras_in_words(candidate),
         "stages": stages_of(estimator, candidate, estimate),
     }
 
@@ -167,6 +171,17 @@ def host_memory_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"{row['gpu']}: offloads {row['bytes_per_node'] / GIB:.0f} GiB to main memory per node, of {known}"
         )
     return lines
+
+
+def _blocking(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float | None:
+    """How much longer an iteration takes where transfers wait for compute; None where nothing overlaps anyway."""
+    runtime = estimator.runtime
+    if len(candidate.stages) == 1 or runtime.transfers_in_turn or runtime.host_blocks:
+        return None
+    in_turn = replace(runtime, transfers_in_turn=True)
+    other = Estimator(estimator.cluster, estimator.model, estimator.costs, in_turn, estimator.memory_margin)
+    found = other.estimate(candidate)
+    return None if found is None else max(1.0, found.iteration_s / estimate.iteration_s)
 
 
 def _unpriced(estimator: Estimator, candidate: Candidate) -> list[str]:
@@ -207,7 +222,8 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         + f"ZeRO-{body['zero_stage']}"
         + (f", {body['chunks']} chunks" if body["chunks"] > 1 else "")
         + (f", {body['slices']} slices" if body["slices"] > 1 else "")
-        + (", offload" if body["offload"] else ""),
+        + (", offload" if body["offload"] else "")
+        + "".join(f", {name}" for name in body["extras"]),
         f"{body['iteration_s']:.4g} s per iteration (+-{100 * body['uncertainty']:.0f} %), "
         f"{body['tokens_per_s']:.4g} tokens/s",
         f"{body['model_tflops']:.4g} model TFLOP/s"
@@ -217,6 +233,12 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         + "; "
         f"egress {body['egress_bytes_per_iteration'] / 1e9:.4g} GB per iteration",
     ]
+    blocking = body["blocking_transfers_s"]
+    if blocking is not None:
+        lines.append(
+            f"Transfers between stages run beside compute, over NCCL. If they did not: about {blocking:.4g} s "
+            f"({100 * (blocking / body['iteration_s'] - 1):+.0f} %)"
+        )
     if body["not_run"]:
         unknown = ", ".join(body["not_run"]).replace("_", " ")
         lines.append(f"The planner prices this model, but runs with a plan cannot train it yet ({unknown}).")
@@ -250,7 +272,18 @@ def describe(estimator: Estimator, c: Candidate) -> str:
     )
     extra = f" v{c.chunks}" if c.chunks > 1 else ""
     extra += f" n{c.slices}" if c.slices > 1 else ""
+    extra += "".join(f" {name}" for name in extras_in_words(c))
     return f"{c.schedule}{extra} mb{c.micro_batch_size} {stages}"
+
+
+def extras_in_words(c: Candidate) -> list[str]:
+    """What a plan has besides its schedule."""
+    out = [f"cp{c.cp}"] if c.cp > 1 else []
+    out += [f"ep{c.ep}"] if c.ep > 1 else []
+    out += ["split vocabulary"] if c.rows else []
+    out += ["exchange"] if c.exchange else []
+    out += [f"{100 * c.host_activations:.0f} % of activations offloaded"] if c.host_activations else []
+    return out + (["passes of different sizes"] if c.sizes else [])
 
 
 def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:

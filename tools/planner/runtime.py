@@ -45,6 +45,8 @@ class Runtime:
             the same pass; the rest comes on top of it.
         sync_overlap: Share of the gradient reduction after the last backward, and of the gather of parameters,
             that runs beside compute.
+        commuted: Context-parallel ranks send queries and outputs to each other, as plans do (SlimPipe, section 5);
+            else keys and values go round a ring.
         iteration_s: Host time of an iteration besides its passes (data, logging, scheduling).
         reserved_bytes: Context, communicators and libraries of one rank; None = the catalog's figure.
         framework_bytes: What the training system holds besides (buffers of its own, what its allocator cannot reuse).
@@ -69,10 +71,16 @@ class Runtime:
     exchange_overlap: float = 0.0
     gather_overlap: float = 1.0
     sync_overlap: float = 0.0
+    commuted: bool = False
     iteration_s: float = 0.0
 
 
-MEGATRON_HET = Runtime()
+MEGATRON_HET = Runtime(commuted=True)
 CPU_GLOO = Runtime(
-    name="megatron_het on CPU over gloo", host_blocks=True, keeps_sent=True, reserved_bytes=0.0, transfer_latency_s=0.0
+    commuted=True,
+    name="megatron_het on CPU over gloo",
+    host_blocks=True,
+    keeps_sent=True,
+    reserved_bytes=0.0,
+    transfer_latency_s=0.0,
 )

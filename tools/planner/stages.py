@@ -40,6 +40,9 @@ def stages_of(
         c.ep,
         c.across_replicas,
         c.sizes,
+        c.rows,
+        c.exchange,
+        c.host_activations,
         blocks,
         total,
     )

@@ -1,10 +1,11 @@
-"""More schedules, kinds of GPUs and nodes never make a plan worse, on random small clusters with little effort."""
+"""More schedules, kinds of GPUs and nodes never make a plan worse, on random clusters."""
 
 import random
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.planner_pools import nodes
 from benchmarks.planner_quality import estimator_of
 from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.model import Model
@@ -63,3 +64,11 @@ def test_more_schedules_kinds_and_nodes_are_never_worse(seed):
         assert smaller is None or best.iteration_s <= TOLERANCE * smaller.iteration_s
         alone = search_auto(estimator_of(Cluster(nodes=(node,)), model), Goal(), effort=EFFORT).best
         assert alone is None or best.iteration_s <= TOLERANCE * alone.iteration_s
+
+
+@pytest.mark.parametrize("seed", [5, 7])
+def test_a_node_more_of_a_large_cluster_is_never_worse(seed):
+    """139 and 153 GPUs of several kinds, searched as ``plan`` does; ``--only nodes`` compares more of them."""
+    found = nodes(1, seed)
+    assert found["clusters"] == 1 and found["worse"] == 0
+    assert 100 < found["cases"][0]["gpus"] <= 200

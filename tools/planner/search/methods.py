@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 from ..estimate import Estimator
 from ..search.bounds import Bounds
+from ..search.choices import choose
 from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
 from ..search.pools import all_gpus
@@ -13,10 +16,13 @@ METHODS = ("auto", "zorse", "sailor", "poplar")
 
 def search(method: str, estimator: Estimator, goal: Goal, progress: Progress | None = None) -> Outcome:
     """Run one of ``METHODS``, and say what no plan can beat."""
-    progress = progress or Progress()
+    progress, started = progress or Progress(), time.process_time()
     # Before the search, so that its time counts: on clusters of many pools the bound takes seconds.
     bound = Bounds(estimator, goal).value(all_gpus(estimator))
     outcome = _search(method, estimator, goal, progress)
+    if method == "auto":
+        choose(estimator, goal, progress, outcome)
+        outcome.cpu_s = time.process_time() - started
     outcome.bound = bound
     return outcome
 

@@ -20,4 +20,6 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            gc.freeze()  # what has been made counts as old at once, so that nothing is looked through now
             gc.enable()
+            gc.unfreeze()

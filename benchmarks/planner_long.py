@@ -1,0 +1,126 @@
+"""What the planner chooses for long contexts and for experts, with what it would have without these choices.
+
+    python -m benchmarks.planner_long --json OUT [--cases 128k,512k,1M,mixtral-h100-a100,mixtral-a100-l40s]
+
+Per case: seconds and MFU of the plan of the search alone (``before``) and with all choices (``after``), what the plan
+is, and ``promised_over_emitted``, the simulated time of the plan as written over what was promised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine
+from benchmarks.planner_quality import estimator_of
+from tools.planner.build import build_plan, candidate_of
+from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.estimate import Estimator
+from tools.planner.files import write_json
+from tools.planner.model import Model
+from tools.planner.model_parts import Experts
+from tools.planner.report import describe, summary
+from tools.planner.search.auto import search_auto
+from tools.planner.search.choices import choose
+from tools.planner.search.goal import Goal
+from tools.planner.search.outcome import Found, Progress
+from tools.planner.simulation import simulate_candidate
+
+LLAMA_70B = {
+    "num_layers": 80,
+    "hidden_size": 8192,
+    "ffn_hidden_size": 28672,
+    "num_attention_heads": 64,
+    "num_query_groups": 8,
+    "vocab_size": 128256,
+    "distributed_optimizer": True,
+    "sequence_parallel": True,
+}
+MIXTRAL = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "vocab_size": 32000,
+    "seq_length": 4096,
+    "global_batch_size": 256,
+    "distributed_optimizer": True,
+    "experts": Experts(count=8, top_k=2, ffn_hidden_size=14336),
+}
+
+
+def _cluster(*groups: tuple[str, int, int, float]) -> Cluster:
+    nodes = (NodeGroup(gpu=g, count=n, gpus_per_node=k, network_bytes_per_s=rate) for g, n, k, rate in groups)
+    return Cluster(nodes=tuple(nodes))
+
+
+HOPPER = _cluster(("H100-SXM", 8, 8, 400e9), ("H200", 4, 8, 400e9))
+CASES: dict[str, tuple[Cluster, dict[str, Any]]] = {
+    "128k": (HOPPER, {**LLAMA_70B, "seq_length": 131072, "global_batch_size": 32}),
+    "512k": (HOPPER, {**LLAMA_70B, "seq_length": 524288, "global_batch_size": 8}),
+    "1M": (HOPPER, {**LLAMA_70B, "seq_length": 1048576, "global_batch_size": 4}),
+    "mixtral-h100-a100": (_cluster(("H100-SXM", 2, 8, 50e9), ("A100-80", 4, 8, 25e9)), MIXTRAL),
+    "mixtral-a100-l40s": (_cluster(("A100-40", 4, 8, 25e9), ("L40S", 8, 4, 12.5e9)), MIXTRAL),
+}
+
+
+def case(name: str) -> dict[str, Any]:
+    """One case."""
+    cluster, shape = CASES[name]
+    estimator, goal, progress = estimator_of(cluster, Model(**shape)), Goal(), Progress()
+    started = time.process_time()
+    outcome = search_auto(estimator, goal, progress)
+    row: dict[str, Any] = {"search_cpu_s": time.process_time() - started}
+    row["before"] = None if outcome.best is None else _plan(estimator, outcome.best)
+    started = time.process_time()
+    choose(estimator, goal, progress, outcome)
+    row["choices_cpu_s"] = time.process_time() - started
+    best = outcome.best
+    if best is None:
+        return {**row, "after": None}
+    emitted = _emitted_s(estimator, best)
+    return {**row, "after": _plan(estimator, best), "promised_over_emitted": emitted / best.iteration_s}
+
+
+def _plan(estimator: Estimator, found: Found) -> dict[str, Any]:
+    c = found.candidate
+    body = summary(estimator, c, found.estimate, found.simulated_s)
+    host = max(m.host_bytes for m in found.estimate.memory)
+    return {
+        "plan": describe(estimator, c),
+        "iteration_s": found.iteration_s,
+        "model_flops_utilisation": body["model_flops_utilisation"],
+        "fullest": found.estimate.fullest,
+        "host_bytes_per_gpu": host,
+        "recompute": c.recompute,
+    }
+
+
+def _emitted_s(estimator: Estimator, found: Found) -> float:
+    plan = build_plan(estimator, found.candidate, found.estimate)
+    candidate, seated = candidate_of(plan, estimator.cluster)
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
+    parser.add_argument("--cases", default=",".join(CASES), help="which cases (default: all)")
+    options = parser.parse_args()
+    unknown = [name for name in options.cases.split(",") if name not in CASES]
+    if unknown:
+        parser.error(f"--cases: unknown {', '.join(unknown)}; there are {', '.join(CASES)}")
+    found = {name: case(name) for name in options.cases.split(",")}
+    write_json(options.json, {"machine": machine(), "cases": found})
+    for name, row in found.items():
+        print(name, row["before"], row["after"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Choices beside stages and batches: taken where the simulator says that they pay, and written into the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.planner_quality import estimator_of
+from megatron_het.lowering.programs import build
+from tools.planner.build import build_plan, candidate_of
+from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.estimate import Estimator
+from tools.planner.model import Model
+from tools.planner.model_parts import Experts
+from tools.planner.search import choices
+from tools.planner.search.choices import changes, choose
+from tools.planner.search.goal import Goal
+from tools.planner.search.long_contexts import regular_pipelines
+from tools.planner.search.outcome import Found, Outcome, Progress
+from tools.planner.simulation import block_s, simulate_block, simulate_candidate
+
+GOAL = Goal()
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less to simulate than in earnest."""
+    monkeypatch.setattr(choices, "MOST_OPERATIONS_LONG", 30_000)
+
+
+def estimator(gpu: str = "H100-SXM", nodes: int = 2, intra: float | None = None, **changed: object) -> Estimator:
+    """Nodes of eight GPUs, and a model of eight layers."""
+    group = NodeGroup(gpu=gpu, count=nodes, gpus_per_node=8, network_bytes_per_s=100e9, intra_node_bytes_per_s=intra)
+    shape = {
+        "num_layers": 8,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "vocab_size": 32000,
+        "seq_length": 4096,
+        "global_batch_size": 16,
+        "distributed_optimizer": True,
+        "sequence_parallel": True,
+    }
+    return estimator_of(Cluster(nodes=(group,)), Model(**{**shape, **changed}))
+
+
+def chosen(priced: Estimator, candidate: Candidate) -> Found:
+    """What becomes of a plan that a search has found."""
+    estimate = priced.estimate(candidate)
+    assert estimate is not None
+    outcome = Outcome("auto")
+    if priced.fits(estimate):
+        outcome.found = [Found(candidate, estimate, block_s(priced, candidate, estimate))]
+    else:
+        outcome.nearest = (candidate, estimate)
+    choose(priced, GOAL, Progress(), outcome)
+    assert outcome.best is not None
+    return outcome.best
+
+
+def check_emitted(priced: Estimator, found: Found) -> dict[str, object]:
+    """The plan runs, is read back as the candidate, and takes what was promised; the schedule's parameters."""
+    plan = build_plan(priced, found.candidate, found.estimate)
+    build(plan)
+    again, seated = candidate_of(plan, priced.cluster)
+    assert again == found.candidate
+    estimate = priced.estimate(again)
+    assert estimate is not None and priced.fits(estimate)
+    seconds = simulate_candidate(priced, again, estimate, plan, seated).iteration_s
+    assert seconds == pytest.approx(found.iteration_s, rel=1e-6)
+    return plan.schedule.parameters
+
+
+def two_stages(tp: int = 8) -> tuple[Stage, ...]:
+    return (Stage(4, (Group(0, tp, 8 // tp),)), Stage(4, (Group(0, tp, 8 // tp),)))
+
+
+def test_experts_are_divided_over_the_ranks_of_a_replica_where_there_are_experts() -> None:
+    experts = Experts(count=8, top_k=2, ffn_hidden_size=14336)
+    priced = estimator(experts=experts)
+    found = chosen(priced, Candidate(two_stages(), 1, zero_stage=1))
+    assert found.candidate.ep > 1
+    check_emitted(priced, found)
+    plan = build_plan(priced, found.candidate, found.estimate)
+    assert {r.ep for s in plan.stages for r in s.replicas} == {found.candidate.ep}
+    three = estimator(experts=experts.model_copy(update={"count": 3}))
+    assert {c.ep for c in changes(three, GOAL, Candidate(two_stages(), 1))} == {1}
+    assert {c.ep for c in changes(estimator(), GOAL, Candidate(two_stages(), 1))} == {1}
+
+
+def test_a_vocabulary_is_split_where_the_last_stage_would_be_late() -> None:
+    """Eight stages of one layer: no other division of layers evens out a large output layer."""
+    stages = tuple(Stage(1, (Group(0, 1, 1),)) for _ in range(8))
+    priced = estimator(vocab_size=256000, hidden_size=2048, ffn_hidden_size=8192)
+    before = priced.estimate(Candidate(stages, 1, zero_stage=1))
+    found = chosen(priced, Candidate(stages, 1, zero_stage=1))
+    assert before is not None and found.candidate.rows and found.iteration_s < 0.8 * before.iteration_s
+    assert check_emitted(priced, found)["vocabulary"] is True
+    assert not chosen(estimator(vocab_size=1024), Candidate(stages, 1, zero_stage=1)).candidate.rows
+
+
+def test_long_sequences_are_cut_exchanged_and_offloaded() -> None:
+    """What does not fit at all becomes a plan, without computing everything again."""
+    priced = estimator(seq_length=1048576, global_batch_size=4, recompute=("none", "full"))
+    plain = Candidate(two_stages(), 1, zero_stage=1)
+    estimate = priced.estimate(plain)
+    assert estimate is not None and not priced.fits(estimate)
+    found = chosen(priced, plain)
+    c = found.candidate
+    assert c.schedule == "slimpipe" and c.recompute == "none" and (c.host_activations or c.cp > 1)
+    parameters = check_emitted(priced, found)
+    assert parameters["slices"] == c.slices and bool(parameters.get("offload_activations")) == bool(c.host_activations)
+    short = estimator()
+    for changed in changes(short, GOAL, plain):
+        assert changed.cp == 1 and changed.slices == 1 and not changed.exchange and not changed.host_activations
+
+
+def test_the_exchange_pays_where_slices_are_few() -> None:
+    """Late slices attend to more keys than early ones; stages share that out."""
+    priced = estimator(seq_length=131072, global_batch_size=2, recompute=("full",))
+    plain = Candidate(two_stages(), 1, "full", "slimpipe", slices=4, zero_stage=1)
+    found = chosen(priced, plain)
+    assert found.candidate.exchange
+    assert check_emitted(priced, found)["context_exchange"] is True
+
+
+def test_attention_counts_once_under_an_exchange() -> None:
+    """Passes were priced without attention, and it was taken off them once more."""
+    priced = estimator(seq_length=131072, global_batch_size=2, recompute=("full",))
+    seconds = []
+    for exchange in (False, True):
+        c = Candidate(two_stages(), 1, "full", "slimpipe", slices=4, zero_stage=1, exchange=exchange)
+        estimate = priced.estimate(c)
+        assert estimate is not None
+        result = simulate_block(priced, c, estimate).result
+        seconds.append(sum(result.compute_s))
+    assert seconds[0] <= seconds[1] < 1.15 * seconds[0]  # queries and outputs that travel are waited for
+
+
+def test_unequal_stages_say_what_passes_take() -> None:
+    nodes = tuple(NodeGroup(gpu=gpu, count=1, gpus_per_node=8) for gpu in ("H100-SXM", "A100-80"))
+    model = estimator(seq_length=131072, global_batch_size=2, recompute=("full",)).model
+    priced = estimator_of(Cluster(nodes=nodes), model)
+    stages = (Stage(5, (Group(0, 8, 1),)), Stage(3, (Group(1, 8, 1),)))
+    c = Candidate(stages, 1, "full", "slimpipe", slices=8, zero_stage=1, exchange=True)
+    estimate = priced.estimate(c)
+    assert estimate is not None
+    parameters = build_plan(priced, c, estimate).schedule.parameters
+    fast, slow = parameters["exchange_attention"]
+    assert fast == 1000 < slow and len(parameters["exchange_rest"]) == 2
+
+
+def test_regular_pipelines_fit_and_use_all_kinds() -> None:
+    nodes = (NodeGroup(gpu="H100-SXM", count=2, gpus_per_node=8), NodeGroup(gpu="A100-80", count=2, gpus_per_node=8))
+    model = estimator(seq_length=131072, global_batch_size=4).model
+    priced = estimator_of(Cluster(nodes=nodes), model)
+    found = regular_pipelines(priced, GOAL, 3)
+    assert found
+    for c, estimate in found:
+        assert priced.fits(estimate) and c.slices >= len(c.stages) and len(c.gpus()) == 2
+        build_plan(priced, c, estimate)
