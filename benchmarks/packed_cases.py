@@ -10,7 +10,6 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.families import ATTENTION_FAMILIES
 from benchmarks.runner import words
-from megatron_het.plan import Plan
 
 _EXCHANGE = ("context_exchange", "exchange_units", "exchange_keep", "exchange_idle")
 _SINKS = ("softmax-offset", "off-by-one")
@@ -24,10 +23,6 @@ DOCUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "by dataset": (words("--reset-attention-mask --reset-position-ids"), words("--dataloader-inter-document-masking")),
     "positions alone": (words("--reset-position-ids"), ()),
 }
-
-
-def _is_shared(plan: Plan) -> bool:
-    return any(replica.cp > 1 for stage in plan.stages for replica in stage.replicas)
 
 
 def packed[C: Case](case: C, documents: str, family: str) -> C:
@@ -44,13 +39,13 @@ def with_documents(cases: Sequence[Case], seed: int) -> list[Case]:
     """The cases with documents of long-tailed lengths in every sequence.
 
     Args:
-        cases: Of a dense model; those in fp32 and without context parallelism count.
+        cases: Of a dense model; those in fp32 count.
         seed: Of the choice.
     """
     rng, found = random.Random(seed), []
     ways = [*DOCUMENTS, "by dataset", "by token, with positions"]
     for case in cases:
-        if case.plan.training.precision == "fp32" and not _is_shared(case.plan):
+        if case.plan.training.precision == "fp32":
             found.append(packed(case, rng.choice(ways), rng.choice(_PACKED_FAMILIES)))
     return found
 
@@ -61,7 +56,7 @@ def with_attention(cases: Sequence[Case], seed: int) -> list[Case]:
     for case in cases:
         if case.plan.training.precision != "fp32":
             continue
-        whole = _is_shared(case.plan) or case.plan.schedule.parameters.get("context_exchange")
+        whole = case.plan.schedule.parameters.get("context_exchange")
         family = rng.choice(_SINKS if whole else list(ATTENTION_FAMILIES))
         chosen: dict[str, Any] = {**case.chosen, "family": family}
         found.append(replace(case, family=family, chosen=chosen))

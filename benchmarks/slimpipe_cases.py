@@ -118,6 +118,29 @@ _MEETING: dict[str, dict[str, Any]] = {
     "exchange-p2-n4-v2-vocabulary": {"exchange": _ON, "chunks": 2, "microbatches": 3, "vocabulary": True},
 }
 """Keys and values of two passes travel where the parts of the output layer run."""
+_WORK = {"slice_lengths": "work"}
+_LENGTHS: dict[str, dict[str, Any]] = {
+    "lengths-p2-n5-tp2": {"slices": 5, "tp": 2, "recompute": "selective", "distributed_optimizer": True},
+    "lengths-p4-n8-v2-work": {
+        "parameters": _WORK,
+        "stages": 4,
+        "slices": 8,
+        "chunks": 2,
+        "vocabulary": True,
+        "offload": 0.75,
+        "recompute": "full",
+        "microbatches": 3,
+    },
+    "lengths-seq1f1b-n3-work": {"schedule": "seq1f1b", "parameters": {**_WORK, "slices": 3}, "tied": True},
+    "lengths-terapipe-n7": {"schedule": "terapipe", "parameters": {"slices": 7}, "uneven": True, "tp": 2},
+    "lengths-cp2-n3-work": {
+        "cp": 2,
+        "slices": 3,
+        "parameters": {**_WORK, "slice_keys_per_token": 20.0},
+        "vocabulary": True,
+    },
+}
+"""Slices of different length: of equal work, and whose number does not divide the length."""
 _UNSLICED = {"schedule": "1f1b", "slices": 1}
 _CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
     "cp2-1f1b": {"cp": 2, **_UNSLICED},
@@ -277,7 +300,10 @@ def slimpipe_cases(seed: int, quick: bool) -> list[SlicedCase]:
         cases.append(sliced_case({**PLAIN, **row}, name, rng))
     for i in range(_RANDOM_SHARED):
         cases.append(sliced_case(_random_shared_row(rng), f"random-shared-{i}", rng))
-    cases += [sliced_case({**PLAIN, **row}, name, rng) for name, row in {**_UNEVEN, **_MEETING, **_UNEQUAL}.items()]
+    cases += [
+        sliced_case({**PLAIN, **row}, name, rng)
+        for name, row in {**_UNEVEN, **_MEETING, **_UNEQUAL, **_LENGTHS}.items()
+    ]
     return cases[3::4] if quick else cases
 
 

@@ -16,13 +16,14 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-from megatron_het.attention.blocks import take_blocks
+from megatron_het.attention.blocks import held_before, take_blocks
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.latent import Expansion, LatentCache, attend_by_latents, widths_of
-from megatron_het.attention.reach import Reach, Starts
+from megatron_het.attention.reach import Reach
 from megatron_het.attention.slice_attention import NO_EXCHANGE, LayerExchange, SharedSlices, slice_attention
-from megatron_het.plan.parts import Blocks
+from megatron_het.plan.parts import Blocks, part_tokens
+from megatron_het.schedule.cutting import Bounds, Starts
 
 
 @dataclass
@@ -101,7 +102,7 @@ class SliceCoreAttention(torch.nn.Module):
         self.sharing: Callable[[tuple[int, ...]], SharedSlices] | None = None
         """The ranks that share a slice, by the tokens of each; None where nobody does."""
         self.softmax_offset = softmax_offset
-        self._window_tokens = window_tokens
+        self.window_tokens = window_tokens
         self._scale = softmax_scale
         self._kernel_name = kernel
         self._kernel: Kernel | None = None
@@ -149,10 +150,26 @@ class SliceCoreAttention(torch.nn.Module):
             scale=query.shape[-1] ** -0.5 if self._scale is None else self._scale,
             exchange=self.exchange,
             parallel=None if self.sharing is None else self.sharing(packed_seq_params.parts),
-            reach=Reach(packed_seq_params.starts, self._window_tokens),
+            reach=Reach(packed_seq_params.starts, self.window_tokens, packed_seq_params.max_seqlen_q),
             sink=self.softmax_offset,
         )
         return out[..., : self._value_width].reshape(*out.shape[:2], -1)
+
+    def held_tokens(
+        self, bounds: Bounds, starts: tuple[Starts, ...] | None, own: Callable[[int], Blocks]
+    ) -> tuple[int, ...]:
+        """How many tokens of every slice the cache holds.
+
+        Args:
+            bounds: Where the slices of a microbatch begin, and its end.
+            starts: Where the documents of each of its sequences begin; None if documents do not matter.
+            own: What this rank holds of a slice of so many tokens.
+        """
+        reach, found = Reach(starts, self.window_tokens, bounds[-1]), []
+        for first, end in zip(bounds, bounds[1:], strict=False):
+            unread, blocks = reach.unread(first, end) if reach.is_limited else 0, own(end - first)
+            found.append(part_tokens(blocks) - held_before(blocks, unread))
+        return tuple(found)
 
     def sharded_state_dict(
         self,
@@ -271,9 +288,14 @@ def _cut_positions(
     return args, kwargs
 
 
-def slice_caches(models: Sequence[torch.nn.Module]) -> Iterator[KVCache]:
-    """The key-value caches of model chunks."""
+def slice_attentions(models: Sequence[torch.nn.Module]) -> Iterator[SliceCoreAttention]:
+    """The slice attention of every layer of model chunks."""
     for model in models:
         for module in model.modules():
             if isinstance(module, SliceCoreAttention):
-                yield module.cache
+                yield module
+
+
+def slice_caches(models: Sequence[torch.nn.Module]) -> Iterator[KVCache]:
+    """The key-value caches of model chunks."""
+    return (module.cache for module in slice_attentions(models))

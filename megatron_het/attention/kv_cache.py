@@ -1,12 +1,11 @@
 """The chunked key-value cache of one layer.
 
-A chunk holds the keys and values of one slice of one microbatch (grouped queries not expanded) and
-lives in a slot of a fixed pool: taken in the slice's forward, given back in its backward.  Slices
-of a microbatch are released last in, first out; several microbatches may hold chunks at once.
+A chunk holds the keys and values of one slice of one microbatch (grouped queries not expanded), or those of its last
+tokens where later slices read no others.  It lives in rows of a fixed pool: taken in the slice's forward, given back
+in its backward.  Slices of a microbatch are released last in, first out; several microbatches may hold chunks at once.
 
-The pool is one slab of equal slots.  Every other microbatch grows from the top end, so that a
-microbatch's slots mostly form one contiguous run and its prefix is one view, without concatenating
-anything.  Where they do not, the prefix is several views.
+Every other microbatch grows from the top end of the pool, so that a microbatch's chunks mostly form one contiguous
+run and its prefix is one view, without concatenating anything.  Where they do not, the prefix is several views.
 """
 
 from __future__ import annotations
@@ -16,27 +15,32 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_het.attention.kv_pool import CacheError, KVPool, Place
 
-class CacheError(RuntimeError):
-    """Chunks were used out of order, or the pool is too small: an error of the schedule."""
+__all__ = ["CacheError", "KVCache", "Run"]
+
+Part = tuple[int, int, int]
+"""Slice, first and end row of its chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Chunks that lie next to each other.
+    """Rows of chunks that lie next to each other.
 
     Attributes:
-        keys: ``[len(slices) * slice_tokens, b, groups, d]``, a view of the slab.
+        keys: ``[rows, b, groups, d]``, a view of the pool.
         values: The same of the values.
-        slices: Index of the slice in each chunk of the run, in the order of the views.
-        skipped_tokens: Tokens left out at the start of the only slice of the run; a run of one slice may leave
-            out tokens at its end too.
+        parts: What the rows are, in the order of the views.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    slices: tuple[int, ...]
-    skipped_tokens: int = 0
+    parts: tuple[Part, ...]
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """Index of the slice of each part."""
+        return tuple(piece for piece, _, _ in self.parts)
 
 
 def _widened(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,17 +50,29 @@ def _widened(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclass(slots=True)
+class _Chunk:
+    """What is held of the slice of tokens ``[begin, end)``: those from ``first`` on."""
+
+    begin: int
+    first: int
+    end: int
+    place: Place | None
+    gradients: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass(slots=True)
 class _Sequence:
-    """What one microbatch holds: ``batch`` sequences, the i-th slice of them in ``slots[i]``."""
+    """What one microbatch holds: ``batch`` sequences, the i-th slice of them in ``chunks[i]``."""
 
     grows_up: bool
     batch: int
-    slots: list[int] = field(default_factory=list)
-    gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    chunks: list[_Chunk] = field(default_factory=list)
 
 
 class KVCache:
     """Keys and values of one layer, by microbatch and slice.
+
+    Tokens are counted as they are appended: those of the sequence, or of a context-parallel rank's part of it.
 
     Args:
         slots: Chunks in the pool.  The schedule says how many are needed at once.
@@ -65,45 +81,44 @@ class KVCache:
 
     def __init__(self, slots: int, batch: int | None = None) -> None:
         self.slots = slots
-        self._batch = batch
-        self._free = set(range(slots))
+        self._pool = KVPool(slots, batch)
         self._sequences: dict[int, _Sequence] = {}
         self._opened = 0
-        self._keys: torch.Tensor | None = None
-        self._values: torch.Tensor | None = None
-        self._slice_tokens = 0
 
     @property
     def live_chunks(self) -> int:
         """Chunks in use."""
-        return self.slots - len(self._free)
+        return sum(len(sequence.chunks) for sequence in self._sequences.values())
 
     @property
     def pool_bytes(self) -> int:
-        """Size of the slab, 0 before its first use."""
-        if self._keys is None or self._values is None:
-            return 0
-        return self._keys.nbytes + self._values.nbytes
+        """Size of the pool, 0 before its first use."""
+        return self._pool.nbytes
 
     def tensors(self) -> list[torch.Tensor]:
-        """The slab and the gradients collected so far."""
-        slabs = [tensor for tensor in (self._keys, self._values) if tensor is not None]
-        return slabs + [t for s in self._sequences.values() for pair in s.gradients.values() for t in pair]
+        """The pool and the gradients collected so far."""
+        chunks = [chunk for sequence in self._sequences.values() for chunk in sequence.chunks]
+        return [*self._pool.tensors(), *(t for chunk in chunks for t in chunk.gradients or ())]
 
-    def append(self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor) -> bool:
+    def reserve(self, rows: int) -> None:
+        """Have room for so many tokens at once, in place of equal slots; nothing may be held."""
+        self._pool.reserve(rows)
+
+    def append(self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor, unread: int = 0) -> bool:
         """Copy a slice's keys and values into the pool; once only, so that recomputation is safe.
 
         Args:
             microbatch: Global index of the microbatch.
             index: Index of the slice; the one after the last cached one, or a cached one.
-            key: ``[slice_tokens, b, groups, d]``.
+            key: ``[tokens, b, groups, d]``.
             value: The same of the values.  Both are copied: they are views of larger tensors.
+            unread: How many tokens at the start no later slice reads; they are not held.
 
         Returns:
             Whether it is new: False in a recomputed forward.
 
         Raises:
-            CacheError: A slice was left out, another shape, or no slot is free.
+            CacheError: A slice was left out, another shape, or the pool is full.
         """
         sequence = self._sequences.get(microbatch)
         if sequence is None:
@@ -113,39 +128,69 @@ class KVCache:
                 self._opened = 0
             sequence = self._sequences[microbatch] = _Sequence(self._opened % 2 == 0, key.shape[1])
             self._opened += 1
-        if index < len(sequence.slots):
+        chunks = sequence.chunks
+        if index < len(chunks):
             return False
-        if index > len(sequence.slots):
-            raise CacheError(f"microbatch {microbatch}: slice {index} after {len(sequence.slots)} cached slices")
-        if not self._free:
-            raise CacheError(
-                f"microbatch {microbatch} slice {index}: all {self.slots} chunks of the key-value pool are in use"
-            )
-        keys, values = self._slab(key, value)
-        slot = min(self._free) if sequence.grows_up else max(self._free)
-        self._free.remove(slot)
-        sequence.slots.append(slot)
-        keys[self._span(slot), : sequence.batch].copy_(key)
-        values[self._span(slot), : sequence.batch].copy_(value)
+        if index > len(chunks):
+            raise CacheError(f"microbatch {microbatch}: slice {index} after {len(chunks)} cached slices")
+        tokens, begin = key.shape[0], chunks[-1].end if chunks else 0
+        place = None
+        if unread < tokens:
+            try:
+                place = self._pool.take(key[unread:], value[unread:], from_bottom=sequence.grows_up)
+            except CacheError as error:
+                raise CacheError(f"microbatch {microbatch} slice {index}: {error}") from None
+        chunks.append(_Chunk(begin, begin + unread, begin + tokens, place))
         return True
 
-    def attended(
+    def begin_of(self, microbatch: int, index: int) -> int:
+        """First token of a slice, whether it is cached or the next one to be."""
+        chunks = self._sequences[microbatch].chunks if microbatch in self._sequences else ()
+        return chunks[index].begin if index < len(chunks) else chunks[-1].end if chunks else 0
+
+    def begins(self, microbatch: int) -> tuple[int, ...]:
+        """First token of every cached slice."""
+        sequence = self._sequences.get(microbatch)
+        return () if sequence is None else tuple(chunk.begin for chunk in sequence.chunks)
+
+    def shown(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that are attended to, of what is appended."""
+        return key, value
+
+    def of_appended(
+        self, key: torch.Tensor, grad_keys: torch.Tensor, grad_values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of what is appended, of those of what is attended to.
+
+        Args:
+            key: As it is appended.
+            grad_keys: Of the keys that were ``shown``.
+            grad_values: Of the values.
+        """
+        return grad_keys, grad_values
+
+    def own(self, microbatch: int, index: int) -> Run:
+        """What is held of one slice."""
+        (run,) = self._by_chunk(microbatch, *self._held(microbatch, index))
+        return run
+
+    def joined(
         self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values that a slice itself attends to.
+        """What was appended of a slice: what is not held, and what is.
 
         Args:
             microbatch: Global index of the microbatch.
-            index: Index of the slice, which is cached.
-            key: As it was appended.
-            value: As it was appended.
+            index: Index of the slice.
+            key: ``[unread, b, groups, d]``.
+            value: The same of the values.
         """
-        return key, value
-
-    def own(self, microbatch: int, index: int) -> Run:
-        """The chunk of one slice."""
-        sequence = self._sequences[microbatch]
-        return self._run(((sequence.slots[index], index),), sequence.batch)
+        place = self._sequences[microbatch].chunks[index].place
+        if place is None:
+            return key, value
+        if not key.shape[0]:
+            return place.keys, place.values
+        return torch.cat((key, place.keys)), torch.cat((value, place.values))
 
     def prefix(self, microbatch: int, index: int, skipped_tokens: int = 0) -> Sequence[Run]:
         """The chunks of the slices before one, as few contiguous runs as they form.
@@ -155,27 +200,37 @@ class KVCache:
             index: Index of the slice.
             skipped_tokens: Tokens at the start of the sequence to leave out.
         """
-        return self.runs(microbatch, skipped_tokens, index * self._slice_tokens)
+        return self.runs(microbatch, skipped_tokens, self.begin_of(microbatch, index))
 
     def runs(self, microbatch: int, start: int, stop: int) -> Sequence[Run]:
-        """Tokens ``[start, stop)`` of a sequence, as few contiguous runs as they form, in any order."""
-        sequence = self._sequences[microbatch]
-        slots, batch = sequence.slots, sequence.batch
-        whole: list[int] = []
-        parts: list[Run] = []
-        for piece, lo, hi in self._pieces(start, stop):
-            if hi - lo == self._slice_tokens:
-                whole.append(piece)
+        """Tokens ``[start, stop)`` of a sequence, all of them held, as few contiguous runs as they form, in any order.
+
+        Raises:
+            CacheError: Some of them are not held.
+        """
+        apart: list[Run] = []
+        found: list[list[tuple[int, int, Part]]] = []
+        chunks, batch = self._sequences[microbatch].chunks, self._sequences[microbatch].batch
+        rows = []
+        for part in self._parts(microbatch, start, stop):
+            piece, lo, hi = part
+            place = chunks[piece].place
+            assert place is not None
+            if place.at < 0:
+                apart.append(Run(place.keys[lo:hi], place.values[lo:hi], (part,)))
             else:
-                run = self._run(((slots[piece], piece),), batch)
-                parts.append(Run(run.keys[lo:hi], run.values[lo:hi], run.slices, lo))
-        found: list[list[tuple[int, int]]] = []
-        for slot, piece in sorted((slots[i], i) for i in whole):
-            if found and found[-1][-1][0] == slot - 1:
-                found[-1].append((slot, piece))
+                rows.append((place.at + lo, place.at + hi, part))
+        for first, end, part in sorted(rows):
+            if found and found[-1][-1][1] == first:
+                found[-1].append((first, end, part))
             else:
-                found.append([(slot, piece)])
-        return [self._run(tuple(chunks), batch) for chunks in found] + parts
+                found.append([(first, end, part)])
+        runs = []
+        for group in found:
+            assert self._pool.slabs is not None
+            keys, values = (slab[group[0][0] : group[-1][1], :batch] for slab in self._pool.slabs)
+            runs.append(Run(keys, values, tuple(part for _, _, part in group)))
+        return runs + apart
 
     def copy_tokens(
         self, microbatch: int, start: int, stop: int, out: torch.Tensor, groups: slice = slice(None)
@@ -189,21 +244,41 @@ class KVCache:
             out: ``[2, stop - start, b, groups, d]``: keys, then values.
             groups: Which key-value groups.
         """
-        for piece, lo, hi in self._pieces(start, stop):
-            run = self.own(microbatch, piece)
-            first = piece * self._slice_tokens + lo - start
-            out[0, first : first + hi - lo].copy_(run.keys[lo:hi, :, groups])
-            out[1, first : first + hi - lo].copy_(run.values[lo:hi, :, groups])
+        row = 0
+        for run in self._by_chunk(microbatch, start, stop):
+            keys, values = self.shown(run.keys, run.values)
+            out[0, row : row + keys.shape[0]].copy_(keys[:, :, groups])
+            out[1, row : row + keys.shape[0]].copy_(values[:, :, groups])
+            row += keys.shape[0]
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(slice, first row, end row) of every slice that tokens ``[start, stop)`` touch."""
-        tokens = self._slice_tokens
-        for piece in range(start // tokens, -(-stop // tokens)):
-            yield piece, max(start - piece * tokens, 0), min(stop - piece * tokens, tokens)
+    def _held(self, microbatch: int, index: int) -> tuple[int, int]:
+        chunk = self._sequences[microbatch].chunks[index]
+        return chunk.first, chunk.end
+
+    def _parts(self, microbatch: int, start: int, stop: int) -> Iterator[Part]:
+        """The rows of every chunk that tokens ``[start, stop)`` touch."""
+        at = start
+        for piece, chunk in enumerate(self._sequences[microbatch].chunks):
+            if at >= stop:
+                return
+            if chunk.end > at:
+                if chunk.first > at:
+                    raise CacheError(f"microbatch {microbatch}: tokens {at} to {chunk.first - 1} are not held")
+                end = min(stop, chunk.end)
+                yield piece, at - chunk.first, end - chunk.first
+                at = end
+
+    def _by_chunk(self, microbatch: int, start: int, stop: int) -> Iterator[Run]:
+        """Tokens ``[start, stop)`` in their order, a run for each chunk."""
+        chunks = self._sequences[microbatch].chunks
+        for piece, lo, hi in self._parts(microbatch, start, stop):
+            place = chunks[piece].place
+            assert place is not None
+            yield Run(place.keys[lo:hi], place.values[lo:hi], ((piece, lo, hi),))
 
     def check_last(self, microbatch: int, index: int) -> None:
         """Raise unless a slice is the last one cached, the only one whose backward may run."""
-        held = len(self._sequences[microbatch].slots) if microbatch in self._sequences else 0
+        held = len(self._sequences[microbatch].chunks) if microbatch in self._sequences else 0
         if held != index + 1:
             raise CacheError(
                 f"backward of microbatch {microbatch} slice {index} while {held} slices are cached: "
@@ -220,7 +295,8 @@ class KVCache:
     ) -> None:
         """Add a later slice's contribution to the gradients of cached chunks.
 
-        Totals are in at least fp32: there is one addition per later slice.
+        Totals are in at least fp32: there is one addition per later slice.  The first contribution to a whole chunk
+        is kept as it is.
 
         Args:
             microbatch: Global index of the microbatch.
@@ -229,28 +305,22 @@ class KVCache:
             grad_values: The same of the values.
             sequences: Of the microbatch, those that the gradients are of; None for all.
         """
-        tokens = self._slice_tokens
-        if grad_keys.shape[0] < tokens:  # a run of its own
-            (piece,) = run.slices
-            lo = run.skipped_tokens
-            self._add(microbatch, piece, lo, lo + grad_keys.shape[0], grad_keys, grad_values, sequences)
-            return
-        if grad_keys.shape[1] < self._sequences[microbatch].batch:
-            for i, piece in enumerate(run.slices):
-                rows = slice(i * tokens, (i + 1) * tokens)
-                self._add(microbatch, piece, 0, tokens, grad_keys[rows], grad_values[rows], sequences)
-            return
+        sequence, sizes = self._sequences[microbatch], [hi - lo for _, lo, hi in run.parts]
+        whole, batch = grad_keys.shape[1] == sequence.batch, sequences or slice(None)
         # All chunks in one call: there are many, and each is small.
-        gradients = self._sequences[microbatch].gradients
         totals: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
-        parts = zip(grad_keys.split(tokens), grad_values.split(tokens), strict=True)
-        for piece, part in zip(run.slices, parts, strict=True):
-            if piece in gradients:
-                totals += gradients[piece]
-                added += part
-            else:
-                gradients[piece] = _widened(*part)
+        parts = zip(grad_keys.split(sizes), grad_values.split(sizes), strict=True)
+        for (piece, lo, hi), part in zip(run.parts, parts, strict=True):
+            chunk = sequence.chunks[piece]
+            rows = chunk.end - chunk.first
+            if chunk.gradients is None:
+                if whole and hi - lo == rows:
+                    chunk.gradients = _widened(*part)
+                    continue
+                chunk.gradients = _widened(*(p.new_zeros((rows, sequence.batch, *p.shape[2:])) for p in part))
+            totals += (total[lo:hi, batch] for total in chunk.gradients)
+            added += part
         if totals:
             torch._foreach_add_(totals, added)
 
@@ -259,50 +329,29 @@ class KVCache:
     ) -> None:
         """Add a later slice's contribution to the gradients of tokens ``[start, stop)``."""
         row = 0
-        for piece, lo, hi in self._pieces(start, stop):
-            part = slice(row, row + hi - lo)
-            self._add(microbatch, piece, lo, hi, grad_keys[part], grad_values[part])
-            row += hi - lo
-
-    def _add(
-        self,
-        microbatch: int,
-        piece: int,
-        lo: int,
-        hi: int,
-        grad_key: torch.Tensor,
-        grad_value: torch.Tensor,
-        sequences: slice | None = None,
-    ) -> None:
-        """The first contribution to a whole chunk is kept as it is; later ones are added to it."""
-        sequence = self._sequences[microbatch]
-        gradients = sequence.gradients
-        if piece not in gradients and hi - lo == self._slice_tokens and grad_key.shape[1] == sequence.batch:
-            gradients[piece] = _widened(grad_key, grad_value)
-            return
-        if piece not in gradients:
-            rows = self._slice_tokens, sequence.batch
-            gradients[piece] = _widened(*(part.new_zeros((*rows, *part.shape[2:])) for part in (grad_key, grad_value)))
-        for total, part in zip(gradients[piece], (grad_key, grad_value), strict=True):
-            total[lo:hi, sequences or slice(None)].add_(part)
+        for run in self._by_chunk(microbatch, start, stop):
+            part = slice(row, row + run.keys.shape[0])
+            self.add_gradient(microbatch, run, grad_keys[part], grad_values[part])
+            row = part.stop
 
     def release(self, microbatch: int, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Give the last slice's chunk back.
 
         Returns:
-            The gradients of its keys and values from all later slices, in at least fp32; None for the
-            last slice.
+            The gradients of what is held of its keys and values from all later slices, in at least fp32; None if
+            there are none.
 
         Raises:
             CacheError: It is not the last one.
         """
         self.check_last(microbatch, index)
         sequence = self._sequences[microbatch]
-        self._free.add(sequence.slots.pop())
-        gradient = sequence.gradients.pop(index, None)
-        if not sequence.slots:
+        chunk = sequence.chunks.pop()
+        if chunk.place is not None:
+            self._pool.give(chunk.place)
+        if not sequence.chunks:
             del self._sequences[microbatch]
-        return gradient
+        return chunk.gradients
 
     def settle(
         self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor
@@ -311,52 +360,29 @@ class KVCache:
 
         Args:
             microbatch: Global index of the microbatch.
-            run: The chunk, as ``own`` gave it.
+            run: The whole slice, as ``own`` gave it.
             grad_keys: What the slice itself adds to the gradient of its keys.
             grad_values: The same of the values.
 
         Returns:
             The gradients of what was appended, from this slice and all later ones.
         """
-        later = self.release(microbatch, run.slices[0])
+        later = self.release(microbatch, run.parts[0][0])
         return (grad_keys, grad_values) if later is None else (grad_keys + later[0], grad_values + later[1])
 
     def drop(self, microbatch: int) -> None:
         """Give all chunks of a microbatch back, without a backward pass (evaluation)."""
-        self._free.update(self._sequences.pop(microbatch).slots)
+        for chunk in self._sequences.pop(microbatch).chunks:
+            if chunk.place is not None:
+                self._pool.give(chunk.place)
 
     def check_empty(self) -> None:
         """Raise if any chunk is in use."""
         if self._sequences:
-            held = {m: len(s.slots) for m, s in self._sequences.items()}
+            held = {m: len(s.chunks) for m, s in self._sequences.items()}
             raise CacheError(f"key-value chunks left at the end of the step (microbatch: slices): {held}")
 
     def clear(self) -> None:
         """Forget everything and free the slab, after a failed step or for another batch shape."""
         self._sequences.clear()
-        self._free = set(range(self.slots))
-        self._keys = self._values = None
-
-    def _slab(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slabs, made at the first use."""
-        tokens, batch, *rest = key.shape
-        if self._keys is None or self._values is None:
-            self._keys, self._values = (
-                part.new_empty((self.slots * tokens, self._batch or batch, *part.shape[2:])) for part in (key, value)
-            )
-            self._slice_tokens = tokens
-        most = self._keys.shape[1]
-        fits = batch == most or (self._batch is not None and batch < most)
-        if tokens != self._slice_tokens or not fits or list(self._keys.shape[2:]) != rest:
-            raise CacheError(
-                f"keys of shape {tuple(key.shape)} for a pool of chunks {(self._slice_tokens, *self._keys.shape[1:])}"
-            )
-        return self._keys, self._values
-
-    def _span(self, slot: int) -> slice:
-        return slice(slot * self._slice_tokens, (slot + 1) * self._slice_tokens)
-
-    def _run(self, chunks: tuple[tuple[int, int], ...], batch: int) -> Run:
-        assert self._keys is not None and self._values is not None
-        span = slice(chunks[0][0] * self._slice_tokens, (chunks[-1][0] + 1) * self._slice_tokens)
-        return Run(self._keys[span, :batch], self._values[span, :batch], tuple(piece for _, piece in chunks))
+        self._pool.clear()

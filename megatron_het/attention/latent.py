@@ -150,12 +150,16 @@ class LatentCache(KVCache):
         super().__init__(slots, batch)
         self._expansion = expansion
 
-    def attended(
-        self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor
+    def shown(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`KVCache`."""
+        return self._expansion.expand(key)
+
+    def of_appended(
+        self, key: torch.Tensor, grad_keys: torch.Tensor, grad_values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`KVCache`."""
-        run = self.own(microbatch, index)
-        return run.keys, run.values
+        gradient = self._expansion.project(key, grad_keys, grad_values)
+        return gradient, gradient[..., :0]
 
     def own(self, microbatch: int, index: int) -> Run:
         """See :class:`KVCache`."""
@@ -163,13 +167,7 @@ class LatentCache(KVCache):
 
     def runs(self, microbatch: int, start: int, stop: int) -> Sequence[Run]:
         """See :class:`KVCache`; one chunk each."""
-        packed = []
-        for run in super().runs(microbatch, start, stop):
-            if len(run.slices) == 1:
-                packed.append(run)
-            else:
-                packed += [super(LatentCache, self).own(microbatch, piece) for piece in run.slices]
-        return _Chunks(packed, self._expand)
+        return _Chunks(list(self._by_chunk(microbatch, start, stop)), self._expand)
 
     def add_gradient(
         self,
@@ -181,36 +179,21 @@ class LatentCache(KVCache):
     ) -> None:
         """See :class:`KVCache`."""
         packed = self._packed(run)
-        latents = packed.keys[:, sequences or slice(None)]
-        gradient = self._expansion.project(latents, grad_keys, grad_values)
-        super().add_gradient(microbatch, packed, gradient, gradient[..., :0], sequences)
-
-    def add_token_gradient(
-        self, microbatch: int, start: int, stop: int, grad_keys: torch.Tensor, grad_values: torch.Tensor
-    ) -> None:
-        """See :class:`KVCache`."""
-        row = 0
-        for piece, lo, hi in self._pieces(start, stop):
-            part = slice(row, row + hi - lo)
-            latents = super().own(microbatch, piece).keys[lo:hi]
-            gradient = self._expansion.project(latents, grad_keys[part], grad_values[part])
-            self._add(microbatch, piece, lo, hi, gradient, gradient[..., :0])
-            row += hi - lo
+        gradients = self.of_appended(packed.keys[:, sequences or slice(None)], grad_keys, grad_values)
+        super().add_gradient(microbatch, packed, *gradients, sequences)
 
     def settle(
         self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`KVCache`."""
-        gradient = self._expansion.project(self._packed(run).keys, grad_keys, grad_values)
-        return super().settle(microbatch, run, gradient, gradient[..., :0])
+        return super().settle(microbatch, run, *self.of_appended(self._packed(run).keys, grad_keys, grad_values))
 
     def _expand(self, run: Run) -> Run:
-        return _Expanded(*self._expansion.expand(run.keys), run.slices, run.skipped_tokens, run)
+        return _Expanded(*self._expansion.expand(run.keys), run.parts, run)
 
     @staticmethod
     def _packed(run: Run) -> Run:
-        assert isinstance(run, _Expanded) and run.packed is not None
-        return run.packed
+        return run.packed if isinstance(run, _Expanded) and run.packed is not None else run
 
 
 def widths_of(attention: Any) -> Widths:

@@ -13,10 +13,10 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_het.schedule.cutting import Starts
+
 Span = tuple[int, int]
 """Tokens ``[first, end)`` of a sequence."""
-Starts = tuple[int, ...]
-"""Where the documents of a sequence begin, ascending; the first one at token 0."""
 
 
 class Form(enum.Enum):
@@ -45,85 +45,97 @@ class Reach:
     Attributes:
         starts: Of the documents of each sequence; None if a sequence is one document.
         window_tokens: How many earlier tokens a query sees at most; None for all.
+        length: Tokens of a sequence; None if it is not known where it ends.
     """
 
     starts: tuple[Starts, ...] | None = None
     window_tokens: int | None = None
+    length: int | None = None
 
     @property
     def is_limited(self) -> bool:
         """Whether queries see less than everything before them."""
         return self.starts is not None or self.window_tokens is not None
 
-    def blocks(self, first: int, tokens: int, batch: int) -> Iterator[tuple[slice, tuple[Block, ...]]]:
-        """The blocks of a slice, for sequences ``[batch]`` that have the same ones.
+    def blocks(self, rows: Span, keys: tuple[Span, ...], batch: int) -> Iterator[tuple[slice, tuple[Block, ...]]]:
+        """What some queries reach of some keys, for sequences ``[batch]`` that have the same blocks.
 
         Args:
-            first: First token of the slice.
-            tokens: Tokens of a slice; keys of a square are of one slice.
+            rows: The queries.
+            keys: Tokens whose keys are there; each lies before the queries, after them, or is the queries' own.
             batch: Sequences in the microbatch.
         """
         starts = self.starts or ((0,),)
         if len(set(starts)) == 1:
-            yield slice(0, batch), blocks_of(first, tokens, starts[0], self.window_tokens)
+            yield slice(0, batch), blocks_of(rows, keys, starts[0], self.window_tokens)
             return
         for i, own in enumerate(starts):
-            yield slice(i, i + 1), blocks_of(first, tokens, own, self.window_tokens)
+            yield slice(i, i + 1), blocks_of(rows, keys, own, self.window_tokens)
+
+    def unread(self, first: int, end: int) -> int:
+        """How many tokens at the start of a slice ``[first, end)`` no later slice reads, in any sequence."""
+        if end == self.length:
+            return end - first
+        starts = self.starts or ((0,),)
+        reached = min(own[bisect.bisect_right(own, end) - 1] for own in starts)
+        if self.window_tokens is not None:
+            reached = max(reached, end - self.window_tokens)
+        return min(max(reached - first, 0), end - first)
 
 
-@functools.lru_cache(maxsize=1024)
-def blocks_of(first: int, tokens: int, starts: Starts, window_tokens: int | None = None) -> tuple[Block, ...]:
-    """What the queries of one slice of one sequence reach.
+@functools.lru_cache(maxsize=4096)
+def blocks_of(
+    rows: Span, keys: tuple[Span, ...], starts: Starts, window_tokens: int | None = None
+) -> tuple[Block, ...]:
+    """What some queries of one sequence reach of some keys; every block has keys of one of the spans.
 
-    Every query is in one causal block, which comes before its other blocks.
+    Where the queries' own keys are among them, every query is in one causal block, which comes before the others.
 
     Args:
-        first: First token of the slice.
-        tokens: Tokens of a slice.
+        rows: The queries.
+        keys: Spans of tokens; each lies before the queries, after them, or is the queries' own.
         starts: Where the documents of the sequence begin.
         window_tokens: How many earlier tokens a query sees at most; None for all.
     """
-    found: list[Block] = []
-    end = first + tokens
-    begin = starts[bisect.bisect_right(starts, first) - 1]
-    bounds = [*starts[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, end)], end]
-    row = first
-    for bound in bounds:
-        most = bound - row if window_tokens is None else window_tokens + 1
-        while row < bound:
-            until = min(row + most, bound)
-            found += _tile((row, until), begin, window_tokens, tokens)
-            row = until
-        begin = bound
+    found = [block for span in keys if span == rows for block in _own(span, starts, window_tokens)]
+    for document in _documents(rows, starts):
+        begin = starts[bisect.bisect_right(starts, document[0]) - 1]
+        for first, end in keys:
+            if end <= rows[0] and end > begin:
+                found += _before(document, (max(first, begin), end), window_tokens)
     return tuple(found)
 
 
-def _tile(rows: Span, begin: int, window_tokens: int | None, tokens: int) -> Iterator[Block]:
-    """The blocks of queries of one document, which begins at ``begin``; no more of them than a window and one."""
+def _documents(rows: Span, starts: Starts) -> Iterator[Span]:
+    """The parts of some tokens that belong to one document each."""
     first, end = rows
-    yield Block(rows, rows, Form.CAUSAL)
+    bounds = [first, *starts[bisect.bisect_right(starts, first) : bisect.bisect_left(starts, end)], end]
+    return zip(bounds, bounds[1:], strict=False)
+
+
+def _own(rows: Span, starts: Starts, window_tokens: int | None) -> Iterator[Block]:
+    """What queries reach of their own keys."""
+    for first, end in _documents(rows, starts):
+        size = end - first if window_tokens is None else window_tokens + 1
+        tiles = [(row, min(row + size, end)) for row in range(first, end, size)]
+        yield from (Block(tile, tile, Form.CAUSAL) for tile in tiles)
+        for tile, before in zip(tiles[1:], tiles, strict=False):
+            yield from _before(tile, before, window_tokens)
+
+
+def _before(rows: Span, keys: Span, window_tokens: int | None) -> Iterator[Block]:
+    """What the queries of one document reach of keys of it that all come before them."""
     if window_tokens is None:
-        if begin < first:
-            yield Block(rows, (begin, first), Form.FULL)
+        yield Block(rows, keys, Form.FULL)
         return
-    near = max(begin, min(end - 1 - window_tokens, first))  # from here on all of the queries see all keys
-    if near < first:
-        yield Block(rows, (near, first), Form.FULL)
-    # Further back the i-th query sees the keys from far + i on.
-    far = first - window_tokens
-    cut = max(begin - far, 0)
-    if far + cut >= near:
+    # Query t sees the keys from t - window on: the first queries see all keys, and then one less each.
+    full = min(rows[1], keys[0] + window_tokens + 1)
+    if rows[0] < full:
+        yield Block((rows[0], full), keys, Form.FULL)
+    first, end = max(rows[0], full), min(rows[1], keys[1] + window_tokens)
+    if first >= end:
         return
-    if cut:
-        yield Block((first, first + cut), (far + cut, near), Form.FULL)
-    yield from _reversed(first + cut, far + cut, near - far - cut, tokens)
-
-
-def _reversed(row: int, key: int, size: int, tokens: int) -> Iterator[Block]:
-    """A reversed square, cut where its keys go from one slice into the next."""
-    while size:
-        part = min(size, tokens - key % tokens)
-        yield Block((row, row + part), (key, key + part), Form.REVERSED)
-        if part < size:
-            yield Block((row, row + part), (key + part, key + size), Form.FULL)
-        row, key, size = row + part, key + part, size - part
+    square = first - window_tokens, end - window_tokens
+    yield Block((first, end), square, Form.REVERSED)
+    if square[1] < keys[1]:
+        yield Block((first, end), (square[1], keys[1]), Form.FULL)

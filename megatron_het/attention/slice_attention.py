@@ -12,7 +12,7 @@ is shared by several ranks, whose queries all come here; see :class:`SharedSlice
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import torch
 
 from megatron_het.attention.kernels import Gradients, Kernel
 from megatron_het.attention.kv_cache import KVCache, Run
-from megatron_het.attention.limited import LimitedAttention
+from megatron_het.attention.limited import LimitedAttention, Sharing
 from megatron_het.attention.merge import merge_
 from megatron_het.attention.reach import Reach
 from megatron_het.attention.sink import add_sink, sink_gradient
@@ -55,14 +55,11 @@ class LayerExchange(Protocol):
         """Parts given away: gradient of the query, and what is complete of those of keys and values."""
 
 
-class SharedSlices(Protocol):
+class SharedSlices(Sharing, Protocol):
     """The ranks that share slices with this one (``context_parallel/commuted.py``).
 
     ``[S, ...]`` are rows of the other ranks, in one order; calls are collectives, waited for by what they return.
     """
-
-    def gather(self, *tensors: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Start to collect the others' rows ``[S, ...]`` of tensors ``[s, ...]``."""
 
     def causal(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: Kernel, scale: float
@@ -81,9 +78,6 @@ class SharedSlices(Protocol):
         scale: float,
     ) -> Gradients:
         """Gradients of the others' queries and of this rank's keys and values."""
-
-    def give_back(self, *tensors: torch.Tensor) -> Callable[[], Sequence[tuple[torch.Tensor, ...]]]:
-        """Start to send each of the others its rows; what it returns gives this rank's rows, by sender."""
 
 
 class NoExchange:
@@ -173,7 +167,7 @@ class _SliceAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         # A recomputed forward attends to everything itself: the slot of its helpers is over.
         now = exchange if cache.append(microbatch, index, key, value) else NO_EXCHANGE
-        key, value = cache.attended(microbatch, index, key, value)
+        key, value = cache.shown(key, value)
         if parallel is None:
             given_tokens = now.begin_forward(query)
             rows = own = _Rows(query, *kernel.forward(query, key, value, True, scale))
@@ -282,7 +276,7 @@ def slice_attention(
         scale: Factor of the scores.
         exchange: What this layer exchanges with other devices.
         parallel: The ranks that share the slice, None for this one alone.
-        reach: Documents and window that limit what queries see; without exchange and shared slices only.
+        reach: Documents and window that limit what queries see; without exchange only.
         sink: Score of a further key of value zero, for each of ``heads``; None without.
 
     Returns:
@@ -293,7 +287,7 @@ def slice_attention(
     """
     place = cache, kernel, microbatch, index, scale
     if reach.is_limited:
-        if exchange is not NO_EXCHANGE or parallel is not None:
-            raise RuntimeError("documents and sliding windows are not known to the ranks that attend for each other")
-        return LimitedAttention.apply(query, key, value, sink, *place, reach)
+        if exchange is not NO_EXCHANGE:
+            raise RuntimeError("documents and sliding windows are not known to the devices that attend for each other")
+        return LimitedAttention.apply(query, key, value, sink, *place, parallel, reach)
     return _SliceAttention.apply(query, key, value, sink, *place, exchange, parallel)

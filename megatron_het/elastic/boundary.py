@@ -77,6 +77,8 @@ class ElasticBoundary(Boundary):
         self._saved_in: str | None = None
         self.times: dict[str, float] = {}
         """Wall-clock times of what a change waits for."""
+        self.leaving: Callable[[], None] = lambda: None
+        """Called once this rank's state is taken and it is about to leave."""
         self.drift: dict[str, Any] | None = None
         """What the watch has measured, on the rank that compares, once after something has begun to drift."""
 
@@ -138,7 +140,9 @@ class ElasticBoundary(Boundary):
             assert self.trainee is not None
             self._copies.wait()
             asynchronous.finish()
-            raise Leave(take(self.trainee, iteration))
+            snapshot = take(self.trainee, iteration)
+            self.leaving()
+            raise Leave(snapshot)
         assert self.trainee is not None
         if self.generation.unsaved:
             self.trainee.args.save_interval = None if iteration + 1 in self.generation.unsaved else self._save_every

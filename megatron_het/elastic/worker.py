@@ -89,6 +89,7 @@ class Worker:
         self._datasets: Kept = {}
         self._iteration = 0
         self._ended: dict[str, Any] | None = None
+        self._told_left = -1
         self._padded_vocab_size: int | None = None
 
     def _connect(self, patience_s: float) -> Board:
@@ -126,16 +127,8 @@ class Worker:
             outcome, boundary = self._train(generation)
             if outcome.snapshot is not None:
                 self._copies.add(outcome.snapshot)
-            self._ended = {
-                "type": "ended",
-                "process": process,
-                "generation": generation.number,
-                "how": outcome.how,
-                "error": outcome.error[-2000:],
-                "unsaved": outcome.unsaved,
-                "iteration": boundary.iteration or 0,
-            }
-            self._board.post(self._ended)
+            if outcome.how != "left" or self._told_left != generation.number:
+                self._tell_ended(boundary, outcome)
         elif process in generation.movers:
             try:
                 links = open_links(generation, process, self._board.store, self._setting.timeout_s)
@@ -143,6 +136,24 @@ class Worker:
                 links.close()
             except RuntimeError:
                 return  # a member has gone: the next generation tries again, with what is still held here
+
+    def _tell_ended(self, boundary: ElasticBoundary, outcome: Outcome) -> None:
+        self._ended = {
+            "type": "ended",
+            "process": self._setting.process,
+            "generation": boundary.generation.number,
+            "how": outcome.how,
+            "error": outcome.error[-2000:],
+            "unsaved": outcome.unsaved,
+            "iteration": boundary.iteration or 0,
+        }
+        self._board.post(self._ended)
+
+    def _leaves(self, boundary: ElasticBoundary) -> None:
+        """Say so before the session is taken down: the next one is written and newcomers build meanwhile."""
+        with suppress(BoardError):
+            self._tell_ended(boundary, Outcome("left"))
+            self._told_left = boundary.generation.number
 
     def _train(self, generation: Generation) -> tuple[Outcome, ElasticBoundary]:
         setting = self._setting
@@ -159,6 +170,7 @@ class Worker:
             self._datasets,
         )
         watch.opened = lambda: self._opened(boundary)
+        boundary.leaving = lambda: self._leaves(boundary)
         try:
             outcome = run_session(boundary, self._flags, Path(setting.folder), self._entry)
         finally:

@@ -11,6 +11,7 @@ the last one adds what the other ranks of the replica have counted, and every ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ _LOGGED = {
     _MEAN_OF_BATCH: "global_load_balancing_loss",
 }
 """The losses of this kind, by the names that Megatron has for their flags and in its log."""
+_Z_LOSS = "z_loss"
 
 
 @dataclass(slots=True)
@@ -39,19 +41,34 @@ class Passes:
         slices: Per sequence.
         groups: Groups over which counts are summed one after the other: TP, then CP.
         current: (microbatch, slice) of the pass of training that runs; None outside.
+        part: Tokens of its slice, of all ranks, and of a sequence; (0, 0) if slices are equal.
     """
 
     slices: int
     groups: Sequence[dist.ProcessGroup] = ()
     current: tuple[int, int] | None = None
+    part: tuple[int, int] = (0, 0)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have an equal part of every pass."""
+        return math.prod(group.size() for group in self.groups)
 
     @property
     def parts(self) -> int:
-        """Into how many parts of equal size a microbatch is divided: slices x ranks."""
-        parts = self.slices
-        for group in self.groups:
-            parts *= group.size()
-        return parts
+        """Into how many parts a microbatch is divided: slices x ranks."""
+        return self.slices * self.ranks
+
+    @property
+    def weight(self) -> float:
+        """How many times as long as the mean slice the one that runs is."""
+        tokens, of = self.part
+        return tokens * self.slices / of if of else 1.0
+
+    def whole(self, rows: int) -> int:
+        """Rows of the whole microbatch, given this rank's of the pass that runs."""
+        tokens, of = self.part
+        return rows * self.ranks * of // tokens if of else rows * self.parts
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +138,19 @@ class BalancedRouter(TopKRouter):
                     self._count(kind, scores.reshape(rows, -1), chosen.reshape(rows, -1))
         return super().routing(logits, padding_mask)
 
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """See Megatron, whose log has the mean over passes: each counts as long as it is."""
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        metrics, weight = get_moe_metrics_tracker().metrics, self.passes.weight
+        place = 0 if self.layer_number is None else self.layer_number - 1
+        before = metrics[_Z_LOSS].values[place].clone() if weight != 1 and _Z_LOSS in metrics else 0
+        logits = super().apply_z_loss(logits, padding_mask)
+        if weight != 1 and _Z_LOSS in metrics:
+            values = metrics[_Z_LOSS].values
+            values[place] = before + (values[place] - before) * weight
+        return logits
+
     def _apply_aux_loss(
         self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, with_padding_mask: bool = False
     ) -> torch.Tensor:
@@ -154,12 +184,12 @@ class BalancedRouter(TopKRouter):
             raise RuntimeError(f"{kind}: tokens that are padding cannot be left out of whole microbatches")
         sums = self._count(kind, scores, routing_map)
         # Gradients are divided by the tokens of the batch at the end of an iteration; Megatron makes up for it so.
-        tokens = probs.shape[0] * self.passes.parts if self.calculate_per_token_loss else 1
+        tokens = self.passes.whole(probs.shape[0]) if self.calculate_per_token_loss else 1
         return _WithLoss.apply(probs, scores, sums, self._factor(kind, scores) * tokens)
 
     def _factor(self, kind: str, scores: torch.Tensor) -> float:
         """What the product of the two sums is multiplied by: ``E c / (k T^2)``."""
-        experts, tokens = self.config.num_moe_experts, scores.shape[0] * self.passes.parts
+        experts, tokens = self.config.num_moe_experts, self.passes.whole(scores.shape[0])
         sequences = scores.shape[1] // experts  # 1 but of a loss per sequence, which is the mean of theirs
         return experts * self.get_aux_loss_coeff(kind) / (self.topk * tokens * tokens * sequences)
 

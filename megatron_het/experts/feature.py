@@ -67,17 +67,17 @@ class Experts(RuntimeFeature):
 
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
         """Routers know the pass that runs."""
-        return contextlib.nullcontext() if call.forward_only else self._running(forward.op)
+        return contextlib.nullcontext() if call.forward_only else self._running(forward.op, call)
 
     def around_backward(
         self, backward: BackwardPass, call: Call, state: Iteration
     ) -> contextlib.AbstractContextManager[None]:
         """Likewise in a recomputation."""
-        return self._running(backward.op)
+        return self._running(backward.op, call)
 
     @contextlib.contextmanager
-    def _running(self, op: RankOp) -> Iterator[None]:
-        self._passes.current = op.microbatch, op.slice
+    def _running(self, op: RankOp, call: Call) -> Iterator[None]:
+        self._passes.current, self._passes.part = (op.microbatch, op.slice), call.batches.part(op)
         try:
             yield
         finally:

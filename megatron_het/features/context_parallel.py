@@ -29,7 +29,6 @@ class ContextParallelOptions:
 
 
 _FLAG = "--context-parallel-size"
-_CAUSAL = "a rank attends for the others' queries to all earlier keys that it holds"
 
 
 class ContextParallel(Feature):
@@ -45,12 +44,7 @@ class ContextParallel(Feature):
         Refusal("hierarchical_context_parallel_sizes", "sequences are shared by the plan's own context parallelism"),
     )
 
-    refused = (
-        Refusal("reset_attention_mask", f"{_CAUSAL}; documents are not told apart"),
-        Refusal("dataloader_inter_document_masking", f"{_CAUSAL}; documents are not told apart"),
-        Refusal("sft", f"{_CAUSAL}; conversations are not told apart"),
-        Refusal("window_size", f"{_CAUSAL}; sliding windows are not supported"),
-    )
+    refused = (Refusal("sft", "conversations have not been tried where ranks attend for each other"),)
 
     def options_of(self, plan: Plan) -> ContextParallelOptions | None:
         """The sizes of the plan's replicas."""

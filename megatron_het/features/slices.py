@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron_het.features.attention_kinds import ATTENTION_REFUSED, check_reach
 from megatron_het.features.base import Feature, Option, Refusal, option
 from megatron_het.plan import Plan, PlanError
+from megatron_het.plan.parts import least_tokens
+from megatron_het.schedule.cutting import Cutting
 
 SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
 """Schedules that cut sequences; their plans have the schedule parameter ``slices``."""
 _SLICES = "slices"
+EQUAL, WORK = "equal", "work"
+"""How long slices are: as long as each other, or as long as equal work makes them."""
 
 
 def _needs_number(plan: Plan) -> str:
@@ -25,6 +30,9 @@ class SliceOptions:
 
     Attributes:
         slices: Slices per sequence; 1 where only context-parallel ranks share sequences.
+        lengths: ``equal`` or ``work``.
+        keys_per_token: With ``work``: keys that a query attends to in the time that the rest of its layer takes; 0
+            for the ratio of multiplications.
     """
 
     slices: int = option(
@@ -36,6 +44,24 @@ class SliceOptions:
         accepts=lambda value, plan: value >= 1,
         problem=_needs_number,
         where="--het-slices",
+    )
+    lengths: str = option(
+        "slice_lengths",
+        EQUAL,
+        flag="--het-slice-lengths",
+        choices=(EQUAL, WORK),
+        help="equal: slices are equally long (default); work: they have equal work, by the attention of every token "
+        "and, with packed documents, by where documents begin",
+    )
+    keys_per_token: float = option(
+        "slice_keys_per_token",
+        0.0,
+        flag="--het-slice-keys-per-token",
+        metavar="KEYS",
+        help="with --het-slice-lengths work: how many keys a query attends to in the time that the rest of its layer "
+        "takes; default: by the numbers of multiplications",
+        accepts=lambda value, plan: value > 0 and plan.schedule.parameters.get("slice_lengths") == WORK,
+        problem="must be above 0, and goes with slices of equal work only",
     )
 
 
@@ -62,14 +88,16 @@ class Slices(Feature):
 
     def options_of(self, plan: Plan) -> SliceOptions | None:
         """The options; context parallelism cuts sequences too, into one slice."""
-        return SliceOptions(slices_of(plan)) if cuts_sequences(plan) else None
+        if is_sliced(plan):
+            return self.read(plan.schedule) or SliceOptions()
+        return SliceOptions() if cuts_sequences(plan) else None
 
     def elsewhere(self, plan: Plan, given: Option) -> PlanError:
         """Slices with a schedule of whole sequences."""
         return not_sliced(plan, given)
 
     def check_plan(self, plan: Plan, options: SliceOptions) -> None:
-        """Refuse numbers of slices that leave a remainder or stages without work."""
+        """Refuse numbers of slices that leave stages without work, and lengths that ranks cannot share."""
         if plan.model.mtp_num_layers:
             cut = "slice" if is_sliced(plan) else "context-parallel rank"
             raise PlanError(
@@ -80,13 +108,13 @@ class Slices(Feature):
             )
         if is_sliced(plan):
             _check_number(plan)
-        tokens = slice_tokens(plan)
-        sizes = sorted({r.tp for stage in plan.stages for r in stage.replicas})
-        if plan.training.sequence_parallel and any(tokens % size for size in sizes):
+        length, unit = plan.model.seq_length, cutting_of(plan).unit
+        if length % unit or length // unit < options.slices:
             raise PlanError(
                 "--het-slices",
                 options.slices,
-                f"with sequence parallel, slices of {tokens} tokens must divide over TP size {sizes[-1]}",
+                f"the ranks of a replica share every slice, so --seq-length = {length} must be a multiple of "
+                f"{unit} tokens, and have {options.slices} of them at least",
             )
 
     def named(self, plan: Plan) -> str:
@@ -122,9 +150,88 @@ def slices_of(plan: Plan) -> int:
     return plan.schedule.parameters.get(_SLICES, 1) if is_sliced(plan) else 1
 
 
+def token_unit(plan: Plan) -> int:
+    """What the tokens of slices of different length are a multiple of.
+
+    All ranks that share a slice then hold parts of it that are in proportion to its length.
+    """
+    found = 1
+    for replica in (replica for stage in plan.stages for replica in stage.replicas):
+        grain = replica.tp if plan.training.sequence_parallel else 1
+        found = math.lcm(found, least_tokens(sum(replica.shares), grain) if replica.cp > 1 else grain)
+    return found
+
+
+def _can_be_even(plan: Plan, slices: int) -> bool:
+    """Whether slices of one length divide the sequence, and over the ranks that share them."""
+    length, tokens = plan.model.seq_length, plan.model.seq_length // slices
+    if length % slices:
+        return False
+    for replica in (replica for stage in plan.stages for replica in stage.replicas):
+        grain = replica.tp if plan.training.sequence_parallel else 1
+        if tokens % grain or (replica.cp > 1 and (tokens % 2 or tokens < least_tokens(replica.cp, grain))):
+            return False
+    return True
+
+
+def cutting_of(plan: Plan, args: Any = None) -> Cutting:
+    """Where the plan cuts sequences.
+
+    Args:
+        plan: Checked.
+        args: Megatron's arguments, for slices of equal work; None for their nominal length.
+    """
+    options = Slices().options_of(plan) or SliceOptions()
+    length, slices = plan.model.seq_length, max(options.slices, 1)
+    is_even = options.lengths == EQUAL and (not is_sliced(plan) or _can_be_even(plan, slices))
+    cutting = Cutting(length, slices, length // slices if is_even else token_unit(plan))
+    if options.lengths == EQUAL or args is None:
+        return cutting
+    limits = getattr(args, "window_size", None)
+    return replace(
+        cutting,
+        keys_per_token=options.keys_per_token or keys_per_token(args),
+        window_tokens=limits[0] if limits else None,
+        window_share=_window_share(args.num_layers, args.window_attn_skip_freq) if limits else 0.0,
+    )
+
+
+def has_even_slices(plan: Plan) -> bool:
+    """Whether all slices of all sequences are equally long."""
+    options = Slices().options_of(plan)
+    return cutting_of(plan).is_even and (options is None or options.lengths == EQUAL)
+
+
+def keys_per_token(args: Any) -> float:
+    """How many keys a query attends to with as many multiplications as the rest of its layer needs.
+
+    Args:
+        args: Megatron's arguments.
+    """
+    hidden, width = args.hidden_size, args.kv_channels * args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    rest = 2 * hidden * (width + args.kv_channels * groups)
+    matrices = 3 if args.swiglu else 2
+    if getattr(args, "num_experts", None):
+        chosen = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
+        rest += matrices * hidden * (chosen + (args.moe_shared_expert_intermediate_size or 0))
+    else:
+        rest += matrices * hidden * args.ffn_hidden_size
+    return float(rest / (2 * width))
+
+
+def _window_share(layers: int, skip: int | list[int] | None) -> float:
+    """Share of the layers with a sliding window, as ``--window-attn-skip-freq`` says."""
+    if skip is None:
+        return 1.0
+    if isinstance(skip, int):
+        return sum(number % skip != 0 for number in range(1, layers + 1)) / layers
+    return sum(map(bool, skip)) / len(skip)
+
+
 def slice_tokens(plan: Plan) -> int:
-    """Tokens of a slice; of the sequence without slices."""
-    return plan.model.seq_length // slices_of(plan)
+    """Tokens of a slice of nominal length; of the sequence without slices."""
+    return cutting_of(plan).nominal
 
 
 def not_sliced(plan: Plan, given: Option) -> PlanError:
@@ -138,12 +245,10 @@ def not_sliced(plan: Plan, given: Option) -> PlanError:
 
 
 def _check_number(plan: Plan) -> None:
-    slices, stages, length = plan.schedule.parameters.get(_SLICES), len(plan.stages), plan.model.seq_length
+    slices, stages = plan.schedule.parameters.get(_SLICES), len(plan.stages)
     where = "--het-slices"
     if slices is None:
         raise PlanError(where, None, _needs_number(plan))
-    if length % slices:
-        raise PlanError(where, slices, f"slices are equal, but do not divide --seq-length = {length}")
     if slices < stages:
         raise PlanError(
             where,

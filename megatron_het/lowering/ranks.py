@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_het.features.context_parallel import part_grain
+from megatron_het.features.slices import slice_tokens
 from megatron_het.lowering.boundary import Piece, Side, pieces
 from megatron_het.plan import Placement, Plan, Replica
 from megatron_het.plan.parts import part_tokens
@@ -22,8 +23,9 @@ Slot = tuple[Kind, tuple[int, int, int]]
 class RankOp:
     """One operation of one rank.
 
-    ``lo`` and ``hi`` are rows of the *local* tensor ``[s, b, h]``, and of the context exchange the key-value groups
-    that the two ranks have in common, as the owner counts its own; ``peer`` is a world rank.
+    ``lo`` and ``hi`` are rows of the *local* tensor ``[s, b, h]`` of a slice of nominal length, and of the context
+    exchange the key-value groups that the two ranks have in common, as the owner counts its own; ``peer`` is a world
+    rank.
     ``is_final_piece`` marks the last piece of a transfer, after which the tensor may go; of ATTEND_HELP
     operations, the one in which a rank without a pass in the slot does the work.
     ``start`` and ``stop`` are those of the schedule's operation (layers of a parameter operation, units of
@@ -135,10 +137,10 @@ def boundary_map(placement: Placement, slices: int) -> BoundaryMap:
 
     Args:
         placement: The plan's lookup tables.
-        slices: Slices per sequence.
+        slices: Slices per sequence; what travels of a longer or shorter slice is in proportion.
     """
     plan = placement.plan
-    return BoundaryMap(placement, plan.model.seq_length // slices, plan.training.sequence_parallel)
+    return BoundaryMap(placement, slice_tokens(plan), plan.training.sequence_parallel)
 
 
 def lower(program: Program, boundaries: BoundaryMap, device: int, rank: int) -> RankProgram:

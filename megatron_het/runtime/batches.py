@@ -24,5 +24,13 @@ class Batches:
         found = self._ahead[op.microbatch, op.chunk] = next(data_iterator)
         return found
 
+    def rows(self, rows: int, op: RankOp) -> int:
+        """Rows of the activations of an operation's pass, given those of a pass of nominal length."""
+        return rows
+
+    def part(self, op: RankOp) -> tuple[int, int]:
+        """Tokens of an operation's pass, of all ranks that share it, and of its sequence; or numbers in proportion."""
+        return 1, 1
+
     def finish(self) -> None:
         """All operations of the iteration are done."""

@@ -214,17 +214,17 @@ class Executor:
 
     def _send(self, op: RankOp, call: Call, state: Iteration) -> None:
         tensor = state.to_send[op.kind, op.key]
-        self._channels.send(tensor[op.lo : op.hi], op.peer, op.label)
+        self._channels.send(tensor[call.rows(op)], op.peer, op.label)
         if op.is_final_piece:
             del state.to_send[op.kind, op.key]
 
     def _receive(self, op: RankOp, call: Call, state: Iteration) -> None:
         slot = (op.kind, op.key)
         if slot not in state.receives:
-            buffer = torch.empty(call.shape(op.microbatch), dtype=call.dtype, device=call.device)
+            buffer = torch.empty(call.shape(op), dtype=call.dtype, device=call.device)
             state.receives[slot] = (buffer, [])
         buffer, pending = state.receives[slot]
-        pending.append(self._channels.receive(buffer[op.lo : op.hi], op.peer, op.label))
+        pending.append(self._channels.receive(buffer[call.rows(op)], op.peer, op.label))
 
     def _arrived(self, kind: Kind, key: Key, state: Iteration) -> torch.Tensor | None:
         """The received tensor of a compute operation, or None when it has none."""

@@ -35,8 +35,8 @@ Key = tuple[int, int, int]
 class Call:
     """The arguments of one call of the forward-backward function, as Megatron passes them.
 
-    ``length`` counts the tokens of an activation that this rank holds, ``sequences(m)`` the sequences of
-    microbatch m, and ``args`` are Megatron's.
+    ``length`` counts the tokens of an activation that this rank holds of a pass of nominal length, ``sequences(m)``
+    the sequences of microbatch m, and ``args`` are Megatron's.  ``batches`` know how long a pass is.
     """
 
     forward_step_func: Callable[..., Any]
@@ -52,10 +52,15 @@ class Call:
     device: torch.device
     forward_only: bool
     collect_non_loss_data: bool
+    batches: Batches = field(default_factory=Batches)
 
-    def shape(self, microbatch: int) -> tuple[int, int, int]:
-        """``[s, b, h]`` of a microbatch's activations on this rank."""
-        return self.length, self.sequences(microbatch), self.hidden_size
+    def shape(self, op: RankOp) -> tuple[int, int, int]:
+        """``[s, b, h]`` of the activations of an operation's pass on this rank."""
+        return self.batches.rows(self.length, op), self.sequences(op.microbatch), self.hidden_size
+
+    def rows(self, op: RankOp) -> slice:
+        """What a transfer takes of them."""
+        return slice(self.batches.rows(op.lo, op), self.batches.rows(op.hi, op))
 
     @contextlib.contextmanager
     def sized(self, microbatch: int) -> Iterator[None]:

@@ -119,6 +119,7 @@ class HetSession:
             features=self._features,
             batches=context.batches,
         )
+        self._batches = context.batches
         self._finalizer = GradientFinalizer(self.groups, self.tied_copies)
         self.report = RunReport(
             self.config, self.placement, self.groups.rank, plan_hash(self.plan), choice, self._platform
@@ -270,6 +271,7 @@ class HetSession:
             self._platform.device,
             forward_only,
             collect_non_loss_data,
+            self._batches,
         )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_het.schedule.cutting import SlicePart
 from megatron_het.schedule.ir import Op, Shape
 
 PerChunk = tuple[tuple[float, ...], ...]
@@ -93,6 +94,8 @@ class Costs:
         embed_backward_s: the same for EMBED_BACKWARD.
         diagonal: cost of a slice's attention to itself, in slices; 1 as in the papers, 0.5 with a kernel
             that skips masked blocks.
+        parts: what slices have of a microbatch's tokens and attention, ``[microbatch][slice]``; empty for equal
+            slices of one document.
         message_bytes: activations between two chunks, of one microbatch; the gradient is as large.
         kv_message_bytes: ``[device][chunk]`` keys and values of all layers, of one microbatch.
         query_message_bytes: ``[device][chunk]`` query plus output, of one microbatch.
@@ -125,6 +128,7 @@ class Costs:
     embed_forward_s: tuple[float, ...] = ()
     embed_backward_s: tuple[float, ...] = ()
     diagonal: float = 1.0
+    parts: tuple[tuple[SlicePart, ...], ...] = ()
     message_bytes: float = 0.0
     kv_message_bytes: PerChunk = ()
     query_message_bytes: PerChunk = ()
@@ -147,6 +151,9 @@ class Costs:
     def check(self, shape: Shape) -> None:
         """Raises ValueError when a table does not fit the shape, naming it."""
         chunks = [len(shape.layers[d.stage]) for d in shape.devices]
+        if self.parts and [len(row) for row in self.parts] != [shape.slices] * shape.microbatches:
+            counts = [len(row) for row in self.parts]
+            raise ValueError(f"parts: of {counts} slices for {shape.microbatches} microbatches of {shape.slices}")
         for owner, names in ((self, _PER_CHUNK), (self.memory, _MEMORY_PER_CHUNK)):
             for name in names:
                 table = getattr(owner, name)
@@ -165,6 +172,16 @@ class Costs:
                 row = getattr(holder, name)
                 if row and len(row) != len(chunks):
                     raise ValueError(f"{name}: {len(row)} values for {len(chunks)} devices")
+
+    def of_tokens(self, whole: float, op: Op, slices: int) -> float:
+        """What a pass has of a figure of a microbatch that is the same for all tokens."""
+        return whole * self.parts[op.microbatch][op.slice].tokens if self.parts else whole / slices
+
+    def of_attention(self, whole: float, op: Op, slices: int) -> float:
+        """What a pass has of a figure of the attention of a microbatch that is one document."""
+        if self.parts:
+            return whole * self.parts[op.microbatch][op.slice].attention
+        return whole * (op.slice + self.diagonal) / self.attention_total(slices)
 
     @classmethod
     def of(

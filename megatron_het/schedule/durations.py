@@ -50,32 +50,35 @@ class _Prices:
             Price.STEP: lambda d, op: _at(costs.step_s, d, op.chunk),
             Price.GATHER: lambda d, op: _at(costs.gather_s, d, op.chunk) * layer_share(self.program, d, op),
             Price.REDUCE: lambda d, op: _at(costs.reduce_s, d, op.chunk) * layer_share(self.program, d, op),
-            Price.ACT_OFFLOAD: lambda d, op: _at(costs.act_offload_s, d, op.chunk) / self.slices,
-            Price.ACT_FETCH: lambda d, op: _at(costs.act_fetch_s, d, op.chunk) / self.slices,
+            Price.ACT_OFFLOAD: lambda d, op: self._part(_at(costs.act_offload_s, d, op.chunk), op),
+            Price.ACT_FETCH: lambda d, op: self._part(_at(costs.act_fetch_s, d, op.chunk), op),
             Price.FREE: lambda d, op: 0.0,
         }
 
     def _per_slice_of_device(self, row: tuple[float, ...]) -> Callable[[int, Op], float]:
-        return lambda d, op: row[d] / self.slices if row else 0.0
+        return lambda d, op: self._part(row[d], op) if row else 0.0
+
+    def _part(self, whole: float, op: Op) -> float:
+        return self.costs.of_tokens(whole, op, self.slices)
 
     def _attention(self, table: PerChunk, device: int, op: Op) -> float:
-        return _at(table, device, op.chunk) * (op.slice + self.costs.diagonal) / self.total
+        return self.costs.of_attention(_at(table, device, op.chunk), op, self.slices)
 
     def _forward(self, device: int, op: Op) -> float:
         attention = self._attention(self.costs.attention_forward_s, device, op)
-        return self.costs.forward_s[device][op.chunk] / self.slices + attention + self.costs.operation_s
+        return self._part(self.costs.forward_s[device][op.chunk], op) + attention + self.costs.operation_s
 
     def _backward(self, device: int, op: Op) -> float:
         attention = self._attention(self.costs.attention_backward_s, device, op)
-        return self.costs.backward_s[device][op.chunk] / self.slices + attention + self.costs.operation_s
+        return self._part(self.costs.backward_s[device][op.chunk], op) + attention + self.costs.operation_s
 
     def _input_gradient(self, device: int, op: Op) -> float:
         attention = self._attention(self.costs.attention_backward_s, device, op)
-        linear = self.costs.backward_s[device][op.chunk] / self.slices
+        linear = self._part(self.costs.backward_s[device][op.chunk], op)
         return linear * (1 - self.costs.weight_share) + attention + self.costs.operation_s
 
     def _weight_gradient(self, device: int, op: Op) -> float:
-        linear = self.costs.backward_s[device][op.chunk] / self.slices
+        linear = self._part(self.costs.backward_s[device][op.chunk], op)
         return linear * self.costs.weight_share + self.costs.operation_s
 
     def _attention_table(self, op: Op) -> PerChunk:
@@ -101,7 +104,7 @@ class _Prices:
     def _merged(self, device: int, op: Op) -> float:
         """Query out and partial output back, as far as they are not hidden: both, at full length."""
         link = self.costs.link(device, op.peer)
-        size = _at(self.costs.query_message_bytes, device, op.chunk) / self.slices
+        size = self._part(_at(self.costs.query_message_bytes, device, op.chunk), op)
         return 2 * link.latency_s + size / link.bytes_per_s
 
 
@@ -110,7 +113,7 @@ def durations(graph: Graph, costs: Costs) -> list[float]:
     program = graph.program
     prices = _Prices(program, costs)
     out: list[float] = []
-    known: dict[tuple[int, int, int, int], float] = {}
+    known: dict[tuple[int, int, int, int, int], float] = {}
     for d, ops in enumerate(program.ops):
         given = 0.0
         for op in ops:
@@ -118,7 +121,7 @@ def durations(graph: Graph, costs: Costs) -> list[float]:
             if kind in _TIMELESS:
                 out.append(0.0)
             elif kind in COMPUTE:
-                key = (d, kind, op.slice, op.chunk)
+                key = (d, kind, op.slice, op.chunk, op.microbatch if costs.parts else 0)
                 seconds = known.get(key)
                 if seconds is None:
                     seconds = known[key] = prices.of[kind.price](d, op)
@@ -159,4 +162,4 @@ def message_bytes(costs: Costs, program: Program, source: int, op: Op) -> float:
     if op.kind in _KEYS:
         share = (op.stop - op.start) / (program.attention_units * shape.slices)
         return _at(costs.kv_message_bytes, source, op.peer_chunk) * share * size
-    return costs.message_bytes / shape.slices * size
+    return costs.of_tokens(costs.message_bytes, op, shape.slices) * size

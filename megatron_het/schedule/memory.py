@@ -107,7 +107,7 @@ class _Holdings:
     """
 
     def __init__(self, timeline: Timeline, device: int, kinds: Set[Kind]) -> None:
-        self.program, self.memory = timeline.program, timeline.costs.memory
+        self.program, self.costs, self.memory = timeline.program, timeline.costs, timeline.costs.memory
         self.present = {kind.effect for kind in kinds}
         self.ops, self.first = self.program.ops[device], timeline.graph.first[device]
         self.start, self.end = timeline.start_s, timeline.end_s
@@ -170,7 +170,7 @@ class _Holdings:
             if kind in COMPUTE:
                 self.issued = end[i]
                 if with_workspace:
-                    workspace = self.workspace[op.chunk] * self.sizes[op.microbatch]
+                    workspace = self.workspace[op.chunk] * self._size(op)
                     self.found.append((self.start[i], workspace, _WORKSPACE))
                     self.found.append((self.end[i], -workspace, _WORKSPACE))
                 if reduces and Work.WEIGHTS in kind.work:
@@ -184,8 +184,13 @@ class _Holdings:
                 handler(i, op)
         return self.found
 
+    def _size(self, op: Op) -> float:
+        """How many times as many tokens a pass has as an equal slice of the largest microbatch."""
+        size = self.sizes[op.microbatch]
+        return self.costs.of_tokens(size * self.slices, op, self.slices) if self.costs.parts else size
+
     def _keep(self, node: int, op: Op) -> None:
-        chunk, start, size = op.chunk, self.start[node], self.sizes[op.microbatch]
+        chunk, start, size = op.chunk, self.start[node], self._size(op)
         kept, keys, logits = self.kept[chunk] * size, self.kv[chunk] * size, self.logits * size
         self.found.append((start, kept, _ACTIVATIONS))
         if self.memory.kv_bytes:
@@ -197,10 +202,11 @@ class _Holdings:
             if logits and chunk == self.own_logits:
                 self.found.append((self.end[node], -logits, _LOGITS))
             if self.memory.kv_bytes and op.slice == self.slices - 1:
-                self.found.append((self.end[node], -keys * self.slices, _KV))
+                whole = self.kv[chunk] * self.sizes[op.microbatch] * self.slices
+                self.found.append((self.end[node], -whole, _KV))
 
     def _use_up(self, node: int, op: Op) -> None:
-        chunk, end, size = op.chunk, self.end[node], self.sizes[op.microbatch]
+        chunk, end, size = op.chunk, self.end[node], self._size(op)
         self.found.append((end, -self.kept[chunk] * size, _ACTIVATIONS))
         if self.memory.kv_bytes:
             self.found.append((end, -self.kv[chunk] * size, _KV))
@@ -209,17 +215,17 @@ class _Holdings:
 
     def _keep_logits(self, node: int, op: Op) -> None:
         if self.logits:
-            logits = self.logits * self.sizes[op.microbatch]
+            logits = self.logits * self._size(op)
             self.found.append((self.start[node], logits, _LOGITS))
             if self.program.forward_only:
                 self.found.append((self.end[node], -logits, _LOGITS))
 
     def _use_up_logits(self, node: int, op: Op) -> None:
         if self.logits:
-            self.found.append((self.end[node], -self.logits * self.sizes[op.microbatch], _LOGITS))
+            self.found.append((self.end[node], -self.logits * self._size(op), _LOGITS))
 
     def _offloaded(self, op: Op) -> float:
-        return (self.kept[op.chunk] - self.boundary[op.chunk]) * self.sizes[op.microbatch]
+        return (self.kept[op.chunk] - self.boundary[op.chunk]) * self._size(op)
 
     def _to_host(self, node: int, op: Op) -> None:
         self.found.append((self.end[node], -self._offloaded(op), _ACTIVATIONS))

@@ -56,8 +56,9 @@ class DocumentsFeature(RuntimeFeature):
         """Read what the iteration begins with, as far as this rank does, and learn the rest from the others."""
         self._starts.clear()
         for op in self._reading(call.forward_only):
-            self._sequences.peek(op, call.data_iterators[op.chunk])
+            self._sequences.read(op, call.data_iterators[op.chunk])
         self._starts.exchange(call.num_microbatches, call.sequences, self._args.seq_length, call.device)
+        self._sequences.begin()
 
     def _reading(self, forward_only: bool) -> Iterator[RankOp]:
         """The forwards that read, each microbatch once, in the order in which it is read."""
@@ -100,7 +101,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
     if not asked_by(context.args):
         return RuntimeFeature()
-    whole = None if isinstance(context.batches, SlicedSequences) else open_sequences(context, 1)
+    whole = None if isinstance(context.batches, SlicedSequences) else open_sequences(context)
     assert isinstance(context.batches, SlicedSequences)
     where = context.placement.locate(context.rank)
     stage, chunk = context.plan.path[0]

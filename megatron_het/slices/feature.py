@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from megatron_het.features.context_parallel import part_grain
+from megatron_het.features.slices import cutting_of
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 from megatron_het.slices.sequences import SlicedSequences
 
@@ -26,6 +27,11 @@ class SlicesFeature(RuntimeFeature):
         """See :class:`RuntimeFeature`."""
         self._sequences.attach(models)
 
+    def begin(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`; with packed documents, their feature begins again when they are known."""
+        if self._sequences.documents is None:
+            self._sequences.begin()
+
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
         """See :class:`RuntimeFeature`."""
         return self._sequences.forward(forward.op, call.forward_only)
@@ -39,13 +45,13 @@ class SlicesFeature(RuntimeFeature):
         return {"cache": self._sequences.pools()}
 
 
-def open_sequences(context: OpenContext, slices: int) -> SlicesFeature:
-    """Forwards run ``slices`` slices per sequence from here on, or one that is the sequence."""
+def open_sequences(context: OpenContext) -> SlicesFeature:
+    """Forwards run slices from here on, of which one may be the whole sequence."""
     where, plan = context.placement.locate(context.rank), context.plan
     replica = context.placement.replica(where.stage, where.replica)
     sequences = SlicedSequences(
         context.args,
-        slices,
+        cutting_of(plan, context.args),
         context.lowered,
         context.platform.device,
         part=where.cp_rank,
@@ -59,4 +65,4 @@ def open_sequences(context: OpenContext, slices: int) -> SlicesFeature:
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature; from here on batches are cut into slices."""
-    return open_sequences(context, context.options.slices)
+    return open_sequences(context)

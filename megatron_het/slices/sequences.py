@@ -8,6 +8,7 @@ slice.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from megatron_het.attention.blocks import take_blocks
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.plan.parts import Blocks, part_tokens, token_blocks
 from megatron_het.runtime.batches import Batches
+from megatron_het.schedule.cutting import Bounds, Cutting, Starts
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
 
 _CUT = ("tokens", "labels", "loss_mask", "position_ids")  # [b, s]
@@ -34,12 +36,12 @@ class Documents(Protocol):
 
 
 class SlicedSequences(Batches):
-    """A forward runs one of ``slices`` equal slices of a microbatch, or this rank's part of one.
+    """A forward runs one slice of a microbatch, or this rank's part of one.
 
     Args:
         args: Megatron's arguments; ``args.seq_length`` is the slice's while a slice runs, because
             scripts allocate what they receive from other TP ranks by it.
-        slices: Slices per sequence.
+        cutting: Where sequences are cut into slices.
         programs: This rank's programs; they decide how many key-value chunks live at once.
         device: What this rank computes on.
         part: Which part of every slice this rank holds.
@@ -51,7 +53,7 @@ class SlicedSequences(Batches):
     def __init__(
         self,
         args: Any,
-        slices: int,
+        cutting: Cutting,
         programs: Mapping[bool, RankProgram],
         device: torch.device,
         part: int = 0,
@@ -63,20 +65,16 @@ class SlicedSequences(Batches):
 
         super().__init__()
         self._args = args
-        self._slices = slices
+        self._cutting = cutting
         self._device = device
         self._largest = batch
-        self._seq_length = args.seq_length
-        whole = args.seq_length // slices
-        blocks = token_blocks(shares, whole, grain)
-        self._parts = tuple(map(part_tokens, blocks))
-        self._tokens = self._parts[part]
-        # Blocks of tokens of the sequence that this rank holds of each slice.
-        self._blocks = [tuple((s * whole + a, s * whole + b) for a, b in blocks[part]) for s in range(slices)]
-        self._slots = {
-            chunk: max(live_slices(program, chunk, slices) for program in programs.values())
-            for chunk in range(len(programs[False].backwards))
+        self._divided = functools.lru_cache(maxsize=1024)(functools.partial(token_blocks, shares, grain=grain))
+        self._part = part
+        self._passes = {
+            mode: [passes_of(program, chunk) for chunk in range(len(program.backwards))]
+            for mode, program in programs.items()
         }
+        self._bounds: dict[int, Bounds] = {}
         self.documents: Documents | None = None
         """Set where attention ends at documents."""
         self._current = CurrentSlice()
@@ -96,24 +94,79 @@ class SlicedSequences(Batches):
         self._models += models
         kernel = kernel_of_backend(self._args.attention_backend.name, self._device.type)
         for chunk, model in enumerate(models, first):
-            replace_core_attention(model, self._slots[chunk], self._device, kernel, self._largest)
+            slots = max(most_held(passes[chunk]) for passes in self._passes.values())
+            replace_core_attention(model, slots, self._device, kernel, self._largest)
         self._current.attach(models)
+
+    def begin(self) -> None:
+        """An iteration begins, and where its documents begin is known."""
+        self._bounds.clear()
+        if self._cutting.is_even and self.documents is None:
+            return
+        for chunk, model in enumerate(self._models):
+            self._reserve(model, [passes[chunk] for passes in self._passes.values()])
+
+    def _reserve(self, model: torch.nn.Module, modes: Sequence[Sequence[Pass]]) -> None:
+        """Give the caches of a chunk as many rows as its passes hold at once."""
+        from megatron_het.attention.core import slice_attentions
+
+        rows: dict[int | None, int] = {}
+        microbatches = {microbatch for passes in modes for microbatch, _, _ in passes}
+        for module in slice_attentions([model]):
+            most = module.window_tokens
+            if most not in rows:
+                held = {m: module.held_tokens(self.bounds(m), self._starts(m), self._own_blocks) for m in microbatches}
+                rows[most] = max(most_held(passes, held) for passes in modes)
+            module.cache.reserve(rows[most])
+
+    def _starts(self, microbatch: int) -> tuple[Starts, ...] | None:
+        """Where documents begin; None if it does not matter."""
+        return None if self.documents is None else self.documents.of(microbatch)
+
+    def bounds(self, microbatch: int) -> Bounds:
+        """Where the slices of a microbatch begin, and its end."""
+        found = self._bounds.get(microbatch)
+        if found is None:
+            found = self._bounds[microbatch] = self._cutting.bounds(self._starts(microbatch))
+        return found
+
+    def rows(self, rows: int, op: RankOp) -> int:
+        """See :class:`Batches`."""
+        if self._cutting.is_even:
+            return rows
+        bounds = self.bounds(op.microbatch)
+        return rows * (bounds[op.slice + 1] - bounds[op.slice]) // self._cutting.nominal
+
+    def part(self, op: RankOp) -> tuple[int, int]:
+        """See :class:`Batches`."""
+        bounds = self.bounds(op.microbatch)
+        return bounds[op.slice + 1] - bounds[op.slice], bounds[-1]
+
+    def _own_blocks(self, tokens: int) -> Blocks:
+        """What this rank holds of a slice of so many tokens."""
+        return self._divided(tokens)[self._part]
+
+    def _blocks(self, op: RankOp) -> Blocks:
+        """Blocks of tokens of the sequence that this rank holds of a slice."""
+        bounds = self.bounds(op.microbatch)
+        first, end = bounds[op.slice : op.slice + 2]
+        return tuple((first + a, first + b) for a, b in self._own_blocks(end - first))
 
     @contextlib.contextmanager
     def forward(self, op: RankOp, forward_only: bool) -> Iterator[None]:
         """A context for the forward of one operation."""
         from megatron_het.attention.core import SliceParams, slice_caches
 
-        starts = None if self.documents is None else self.documents.of(op.microbatch)
-        blocks = self._blocks[op.slice]
-        self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._seq_length, starts, self._parts)
-        self._args.seq_length = self._tokens
+        starts, blocks = self._starts(op.microbatch), self._blocks(op)
+        shown, tokens = self._args.seq_length, tuple(map(part_tokens, self._divided(self.part(op)[0])))
+        self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._cutting.length, starts, tokens)
+        self._args.seq_length = tokens[self._part]
         try:
             yield
         finally:
-            self._args.seq_length = self._seq_length
+            self._args.seq_length = shown
             self._current.params = None
-        if forward_only and op.slice == self._slices - 1:
+        if forward_only and op.slice == self._cutting.slices - 1:
             for cache in slice_caches([self._models[op.chunk]]):
                 cache.drop(op.microbatch)
 
@@ -140,7 +193,11 @@ class SlicedSequences(Batches):
 
     def peek(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
         """See :class:`Batches`."""
-        return cut_batch(self._batch(op, data_iterator), self._blocks[op.slice])
+        return cut_batch(self._batch(op, data_iterator), self._blocks(op))
+
+    def read(self, op: RankOp, data_iterator: Any) -> None:
+        """Read the batch of an operation ahead of it."""
+        self._batch(op, data_iterator)
 
     def _batch(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
         key = op.microbatch, op.chunk
@@ -158,9 +215,9 @@ class SlicedSequences(Batches):
     def iterator(self, op: RankOp, data_iterator: Any) -> Iterator[Mapping[str, Any]]:
         """The batch of an operation: read when its first slice asks for it, kept until the last."""
         batch = self._batch(op, data_iterator)
-        if op.slice == self._slices - 1:
+        if op.slice == self._cutting.slices - 1:
             del self._batches[op.microbatch, op.chunk]
-        yield cut_batch(batch, self._blocks[op.slice])
+        yield cut_batch(batch, self._blocks(op))
 
 
 def cut_batch(batch: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
@@ -172,18 +229,31 @@ def cut_batch(batch: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
     return found
 
 
-def live_slices(program: RankProgram, chunk: int, slices: int) -> int:
-    """The most slices of a chunk whose keys and values are held at the same time."""
+Pass = tuple[int, int, bool]
+"""Microbatch, slice, and whether the pass is a forward."""
+
+
+def passes_of(program: RankProgram, chunk: int) -> list[Pass]:
+    """The passes of a chunk in order, that take and give back key-value chunks."""
+    kinds = {Kind.FORWARD, *INPUT_GRADIENTS}
+    found = [op for op in program.ops if op.chunk == chunk and op.kind in kinds]
+    return [(op.microbatch, op.slice, op.kind is Kind.FORWARD) for op in found]
+
+
+def most_held(passes: Sequence[Pass], tokens: Mapping[int, Sequence[int]] | None = None) -> int:
+    """The most tokens whose keys and values are held at the same time.
+
+    Args:
+        passes: Of a chunk.
+        tokens: How many each slice of a microbatch holds; None to count slices.
+    """
+    trains = any(not is_forward for _, _, is_forward in passes)
+    last = max((index for _, index, _ in passes), default=0)
     live = most = 0
-    trains = program.backwards[chunk] > 0
-    for op in program.ops:
-        if op.chunk != chunk:
-            continue
-        if op.kind == Kind.FORWARD:
-            live += 1
-            most = max(most, live)
-        if trains and op.kind in INPUT_GRADIENTS:
-            live -= 1
-        if not trains and op.kind == Kind.FORWARD and op.slice == slices - 1:
-            live -= slices
+    for microbatch, index, is_forward in passes:
+        held = (1,) * (last + 1) if tokens is None else tokens[microbatch]
+        live += held[index] if is_forward else -held[index]
+        most = max(most, live)
+        if not trains and index == last:  # in evaluation a microbatch goes after its last slice
+            live -= sum(held)
     return most

@@ -170,7 +170,7 @@ class EmbeddingTeam:
     # -- messages --------------------------------------------------------------------------------
 
     def _token_shape(self, op: RankOp, call: Call) -> tuple[int, int]:
-        length, batch, _ = call.shape(op.microbatch)
+        length, batch, _ = call.shape(op)
         assert self._layer is not None
         spread = self._layer.config.sequence_parallel
         return length * self._tp_group.size() if spread else length, batch
@@ -182,7 +182,7 @@ class EmbeddingTeam:
     def _expect(self, stage: int, op: RankOp, call: Call) -> Arriving:
         """Post the receives of a part of the embeddings, or of its gradient, in the layout of messages."""
         assert self._layer is not None
-        shape = call.shape(op.microbatch) if self._divided else (*self._token_shape(op, call), call.hidden_size)
+        shape = call.shape(op) if self._divided else (*self._token_shape(op, call), call.hidden_size)
         buffer = torch.empty(shape, dtype=self._layer.weight.dtype, device=call.device)
         return self._team.expect(self._channels, buffer, stage, op.microbatch, op.label, divided=self._divided)
 

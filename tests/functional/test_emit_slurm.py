@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,3 +167,29 @@ def test_the_doctor_comes_first_and_a_fault_ends_the_job(
     job = cluster.run(emitted.files[script], {"PYTHON": str(python), "NOTES": str(notes), **setting}, 120.0)
     assert job.state.startswith(state), job
     assert {file.name: file.read_text().split() for file in notes.iterdir()} == dict.fromkeys("0123", ran)
+
+
+# An interpreter that saves and trains on for ever when it starts anew, and ends when it resumes.
+RESUMING = """#!/bin/bash
+if [[ " $* " == *" --load "* ]]; then echo "resumes" >>"$NOTES/$RANK"; exit 0; fi
+mkdir -p "$SAVED"; echo 2 >"$SAVED/latest_checkpointed_iteration.txt"
+echo "starts" >>"$NOTES/$RANK"; sleep 600
+"""
+
+
+def test_a_job_that_is_queued_again_resumes(cluster: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
+    """As Slurm does after a node has failed."""
+    script = write_run(tmp_path / "run", [], iterations=3).files["train-plain.sbatch"]
+    python, notes = tmp_path / "python", tmp_path / "notes"
+    python.write_text(RESUMING)
+    python.chmod(0o755)
+    notes.mkdir()
+    saved = str(tmp_path / "run" / "checkpoints")
+    job = cluster.submit(script, {"PYTHON": str(python), "NOTES": str(notes), "SAVED": saved})
+    deadline_s = time.monotonic() + 120.0
+    while len(list(notes.iterdir())) < 4 and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    cluster.control("requeue", job)
+    assert cluster.wait(script, job, 240.0).state == "COMPLETED"
+    told = {file.name: file.read_text().split() for file in notes.iterdir()}
+    assert told == {rank: ["starts", "resumes"] for rank in "0123"}

@@ -20,6 +20,7 @@ from tests.functional.selected import run_selected
 
 BAR = 1e-5
 _SLICED = {**PLAIN, "layers": 5}
+_WORK = {"slice_lengths": "work"}
 _TWO = build_plan([[1], [1]], [3, 2], random.Random(0))
 _CASES = [
     packed(
@@ -36,6 +37,41 @@ _CASES = [
         "softmax-offset",
     ),
     replace(sliced_case({**_SLICED, "slices": 8, "tp": 2}, "windows-in-slices", random.Random(0)), family="gpt-oss"),
+    replace(
+        sliced_case({**_SLICED, "cp": 2, "schedule": "1f1b"}, "windows-with-context-parallelism", random.Random(0)),
+        family="gpt-oss",
+    ),
+    packed(
+        sliced_case(
+            {**_SLICED, "slices": 7, "tp": 2, "vocabulary": True, "offload": 0.75, "parameters": _WORK},
+            "documents-in-slices-of-equal-work",
+            random.Random(0),
+        ),
+        "by dataset",
+        "llama",
+    ),
+    packed(
+        sliced_case(
+            {**_SLICED, "cp": 2, "slices": 3, "recompute": "selective", "parameters": _WORK},
+            "documents-with-context-parallelism",
+            random.Random(0),
+        ),
+        "by token",
+        "softmax-offset",
+    ),
+    packed(
+        with_schedule(
+            Case(
+                "documents-of-equal-work-mixed-tp",
+                build_plan([[1], [2, 1]], [3, 2], random.Random(0), sequence_parallel=True, recompute="full"),
+            ),
+            "seq1f1b",
+            1,
+            {"slices": 5, **_WORK},
+        ),
+        "by token, with positions",
+        "qk-norm",
+    ),
 ]
 BY_NAME = {case.name: case for case in _CASES}
 

@@ -31,6 +31,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "slices": 8,
         "recompute": "up projection",
     },
+    "slices-of-equal-work": {"slices": 5, "tp": 2, "recompute": "selective", "parameters": {"slice_lengths": "work"}},
     "exchange": {"exchange": _EXCHANGE, "layers": 4, "stages": 4, "slices": 8, "recompute": "selective"},
     "exchange-interleaved-tp": {
         "exchange": {**_EXCHANGE, "exchange_keep": True, "exchange_idle": True},

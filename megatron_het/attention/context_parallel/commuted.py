@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_het.attention.context_exchange import pack, unpack
 from megatron_het.attention.kernels import Gradients, Kernel
+from megatron_het.plan.parts import Blocks
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -52,6 +53,20 @@ class CommutedContextParallel:
     def _others(self) -> list[int]:
         """The other ranks, in the order of their rows."""
         return [(self._rank + k) % self.size for k in range(1, self.size)]
+
+    def blocks(self, own: int) -> tuple[Blocks, Sequence[Blocks]]:
+        """Tokens of a slice that this rank has, and those of the others in the order of their rows.
+
+        Args:
+            own: How many this rank has of that slice; other slices are cut in the same proportion.
+        """
+        tokens = [count * own // self._tokens[self._rank] for count in self._tokens]
+        whole, found, first = sum(tokens), [], 0
+        for count in tokens:
+            end = first + count // 2
+            found.append(((first, end), (whole - end, whole - first)))
+            first = end
+        return found[self._rank], [found[rank] for rank in self._others]
 
     def gather(self, *tensors: torch.Tensor) -> Callable[[], Tensors]:
         """Start to collect rows of the others; a log-sum-exp ``[b, heads, s]`` has its rows last.

@@ -8,7 +8,9 @@ import torch
 
 from megatron_het.attention.kernels import Setting, choose_kernel
 from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.reach import Reach
 from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.schedule.cutting import Starts
 
 CPU = choose_kernel(Setting("cpu", torch.float32, 16))
 SCALE = 0.25
@@ -21,6 +23,28 @@ def full_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * SCALE
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     return torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+def seen(starts: Starts, window: int | None, tokens: int) -> torch.Tensor:
+    """``[query, key]``: whether a query sees a key."""
+    rows = torch.arange(tokens)
+    begin = torch.tensor([max(s for s in starts if s <= row) for row in range(tokens)])
+    visible = (rows[None] <= rows[:, None]) & (rows[None] >= begin[:, None])
+    return visible if window is None else visible & (rows[:, None] - rows[None] <= window)
+
+
+def masked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, sink: torch.Tensor | None = None
+) -> torch.Tensor:
+    times = q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(times, dim=2) for t in (k, v))
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * SCALE
+    starts = reach.starts or ((0,),) * q.shape[1]
+    visible = torch.stack([seen(own, reach.window_tokens, len(q)) for own in starts]).unsqueeze(1)
+    scores = scores.masked_fill(~visible, -math.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1)[..., : len(q)], v)
 
 
 def inputs(n: int, heads: int, groups: int, dtype: torch.dtype, batch: int = 2) -> list[torch.Tensor]:

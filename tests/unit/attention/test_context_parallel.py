@@ -8,13 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from attention_helpers import CPU, SCALE, full_attention, inputs, relative
+from attention_helpers import CPU, SCALE, full_attention, inputs, masked_attention, relative
 
 from megatron_het.attention.blocks import take_blocks
 from megatron_het.attention.context_parallel.commuted import CommutedContextParallel
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.attention.reach import Reach
+from megatron_het.attention.slice_attention import UNLIMITED, slice_attention
 from megatron_het.plan.parts import part_tokens, token_blocks
+from megatron_het.schedule.cutting import Starts
 
 _WAIT_S = 30.0
 Shares = tuple[int, ...]
@@ -58,12 +60,14 @@ def local(tensor: torch.Tensor, rank: int, shares: Shares) -> torch.Tensor:
     return take_blocks(tensor, token_blocks(shares, tensor.shape[0])[rank], dim=0)
 
 
-def run_rank(parallel: InThread, tensors: list[torch.Tensor], n: int, shares: Shares) -> list[list[torch.Tensor]]:
+def run_rank(
+    parallel: InThread, tensors: list[torch.Tensor], n: int, shares: Shares, reach: Reach = UNLIMITED
+) -> list[list[torch.Tensor]]:
     """Outputs and gradients of q, k, v per slice."""
     rank = parallel._rank
     cache = KVCache(n)
     leaves = [[local(p, rank, shares).clone().requires_grad_() for p in t.chunk(n)] for t in tensors[:3]]
-    place = {"cache": cache, "kernel": CPU, "microbatch": 0, "scale": SCALE, "parallel": parallel}
+    place = {"cache": cache, "kernel": CPU, "microbatch": 0, "scale": SCALE, "parallel": parallel, "reach": reach}
     outs = [slice_attention(*(t[i] for t in leaves), index=i, **place) for i in range(n)]
     for i in reversed(range(n)):
         outs[i].backward(local(tensors[3].chunk(n)[i], rank, shares))
@@ -91,3 +95,23 @@ def test_exact(shares: Shares, n: int, groups: int, dtype: torch.dtype, toleranc
         for rank in range(size):
             expected = torch.cat([local(p, rank, shares) for p in reference.chunk(n)])
             assert relative(torch.cat(found[rank][which]), expected) < tolerance
+
+
+@pytest.mark.parametrize("window", [None, 5, 13])
+@pytest.mark.parametrize("starts", [None, ((0, 3, 17, 18, 40), (0, 21)), ((0, 16, 32), (0, 16, 32))])
+@pytest.mark.parametrize(("shares", "n"), [((1, 1), 1), ((1, 1), 3), ((1, 2, 1), 2), ((1, 1, 1, 1), 2)])
+def test_documents_and_windows(shares: Shares, n: int, starts: tuple[Starts, ...] | None, window: int | None) -> None:
+    """A rank attends for the others to what their queries reach of its keys, and to nothing else."""
+    tensors = [torch.randn(48, 2, heads, 16, dtype=torch.float64) for heads in (4, 2, 2, 4)]
+    reach, size = Reach(starts, window, 48), len(shares)
+    whole = [t.clone().requires_grad_() for t in tensors[:3]]
+    wanted = masked_attention(*whole, reach)
+    wanted.backward(tensors[3])
+    meeting, tokens = Meeting(size), tuple(map(part_tokens, token_blocks(shares, 48 // n)))
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [pool.submit(run_rank, InThread(meeting, r, tokens), tensors, n, shares, reach) for r in range(size)]
+        found = [future.result(timeout=2 * _WAIT_S) for future in ranks]
+    for which, reference in enumerate([wanted.detach(), *(w.grad for w in whole)]):
+        for rank in range(size):
+            expected = torch.cat([local(p, rank, shares) for p in reference.chunk(n)])
+            assert relative(torch.cat(found[rank][which]), expected) < 1e-13

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from attention_helpers import CPU, SCALE, relative
+from attention_helpers import CPU, SCALE, masked_attention, relative, seen
 
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.reach import Form, Reach, Starts, blocks_of
+from megatron_het.attention.reach import Form, Reach, blocks_of
 from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.schedule.cutting import Starts
 
 _TOKENS = 24
 _DOCUMENTS: dict[str, tuple[Starts, ...] | None] = {
@@ -21,28 +20,6 @@ _DOCUMENTS: dict[str, tuple[Starts, ...] | None] = {
 }
 
 
-def seen(starts: Starts, window: int | None, tokens: int = _TOKENS) -> torch.Tensor:
-    """``[query, key]``: whether a query sees a key."""
-    rows = torch.arange(tokens)
-    begin = torch.tensor([max(s for s in starts if s <= row) for row in range(tokens)])
-    visible = (rows[None] <= rows[:, None]) & (rows[None] >= begin[:, None])
-    return visible if window is None else visible & (rows[:, None] - rows[None] <= window)
-
-
-def masked_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, sink: torch.Tensor | None
-) -> torch.Tensor:
-    times = q.shape[2] // k.shape[2]
-    k, v = (t.repeat_interleave(times, dim=2) for t in (k, v))
-    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * SCALE
-    starts = reach.starts or ((0,),) * q.shape[1]
-    visible = torch.stack([seen(own, reach.window_tokens) for own in starts]).unsqueeze(1)
-    scores = scores.masked_fill(~visible, -math.inf)
-    if sink is not None:
-        scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
-    return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1)[..., :_TOKENS], v)
-
-
 @pytest.mark.parametrize("tokens", [24, 12, 6, 4, 1])
 @pytest.mark.parametrize("window", [None, 0, 1, 2, 5, 7, 11, 12, 23, 100])
 @pytest.mark.parametrize("starts", [(0,), (0, 5, 6, 17), (0, 12), (0, 1, 2, 3, 23), (0, 4, 8, 20)])
@@ -51,7 +28,8 @@ def test_blocks_are_what_is_seen(tokens: int, window: int | None, starts: Starts
     count = torch.zeros(_TOKENS, _TOKENS, dtype=torch.int)
     for first in range(0, _TOKENS, tokens):
         opened: set[int] = set()
-        for block in blocks_of(first, tokens, starts, window):
+        keys = tuple((k, k + tokens) for k in range(0, _TOKENS, tokens))
+        for block in blocks_of((first, first + tokens), keys, starts, window):
             (a, b), (c, d) = block.rows, block.keys
             part = torch.ones(b - a, d - c, dtype=torch.int)
             if block.form is not Form.FULL:
@@ -61,7 +39,7 @@ def test_blocks_are_what_is_seen(tokens: int, window: int | None, starts: Starts
             if block.form is Form.CAUSAL:
                 opened |= set(range(a, b))
             assert set(range(a, b)) <= opened and first <= a < b <= first + tokens and c < d
-    assert torch.equal(count, seen(starts, window).int())
+    assert torch.equal(count, seen(starts, window, _TOKENS).int())
 
 
 @pytest.mark.parametrize("sink", [False, True])
@@ -139,4 +117,4 @@ def test_no_gradients_are_kept_for_what_no_later_slice_reaches() -> None:
 
 
 def test_a_window_that_covers_everything_is_none() -> None:
-    assert blocks_of(6, 6, (0,), 100) == blocks_of(6, 6, (0,))
+    assert blocks_of((6, 12), ((0, 6), (6, 12)), (0,), 100) == blocks_of((6, 12), ((0, 6), (6, 12)), (0,))

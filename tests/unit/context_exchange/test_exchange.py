@@ -23,7 +23,7 @@ from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.schema import ScheduleSpec
 from megatron_het.report.timeline import Timeline
 from megatron_het.schedule.ir import EXCHANGE, Kind
-from megatron_het.slices.sequences import live_slices
+from megatron_het.slices.sequences import most_held, passes_of
 
 _WAIT_S = 20.0
 TOKENS, HEADS, GROUPS, CHANNELS = 8, 4, 2, 8
@@ -112,7 +112,7 @@ class Device:
         chunks = len(program.backwards)
         self.modules = [
             [
-                SimpleNamespace(cache=KVCache(live_slices(program, c, slices)), exchange=NO_EXCHANGE)
+                SimpleNamespace(cache=KVCache(most_held(passes_of(program, c))), exchange=NO_EXCHANGE)
                 for _ in range(layers + alone)
             ]
             for c in range(chunks)

@@ -77,7 +77,10 @@ def empty_log() -> None:
 @pytest.mark.parametrize("per_token", [True, False])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", list(NAMES))
-def test_slices_have_the_gradient_and_the_loss_of_the_whole(kind: str, recompute: bool, per_token: bool) -> None:
+@pytest.mark.parametrize("lengths", [(4, 4, 4, 4), (7, 1, 5, 3)])
+def test_slices_have_the_gradient_and_the_loss_of_the_whole(
+    lengths: tuple[int, ...], kind: str, recompute: bool, per_token: bool
+) -> None:
     batches = [torch.randn(TOKENS, SEQUENCES, HIDDEN, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     stock = router(kind, per_token)
     for batch in batches:
@@ -88,18 +91,33 @@ def test_slices_have_the_gradient_and_the_loss_of_the_whole(kind: str, recompute
     assert balance_whole_microbatches([mine], passes) == [mine]
     for m, batch in enumerate(batches):
         outputs = []
-        for j, part in enumerate(batch.chunk(SLICES)):
-            passes.current = m, j
+        for j, part in enumerate(batch.split(lengths)):
+            passes.current, passes.part = (m, j), (lengths[j], TOKENS)
             if recompute:
                 source = part.clone().requires_grad_()
                 outputs.append(checkpoint(loss_of, mine, source, use_reentrant=True))
             else:
                 outputs.append(loss_of(mine, part))
         for j, output in reversed(list(enumerate(outputs))):
-            passes.current = m, j
+            passes.current, passes.part = (m, j), (lengths[j], TOKENS)
             output.backward()
     torch.testing.assert_close(mine.weight.grad, stock.weight.grad, rtol=1e-5, atol=1e-6)
     assert recorded(NAMES[kind]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_log_has_the_z_loss_of_whole_microbatches() -> None:
+    """A mean over passes in which each counts as long as it is."""
+    batch, lengths = torch.randn(TOKENS, SEQUENCES, HIDDEN), (7, 1, 5, 3)
+    stock, mine, passes = router("none"), router("none"), Passes(SLICES)
+    for made in (stock, mine):
+        made.config.moe_z_loss_coeff = 1e-2
+    balance_whole_microbatches([mine], passes)
+    loss_of(stock, batch)
+    expected = recorded("z_loss")
+    for j, part in enumerate(batch.split(lengths)):
+        passes.current, passes.part = (0, j), (lengths[j], TOKENS)
+        loss_of(mine, part)
+    assert recorded("z_loss") / passes.parts == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_backward_before_the_last_slice_is_an_error() -> None:

@@ -73,6 +73,19 @@ def test_replicated_senders_share_the_load() -> None:
     ]
 
 
+@pytest.mark.parametrize(("m", "n"), list(itertools.product((1, 2, 3), (1, 2, 3))))
+@pytest.mark.parametrize("tokens", [18, 72, 180])
+def test_what_travels_is_in_proportion_to_the_tokens(m: int, n: int, tokens: int) -> None:
+    """Slices of other lengths have the pieces of one length, with unequal context-parallel parts too."""
+    sides = Side((tuple(range(m)),), True), Side((tuple(range(10, 10 + n)), tuple(range(20, 20 + n))), True, (2, 1), n)
+    nominal, times = 36, tokens / 36
+    scaled = [
+        Piece(p.src, p.dst, *(int(rows * times) for rows in (p.sent, p.received, p.length)))
+        for p in pieces(*sides, nominal)
+    ]
+    assert scaled == pieces(*sides, tokens)
+
+
 def test_equal_parts_travel_in_one_piece() -> None:
     """Each context-parallel rank talks to the one with the same part only, and sends its two blocks at once."""
     sender, receiver = (Side(((k,), (k + 1,), (k + 2,)), False, (2, 1, 1)) for k in (0, 10))

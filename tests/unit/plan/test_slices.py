@@ -50,7 +50,7 @@ PP2V2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stag
         (plan(PP4, slices=None), "needs a number of slices"),
         (plan(PP4, slices=0), "at least 1"),
         (plan(PP4, slices=True), "at least 1"),
-        (plan(PP4, slices=24), "do not divide --seq-length = 64"),
+        (plan(PP4, slices=65), "a multiple of 1 tokens, and have 65 of them at least"),
         (plan(PP4, slices=2), "fewer slices than the 4 stages"),
         (
             plan("--pipeline-model-parallel-size 4 --seq-length 60 --num-virtual-stages-per-pipeline-rank 2", slices=6),
@@ -58,7 +58,7 @@ PP2V2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stag
         ),
         (
             plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", slices=64),
-            "slices of 1 tokens must divide over TP size 2",
+            "--seq-length = 64 must be a multiple of 2 tokens, and have 64 of them at least",
         ),
         (plan(PP4, schedule="1f1b"), "schedule 1f1b does not cut sequences"),
     ],
@@ -89,6 +89,11 @@ EMPTY_CHUNK = replace(plan(PP4), stages=tuple(replace(s, layers=(n,)) for s, n i
         (plan(PP4), {"context_exchange": True, "exchange_attention": [1, 2, 0, 4]}, "each of 1 to 1000000000"),
         (plan(PP4), {"context_exchange": True, "exchange_rest": [1, 2, True, 4]}, "list of 4 whole.*per chunk"),
         (plan(PP4), {"context_exchange": True, "exchange_rest": [1] * 4}, "says nothing without exchange_attention"),
+        (plan(PP4), {"context_exchange": True, "slices": 5}, "equal parts of equal slices"),
+        (plan(PP4), {"context_exchange": True, "slice_lengths": "work"}, "equal parts of equal slices"),
+        (plan(PP4), {"slice_lengths": "long"}, "slice_lengths = 'long': must be one of"),
+        (plan(PP4), {"slice_keys_per_token": 10.0}, "goes with slices of equal work only"),
+        (plan(PP4), {"slice_lengths": "work", "slice_keys_per_token": 0.0}, "must be above 0"),
         (EMPTY_CHUNK, {"context_exchange": True}, "a chunk has no layers.*layer by layer"),
     ],
 )
@@ -201,9 +206,7 @@ def test_context_parallel_plan() -> None:
     [
         ("--seq-length 63", {}, r"stages\[0\].replicas\[0\].cp = 2.*multiple of 2 tokens, at least 4, not 63"),
         ("", {"attention_dropout": 0.1}, "--attention-dropout.*context parallelism"),
-        ("", {"window_size": (8, 0)}, "sliding windows"),
-        ("", {"reset_attention_mask": True}, "--reset-attention-mask.*documents are not told apart"),
-        ("", {"dataloader_inter_document_masking": True}, "documents are not told apart"),
+        ("", {"window_size": (8, 1)}, "none after"),
         ("", {"cp_comm_type": ["a2a"]}, "--cp-comm-type.*a2a.*commuted context parallelism"),
     ],
 )

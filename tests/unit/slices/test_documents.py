@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, RuntimeFeature
+from megatron_het.schedule.cutting import Cutting
 from megatron_het.schedule.kinds import Kind
 from megatron_het.slices.documents import DocumentsFeature, _mean
 from megatron_het.slices.sequences import SlicedSequences
@@ -60,7 +61,7 @@ def test_a_feature_reads_ahead_and_restores_the_flags(alone: None) -> None:
     args = SimpleNamespace(seq_length=6, reset_position_ids=False, dataloader_inter_document_masking=True)
     ops = [RankOp(Kind.FORWARD, m, j, c, "") for m in range(2) for c in range(2) for j in range(3)]
     program = RankProgram(tuple(ops), 2, (0, 0), frozenset())
-    sequences = SlicedSequences(args, 3, {False: program, True: program}, CPU)
+    sequences = SlicedSequences(args, Cutting(6, 3), {False: program, True: program}, CPU)
     feature = DocumentsFeature(args, sequences, None, 0, {False: program, True: program})
     assert args.reset_position_ids
     source = iter([{"position_ids": POSITIONS + 0, "cu_seqlens": torch.zeros(2, 7)}] * 2)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron_het.lowering.ranks import RankOp, RankProgram
+from megatron_het.schedule.cutting import Cutting
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Kind, Shape
-from megatron_het.slices.sequences import SlicedSequences, cut_batch, live_slices
+from megatron_het.slices.sequences import SlicedSequences, cut_batch, most_held, passes_of
 
 CPU = torch.device("cpu")
 
@@ -26,15 +27,15 @@ def rank_program(stage: int, slices: int, chunks: int, forward_only: bool = Fals
 @pytest.mark.parametrize("stage", range(4))
 def test_live_slices_plain(stage: int) -> None:
     """SlimPipe holds n + 2(p - 1 - r) slices."""
-    assert live_slices(rank_program(stage, 8, 1), 0, 8) == 8 + 2 * (3 - stage)
+    assert most_held(passes_of(rank_program(stage, 8, 1), 0)) == 8 + 2 * (3 - stage)
 
 
 def test_live_slices_of_evaluation() -> None:
-    assert live_slices(rank_program(0, 8, 1, forward_only=True), 0, 8) == 8
+    assert most_held(passes_of(rank_program(0, 8, 1, forward_only=True), 0)) == 8
 
 
 def test_live_slices_interleaved() -> None:
-    held = [live_slices(rank_program(0, 8, 2), chunk, 8) for chunk in range(2)]
+    held = [most_held(passes_of(rank_program(0, 8, 2), chunk)) for chunk in range(2)]
     assert 16 + 6 <= sum(held) <= 16 + 6 + 8 and min(held) >= 8
 
 
@@ -50,7 +51,7 @@ def test_cut_batch() -> None:
 def test_batch_is_read_once() -> None:
     args = SimpleNamespace(seq_length=12)
     program = RankProgram((), 2, (0,), frozenset())
-    slicing = SlicedSequences(args, 3, {False: program, True: program}, CPU)
+    slicing = SlicedSequences(args, Cutting(12, 3), {False: program, True: program}, CPU)
     source = iter([{"tokens": torch.arange(12).view(1, 12) + 100 * m} for m in range(2)])
     seen = []
     for m in range(2):
@@ -89,14 +90,14 @@ def test_chunks_get_the_cache_of_their_place(at_once: bool) -> None:
     """Whether they are built together or one after the other."""
     args = SimpleNamespace(seq_length=32, attention_backend=SimpleNamespace(name="auto"))
     program = rank_program(0, 8, 2)
-    slicing = SlicedSequences(args, 8, {False: program}, CPU)
+    slicing = SlicedSequences(args, Cutting(32, 8), {False: program}, CPU)
     models = [chunk(2), chunk(1)]
     keys = [list(model.state_dict()) for model in models]
     for part in [models] if at_once else [[model] for model in models]:
         slicing.attach(part)
     for place, model in enumerate(models):
         for layer in model.decoder.layers:
-            assert layer.self_attention.core_attention.cache.slots == live_slices(program, place, 8)
+            assert layer.self_attention.core_attention.cache.slots == most_held(passes_of(program, place))
     assert [list(model.state_dict()) for model in models] == keys
     evaluated = slicing.forward(RankOp(Kind.FORWARD, 0, 7, 1, ""), forward_only=True)
     with evaluated:  # what the chunk's own layers hold is dropped
@@ -108,13 +109,13 @@ def test_chunks_get_the_cache_of_their_place(at_once: bool) -> None:
 
 def test_a_chunk_without_layers() -> None:
     args = SimpleNamespace(seq_length=32, attention_backend=SimpleNamespace(name="auto"))
-    SlicedSequences(args, 8, {False: rank_program(0, 8, 2)}, CPU).attach([chunk(0)])
+    SlicedSequences(args, Cutting(32, 8), {False: rank_program(0, 8, 2)}, CPU).attach([chunk(0)])
 
 
 def test_a_rank_without_data_reads_nothing() -> None:
     args = SimpleNamespace(seq_length=12)
     program = RankProgram((), 1, (0,), frozenset())
-    slicing = SlicedSequences(args, 3, {False: program, True: program}, CPU)
+    slicing = SlicedSequences(args, Cutting(12, 3), {False: program, True: program}, CPU)
     op = RankOp(Kind.FORWARD, 0, 0, 0, "")
     with slicing.forward(op, forward_only=False):
         slicing.iterator(op, None)
@@ -132,7 +133,7 @@ def test_kernel_of_the_device_that_weights_will_be_on(
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     args = SimpleNamespace(seq_length=32, attention_backend=SimpleNamespace(name=backend))
     model = chunk(2).bfloat16()
-    slicing = SlicedSequences(args, 8, {False: rank_program(1, 8, 1)}, torch.device(device))
+    slicing = SlicedSequences(args, Cutting(32, 8), {False: rank_program(1, 8, 1)}, torch.device(device))
     slicing.attach([model])
     for layer in model.decoder.layers:
         assert layer.self_attention.core_attention._kernel_name == kernel
@@ -141,6 +142,6 @@ def test_kernel_of_the_device_that_weights_will_be_on(
 def test_a_kernel_that_cannot_run_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     args = SimpleNamespace(seq_length=32, attention_backend=SimpleNamespace(name="flash"))
-    slicing = SlicedSequences(args, 8, {False: rank_program(1, 8, 1)}, torch.device("cuda"))
+    slicing = SlicedSequences(args, Cutting(32, 8), {False: rank_program(1, 8, 1)}, torch.device("cuda"))
     with pytest.raises(ValueError, match="cuda-flash has no torch.float32"):
         slicing.attach([chunk(1)])

@@ -1,0 +1,142 @@
+"""Where sequences are cut into slices: equal lengths, or lengths of equal work.
+
+A token's work is that of its layer without attention, which is the same for all, and the attention to the keys that
+it sees.  The second part grows towards the end of a document.  Slices of equal work are therefore long where
+documents begin, and short at the end of long ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Starts = tuple[int, ...]
+"""Where the documents of a sequence begin, ascending; the first one at token 0."""
+Bounds = tuple[int, ...]
+"""Slice i has the tokens ``[bounds[i], bounds[i + 1])``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePart:
+    """What of a sequence's work is in a slice.
+
+    Attributes:
+        tokens: Share of the tokens.
+        attention: Share of the attention of a sequence that is one document.
+    """
+
+    tokens: float
+    attention: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How every sequence is cut.
+
+    Attributes:
+        length: Tokens of a sequence.
+        slices: Slices of a sequence.
+        unit: Every slice has a multiple of so many tokens, so that the ranks that share it get equal parts; divides
+            ``length``.
+        keys_per_token: How many keys a query attends to in the time that the rest of its layers takes; 0 for slices
+            of equal length.
+        window_tokens: How many earlier tokens a query sees in layers with a sliding window.
+        window_share: Share of the layers that have one.
+    """
+
+    length: int
+    slices: int
+    unit: int = 1
+    keys_per_token: float = 0.0
+    window_tokens: int | None = None
+    window_share: float = 0.0
+
+    @property
+    def nominal(self) -> int:
+        """Tokens of a slice to which those of others are put in proportion."""
+        return max(self.length // self.slices // self.unit, 1) * self.unit
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all slices of all sequences are equally long."""
+        return not self.keys_per_token and self.length == self.slices * self.nominal
+
+    def bounds(self, starts: Sequence[Starts] | None = None) -> Bounds:
+        """Where the slices of a microbatch begin, and its end.
+
+        Args:
+            starts: Where the documents of each of its sequences begin; None if a sequence is one document.
+        """
+        if not self.keys_per_token:
+            units = self.length // self.unit
+            return tuple(i * units // self.slices * self.unit for i in range(self.slices + 1))
+        return _of_equal_work(self, tuple(starts or ((0,),)))
+
+    def work(self, starts: Sequence[Starts] | None, end: int) -> float:
+        """Work of the tokens before ``end``, in tokens without attention; the mean of the sequences."""
+        documents = starts or ((0,),)
+        return end + sum(self.keys(own, end) for own in documents) / len(documents) / (self.keys_per_token or 1.0)
+
+    def keys(self, starts: Starts, end: int) -> float:
+        """Pairs of a query before ``end`` and a key that it sees, in the mean of the layers."""
+        whole = _pairs(starts, end, None)
+        if not self.window_share or self.window_tokens is None:
+            return whole
+        return whole + self.window_share * (_pairs(starts, end, self.window_tokens) - whole)
+
+    def parts(self, starts: Sequence[Starts] | None = None) -> tuple[SlicePart, ...]:
+        """What every slice of a microbatch has of it, as the simulator counts work (``Costs.parts``).
+
+        Args:
+            starts: Where the documents of each of its sequences begin; None if a sequence is one document.
+        """
+        bounds, documents = self.bounds(starts), starts or ((0,),)
+        whole = self.keys((0,), self.length)
+        done = [sum(self.keys(own, end) for own in documents) / len(documents) / whole for end in bounds]
+        spans = zip(bounds, bounds[1:], done, done[1:], strict=False)
+        return tuple(SlicePart((end - first) / self.length, after - before) for first, end, before, after in spans)
+
+
+@functools.lru_cache(maxsize=256)
+def _before(starts: Starts, most: int | None) -> tuple[int, ...]:
+    """Pairs of the documents before each."""
+    found = [0]
+    for first, end in zip(starts, starts[1:], strict=False):
+        found.append(found[-1] + _triangle(end - first, most))
+    return tuple(found)
+
+
+def _pairs(starts: Starts, end: int, most: int | None) -> int:
+    index = bisect.bisect_right(starts, max(end - 1, 0)) - 1
+    return _before(starts, most)[index] + _triangle(end - starts[index], most)
+
+
+def _triangle(tokens: int, most: int | None) -> int:
+    """Pairs of the first ``tokens`` queries of a document."""
+    near = tokens if most is None else min(tokens, most + 1)
+    return near * (near + 1) // 2 + (tokens - near) * near
+
+
+@functools.lru_cache(maxsize=256)
+def _of_equal_work(cutting: Cutting, starts: tuple[Starts, ...]) -> Bounds:
+    units, slices = cutting.length // cutting.unit, cutting.slices
+    whole = cutting.work(starts, cutting.length)
+    bounds = [0]
+    for i in range(1, slices):
+        # Every slice has a unit at least, the later ones too.
+        low, high = bounds[-1] + 1, units - (slices - i)
+        at = bisect.bisect_left(
+            range(low, high), whole * i / slices, key=lambda unit: cutting.work(starts, unit * cutting.unit)
+        )
+        bounds.append(_nearest(cutting, starts, whole * i / slices, low, low + at))
+    return tuple(unit * cutting.unit for unit in (*bounds, units))
+
+
+def _nearest(cutting: Cutting, starts: tuple[Starts, ...], wanted: float, low: int, unit: int) -> int:
+    """Of a unit and the one before it, the end that is nearer to the work that is wanted."""
+    if unit == low:
+        return unit
+    before, after = (cutting.work(starts, end * cutting.unit) for end in (unit - 1, unit))
+    return unit - 1 if wanted - before < after - wanted else unit

@@ -1,0 +1,87 @@
+"""Rows of a key-value pool: taken from both sides, given back, and what happens where free rows are scattered."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from megatron_het.attention.kv_cache import CacheError, KVCache
+from megatron_het.attention.kv_pool import KVPool
+
+
+def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(count, 1, 2, 4), torch.randn(count, 1, 2, 4)
+
+
+def test_chunks_of_one_side_lie_next_to_each_other() -> None:
+    pool = KVPool(1)
+    pool.reserve(20)
+    up = [pool.take(*rows(n), from_bottom=True) for n in (3, 4)]
+    down = [pool.take(*rows(n), from_bottom=False) for n in (5, 2)]
+    assert [place.at for place in (*up, *down)] == [0, 3, 15, 13]
+    pool.give(up.pop())
+    assert pool.take(*rows(6), from_bottom=True).at == 3
+    with pytest.raises(CacheError, match="all 20 rows of the key-value pool"):
+        pool.take(*rows(5), from_bottom=True)
+
+
+def test_scattered_rows_are_enough() -> None:
+    """A chunk that fits nowhere in the slab, though together there is room, has memory of its own."""
+    pool = KVPool(1)
+    pool.reserve(10)
+    places = [pool.take(*rows(2), from_bottom=True) for _ in range(5)]
+    pool.give(places[1])
+    pool.give(places[3])
+    key, value = rows(4)
+    apart = pool.take(key, value, from_bottom=True)
+    assert apart.at < 0 and torch.equal(apart.keys, key) and torch.equal(apart.values, value)
+    held = pool.nbytes
+    pool.give(apart)
+    assert pool.nbytes < held
+
+
+def test_a_larger_iteration_makes_the_pool_larger() -> None:
+    pool = KVPool(2)
+    place = pool.take(*rows(3), from_bottom=True)
+    small = pool.nbytes
+    with pytest.raises(CacheError, match="in use"):
+        pool.reserve(12)
+    pool.give(place)
+    pool.reserve(12)
+    pool.take(*rows(3), from_bottom=True)
+    assert pool.nbytes == 2 * small
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_prefixes_of_slices_of_any_length(seed: int) -> None:
+    """Two microbatches in turns, as in 1F1B: every prefix is all earlier tokens, whatever the pool looks like."""
+    rng = random.Random(seed)
+    lengths = [[rng.randint(1, 9) for _ in range(5)] for _ in range(4)]
+    cache, kept = KVCache(1), {}
+    cache.reserve(sum(max(sum(a) + sum(b) for b in lengths) for a in lengths))
+    for microbatch, own in enumerate(lengths):
+        kept[microbatch] = [rows(n) for n in own]
+        for index, (key, value) in enumerate(kept[microbatch]):
+            cache.append(microbatch, index, key, value)
+            runs = cache.prefix(microbatch, index + 1)
+            order = [part for run in runs for part in run.parts]
+            assert sorted(order) == [(i, 0, n) for i, n in enumerate(own[: index + 1])]
+            for run in runs:
+                wanted = [kept[microbatch][piece][0][lo:hi] for piece, lo, hi in run.parts]
+                assert torch.equal(run.keys, torch.cat(wanted))
+            if microbatch and index < len(lengths[microbatch - 1]):
+                cache.release(microbatch - 1, len(lengths[microbatch - 1]) - 1 - index)
+    cache.drop(len(lengths) - 1)
+    cache.check_empty()
+
+
+def test_what_no_later_slice_reads_is_not_held() -> None:
+    cache = KVCache(1)
+    cache.reserve(8)
+    cache.append(0, 0, *rows(6), unread=4)
+    cache.append(0, 1, *rows(6), unread=0)
+    assert [run.keys.shape[0] for run in cache.runs(0, 4, 12)] == [8]
+    with pytest.raises(CacheError, match="tokens 3 to 3 are not held"):
+        cache.runs(0, 3, 12)
