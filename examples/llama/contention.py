@@ -3,7 +3,8 @@
 Two processes on one core slow each other down only while both are busy, so one fixed time per
 operation cannot describe them.  Here every operation is an amount of *work* (seconds on a core of
 its own) and a core divides itself equally among the processes that have something to do
-(processor sharing, which is what the kernel's fair scheduler does).  Order and dependencies come
+(processor sharing, which is what the kernel's fair scheduler does).  Cores share memory and caches, so that
+a core is faster while the others have nothing to do: by how much, the profile measures.  Order and dependencies come
 from the schedule library's Program, the same that the executor runs.
 """
 
@@ -44,20 +45,22 @@ def simulate_shared(
     work_s: Callable[[int, Op], float],
     core: Sequence[int],
     transfer_s: Callable[[int, int], float] = lambda a, b: 0.0,
+    alone: Sequence[float] = (),
 ) -> Timeline:
     """Simulate the compute operations of a program on shared cores.
 
     Args:
         program: A program without transfers (its compute order).
-        work_s: Seconds of an operation on a whole core, by device and operation.
+        work_s: Seconds of an operation on a whole core while all others are busy, by device and operation.
         core: The core of each device.
         transfer_s: Time between the end of an operation on one device and the moment its result is
             on another.
+        alone: By device, seconds of work while the other cores wait over those while they are busy; without, 1.
 
     Raises:
         ValueError: The operations wait for each other in a circle.
     """
-    return _Shared(program, work_s, core, transfer_s).run()
+    return _Shared(program, work_s, core, transfer_s, alone or (1.0,) * len(core)).run()
 
 
 class _Shared:
@@ -67,9 +70,11 @@ class _Shared:
         work_s: Callable[[int, Op], float],
         core: Sequence[int],
         transfer_s: Callable[[int, int], float],
+        alone: Sequence[float],
     ) -> None:
         self.graph = Graph(program)
-        self.core, self.transfer_s = core, transfer_s
+        self.core, self.transfer_s, self.alone = core, transfer_s, alone
+        self.others = max(1, len(set(core)) - 1)
         count = len(self.graph.ops)
         self.work = [work_s(self.graph.device[i], self.graph.ops[i]) for i in range(count)]
         self.start, self.end = [math.nan] * count, [math.inf] * count
@@ -118,12 +123,14 @@ class _Shared:
         sharers: dict[int, int] = {}
         for d in active:
             sharers[self.core[d]] = sharers.get(self.core[d], 0) + 1
+        beside = (len(sharers) - 1) / self.others
+        slow = {d: sharers[self.core[d]] * (self.alone[d] + (1 - self.alone[d]) * beside) for d in active}
         step = next_start - self.now
         for d in active:
-            step = min(step, (self.left[d] or 0.0) * sharers[self.core[d]])
+            step = min(step, (self.left[d] or 0.0) * slow[d])
         self.now += step
         for d in active:
-            remaining = (self.left[d] or 0.0) - step / sharers[self.core[d]]
+            remaining = (self.left[d] or 0.0) - step / slow[d]
             if remaining <= 1e-12:
                 self.end[self.head[d]] = self.now
                 self.head[d] += 1

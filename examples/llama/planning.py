@@ -96,6 +96,12 @@ class Speeds:
             total += count * (each - once) + once
         return total / self.devices[device].sharers
 
+    def alone(self, device: int) -> float:
+        """Seconds of work while the other cores wait over those while they are busy."""
+        timing = self.timing(device, "layer")
+        whole = (timing.forward_s + timing.backward_s) / self.devices[device].sharers
+        return min(1.0, timing.alone_s / whole) if timing.alone_s else 1.0
+
     def update_work_s(self, device: int, parts: Iterable[tuple[LayerKind, int]]) -> float:
         """Seconds of a core for the optimizer step."""
         total = sum(count * self.timing(device, layer).update_s for layer, count in parts)
@@ -179,7 +185,8 @@ def estimate(candidate: Candidate, speeds: Speeds) -> Estimate:
     def work_s(device: int, op: Op) -> float:
         return work[device][op.kind]
 
-    timeline = simulate_shared(program, work_s, [speeds.devices[d].core for _, d in order], lambda a, b: message_s)
+    cores, alone = [speeds.devices[d].core for _, d in order], [speeds.alone(d) for _, d in order]
+    timeline = simulate_shared(program, work_s, cores, lambda a, b: message_s, alone)
     tail_s = _tail_s(candidate, speeds)
     return Estimate(candidate, program, timeline, tail_s, timeline.makespan_s + tail_s)
 
@@ -252,14 +259,14 @@ def candidates(devices: Sequence[CpuDevice], layers: int, microbatches: int) -> 
 
 
 def bound_s(candidate: Candidate, speeds: Speeds) -> float:
-    """No schedule is faster: the work of the busiest core, one pass through the pipeline included."""
+    """No schedule is faster: the work of the busiest core, as fast as if the others waited."""
     per_core: dict[int, float] = {}
     for s, draft in enumerate(candidate):
         parts = parts_of(candidate, s)
         for d, count in zip(draft.devices, draft.microbatches, strict=True):
             one = speeds.work_s(d, parts, False) + speeds.work_s(d, parts, True)
             core = speeds.devices[d].core
-            per_core[core] = per_core.get(core, 0.0) + count * one
+            per_core[core] = per_core.get(core, 0.0) + count * one * speeds.alone(d)
     return max(per_core.values()) + _tail_s(candidate, speeds)
 
 

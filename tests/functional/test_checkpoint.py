@@ -49,6 +49,12 @@ def _sliced(made: Kind, **parameters: Any) -> Kind:
     return replace(made, first=replace(made.first, schedule=ScheduleSpec("slimpipe", parameters)))
 
 
+def _predicting(made: Kind, layers: int) -> Kind:
+    """The same with layers for multi-token prediction."""
+    first, second = (replace(p, model=replace(p.model, mtp_num_layers=layers)) for p in (made.first, made.second))
+    return Kind(first, second, family="later-tokens")
+
+
 def _ministages(under: Plan, layers: tuple[tuple[int, ...], ...], **window: Any) -> Plan:
     """The plan with every stage cut into ministages, under a parameter window."""
     stages = tuple(replace(s, layers=cut) for s, cut in zip(under.stages, layers, strict=True))
@@ -103,6 +109,10 @@ KINDS = {
             plan("second", [[4], [1, 1]], [3, 2], distributed_optimizer=True, sequence_parallel=True), [[4], [1, 1]]
         ),
         family="deepseek",
+    ),
+    # The last stage has a copy of the embedding, and no table of an output layer.
+    "later-tokens": _predicting(
+        _kind(([[1], [2, 1]], [2, 3]), ([[2, 1], [1], [1]], [1, 2, 2]), tied=True, distributed_optimizer=True), 2
     ),
     # Rank 0, which writes what is common, keeps no state; the replica of TP 2 has a copy of its own.
     "ministages": Kind(

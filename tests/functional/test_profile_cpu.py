@@ -53,6 +53,7 @@ def test_every_point_is_there(measured: tuple[Path, Profile]) -> None:
     by_point = {point_of(t): t for t in device.timings}
     for point, timing in by_point.items():
         assert timing.forward_s > 0 and timing.backward_s > 0 and timing.update_s > 0
+        assert (timing.alone_s > 0) == (timing.layer == "layer" and timing.tp == 1)
         if point.layer != "embedding" and point.recompute == "none":
             double = by_point.get(point._replace(micro_batch_size=2))
             assert double is not None

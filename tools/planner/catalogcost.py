@@ -54,6 +54,11 @@ class CatalogCosts:
         sliced = activation_bytes(self.model, "layer", batch, tp, recompute, True, sliced=True)
         return sliced / activation_bytes(self.model, "layer", batch, tp, recompute, self.fused(gpu))
 
+    def alone_share(self, gpu: str, batch: int, tp: int) -> float:
+        """GPUs do not slow each other down."""
+        del gpu, batch, tp
+        return 1.0
+
     def update_s(self, gpu: str, parameters: float) -> float:
         """A fused Adam step is bound by memory."""
         return memory_s(self.gpu(gpu), ADAM_BYTES * parameters)

@@ -83,6 +83,9 @@ class LayerCosts(Protocol):
     def cost(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE) -> LayerCost:
         """Figures of one layer."""
 
+    def alone_share(self, gpu: str, batch: int, tp: int) -> float:
+        """Time of a pass while other devices of the machine wait, over its time while all are busy."""
+
     def update_s(self, gpu: str, parameters: float) -> float:
         """Optimizer step over so many parameters on one rank."""
 

@@ -69,6 +69,15 @@ class MeasuredCosts:
         """As in the catalog's model."""
         return self.analytic.sliced_share(gpu, batch, tp, recompute)
 
+    def alone_share(self, gpu: str, batch: int, tp: int) -> float:
+        """Time of a pass while the other devices of the machine wait, over its time while all are busy."""
+        points = self.points.get(_Kind(gpu, "layer", tp, "none"), [])
+        measured = [t for t in points if t.alone_s]
+        if not measured:
+            return 1.0
+        nearest = min(measured, key=lambda t: abs(t.micro_batch_size - batch))
+        return min(1.0, nearest.alone_s / (nearest.forward_s + nearest.backward_s))
+
     def update_s(self, gpu: str, parameters: float) -> float:
         """From the measured steps where there are any: memory bandwidth otherwise."""
         return parameters * self._update_rate(gpu)

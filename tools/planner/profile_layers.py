@@ -67,6 +67,7 @@ def measure(settings: ProfileSettings, point: Point, barrier: Callable[[], None]
     group = parallel_state.get_tensor_model_parallel_group() if point.tp > 1 else None
     forward, backward, update = [], [], []
     fixed: list[tuple[float, float]] = []
+    alone: list[float] = []
     for _ in range(settings.windows):
         barrier()
         once = _pass_s(part, settings.window_s, group)
@@ -80,6 +81,8 @@ def measure(settings: ProfileSettings, point: Point, barrier: Callable[[], None]
         watch.mark("start")
         _repeat(settings.window_s / 2, functools.partial(_step, part, watch), group)
         update.append(watch.mean_s("update"))
+        if point.tp == 1 and point.layer not in ENDS and not on_gpu():
+            alone.append(_alone_s(part, settings.window_s / 2, barrier))
     forward_s, backward_s = statistics.median(forward), statistics.median(backward)
     return LayerTiming(
         layer=point.layer,
@@ -96,9 +99,24 @@ def measure(settings: ProfileSettings, point: Point, barrier: Callable[[], None]
         output_bytes=output_bytes,
         fixed_forward_s=_fixed_s([f for f, _ in fixed], forward_s),
         fixed_backward_s=_fixed_s([b for _, b in fixed], backward_s),
+        alone_s=statistics.median(alone) if alone else 0.0,
         ep=point.ep,
         windowed=point.windowed,
     )
+
+
+def _alone_s(part: Part, window_s: float, barrier: Callable[[], None]) -> float:
+    """Mean seconds of a forward and a backward while the other ranks wait; they take turns.
+
+    Processes on cores of one machine share memory, caches, and perhaps a core: each is faster while others wait.
+    """
+    found = 0.0
+    for rank in range(torch.distributed.get_world_size()):
+        barrier()
+        if rank == torch.distributed.get_rank():
+            found = sum(_pass_s(part, window_s, None))
+    barrier()
+    return found
 
 
 def _warm_up(part: Part) -> None:

@@ -24,7 +24,7 @@ LayerKind = Literal["embedding", "layer", "dense", "head"]
 LinkScope = Literal["device", "node", "network"]
 Operation = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
 
-TIMES = ("forward_s", "backward_s", "update_s", "fixed_forward_s", "fixed_backward_s")
+TIMES = ("forward_s", "backward_s", "update_s", "fixed_forward_s", "fixed_backward_s", "alone_s")
 """The measured seconds of a ``LayerTiming``."""
 
 _STRICT: dict[str, Any] = {"extra": "forbid"}
@@ -113,6 +113,7 @@ class LayerTiming:
             TP group, not divided by sequence parallelism).
         fixed_forward_s, fixed_backward_s: What of these times comes once per pass, however many layers it goes
             through; the rest comes with every layer.
+        alone_s: Forward and backward while the other processes of the machine wait; 0 where it was not measured.
         ep: Parts of the TP group over which experts are divided.
         windowed: With the model's sliding window.
     """
@@ -132,6 +133,7 @@ class LayerTiming:
     workspace_bytes: int = 0
     fixed_forward_s: float = 0.0
     fixed_backward_s: float = 0.0
+    alone_s: float = 0.0
     ep: int = 1
     windowed: bool = False
 
@@ -305,6 +307,7 @@ _MAY_BE_ZERO = (
     "update_s",
     "fixed_forward_s",
     "fixed_backward_s",
+    "alone_s",
     "latency_s",
     "context_tokens",
     "parameters",

@@ -14,13 +14,14 @@ from megatron_het.schedule.cost import Costs, Link, Memory
 from megatron_het.schedule.generators.pipelines import parts_of
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.passes import post_receives_early
-from megatron_het.schedule.simulate import Result, simulate
+from megatron_het.schedule.simulate import Result
 
 from .build import build_plan, part_of, seats
 from .candidate import Candidate, Group
 from .errors import PlannerError
 from .estimate import Estimate, Estimator, Unit
 from .figures import Device, figures_of
+from .neighbours import simulate_beside
 from .packing import Seat
 from .passes import passes_of_plan, unit_of_device
 from .plain import Wiring, pipelines_s
@@ -323,8 +324,19 @@ def _simulate(
         program = post_receives_early(program)  # as the runtime does over gloo
     seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
     assert seated is not None  # the plan has been made of it
-    result = simulate(program, _priced(estimator, whole, candidate, estimate, plan, seated, program))
+    costs = _priced(estimator, whole, candidate, estimate, plan, seated, program)
+    result = simulate_beside(program, costs, _alone(estimator, plan, seated))
     return Simulation(result.makespan_s, result)
+
+
+def _alone(estimator: Estimator, plan: Plan, seated: Seats) -> list[float]:
+    """By replica, how long a pass takes while the others wait, over its time while all are busy."""
+    batch, nodes = plan.training.micro_batch_size, estimator.cluster.nodes
+    return [
+        estimator.costs.alone_share(nodes[seats_of[0].pool].gpu, batch, replica.tp)
+        for stage, row in zip(plan.stages, seated, strict=True)
+        for replica, seats_of in zip(stage.replicas, row, strict=True)
+    ]
 
 
 def _priced(

@@ -267,3 +267,15 @@ def test_a_profile_of_another_speed_is_made_again(errors: list[list[float]], pro
     assert len(made) == profiles
     assert speeds.profile is made[-1]
     assert winner.iteration_s > 0
+
+
+def test_a_core_is_faster_while_the_others_wait() -> None:
+    """Two stages on two cores, one microbatch: nothing overlaps, so each operation takes 0.8 of its work."""
+    program = generate("1f1b", Shape(layers=((1,), (1,)), route=((0,), (0,)), replicas=(1, 1)))
+    alone = simulate_shared(program, lambda d, op: 1.0, [0, 1], alone=[0.8, 0.8])
+    assert alone.makespan_s == pytest.approx(4 * 0.8)
+    assert simulate_shared(program, lambda d, op: 1.0, [0, 1]).makespan_s == pytest.approx(4.0)
+    # Four replicas of one stage are busy all the time: no core is ever alone.
+    busy = generate("1f1b", Shape(layers=((1,),), route=((0, 1, 2, 3),), replicas=(4,)))
+    together = simulate_shared(busy, lambda d, op: 1.0, [0, 1, 2, 3], alone=[0.8] * 4)
+    assert together.makespan_s == pytest.approx(2.0)
