@@ -237,13 +237,22 @@ def run_script(*, path: str | None = None) -> None:
 
 
 def write_dataset(
-    *, rank: int, prefix: str, vocab_size: int, documents: int, seed: int, long_tailed: bool = False
+    *,
+    rank: int,
+    prefix: str,
+    vocab_size: int,
+    documents: int,
+    seed: int,
+    long_tailed: bool = False,
+    typical: int = 4,
+    longest: int = 400,
 ) -> None:
     """An IndexedDataset of short documents with structure to learn, each ended by its last token.
 
     A token follows from the one before it, with noise; documents are 3 to 40 tokens long, so that
     microbatches differ in how many tokens count (with ``--eod-mask-loss``).  With ``long_tailed`` half of them have
-    at most 6 tokens, and a few hundreds; the last token of each is the one that ends documents, ``vocab_size - 1``.
+    at most ``typical + 2`` tokens, and a few up to ``longest``; the last token of each is the one that ends documents,
+    ``vocab_size - 1``.
     """
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -254,7 +263,7 @@ def write_dataset(
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
     lengths = rng.integers(3, 40, documents)
     if long_tailed:
-        lengths = np.minimum(2 + 4 * rng.pareto(1.0, documents), 400).astype(np.int64)
+        lengths = np.minimum(2 + typical * rng.pareto(1.0, documents), longest).astype(np.int64)
     for length in lengths:
         tokens = [int(rng.integers(end))]
         for noise in rng.random(int(length) - 1):

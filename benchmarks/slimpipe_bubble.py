@@ -54,8 +54,8 @@ def bubble(runner: Runner, setting: Setting, model: Model, folder: Path, iterati
     ]
     counted = by_iteration[_WARMUP:]
     measured, typical = by_iteration[traced - 1], statistics.median(counted)
-    program = _program(setting, model)
-    smooth, own = _costs(setting, program, report)
+    program = program_for(setting, model)
+    smooth, own = fitted_costs(setting, program, report)
     simulated, smoothed = (simulate(program, costs).bubble_fraction for costs in (own, smooth))
     return {
         "slices": setting.slices,
@@ -70,7 +70,8 @@ def bubble(runner: Runner, setting: Setting, model: Model, folder: Path, iterati
     }
 
 
-def _program(setting: Setting, model: Model) -> Program:
+def program_for(setting: Setting, model: Model) -> Program:
+    """The program that a setting runs."""
     shape = Shape.uniform(
         setting.stages,
         setting.microbatches,
@@ -84,7 +85,7 @@ def _program(setting: Setting, model: Model) -> Program:
     return post_receives_early(add_transfers(program))
 
 
-def _costs(setting: Setting, program: Program, report: Path) -> tuple[Costs, Costs]:
+def fitted_costs(setting: Setting, program: Program, report: Path) -> tuple[Costs, Costs]:
     """From the traces: smooth durations, and those with every operation's own."""
     tables: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     own: dict[tuple[int, Op], float] = {}

@@ -115,7 +115,7 @@ class Watcher:
         from megatron_het import platform
         from megatron_het.platform.memory import memory_meter
 
-        pool = _pool_bytes(keywords["model"])
+        pool = pool_bytes(keywords["model"])
         with memory_meter(platform.activate()) as meter, meter.region("iteration") as region:
             result = step(*positional, **keywords)
         # The key-value pool was there before the iteration began.
@@ -124,7 +124,8 @@ class Watcher:
         return result
 
 
-def _pool_bytes(model: Any) -> int:
+def pool_bytes(model: Any) -> int:
+    """Size of the key-value pools of all layers of model chunks, wrapped or not."""
     from megatron.core.utils import unwrap_model
 
     from megatron_het.attention.core import slice_caches

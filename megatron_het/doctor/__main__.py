@@ -132,12 +132,15 @@ class _Rank:
         """On a thread of rank 0: all checks, the table, the verdict."""
         findings = coordinator.run(names)
         code, elapsed_s = exit_code(findings), time.monotonic() - self._started_s
-        sys.stdout.write(table(findings, elapsed_s) + "\n")
-        sys.stdout.flush()
-        if self._options.json is not None:
-            with contextlib.suppress(OSError):
-                write_json(self._options.json, to_json(findings, code, elapsed_s, coordinator.figures))
-        coordinator.close(code)
+        try:
+            if self._options.json is not None:
+                with contextlib.suppress(OSError):
+                    write_json(self._options.json, to_json(findings, code, elapsed_s, coordinator.figures))
+            with contextlib.suppress(OSError):  # nobody reads any more, as after ``| head``
+                sys.stdout.write(table(findings, elapsed_s) + "\n")
+                sys.stdout.flush()
+        finally:
+            coordinator.close(code)  # the other ranks wait for it
 
 
 @contextlib.contextmanager

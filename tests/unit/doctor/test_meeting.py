@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from megatron_het.doctor import coordinator as coordinating
+from megatron_het.doctor.__main__ import _Rank
 from megatron_het.doctor.check import Check, Names, Status
 from megatron_het.doctor.coordinator import Coordinator, exit_code
 from megatron_het.doctor.meeting import Heart, Keys, MeetingError, hear, tell
@@ -160,3 +162,23 @@ def test_table_shows_faults_first_and_bounds_rows():
     assert "FAULT" in lines[2] and "9 more rows" in text
     assert lines[-1] == "verdict: NOT FIT: 20 fault(s) (7 s)"
     assert max(map(len, lines)) <= 100
+
+
+class Closed:
+    """A standard output whose reader has left."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+    def flush(self):
+        raise BrokenPipeError
+
+
+def test_the_verdict_reaches_all_when_nobody_reads_the_table(monkeypatch, tmp_path):
+    codes: list[int] = []
+    findings = [Scripted().fault("rank 0", "broken")]
+    leader = SimpleNamespace(run=lambda names: findings, figures={}, close=codes.append)
+    monkeypatch.setattr("sys.stdout", Closed())
+    options = SimpleNamespace(limit_s=60.0, json=tmp_path / "doctor.json")
+    _Rank(options, 0, WORLD)._coordinate(leader, NAMES)
+    assert codes == [1] and (tmp_path / "doctor.json").is_file()

@@ -1,0 +1,209 @@
+"""Packed documents of long-tailed lengths in slices of equal length and of equal work, and the same batch unpacked.
+
+``python -m benchmarks.packed --json OUT``.  Two and four stages of one small model whose attention takes most of the
+time.  Costs are fitted to a traced run of whole sequences on two stages; they say how many keys count as much as a
+token, and give the simulated figures.  Runs alternate; every side counts by the median over the rounds of the time of
+all its iterations, which have the same documents on all sides.
+
+``speedup_over_equal_slices`` compares both ways to cut, ``speedup_over_unpacked`` tokens per second with and without
+documents.  With fewer cores than stages processes take turns on a core: what one of them waits another one uses, and
+a measured speedup says nothing about pipelines; ``measured`` is then left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine
+from benchmarks.runner import Job, Runner, words
+from benchmarks.slimpipe_bubble import fitted_costs, program_for
+from benchmarks.slimpipe_runs import Model, Setting, job
+from megatron_het.schedule.cost import Costs
+from megatron_het.schedule.cutting import Cutting, Starts
+from megatron_het.schedule.simulate import simulate
+
+MODEL = Model(layers=4, hidden=128, ffn=352, heads=4, groups=1)
+_STAGES, _MICROBATCHES, _SLICES, _WARMUP = (2, 4), 1, 4, 1
+_TYPICAL, _DOCUMENTS, _DATA_SEED = 48, 3000, 11
+_MASKED = words("--dataloader-inter-document-masking --reset-position-ids")
+Documents = list[list[list[Starts]]]
+"""Where documents begin: of every iteration, microbatch and sequence."""
+
+
+class Bench:
+    """Runs of one data set.
+
+    Args:
+        runner: Runs jobs.
+        folder: For everything that is written.
+        options: Of the command line.
+    """
+
+    def __init__(self, runner: Runner, folder: Path, options: argparse.Namespace) -> None:
+        self._runner, self._folder, self._options = runner, folder, options
+        self._prefix = folder / "data" / "documents"
+        self._prefix.parent.mkdir()
+        data = {"prefix": str(self._prefix), "vocab_size": MODEL.vocabulary, "documents": _DOCUMENTS}
+        data |= {"seed": _DATA_SEED, "long_tailed": True, "typical": _TYPICAL, "longest": options.tokens}
+        write = ("benchmarks.probe:write_dataset", data)
+        runner.run(Job("dataset", 1, (), self._prefix.parent, "benchmarks.probe:nothing", write))
+
+    def setting(self, stages: int, *flags: str) -> Setting:
+        """A run of the model."""
+        return Setting("slimpipe", stages, self._options.tokens, _MICROBATCHES, _SLICES, flags=flags)
+
+    def run(self, name: str, setting: Setting, *more: str) -> list[dict[str, Any]]:
+        """Run a setting; of each rank what was found."""
+        target = self._folder / name
+        target.mkdir(parents=True)
+        data = ("--data-path", str(self._prefix), "--data-cache-path", str(self._prefix.parent / "cache"), *more)
+        made = job(setting, MODEL, target, iterations=_WARMUP + self._options.iterations, memory=False, more=data)
+        setup = ("benchmarks.packed_probe:watch", {"out": str(target)})
+        flags = tuple(flag for flag in made.argv if flag != "--mock-data")
+        self._runner.run(replace(made, argv=flags, setup=setup))
+        found = []
+        for rank in range(setting.stages):
+            parts = [json.loads((target / f"{part}-{rank}.json").read_text()) for part in ("watch", "packed")]
+            found.append({**parts[0], **parts[1]})
+        return found
+
+    def costs(self) -> Costs:
+        """Of one stage of two, by a traced run of whole sequences; all stages are alike."""
+        setting, report = self.setting(2), self._folder / "report"
+        flags = ("--het-report", str(report), "--het-trace", str(report), "--het-trace-iteration", "2")
+        self.run("traced", setting, *flags)
+        return fitted_costs(setting, program_for(setting, MODEL), report)[0]
+
+    def measured(self, name: str, setting: Setting) -> dict[str, Any]:
+        """Seconds of all iterations that count, documents of these, and bytes of all pools."""
+        found = self.run(name, setting)
+        by_rank = [rank["iterations_s"][_WARMUP:] for rank in found]
+        return {
+            "seconds": sum(max(times) for times in zip(*by_rank, strict=True)),
+            "documents": found[0]["documents"][_WARMUP:],
+            "pool_bytes": sum(rank["pool_bytes"] for rank in found),
+        }
+
+
+def keys_per_token(costs: Costs, tokens: int) -> float:
+    """Keys that a query attends to in the time that the rest of its layers takes."""
+    rest = sum(map(sum, (*costs.forward_s, *costs.backward_s))) / tokens
+    attention = sum(map(sum, (*costs.attention_forward_s, *costs.attention_backward_s)))
+    return rest / (attention / (tokens * (tokens + 1) / 2))
+
+
+def simulated_s(costs: Costs, setting: Setting, cutting: Cutting, documents: Documents) -> float:
+    """Seconds of iterations on as many devices as stages.
+
+    Args:
+        costs: Fitted on two stages.
+        setting: Of the run.
+        cutting: Of the sequences.
+        documents: Of the iterations.
+    """
+    stages = setting.stages
+
+    def spread(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        return ((sum(map(sum, table)) / stages,),) * stages
+
+    whole = replace(
+        costs,
+        forward_s=spread(costs.forward_s),
+        backward_s=spread(costs.backward_s),
+        attention_forward_s=spread(costs.attention_forward_s),
+        attention_backward_s=spread(costs.attention_backward_s),
+    )
+    program, found = program_for(setting, MODEL), 0.0
+    for iteration in documents:
+        parts = tuple(cutting.parts([tuple(starts) for starts in sequences]) for sequences in iteration)
+        found += simulate(program, replace(whole, parts=parts)).makespan_s
+    return found
+
+
+def compare(bench: Bench, stages: int, costs: Costs, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of one number of stages."""
+    keys = keys_per_token(costs, options.tokens)
+    work = words(f"--het-slice-lengths work --het-slice-keys-per-token {keys:.1f}")
+    sides = {"unpacked": (), "equal": _MASKED, "work": (*_MASKED, *work)}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    enough = len(os.sched_getaffinity(0)) >= stages
+    for index in range(options.rounds if enough else 1):
+        for name, flags in sides.items():
+            runs[name].append(bench.measured(f"{stages}-{name}-{index}", bench.setting(stages, *flags)))
+            print(f"{stages} stages, round {index}, {name}: {runs[name][-1]['seconds']:.2f} s", flush=True)
+    documents = runs["work"][0]["documents"]
+    whole: Documents = [[[(0,)]] * _MICROBATCHES] * options.iterations
+    lengths = Cutting(options.tokens, _SLICES)
+    simulated = {
+        "unpacked": simulated_s(costs, bench.setting(stages), lengths, whole),
+        "equal": simulated_s(costs, bench.setting(stages), lengths, documents),
+        "work": simulated_s(costs, bench.setting(stages), replace(lengths, keys_per_token=keys), documents),
+    }
+    seconds = {name: statistics.median(found["seconds"] for found in rows) for name, rows in runs.items()}
+    tokens = options.tokens * _MICROBATCHES * options.iterations
+    report: dict[str, Any] = {
+        "simulated": _ratios(simulated, tokens),
+        "pool_bytes": {name: rows[0]["pool_bytes"] for name, rows in runs.items()},
+        "documents_per_sequence": statistics.mean(len(s) for i in documents for m in i for s in m),
+    }
+    if enough:
+        report |= {"measured": _ratios(seconds, tokens), "runs_s": {n: [r["seconds"] for r in runs[n]] for n in runs}}
+    return report
+
+
+def _ratios(seconds: dict[str, float], tokens: int) -> dict[str, Any]:
+    return {
+        "speedup_over_equal_slices": seconds["equal"] / seconds["work"],
+        "speedup_over_unpacked": seconds["unpacked"] / seconds["work"],
+        "tokens_per_s": {name: tokens / value for name, value in seconds.items()},
+    }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.packed", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path)
+    parser.add_argument("--tokens", type=int, default=6144, help="per sequence")
+    parser.add_argument("--iterations", type=int, default=4, help="that count, of each run")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each side runs")
+    parser.add_argument("--stages", type=int, nargs="+", default=list(_STAGES))
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Command line."""
+    options = _options()
+    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="packed-"))
+    try:
+        with Runner() as runner:
+            bench = Bench(runner, folder, options)
+            costs = bench.costs()
+            found = {stages: compare(bench, stages, costs, options) for stages in options.stages}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    first = found[options.stages[0]]
+    report = {
+        "speedup_over_equal_slices": first.get("measured", first["simulated"])["speedup_over_equal_slices"],
+        "by_stages": found,
+        "keys_per_token": keys_per_token(costs, options.tokens),
+        "tokens": options.tokens,
+        "elapsed_s": time.monotonic() - start_s,
+        "machine": machine(),
+        "load_average": os.getloadavg(),
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
