@@ -252,7 +252,9 @@ def even_seeds(book: Book, limits: Limits, count: int) -> list[tuple[Groups, Can
         for kinds in _even_kinds(estimator, limits, point):
             nodes = [estimator.cluster.nodes[kind.pool].gpus_per_node // kind.tp for kind in kinds]
             most = min(total, *[kind.count for kind in kinds])
-            widths = {1 << i for i in range(most.bit_length())} | {n * i for n in nodes for i in range(1, most // n + 1)}
+            widths = {1 << i for i in range(most.bit_length())} | {
+                n * i for n in nodes for i in range(1, most // n + 1)
+            }
             for width in sorted(widths)[-MOST_WIDTHS:]:
                 for stages in _even_counts(kinds, width, model.num_layers):
                     rate = sum([kind.rate * n for kind, n in zip(kinds, stages)]) * width
