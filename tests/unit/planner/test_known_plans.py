@@ -56,7 +56,7 @@ SMALL = even(Group(1, 1, 4), (2,) * 8) + even(Group(0, 1, 4), (2,) * 8)
     ],
 )
 def test_stages_of_equal_width_over_two_pools(kinds: tuple[tuple[str, int, int, float], ...], known: Candidate):
-    """Without starting points of both pools the plans found were 7 and 57 % slower."""
+    """Without starting points of both pools the plans found were 8 and 56 % slower."""
     estimator = of_experts(*kinds)
     estimate = estimator.estimate(known)
     assert estimate is not None and estimator.fits(estimate)
