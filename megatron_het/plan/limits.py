@@ -72,13 +72,23 @@ def _check_parameters(plan: Plan) -> None:
             )
 
 
+def most_chunks(microbatches: int, slices: int) -> int:
+    """Chunks of all stages together that an iteration may go through, forwards and backwards.
+
+    Args:
+        microbatches: Of the iteration, over all replicas.
+        slices: Of each microbatch.
+    """
+    return MAX_PASSES // (2 * microbatches * slices)
+
+
 def check_passes(plan: Plan) -> None:
     """Refuse an iteration of more passes than can be laid out in reasonable time."""
     slices = plan.schedule.parameters.get("slices", 1)
     slices = slices if isinstance(slices, int) and slices > 0 else 1
     chunks = sum(len(stage.layers) for stage in plan.stages)
-    passes = 2 * chunks * plan.num_microbatches * slices
-    if passes > MAX_PASSES:
+    if chunks > most_chunks(plan.num_microbatches, slices):
+        passes = 2 * chunks * plan.num_microbatches * slices
         raise PlanError(
             "training.global_batch_size",
             plan.training.global_batch_size,

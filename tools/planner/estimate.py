@@ -100,7 +100,7 @@ class Estimator(OperatingPoints):
         return [(pool, held, limit) for pool, held, limit in limits if limit is not None and held > limit]
 
     def estimate(self, candidate: Candidate) -> Estimate | None:
-        """The closed form; None when a replica has no figures, no layers or no microbatch."""
+        """The closed form; None when a replica has no figures, layers or microbatch, or the plan too many passes."""
         if candidate not in self.known_estimates:
             self.evaluations += 1
             self.known_estimates[candidate] = evaluate(self, candidate)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_het.plan.limits import most_chunks
+
 from .candidate import Candidate
 from .egress import egress
 from .estimates import Estimate, Pipeline, StageTimes
@@ -18,6 +20,8 @@ def evaluate(estimator: OperatingPoints, candidate: Candidate) -> Estimate | Non
     total = model.global_batch_size // candidate.micro_batch_size
     if candidate.sizes:
         total = sum(len(own) for replicas in candidate.sizes for own in replicas)
+    if len(candidate.stages) * candidate.chunks > most_chunks(total, candidate.slices):
+        return None  # the plan would be refused
     for stage in candidate.stages:  # of the whole plan: a block has the rounded-up share of the microbatches
         replicas = sum([g.count for g in stage.groups])
         if not 0 < replicas <= total or (candidate.even and total % replicas):

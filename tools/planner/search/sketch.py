@@ -10,6 +10,8 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
+from megatron_het.plan.limits import most_chunks
+
 from ..candidate import Candidate, Group, Stage
 from ..estimate import Estimator, allocate
 from ..schedules import schedule_of
@@ -74,16 +76,18 @@ class _Point:
     Attributes:
         like: Without stages and slack.
         mismatch: Of its schedule.
+        most_stages: Stages of a plan that has no more passes than a plan may have.
         total: Microbatches.
         known: By groups, and whether they are the first and the last stage; None where they cannot run.
         values: Guesses that were made, by the groups of all stages.
     """
 
-    __slots__ = ("known", "like", "mismatch", "schedule", "total", "values")
+    __slots__ = ("known", "like", "mismatch", "most_stages", "schedule", "total", "values")
 
     def __init__(self, like: Candidate, total: int) -> None:
         self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
         self.mismatch = self.schedule.mismatch(like)
+        self.most_stages = most_chunks(total, like.slices) // like.chunks
         self.known: dict[tuple[tuple[Group, ...], bool, bool], _Known | None] = {}
         self.values: dict[Groups, float] = {}
 
@@ -106,7 +110,7 @@ class Sketch:
             Infinite when they cannot run, or certainly look worse than ``most``.
         """
         wanted, last, point = self.estimator.model.num_layers, len(groups) - 1, self._point(like)
-        if last >= wanted or point is None:
+        if last >= wanted or point is None or last >= point.most_stages:
             return inf
         known = point.values.get(groups)
         if known is not None:
