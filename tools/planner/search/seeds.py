@@ -251,7 +251,7 @@ def even_seeds(book: Book, limits: Limits, count: int) -> list[tuple[Groups, Can
         total = model.global_batch_size // point.micro_batch_size
         for kinds in _even_kinds(estimator, limits, point):
             nodes = [estimator.cluster.nodes[kind.pool].gpus_per_node // kind.tp for kind in kinds]
-            most = min(total, *[kind.count for kind in kinds])
+            most = min(total, *[kind.most for kind in kinds])
             widths = {1 << i for i in range(most.bit_length())} | {
                 n * i for n in nodes for i in range(1, most // n + 1)
             }
@@ -271,7 +271,7 @@ class _Kind(NamedTuple):
 
     pool: int
     tp: int
-    count: int
+    most: int
     rate: float
 
 
@@ -297,7 +297,7 @@ def _even_kinds(estimator: Estimator, limits: Limits, point: Candidate) -> Itera
 
 def _even_counts(kinds: list[_Kind], width: int, layers: int) -> list[list[int]]:
     """Numbers of stages of each kind of replica: of one alone every number that is searched, of several the most."""
-    most = [kind.count // width for kind in kinds]
+    most = [kind.most // width for kind in kinds]
     if len(kinds) > 1:
         return [most] if sum(most) <= layers else []
     return [[n] for n in STAGE_COUNTS[1:] if n <= min(most[0], layers)]
