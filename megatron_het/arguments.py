@@ -18,7 +18,8 @@ from megatron_het.config import HetConfig
 from megatron_het.features import FEATURES
 from megatron_het.features.base import Feature, Option
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
-from megatron_het.plan import Plan, PlanError, ScheduleSpec
+from megatron_het.plan import Plan, ScheduleSpec
+from megatron_het.plan.turns import check_turns, errors_of
 from megatron_het.untrusted import count
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")
@@ -129,8 +130,9 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         return HetConfig(), rest
     plans, rest = _plans(namespace, rest)
     files = tuple(namespace.het_plan or ("from the flags",))
-    for plan in plans:
-        check_plan_alone(plan)
+    for plan, file in zip(plans, files, strict=True):
+        with errors_of(file, files):
+            check_plan_alone(plan)
     check_turns(plans, files)
     config = HetConfig(
         plan=plans[0],
@@ -179,43 +181,13 @@ def _plans(namespace: argparse.Namespace, rest: list[str]) -> tuple[tuple[Plan, 
         return (plan,), rest
     plans = []
     for file in namespace.het_plan:
-        plan = load_plan(file)
+        with errors_of(file, namespace.het_plan):
+            plan = load_plan(file)
         name = namespace.het_schedule or plan.schedule.name
         # Another schedule's parameters mean nothing to this one.
         kept = plan.schedule.parameters if name == plan.schedule.name else {}
         plans.append(replace(plan, schedule=ScheduleSpec(name, {**kept, **parameters})))
     return tuple(plans), rest
-
-
-def check_turns(plans: Sequence[Plan], files: Sequence[str]) -> None:
-    """Plans that take turns are for one training, and differ in the global batch size.
-
-    Raises:
-        PlanError: The first thing that does not fit.
-    """
-    first, sizes = plans[0], dict[int, str]()
-    for plan, file in zip(plans, files, strict=True):
-        for name, value, wanted in (
-            ("model", plan.model, first.model),
-            ("number of ranks", plan.world_size, first.world_size),
-            ("training.precision", plan.training.precision, first.training.precision),
-            (
-                "training.distributed_optimizer",
-                plan.training.distributed_optimizer,
-                first.training.distributed_optimizer,
-            ),
-        ):
-            if value != wanted:
-                raise PlanError("--het-plan", file, f"its {name} is {value}, that of {files[0]} is {wanted}")
-        size = plan.training.global_batch_size
-        if size in sizes:
-            raise PlanError(
-                "--het-plan",
-                file,
-                f"has the global batch size {size}, as {sizes[size]} has",
-                "Several plans take turns: give one for each global batch size",
-            )
-        sizes[size] = file
 
 
 def _schedule_parameters(namespace: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,40 +157,6 @@ def _check_model(plan: Plan, args: Any) -> None:
             length,
             f"a decoder's sequences have the length of --seq-length = {plan.model.seq_length}",
             "Leave the flag out",
-        )
-
-
-def check_batch_schedule(plans: Sequence[Plan], args: Any) -> None:
-    """Compare Megatron's schedule of batch sizes with the plans of a job, of which each has one size.
-
-    Args:
-        plans: All of them.
-        args: Megatron's parsed arguments.
-
-    Raises:
-        PlanError: The first thing that does not fit.
-    """
-    given, flag = getattr(args, "step_batch_size_schedule", None), "--step-batch-size-schedule"
-    known = sorted({plan.training.global_batch_size for plan in plans})
-    if not given:
-        if len(plans) > 1:
-            raise PlanError("--het-plan", f"{len(plans)} plans", f"plans take turns as {flag} says", f"Give {flag}")
-        return
-    sizes = [word.rpartition(":")[2] for word in given.split()]
-    if unknown := [size for size in sizes if not size.isdecimal() or int(size) not in known]:
-        raise PlanError(
-            flag,
-            given,
-            f"a plan routes a fixed number of microbatches, and none is for a global batch size of {unknown[0]}; there "
-            f"are plans for {', '.join(map(str, known))}",
-            "Give a plan for each size: --het-plan PLAN PLAN ...",
-        )
-    if not args.train_samples:
-        raise PlanError(
-            "--train-samples",
-            args.train_samples,
-            f"with {flag} Megatron counts learning rates by samples",
-            "Give --train-samples, and --lr-decay-samples and --lr-warmup-samples in place of iterations",
         )
 
 

@@ -11,7 +11,7 @@ import functools
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,13 +21,13 @@ from megatron_het.config import (
     apply_after_validation,
     apply_plan,
     check_arguments,
-    check_batch_schedule,
     check_skipping,
     environment_of,
 )
 from megatron_het.features import features_of
 from megatron_het.features.plan_checks import check_plan_alone
-from megatron_het.plan import Placement, PlanError
+from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.plan.turns import check_batch_schedule, errors_of
 from megatron_het.untrusted import FileError, check_target
 from megatron_het.upstream import found
 
@@ -223,8 +223,9 @@ def argument_problems(config: HetConfig, device: Platform, session: HetSession, 
     assert plan is not None
     checks: tuple[Callable[[], None], ...] = (
         lambda: check_batch_schedule(config.turns or (plan,), args),
-        *(functools.partial(check_arguments, one, args, args.world_size) for one in config.turns or (plan,)),
+        *(functools.partial(_check_turn, one, config.turns, args) for one in config.turns or (plan,)),
         lambda: session.check(args),
+        *(functools.partial(_check_programs, one, config.turns, args) for one in config.turns if one is not plan),
         lambda: _check_transport(config.transport, args.distributed_backend, device.has_nccl),
     )
     for check in checks:
@@ -232,6 +233,24 @@ def argument_problems(config: HetConfig, device: Platform, session: HetSession, 
             check()
         except PlanError as error:
             yield error
+
+
+def _check_turn(plan: Plan, turns: Sequence[Plan], args: Any) -> None:
+    """The arguments must fit every plan of the job: its turn may come hours later."""
+    with errors_of(_turn_of(plan), turns):
+        check_arguments(plan, args, args.world_size)
+
+
+def _check_programs(plan: Plan, turns: Sequence[Plan], args: Any) -> None:
+    """Likewise the programs of a plan whose session is not this one."""
+    from megatron_het.runtime.session import check_programs
+
+    with errors_of(_turn_of(plan), turns):
+        check_programs(plan, args)
+
+
+def _turn_of(plan: Plan) -> str:
+    return f"the plan for a global batch size of {plan.training.global_batch_size}"
 
 
 def _validate_args_hook(

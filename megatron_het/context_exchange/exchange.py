@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -45,9 +45,10 @@ from megatron_het.attention.core import SliceCoreAttention, head_width, score_sc
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
 from megatron_het.attention.slice_attention import TokenGradient
 from megatron_het.context_exchange.keys import ExchangedKeys, returned_units
+from megatron_het.context_exchange.slot import ExchangeError, Message, Slot
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline
-from megatron_het.runtime.channels import Channels, PendingReceive
+from megatron_het.runtime.channels import Channels
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import OWNERS
 
@@ -56,35 +57,6 @@ _SENDS = frozenset({Kind.KV_SEND, Kind.KV_SEND_BACKWARD})
 _RECEIVES = frozenset({Kind.KV_RECV, Kind.KV_RECV_BACKWARD})
 _GIVES = frozenset({Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD})
 _HELPS = frozenset({Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD})
-
-
-class ExchangeError(RuntimeError):
-    """The program and the passes do not fit."""
-
-
-@dataclass(slots=True)
-class _Message:
-    """A message that is expected: its buffer and its receive."""
-
-    buffer: torch.Tensor
-    pending: PendingReceive
-
-
-@dataclass
-class _Pass:
-    """What this rank exchanges in the slot that runs."""
-
-    gives: tuple[RankOp, ...]
-    helps: tuple[RankOp, ...]
-    is_backward: bool
-    layers: int
-    done: int = 0
-    queries: dict[tuple[RankOp, int], _Message] = field(default_factory=dict)
-    results: list[_Message] = field(default_factory=list)
-
-    def layer_at(self, step: int) -> int:
-        """The layer that is the ``step``-th of this slot."""
-        return self.layers - 1 - step if self.is_backward else step
 
 
 class ContextExchange:
@@ -130,7 +102,7 @@ class ContextExchange:
         """The units whose gradients come back with each ATTEND_GIVE_BACKWARD."""
         self._gives: list[RankOp] = []
         self._helps: list[RankOp] = []
-        self._slot: _Pass | None = None
+        self._slot: Slot | None = None
         self._modules: list[list[SliceCoreAttention]] = []
         self._shape: AttentionShape | None = None
         self._sequences: Callable[[int], int] = lambda microbatch: 1
@@ -188,7 +160,7 @@ class ContextExchange:
         return pack(*heads_of(tensors, *rows))
 
     @property
-    def slot(self) -> _Pass | None:
+    def slot(self) -> Slot | None:
         """The slot that runs; None in passes without exchange."""
         return self._slot
 
@@ -235,11 +207,11 @@ class ContextExchange:
             yield
 
     @contextlib.contextmanager
-    def _run(self, is_backward: bool) -> Iterator[_Pass]:
+    def _run(self, is_backward: bool) -> Iterator[Slot]:
         gives, helps = tuple(self._gives), tuple(self._helps)
         self._gives.clear()
         self._helps.clear()
-        slot = _Pass(gives, helps, is_backward, self._layers)
+        slot = Slot(gives, helps, is_backward, self._layers)
         self._slot = slot if gives or helps else None
         for help_ in helps:
             self._expect_query(slot, help_, 0)
@@ -270,7 +242,7 @@ class ContextExchange:
         for op in slot.gives:
             buffer = self.shape(op).message(expected(op))
             pending = self._channels.receive(buffer, op.peer, op.label)
-            slot.results.append(_Message(buffer, pending))
+            slot.results.append(Message(buffer, pending))
             self._channels.send(self.of_heads(op, tensors), op.peer, op.label)
         return max((op.stop for op in slot.gives), default=0) * self.unit_tokens
 
@@ -309,10 +281,10 @@ class ContextExchange:
                 answer = pack(lse, out)
             self._channels.send(answer, op.peer, op.label)
 
-    def _expect_query(self, slot: _Pass, op: RankOp, step: int) -> None:
+    def _expect_query(self, slot: Slot, op: RankOp, step: int) -> None:
         shape = self.shape(op)
         buffer = shape.message(shape.backward_query() if slot.is_backward else shape.forward_query())
-        slot.queries[op, step] = _Message(buffer, self._channels.receive(buffer, op.peer, op.label))
+        slot.queries[op, step] = Message(buffer, self._channels.receive(buffer, op.peer, op.label))
 
     # -- life ----------------------------------------------------------------------------------------
 

@@ -41,7 +41,8 @@ class Passes:
         slices: Per sequence.
         groups: Groups over which counts are summed one after the other: TP, then CP.
         current: (microbatch, slice) of the pass of training that runs; None outside.
-        part: Tokens of its slice, of all ranks, and of a sequence; (0, 0) if slices are equal.
+        part: Tokens of its slice, if all ranks had as many of them as this one, and of a sequence; (0, 0) if slices
+            and the ranks' parts of them are equal.
     """
 
     slices: int
@@ -51,7 +52,7 @@ class Passes:
 
     @property
     def ranks(self) -> int:
-        """How many ranks have an equal part of every pass."""
+        """How many ranks have a part of every pass."""
         return math.prod(group.size() for group in self.groups)
 
     @property
@@ -61,7 +62,7 @@ class Passes:
 
     @property
     def weight(self) -> float:
-        """How many times as long as the mean slice the one that runs is."""
+        """How many times as long as the mean this rank's part of the slice that runs is."""
         tokens, of = self.part
         return tokens * self.slices / of if of else 1.0
 

@@ -29,7 +29,10 @@ class Batches:
         return rows
 
     def part(self, op: RankOp) -> tuple[int, int]:
-        """Tokens of an operation's pass, of all ranks that share it, and of its sequence; or numbers in proportion."""
+        """Tokens of an operation's pass, if all ranks that share it had as many as this one, and of its sequence.
+
+        Or numbers in proportion.
+        """
         return 1, 1
 
     def finish(self) -> None:

@@ -20,7 +20,7 @@ from megatron_het.gradients.finalize import GradientFinalizer, count_once_in_par
 from megatron_het.lowering.programs import build, program_of
 from megatron_het.lowering.ranks import boundary_map, edges, lower
 from megatron_het.lowering.transports import Choice, choose_transport, posted_for
-from megatron_het.plan import Placement, plan_hash
+from megatron_het.plan import Placement, Plan, plan_hash
 from megatron_het.platform import Platform
 from megatron_het.report.run_report import Measurement, RunReport
 from megatron_het.report.timeline import Timeline
@@ -33,6 +33,16 @@ from megatron_het.topology import PlanGroups, build_groups, install_stage_state,
 
 _NOTE = "het: "
 _PENDING_SLICES = 4
+
+
+def check_programs(plan: Plan, args: Any) -> None:
+    """Compare Megatron's parsed arguments with what the programs of a plan do.
+
+    Raises:
+        PlanError: What does not fit.
+    """
+    for feature, options in features_of(plan):
+        feature.check_program(lambda: program_of(plan), options, args)
 
 
 class HetSession:
@@ -86,8 +96,7 @@ class HetSession:
         Raises:
             PlanError: What does not fit.
         """
-        for feature, options in features_of(self.plan):
-            feature.check_program(lambda: program_of(self.plan), options, args)
+        check_programs(self.plan, args)
 
     # -- life --------------------------------------------------------------------------------
 

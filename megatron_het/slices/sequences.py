@@ -139,8 +139,13 @@ class SlicedSequences(Batches):
 
     def part(self, op: RankOp) -> tuple[int, int]:
         """See :class:`Batches`."""
-        bounds = self.bounds(op.microbatch)
-        return bounds[op.slice + 1] - bounds[op.slice], bounds[-1]
+        parts = self._parts(op)
+        return parts[self._part] * len(parts), self.bounds(op.microbatch)[-1]
+
+    def _parts(self, op: RankOp) -> tuple[int, ...]:
+        """Tokens of a slice that each rank of the context-parallel group holds."""
+        first, end = self.bounds(op.microbatch)[op.slice : op.slice + 2]
+        return tuple(map(part_tokens, self._divided(end - first)))
 
     def _own_blocks(self, tokens: int) -> Blocks:
         """What this rank holds of a slice of so many tokens."""
@@ -158,7 +163,7 @@ class SlicedSequences(Batches):
         from megatron_het.attention.core import SliceParams, slice_caches
 
         starts, blocks = self._starts(op.microbatch), self._blocks(op)
-        shown, tokens = self._args.seq_length, tuple(map(part_tokens, self._divided(self.part(op)[0])))
+        shown, tokens = self._args.seq_length, self._parts(op)
         self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._cutting.length, starts, tokens)
         self._args.seq_length = tokens[self._part]
         try:

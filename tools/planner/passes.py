@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+from megatron_het.plan import Plan
 
 from .candidate import Candidate, Group
 from .estimates import Unit
-
-if TYPE_CHECKING:
-    from megatron_het.plan import Plan
-
-    from .operating import OperatingPoints
+from .runtime import Runtime
 
 _TIMES = ("layer_f", "layer_b", "embedding_f", "embedding_b", "head_f", "head_b", "attention_f", "attention_b")
 _KEPT = ("layer_bytes", "embedding_bytes", "head_bytes")
@@ -21,14 +19,23 @@ Passes = tuple[int, ...]
 """Sequences of each pass of one replica."""
 
 
-def unit_of_group(estimator: OperatingPoints, candidate: Candidate, group: Group) -> Unit | None:
+class Figures(Protocol):
+    """What is asked of ``operating.OperatingPoints``, which asks here for what passes of different sizes take."""
+
+    runtime: Runtime
+
+    def unit_of(self, candidate: Candidate, group: Group) -> Unit | None:
+        """Figures of a group's replicas at the candidate's operating point; None where there are none."""
+
+
+def unit_of_group(estimator: Figures, candidate: Candidate, group: Group) -> Unit | None:
     """The mean pass of the slowest replica of a group, with the memory of its largest pass; None without figures."""
     i = _place(candidate, group)
     found = _slowest(estimator, candidate, i)
     return None if found is None else found[1]
 
 
-def passes_of(estimator: OperatingPoints, candidate: Candidate) -> list[int]:
+def passes_of(estimator: Figures, candidate: Candidate) -> list[int]:
     """Of each group, the number of passes of its slowest replica.  There are figures for all of them."""
     slowest = (_slowest(estimator, candidate, i) for i in range(len(candidate.sizes)))
     return [0 if found is None else len(found[0]) for found in slowest]
@@ -40,7 +47,7 @@ def _place(candidate: Candidate, group: Group) -> int:
     return kinds.index((group.pool, group.tp, candidate.cut_of(group)))
 
 
-def pass_s(estimator: OperatingPoints, candidate: Candidate, group: Group, size: int) -> float:
+def pass_s(estimator: Figures, candidate: Candidate, group: Group, size: int) -> float:
     """Seconds of one pass of ``size`` sequences on a replica of a group that has figures for it."""
     unit = _of_size(estimator, candidate, group, size)
     assert unit is not None
@@ -54,7 +61,7 @@ def mean_size(candidate: Candidate, group: Group) -> float:
     return sum(passes) / len(passes)
 
 
-def _slowest(estimator: OperatingPoints, candidate: Candidate, i: int) -> tuple[Passes, Unit] | None:
+def _slowest(estimator: Figures, candidate: Candidate, i: int) -> tuple[Passes, Unit] | None:
     """The passes of the replica of group ``i`` that computes longest, and their mean."""
     group, layers = candidate.stages[0].groups[i], candidate.stages[0].layers
     different = dict.fromkeys(candidate.sizes[i])
@@ -70,7 +77,7 @@ def _slowest(estimator: OperatingPoints, candidate: Candidate, i: int) -> tuple[
     return None if best is None else best[1:]
 
 
-def _mean(estimator: OperatingPoints, candidate: Candidate, group: Group, own: Passes, largest: int) -> Unit | None:
+def _mean(estimator: Figures, candidate: Candidate, group: Group, own: Passes, largest: int) -> Unit | None:
     """The mean of passes, with the memory of one of ``largest`` sequences."""
     found = {n: _of_size(estimator, candidate, group, n) for n in {*own, largest}}
     if any(unit is None for unit in found.values()):
@@ -79,12 +86,12 @@ def _mean(estimator: OperatingPoints, candidate: Candidate, group: Group, own: P
     return replace(found[largest], **times)  # type: ignore[type-var]
 
 
-def _of_size(estimator: OperatingPoints, candidate: Candidate, group: Group, size: int) -> Unit | None:
+def _of_size(estimator: Figures, candidate: Candidate, group: Group, size: int) -> Unit | None:
     plain = candidate.with_(micro_batch_size=size, sizes=())
     return estimator.unit_of(plain, group)
 
 
-def unit_of_device(estimator: OperatingPoints, candidate: Candidate, group: Group, own: Passes) -> Unit:
+def unit_of_device(estimator: Figures, candidate: Candidate, group: Group, own: Passes) -> Unit:
     """What a replica takes of a microbatch of the plan's largest size, if it ran one.
 
     The simulator gives a smaller microbatch its share of the largest one's time and memory.  Small passes take more

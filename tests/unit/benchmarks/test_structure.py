@@ -157,3 +157,9 @@ def test_every_feature_of_the_table_has_a_home_in_this_tree() -> None:
     names = {m.name for m in read_tree(ROOT, ("megatron_het",))}
     lost = [f for f, feature in FEATURES.items() if not any(n.startswith(feature.home) for n in names)]
     assert not lost, "benchmarks/structure_features.py must follow when a feature moves"
+
+
+def test_this_tree_has_no_circles_and_nothing_that_is_too_long() -> None:
+    found = measure(ROOT)
+    for figure in ("import_circles", "functions_over_60", "files_over_400", "kinds_compared_as_numbers"):
+        assert not found[figure].value, "\n".join([figure, *found[figure].offenders])

@@ -15,7 +15,8 @@ import torch
 from megatron_het.attention.kernels import Setting, choose_kernel
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.slice_attention import NO_EXCHANGE, slice_attention
-from megatron_het.context_exchange.exchange import ContextExchange, ExchangeError
+from megatron_het.context_exchange.exchange import ContextExchange
+from megatron_het.context_exchange.slot import ExchangeError
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram, lower
 from megatron_het.plan import Placement

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from megatron_het.experts.balancing import Passes, balance_whole_microbatches  # noqa: E402
+from megatron_het.lowering.ranks import RankOp  # noqa: E402
+from megatron_het.plan.parts import token_blocks  # noqa: E402
+from megatron_het.schedule.cutting import Cutting  # noqa: E402
+from megatron_het.schedule.kinds import Kind  # noqa: E402
+from megatron_het.slices.sequences import SlicedSequences  # noqa: E402
 
 TOKENS, SEQUENCES, HIDDEN, SLICES = 16, 2, 8, 4
 NAMES = {
@@ -118,6 +125,75 @@ def test_the_log_has_the_z_loss_of_whole_microbatches() -> None:
         passes.current, passes.part = (0, j), (lengths[j], TOKENS)
         loss_of(mine, part)
     assert recorded("z_loss") / passes.parts == pytest.approx(expected, rel=1e-6)
+
+
+def unequal_parts(rank: int) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Of each slice, the tokens that a rank of two with shares 3 and 1 has, and what its routers are told of them."""
+    blocks = token_blocks((3, 1), TOKENS // 2)[rank]
+    tokens = torch.cat([torch.arange(*block) for block in blocks])
+    sequences = SlicedSequences(
+        SimpleNamespace(seq_length=TOKENS),  # type: ignore[arg-type]
+        Cutting(TOKENS, 2),
+        {},
+        torch.device("cpu"),
+        part=rank,
+        shares=(3, 1),
+    )
+    parts = [sequences.part(RankOp(Kind.FORWARD, 0, j, 0, "")) for j in range(2)]
+    return [tokens, tokens + TOKENS // 2], parts
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_ranks_with_unequal_parts_have_the_gradient_and_the_loss_of_the_whole(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = torch.randn(TOKENS, SEQUENCES, HIDDEN)
+    stock = router(kind)
+    loss_of(stock, batch).backward()
+    expected = recorded(NAMES[kind])
+    made, counts = [router(kind), router(kind)], [torch.zeros(()), torch.zeros(())]
+    meet = threading.Barrier(2, timeout=30)
+    mine = threading.local()
+
+    def all_reduce(tensor: torch.Tensor, group: Any) -> None:
+        counts[mine.rank] = tensor.clone()
+        meet.wait()
+        tensor.copy_(counts[0] + counts[1])
+        meet.wait()
+
+    def run(rank: int) -> None:
+        mine.rank = rank
+        passes = Passes(2, [SimpleNamespace(size=lambda: 2)])  # type: ignore[list-item]
+        balance_whole_microbatches([made[rank]], passes)
+        outputs = []
+        for j, (tokens, part) in enumerate(zip(*unequal_parts(rank), strict=True)):
+            passes.current, passes.part = (0, j), part
+            outputs.append(loss_of(made[rank], batch[tokens]))
+        for output in reversed(outputs):
+            output.backward()
+
+    monkeypatch.setattr("megatron_het.experts.balancing.dist.all_reduce", all_reduce)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    torch.testing.assert_close(made[0].weight.grad + made[1].weight.grad, stock.weight.grad, rtol=1e-5, atol=1e-6)
+    assert recorded(NAMES[kind]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_log_has_the_z_loss_of_ranks_with_unequal_parts() -> None:
+    batch = torch.randn(TOKENS, SEQUENCES, HIDDEN)
+    stock = router("none")
+    stock.config.moe_z_loss_coeff = 1e-2
+    loss_of(stock, batch)
+    expected, found = recorded("z_loss"), 0.0
+    for rank in range(2):
+        mine, passes = router("none"), Passes(2, [SimpleNamespace(size=lambda: 2)])  # type: ignore[list-item]
+        mine.config.moe_z_loss_coeff = 1e-2
+        balance_whole_microbatches([mine], passes)
+        for j, (tokens, part) in enumerate(zip(*unequal_parts(rank), strict=True)):
+            passes.current, passes.part = (0, j), part
+            loss_of(mine, batch[tokens])
+        found += recorded("z_loss") / passes.parts
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_backward_before_the_last_slice_is_an_error() -> None:

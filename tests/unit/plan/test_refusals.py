@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 
 from megatron_het import hooks
-from megatron_het.arguments import check_turns
-from megatron_het.config import check_arguments, check_batch_schedule
+from megatron_het.config import check_arguments
 from megatron_het.features.experts import Experts
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
 from megatron_het.plan.from_flags import plan_from_flags
+from megatron_het.plan.turns import check_batch_schedule, check_turns
 from tests.unit.plan.megatron_flags import flags
 
 FLAGS = flags("--num-layers 4 --num-attention-heads 8 --pipeline-model-parallel-size 2")
@@ -125,6 +126,63 @@ def test_plans_that_take_turns_are_for_one_training() -> None:
     for plan, reason in ((other, "its model is"), (replace(four, notes="again"), "batch size 4, as a has")):
         with pytest.raises(PlanError, match=f"--het-plan = 'b'.*{reason}"):
             check_turns([four, plan], ["a", "b"])
+
+
+def other_model() -> Plan:
+    return replace(made(), model=replace(made().model, hidden_size=128))
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        (None, "plan file = .*second.json.*no such file"),
+        ("{", "plan file = .*second.json"),
+        ("{}", "second.json: format"),
+        (other_model(), "--het-plan = .*second.json.*its model is"),
+        (replace(made(), schedule=ScheduleSpec("1f1b", {"slack": -1})), "second.json: .*slack.*at least 0"),
+    ],
+)
+def test_a_wrong_second_plan_is_one_error_before_anything_starts(
+    second: Plan | str | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from megatron_het import platform
+
+    monkeypatch.setattr(platform, "activate", lambda: pytest.fail("the platform was activated"))
+    monkeypatch.setattr("torch.distributed.rendezvous", lambda *_: pytest.fail("ranks were to meet"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    files = [tmp_path / "first.json", tmp_path / "second.json"]
+    save_plan(made(), files[0])
+    if isinstance(second, str):
+        files[1].write_text(second, encoding="utf-8")
+    elif second is not None:
+        save_plan(second, files[1])
+    with pytest.raises(SystemExit) as stopped:
+        hooks.install(["program", "--het-plan", *map(str, files)])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.count("\n") == 1
+    assert re.search(reason, said), said
+
+
+def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the second plan's when its turn comes."""
+    from megatron_het.config import HetConfig
+
+    four, eight = with_batch(4), with_batch(8)
+    changed = arguments(world_size=2, step_batch_size_schedule="0:4 9:8", train_samples=9)
+
+    def refuse(plan: Plan, args: Any) -> None:
+        raise PlanError("--flag", plan.training.global_batch_size, "does not fit the program")
+
+    monkeypatch.setattr("megatron_het.runtime.session.check_programs", refuse)
+    session: Any = SimpleNamespace(check=lambda args: None)
+    device: Any = SimpleNamespace(has_nccl=False)
+    found = [str(e) for e in hooks.argument_problems(HetConfig(four, turns=(four, eight)), device, session, changed)]
+    assert found == ["the plan for a global batch size of 8: --flag = 8: does not fit the program"]
 
 
 def more_stages(stages: int, *, tp: int = 1, ep: int = 1, chunks: int = 1, **training: Any) -> Plan:

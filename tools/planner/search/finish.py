@@ -99,8 +99,7 @@ def finish(
         outcome.simulations += len(placed[0].stages) > 1
         tries = 0 if operations > MOST_OPERATIONS else max(1, left // max(1, operations))
         entry = _simulated(estimator, goal, *placed, best, tries) if tries else Found(*placed, confirmed=True)
-        times = min(tries, len(ORDERS) if is_ordered(placed[0]) else 1)
-        spent[name[0]] = spent.get(name[0], 0) + operations * times // (COMPILED if name[0] == PLAIN.name else 1)
+        spent[name[0]] = spent.get(name[0], 0) + _taken(placed[0], operations, tries)
         if entry is None:
             continue
         ratios.add(name, entry.iteration_s / entry.estimate.iteration_s)
@@ -109,6 +108,12 @@ def finish(
             best = min(best, entry.value(goal))
     _improve(estimator, goal, book.progress, outcome, found, each, effort)
     _conclude(book, outcome, confirm(estimator, goal, found), place)
+
+
+def _taken(candidate: Candidate, operations: int, tries: int) -> int:
+    """Operations that the simulations of a finalist have taken, in as many orders as there are and were allowed."""
+    times = min(tries, len(ORDERS) if is_ordered(candidate) else 1)
+    return operations * times // (COMPILED if candidate.schedule == PLAIN.name else 1)
 
 
 def _conclude(book: Book, outcome: Outcome, found: list[Found], place: Callable[[Candidate], Candidate]) -> None:
