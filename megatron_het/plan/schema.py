@@ -290,8 +290,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int | float | str) or value is None:  # nearly all values of a large plan
         return value
     if dataclasses.is_dataclass(value):
-        found = {name: getattr(value, name) for name, _, _ in _fields_of(type(value))}
-        omitted = [name for name, omits, default in _fields_of(type(value)) if omits and found[name] == default]
+        kind: Any = type(value)
+        found = {name: getattr(value, name) for name, _, _ in _fields_of(kind)}
+        omitted = [name for name, omits, default in _fields_of(kind) if omits and found[name] == default]
         return {name: _plain(own) for name, own in found.items() if name not in omitted}
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
