@@ -231,7 +231,7 @@ class Plan:
         return sum(len(r.ranks) for s in self.stages for r in s.replicas)
 
     @property
-    def context_parallel(self) -> int:
+    def most_cp(self) -> int:
         """The most ranks that share a sequence."""
         return max(r.cp for s in self.stages for r in s.replicas)
 
