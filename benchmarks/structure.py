@@ -22,7 +22,9 @@ module of the product (``megatron_het``, ``tools``, ``examples``; what tests and
 that imports a module of the home is one place more.  So is a module that names one of the feature's own identifiers
 in code or in a string that is not a docstring.  The own identifiers are its plan parameters, its flags and its kinds
 of operations (``benchmarks/structure_features.py``).  A word that the feature shares with others (``slice`` as a
-coordinate of every operation, ``vocab_size`` of every model) is not among them.
+coordinate of every operation, ``vocab_size`` of every model) is not among them.  Plan parameters that are common
+nouns (``window``, ``vocabulary``) count in strings only, where parameters are written: as names of variables they mean
+the window of a model's attention or the number of words.
 
 *Kinds.*  Counted are: an order (``kind < 4``), a comparison with an integer or with a range, and the truth of a
 kind (``if kind``).  A kind is a name ``kind``, an attribute ``.kind``, ``op[0]`` or a member of ``Kind``.  Tests are

@@ -19,10 +19,14 @@ class Feature:
     Attributes:
         home: Modules and packages of its own, as dotted names; those that do not exist are passed over.
         words: A pattern of its identifiers in lower case with underscores, ``ExchangePlan`` as ``exchange_plan``.
+        parameters: Likewise of plan parameters that are a common noun, which variables have for something else: the
+            ``window`` of a model's attention or of a measurement, the number of words in a ``vocabulary``.  They
+            count where parameters are written, in strings.
     """
 
     home: tuple[str, ...]
     words: str
+    parameters: str = ""
 
 
 FEATURES = {
@@ -45,7 +49,8 @@ FEATURES = {
             "megatron_het.schedule.passes.vocabulary",
             "megatron_het.schedule.passes.embedding",
         ),
-        r"vocabulary|(het_)?vocabulary_parallel|splits_vocabulary|vocab_(forward|backward)|embed_(forward|backward)",
+        r"(het_)?vocabulary_parallel|splits_vocabulary|vocab_(forward|backward)|embed_(forward|backward)",
+        r"vocabulary",
     ),
     "parameter window": Feature(
         (
@@ -54,8 +59,9 @@ FEATURES = {
             "megatron_het.schedule.passes.parameters",
             "megatron_het.schedule.passes.sharded_passes",
         ),
-        r"(het_)?(parameter_)?window|(het_)?offload_(parameters|optimizer)|het_update|window_options"
+        r"(het_|parameter_|het_parameter_)window|(het_)?offload_(parameters|optimizer)|het_update|window_options"
         r"|param_(prefetch|gather|release|offload)|grad_reduce|optimizer_step",
+        r"window",
     ),
     "activation offload": Feature(
         (
@@ -99,7 +105,7 @@ def modules_per_feature(modules: Sequence[Module], features: Mapping[str, Featur
     words = {m.name: list(_words(m)) for m in product}
     counts, offenders = {}, []
     for name, feature in features.items():
-        pattern = re.compile(rf"({feature.words})")
+        pattern, in_strings = re.compile(feature.words), re.compile(feature.parameters or r"(?!)")
         home = {m.name for m in product if any(m.name == h or m.name.startswith(h + ".") for h in feature.home)}
         known = {m.name for m in product}
         places = []
@@ -107,7 +113,11 @@ def modules_per_feature(modules: Sequence[Module], features: Mapping[str, Featur
             if m.name in home:
                 continue
             imported = [(node, other) for other, node in imports_of(m, known).items() if other in home]
-            named = [(node, word) for node, word in words[m.name] if pattern.fullmatch(word)]
+            named = [
+                (node, word)
+                for node, word in words[m.name]
+                if pattern.fullmatch(word) or (isinstance(node, ast.Constant) and in_strings.fullmatch(word))
+            ]
             hits = imported or named
             if hits:
                 places.append(f"  {m.at(hits[0][0])} {'imports' if imported else 'names'} {hits[0][1]}")

@@ -83,21 +83,6 @@ class AttentionShape:
         return [(self.query, self.dtype), *[(self.keys(tokens), self.dtype)] * 2]
 
 
-def pack(*tensors: torch.Tensor) -> torch.Tensor:
-    """Tensors as one message; those of larger elements first, so that all are aligned."""
-    return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
-
-
-def unpack(message: torch.Tensor, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
-    """Views of the tensors in a message."""
-    found, at = [], 0
-    for shape, dtype in parts:
-        size = math.prod(shape) * dtype.itemsize
-        found.append(message[at : at + size].view(dtype).view(shape))
-        at += size
-    return found
-
-
 def heads_of(tensors: Sequence[torch.Tensor], first: int, count: int) -> list[torch.Tensor]:
     """Some heads of tensors ``[s, b, heads, d]`` and of log-sum-exps ``[b, heads, s]``."""
     return [tensor.narrow(_head_dim(tensor), first, count) for tensor in tensors]

@@ -32,17 +32,10 @@ from typing import Any
 
 import torch
 
-from megatron_het.attention.context_exchange import (
-    AttentionShape,
-    attend,
-    attend_backward,
-    heads_of,
-    joined_heads,
-    pack,
-    unpack,
-)
+from megatron_het.attention.context_exchange import AttentionShape, attend, attend_backward, heads_of, joined_heads
 from megatron_het.attention.core import SliceCoreAttention, head_width, score_scale
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
+from megatron_het.attention.messages import pack, unpack
 from megatron_het.attention.slice_attention import TokenGradient
 from megatron_het.context_exchange.keys import ExchangedKeys, returned_units
 from megatron_het.context_exchange.slot import ExchangeError, Message, Slot

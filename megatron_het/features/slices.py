@@ -142,7 +142,7 @@ def is_sliced(plan: Plan) -> bool:
 
 def cuts_sequences(plan: Plan) -> bool:
     """Whether forward passes run parts of sequences: slices, or what one context-parallel rank holds."""
-    return is_sliced(plan) or plan.context_parallel > 1
+    return is_sliced(plan) or plan.most_cp > 1
 
 
 def slices_of(plan: Plan) -> int:

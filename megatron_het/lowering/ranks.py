@@ -72,13 +72,13 @@ class BoundaryMap:
 
     Args:
         placement: The plan's lookup tables.
-        seq_length: Length of the sequence, or the slice, that travels, in tokens.
+        tokens: Length of the sequence, or the slice, that travels.
         sequence_parallel: Whether replicas with TP > 1 split the sequence.
     """
 
-    def __init__(self, placement: Placement, seq_length: int, sequence_parallel: bool) -> None:
+    def __init__(self, placement: Placement, tokens: int, sequence_parallel: bool) -> None:
         plan = placement.plan
-        self._tokens, self._groups = seq_length, plan.model.num_query_groups
+        self.tokens, self._groups = tokens, plan.model.num_query_groups
         self._replicas = [replica for stage in plan.stages for replica in stage.replicas]
         self._sides = [side_of(plan, replica, sequence_parallel) for replica in self._replicas]
         self._cache: dict[tuple[int, int], list[Piece]] = {}
@@ -86,7 +86,7 @@ class BoundaryMap:
     def pieces(self, sender: int, receiver: int) -> list[Piece]:
         """Pieces of a transfer between two devices (indices of the Program)."""
         if (sender, receiver) not in self._cache:
-            found = pieces(self._sides[sender], self._sides[receiver], self._tokens)
+            found = pieces(self._sides[sender], self._sides[receiver], self.tokens)
             self._cache[sender, receiver] = found
         return self._cache[sender, receiver]
 
@@ -107,15 +107,19 @@ class BoundaryMap:
         """World ranks of two devices that share attention heads."""
         return [(piece.src, piece.dst) for piece in self.shared_groups(owner, helper)]
 
+    def side(self, rank: int) -> Side:
+        """How the replica of a world rank divides sequences."""
+        return next(side for side in self._sides if any(rank in group for group in side.groups))
+
     def local_length(self, device: int, rank: int) -> int:
         """Tokens of an activation on a world rank of a device."""
-        return self._sides[device].length(rank, self._tokens)
+        return self._sides[device].length(rank, self.tokens)
 
     def part_lengths(self) -> dict[int, int]:
         """Tokens on each world rank, before TP ranks divide them."""
         found: dict[int, int] = {}
         for side in self._sides:
-            tokens = [part_tokens(blocks) for blocks in side.blocks(self._tokens)]
+            tokens = [part_tokens(blocks) for blocks in side.blocks(self.tokens)]
             found.update((rank, tokens[part]) for rank, part, _ in side.ranks())
         return found
 

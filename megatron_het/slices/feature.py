@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_het.features.context_parallel import part_grain
 from megatron_het.features.slices import cutting_of
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 from megatron_het.slices.sequences import SlicedSequences
@@ -48,15 +47,15 @@ class SlicesFeature(RuntimeFeature):
 def open_sequences(context: OpenContext) -> SlicesFeature:
     """Forwards run slices from here on, of which one may be the whole sequence."""
     where, plan = context.placement.locate(context.rank), context.plan
-    replica = context.placement.replica(where.stage, where.replica)
+    side = context.boundaries.side(context.rank)
     sequences = SlicedSequences(
         context.args,
         cutting_of(plan, context.args),
         context.lowered,
         context.platform.device,
         part=where.cp_rank,
-        shares=replica.shares,
-        grain=part_grain(plan, replica),
+        shares=side.shares,
+        grain=side.grain,
         batch=plan.training.micro_batch_size,
     )
     context.batches = sequences

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from megatron_het.features.slices import slice_tokens
 from megatron_het.runtime.feature import (
     BackwardPass,
     Call,
@@ -80,7 +79,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
         context.groups["tp"],
         context.timeline,
         context.batches,
-        slice_tokens(context.plan),
+        context.boundaries.tokens,
         chunks,
     )
     return VocabularyFeature(vocabulary, context.has_loss, chunks)

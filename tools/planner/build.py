@@ -308,7 +308,7 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         slack=_number(parameters, "slack", SLACK, file),
         order=_order(parameters, file),
         depths=_depths(parameters, len(plan.stages), file),
-        cp=plan.context_parallel,
+        cp=plan.most_cp,
         ep=most_ep,
         **extras_of_plan(plan),
     )

@@ -8,8 +8,9 @@ import pytest
 import torch
 from attention_helpers import CPU, SCALE, Sliced, inputs
 
-from megatron_het.attention.context_exchange import AttentionShape, attend, attend_backward, pack, unpack
+from megatron_het.attention.context_exchange import AttentionShape, attend, attend_backward
 from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.messages import pack, unpack
 from megatron_het.attention.slice_attention import TokenGradient, slice_attention
 
 SHAPE = AttentionShape(8, 2, 4, 2, 16, torch.float64, torch.device("cpu"))

@@ -138,6 +138,18 @@ def test_a_feature_is_counted_where_it_is_imported_or_named(tmp_path: Path) -> N
     assert found.value == {"ropes": 7}, "its home, and six modules that know it"
 
 
+def test_a_parameter_that_is_a_common_noun_is_counted_in_strings_alone(tmp_path: Path) -> None:
+    feature = {"ropes": Feature(("megatron_het.ropes",), "rope_units", "rope")}
+    files = {
+        "megatron_het/ropes.py": "",
+        "megatron_het/parameter.py": "x = {'rope': True}\n",
+        "megatron_het/own.py": "f(rope_units=1)\n",
+        "megatron_het/other.py": "def f(rope: float, **given: float): ...\nrope = f(rope=1)\n",
+    }
+    found = modules_per_feature(read_tree(tree(tmp_path, PLAIN | files)), feature)
+    assert found.value == {"ropes": 3}, "its home, and the two modules that write a parameter or an own name"
+
+
 def test_more_than_eight_places_miss_the_target(tmp_path: Path) -> None:
     files = {f"megatron_het/m{i}.py": "x = 'offload_activations'\n" for i in range(9)}
     root = tree(tmp_path, PLAIN | files)

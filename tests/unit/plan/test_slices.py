@@ -190,7 +190,7 @@ def test_context_parallel_plan() -> None:
     made, _ = plan_from_flags(flags, 8, ScheduleSpec("1f1b"))
     check_plan(made)
     assert [r.ranks for r in made.stages[0].replicas] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert (made.world_size, made.context_parallel) == (8, 2)
+    assert (made.world_size, made.most_cp) == (8, 2)
     replica = made.stages[0].replicas[1]
     assert (replica.tp, replica.tp_group(1), replica.cp_group(1)) == (2, (6, 7), (5, 7))
     placement = Placement(made)

@@ -166,7 +166,7 @@ def _timelines(timelines: Sequence[TimelineData]) -> Iterator[Html]:
     controls = [tag("button", text, type="button", data_do=name, aria_label=label) for name, text, label in buttons]
     controls.append(tag("button", "whole iteration", type="button", data_do="all"))
     controls.append(tag("button", "colour by microbatch", type="button", data_do="colour", aria_pressed="false"))
-    controls.append(tag("output", id="window"))
+    controls.append(tag("output", id="shown-time"))
     yield tag("div", *controls, class_="controls")
     for i, t in enumerate(timelines):
         title = f"{t['title']}: {seconds(t['makespan_s'])}"

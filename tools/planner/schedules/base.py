@@ -60,6 +60,11 @@ class Schedule:
         del candidate
         yield from ()
 
+    def changes(self, estimator: OperatingPoints, candidate: Candidate) -> Iterator[Candidate]:
+        """The candidate, which has this schedule, with what only this schedule has set in other ways."""
+        del estimator, candidate
+        yield from ()
+
     def most_pieces(self, estimator: OperatingPoints) -> int:
         """Into how many pieces at most a microbatch on a stage is cut, which divides the bubble."""
         del estimator

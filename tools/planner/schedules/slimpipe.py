@@ -11,6 +11,8 @@ from .base import Schedule
 
 LEAST_TOKENS = 256
 """Shorter slices are not worth their launches."""
+LEAST_TOKENS_CHANGED = 1024
+"""Slices of plans that have been found are not made shorter."""
 
 
 class SlimPipe(Schedule):
@@ -37,6 +39,17 @@ class SlimPipe(Schedule):
         for slices in (count, 2 * count, 4 * count) if count > 1 else ():
             if length % slices == 0 and length // slices >= LEAST_TOKENS:
                 yield plain.with_(schedule=self.name, slices=slices)
+
+    def changes(self, estimator: OperatingPoints, candidate: Candidate) -> Iterator[Candidate]:
+        """More and fewer slices and chunks, and the context exchange."""
+        c, length, count = candidate, estimator.model.seq_length, len(candidate.stages)
+        for slices in (c.slices * 2, c.slices // 2):
+            if slices >= count and length % slices == 0 and length // slices >= LEAST_TOKENS_CHANGED * c.cp:
+                yield c.with_(slices=slices)
+        for chunks in (c.chunks + 1, c.chunks - 1):
+            if 1 <= chunks <= min(s.layers for s in c.stages) and (chunks == 1 or c.slices % count == 0):
+                yield c.with_(chunks=chunks)
+        yield c.with_(exchange=not c.exchange)
 
     def most_pieces(self, estimator: OperatingPoints) -> int:
         """As many slices as are worth their launches."""

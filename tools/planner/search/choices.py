@@ -14,7 +14,7 @@ from ..candidate import Candidate, Stage
 from ..errors import PlannerError
 from ..estimate import Estimate, Estimator
 from ..extras import rows_of
-from ..schedules import SCHEDULES, schedule_of
+from ..schedules import PLAIN, schedule_of
 from ..simulation import block_s, operations_of
 from .finish import confirm
 from .goal import Goal
@@ -39,8 +39,6 @@ CLEAR = 0.03
 """A change that is better by this share is taken without trying the others."""
 EXCHANGING = 4
 """To simulate an exchange takes so many times as long."""
-LEAST_TOKENS = 1024
-"""Slices of long sequences are not made shorter here."""
 
 
 def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcome) -> None:
@@ -56,7 +54,7 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
         outcome.found += starts
     better: list[Found] = []
     progress.text = "choices"
-    if is_long and "slimpipe" in goal.schedules:
+    if is_long:
         for candidate, estimate in regular_pipelines(estimator, goal, TRIED):
             regular = _simulated(estimator, candidate, estimate)
             starts += [] if regular is None else [regular]
@@ -170,7 +168,7 @@ def changes(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidat
         for recompute in estimator.model.recompute:
             if recompute != c.recompute:
                 yield c.with_(recompute=recompute)
-                if c.schedule == "slimpipe":
+                if schedule_of(c).cuts_sequences:
                     yield from (c.with_(recompute=recompute, host_activations=share) for share in SHARES)
         if not schedule_of(c).shards_parameters:
             yield from (c.with_(host_activations=share) for share in (0.0, *SHARES) if share != c.host_activations)
@@ -210,21 +208,15 @@ def _divided(c: Candidate, cp: int, tp: Fraction | int = 1, count: Fraction | in
 
 
 def _sliced(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
-    """More and fewer slices and chunks, the context exchange, and slices where there were none."""
-    if "slimpipe" not in goal.schedules or len(c.stages) < 2:
-        return
-    if c.schedule != "slimpipe":
-        plain = c.with_(schedule="1f1b", chunks=1, slices=1, offload=False, depths=(), shares=None)
-        yield from SCHEDULES["slimpipe"].variants(estimator, plain)
-        return
-    length, count = estimator.model.seq_length, len(c.stages)
-    for slices in (c.slices * 2, c.slices // 2):
-        if slices >= count and length % slices == 0 and length // slices >= LEAST_TOKENS * c.cp:
-            yield c.with_(slices=slices)
-    for chunks in (c.chunks + 1, c.chunks - 1):
-        if 1 <= chunks <= min(s.layers for s in c.stages) and (chunks == 1 or c.slices % count == 0):
-            yield c.with_(chunks=chunks)
-    yield c.with_(exchange=not c.exchange)
+    """Other slices and chunks, the context exchange, and slices where there were none."""
+    for schedule in goal.allowed:
+        if len(c.stages) < 2 or not schedule.cuts_sequences:
+            continue
+        if schedule_of(c) is schedule:
+            yield from schedule.changes(estimator, c)
+        else:
+            plain = c.with_(schedule=PLAIN.name, chunks=1, slices=1, offload=False, depths=(), shares=None)
+            yield from schedule.variants(estimator, plain)
 
 
 def _vocabulary(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:

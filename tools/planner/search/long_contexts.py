@@ -24,8 +24,9 @@ def regular_pipelines(estimator: Estimator, goal: Goal, count: int) -> list[tupl
         count: So many.
     """
     best: dict[int, tuple[float, Candidate, Estimate]] = {}
-    for stages, cp in _shapes(estimator):
-        for found in _fitting(estimator, goal, stages, cp):
+    sliced = [schedule.name for schedule in goal.allowed if schedule.cuts_sequences]
+    for stages, cp in _shapes(estimator) if sliced else ():
+        for found in _fitting(estimator, goal, sliced, stages, cp):
             value = goal.value(found[1])
             if value < best.get(len(stages), (inf,))[0]:
                 best[len(stages)] = value, *found
@@ -58,18 +59,18 @@ def _shapes(estimator: Estimator) -> Iterator[tuple[tuple[Stage, ...], int]]:
 
 
 def _fitting(
-    estimator: Estimator, goal: Goal, stages: tuple[Stage, ...], cp: int
+    estimator: Estimator, goal: Goal, schedules: list[str], stages: tuple[Stage, ...], cp: int
 ) -> Iterator[tuple[Candidate, Estimate]]:
-    """With each recomputation, and as little in main memory as fits."""
+    """Under each schedule and with each recomputation, and as little in main memory as fits."""
     model, wanted = estimator.model, _SLICES_PER_STAGE * len(stages)
     slices = next((n for n in range(wanted, 4 * wanted) if model.seq_length % n == 0), 0)
     if not slices or model.seq_length // slices < _LEAST_TOKENS * cp:
         return
     zero = 1 if model.distributed_optimizer else 0
-    for recompute in model.recompute:
+    for name, recompute in product(schedules, model.recompute):
         for share in SHARES:
             candidate = Candidate(
-                stages, 1, recompute, "slimpipe", slices=slices, zero_stage=zero, cp=cp, host_activations=share
+                stages, 1, recompute, name, slices=slices, zero_stage=zero, cp=cp, host_activations=share
             )
             estimate = estimator.estimate(candidate)
             if estimate is None or goal.violation(candidate, estimate) > 0:

@@ -195,7 +195,7 @@
   }
 
   const charts = canvases.map((canvas) => chart(canvas, page.timelines[Number(canvas.dataset.timeline)]));
-  const output = document.getElementById("window");
+  const output = document.getElementById("shown-time");
   let asked = false;
   function redraw() {
     asked = false;
