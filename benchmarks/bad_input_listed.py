@@ -307,7 +307,7 @@ def _plans() -> Iterator[Case]:
         "a billion slices": _replaced(
             _replaced(sliced_plan(), ("model", "seq_length"), 10**9), ("schedule", "parameters", "slices"), 10**9
         ),
-        "slices that do not divide": _replaced(sliced_plan(), ("schedule", "parameters", "slices"), 3),
+        "fewer slices than stages": _replaced(sliced_plan(), ("schedule", "parameters", "slices"), 1),
     }
     for kind, plan in plans.items():
         for tool, words in (*(("planner", command(name)) for name in ("check", "simulate", "emit")), _start()):

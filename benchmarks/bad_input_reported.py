@@ -14,7 +14,7 @@ _LISTED = (
     *("shell text in hosts", "shell text in partition", "shell text in --job-name", "shell text in --time-limit"),
     *("shell text in --run-dir", "shell text in --python", "a device as plan --out", "a device as simulate --trace"),
     *("a file of the kernel as plan --out", "a pipe as plan", "a pipe as plan.json", "/dev/zero as cluster.yaml"),
-    *("a billion slices", "slices that do not divide", "2,000 groups of nodes", "num_layers: 2024-01-01"),
+    *("a billion slices", "fewer slices than stages", "2,000 groups of nodes", "num_layers: 2024-01-01"),
     *("num_layers: !!binary aGk=", "num_layers: !!float 4", "huge slack", "bad --processes", "version 1.0"),
     *("no feed-forward width", "negative feed-forward width", "negative vocabulary", "an infinite rate"),
     *("an empty host", "a blank host", "a host twice", "a host in two groups", "bad --lr", "bad --cpus-per-task"),

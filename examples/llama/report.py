@@ -85,7 +85,7 @@ def build(trial: Trial, even: Trial, training: list[dict[str, Any]], devices: Se
     """
     predicted = trial.plan.predicted
     assert predicted is not None
-    losses: list[Any] = next((r["losses"] for r in reversed(training) if r.get("losses")), [])
+    losses = losses_of(training)
     validation: list[Any] = next((r["validation"] for r in reversed(training) if r.get("validation")), [])
     measured_s, even_s = trial.iteration_s, even.iteration_s
     return {
@@ -105,9 +105,16 @@ def build(trial: Trial, even: Trial, training: list[dict[str, Any]], devices: Se
         "runs": {
             "plan_iteration_s": [trial.iteration_times_s(i) for i in range(len(trial.runs))],
             "even_split_iteration_s": [even.iteration_times_s(i) for i in range(len(even.runs))],
+            "plan_losses": [losses_of(run) for run in trial.runs],
+            "even_split_losses": [losses_of(run) for run in even.runs],
         },
         "per_rank": _per_rank(trial, training, devices),
     }
+
+
+def losses_of(reports: list[dict[str, Any]]) -> list[Any]:
+    """``[iteration, loss]`` of a run, from the rank that has them."""
+    return next((r["losses"] for r in reversed(reports) if r.get("losses")), [])
 
 
 def _paired_speedup(trial: Trial, even: Trial) -> float:

@@ -7,6 +7,7 @@ error that names the field.  Relations between fields are checked in ``validate.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from dataclasses import dataclass, field
@@ -278,12 +279,21 @@ class Plan:
         return typing.cast(Plan, _read(Plan, body, ""))
 
 
+@functools.cache
+def _fields_of(kind: type[Any]) -> tuple[tuple[str, bool, Any], ...]:
+    """Name, whether it is left out where it is the default, and the default of every field of a dataclass."""
+    return tuple((f.name, bool(f.metadata.get("omit_default")), f.default) for f in dataclasses.fields(kind))
+
+
 def _plain(value: Any) -> Any:
     """Dataclasses and tuples to dicts and lists, in field order."""
+    if isinstance(value, int | float | str) or value is None:  # nearly all values of a large plan
+        return value
     if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        shown = [f for f in fields if not (f.metadata.get("omit_default") and getattr(value, f.name) == f.default)]
-        return {f.name: _plain(getattr(value, f.name)) for f in shown}
+        kind: Any = type(value)
+        found = {name: getattr(value, name) for name, _, _ in _fields_of(kind)}
+        omitted = [name for name, omits, default in _fields_of(kind) if omits and found[name] == default]
+        return {name: _plain(own) for name, own in found.items() if name not in omitted}
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
     if isinstance(value, dict):

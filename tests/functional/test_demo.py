@@ -61,6 +61,15 @@ def test_report(run: Path) -> None:
         assert row["predicted_memory_bytes"] == pytest.approx(row["measured_memory_bytes"], rel=0.25)
 
 
+def test_the_even_split_has_the_losses_of_the_plan(run: Path) -> None:
+    """The plan decides where a layer runs, not what is computed; sums in fp32 are made in another order."""
+    runs = json.loads((run / "report.json").read_text())["runs"]
+    ours, even = runs["plan_losses"][0], runs["even_split_losses"][0]  # of the short runs, as long as each other
+    assert [i for i, _ in ours] == [i for i, _ in even] == list(range(1, 6))
+    assert ours[0][1] == pytest.approx(even[0][1], rel=0, abs=1e-5)
+    assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in even], rel=0, abs=1e-4)
+
+
 def test_files(run: Path) -> None:
     for name in ("plan-even.json", "args.sh", "train.sbatch", "loss.png", "timeline.png", "training/train.log"):
         assert (run / name).stat().st_size > 0

@@ -20,9 +20,10 @@ from .estimate import Estimate, Estimator
 from .files import check_target
 from .report import GIB, bound_lines, say, search_body, summary, summary_tables
 from .search.goal import Goal
-from .search.limit import cpu_limit, left_s
+from .search.limit import cpu_limit, left_s, nothing_found, searching_s
 from .search.methods import search
 from .search.outcome import Found, Outcome, Progress
+from .search.paused import collector_paused
 from .setup import check_prices, estimator_from, goal_from
 from .verify import Verifier
 from .verify import lines as verified_lines
@@ -50,9 +51,11 @@ def plan(options: argparse.Namespace) -> int:
     if verifier is not None:
         checked = verifier.verified(estimator, outcome, lambda tighter: run_search(tighter, goal, options))
         best = checked.found
-    made = complete(estimator, best, f"made by the planner, --search {options.search}", left_s(options, outcome.cpu_s))
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    save_plan(made, options.out)
+    with collector_paused():
+        notes = f"made by the planner, --search {options.search}"
+        made = complete(estimator, best, notes, left_s(options, outcome.cpu_s))
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        save_plan(made, options.out)
     body = summary(estimator, best.candidate, best.estimate, best.simulated_s)
     body |= {"plan_file": options.out, "search": search_body(outcome, goal)}
     tables = [*summary_tables(body), *bound_lines(outcome, goal)]
@@ -78,7 +81,7 @@ def plan(options: argparse.Namespace) -> int:
 def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Outcome:
     """Search with a progress line on a terminal."""
     check_prices(estimator, goal, options.cluster)
-    progress = Progress(limit_s=left_s(options))
+    progress = Progress(limit_s=searching_s(options, estimator.cluster.total_gpus))
     with cpu_limit(progress, options.limit_s):
         return _shown_search(estimator, goal, options, progress)
 
@@ -110,6 +113,8 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
     """The best plan, or an error that names what binds and the nearest feasible change."""
     if outcome.best is not None:
         return outcome.best
+    if outcome.nearest is None and outcome.interrupted:
+        raise nothing_found(options.limit_s)
     if outcome.nearest is None:
         raise PlannerError(
             options.cluster,

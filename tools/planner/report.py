@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2.0**30
+MOST_ROWS = 100
+"""Rows of a table of stages: laying out thousands takes seconds, and nobody reads them."""
 
 
 def say(value: Any, options: Any, *tables: Any) -> None:
@@ -203,7 +205,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         causes.add_row("simulated (this counts)", f"{body['simulated_s']:.4g}", "")
     where = table("Stages", "stage", "GPUs", "TP", "replicas", "layers", "microbatches", "busy s")
     memory = table("Memory, GiB", "stage", "GPUs", "needed", "of", "largest part")
-    for row in body["stages"]:
+    for row in body["stages"][:MOST_ROWS]:
         parts = sorted(row["memory_bytes"].items(), key=lambda item: -item[1])
         name = f"{row['gpu']} ({row['zone']})"
         counts = (row["tp"], row["replicas"], row["layers"], row["microbatches_per_replica"])
@@ -243,7 +245,8 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         unknown = ", ".join(body["not_run"]).replace("_", " ")
         lines.append(f"The planner prices this model, but runs with a plan cannot train it yet ({unknown}).")
     lines += host_memory_lines(body["host_memory"])
-    return [*lines, causes, where, memory]
+    more = len(body["stages"]) - MOST_ROWS
+    return [*lines, causes, where, memory, *([f"and {more} rows more: --json prints all"] if more > 0 else [])]
 
 
 def plans_tables(title: str, what: str, rows: Sequence[dict[str, Any]]) -> list[Any]:

@@ -12,8 +12,10 @@ import yaml
 from tools.planner import commands
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
-from tools.planner.search.limit import AT_LEAST_S, cpu_limit, each_s, left_s
-from tools.planner.search.outcome import Progress
+from tools.planner.report import MOST_ROWS, summary_tables
+from tools.planner.search import limit
+from tools.planner.search.limit import AT_LEAST_S, WRITING_S, cpu_limit, each_s, left_s, searching_s
+from tools.planner.search.outcome import Outcome, Progress
 
 CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}
 SHAPE = {"num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}
@@ -83,3 +85,44 @@ def test_the_error_names_the_option_as_it_was_given() -> None:
         while True:
             time.process_time()
     assert "from the start of the command" in str(caught.value)
+
+
+def test_large_clusters_leave_time_to_write_the_plan(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search has what is left when the plan of all its GPUs is put together and written."""
+    assert searching_s(options_after(1.0, 10.0), 8) == pytest.approx(9.0, abs=0.1)
+    assert searching_s(options_after(1.0, 10.0), 100_000) == pytest.approx(9.0 - 100_000 * WRITING_S, abs=0.1)
+    assert searching_s(options_after(1.0, 4.0), 1_000_000) == pytest.approx(1.0, abs=0.1)
+    words, given = limits
+    monkeypatch.setattr(limit, "WRITING_S", 100.0)
+    before = time.process_time()
+    assert main([*words, "--limit-s", "1000"]) == 0
+    took = time.process_time() - before
+    assert 1000 - 4 * 100 - took <= given[0] <= 600
+
+
+def test_a_search_that_was_stopped_before_its_first_plan_names_the_limit(
+    limits: Limits, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not the figures of the GPUs, none of which were looked up."""
+    stopped = Outcome("auto", interrupted=True)
+    monkeypatch.setattr(commands, "search", lambda *_: stopped)
+    assert main([*limits[0], "--limit-s", "4"]) == 2
+    assert "--limit-s = 4.0: no plan was found in this time" in capsys.readouterr().err
+
+
+def test_thousands_of_stages_and_kinds_are_not_all_shown() -> None:
+    """To lay out such a table takes longer than many a search."""
+    row = {"stage": 0, "gpu": "A100-80", "zone": "z", "tp": 1, "replicas": 1, "layers": 1, "busy_s": 1.0}
+    row |= {"microbatches_per_replica": 1, "memory_bytes": {"weights": 1.0}, "total_bytes": 1.0, "fits": True}
+    row |= {"capacity_bytes": 2.0, "state_share": None}
+    names = ("simulated_s", "model_flops_utilisation", "blocking_transfers_s", "offload")
+    body: dict[str, Any] = dict.fromkeys(names) | {"by_cause_s": {}, "extras": [], "not_run": [], "host_memory": []}
+    body |= {"gpus_without_price": [], "schedule": "1f1b", "recompute": "none"}
+    figures = ("closed_form_s", "micro_batch_size", "zero_stage", "chunks", "slices", "iteration_s", "uncertainty")
+    figures += ("tokens_per_s", "model_tflops", "usd_per_iteration", "usd_per_billion_tokens")
+    body |= dict.fromkeys((*figures, "egress_bytes_per_iteration"), 1) | {"stages": [row] * 5000}
+    *_, where, memory, more = summary_tables(body)
+    assert where.row_count == memory.row_count == MOST_ROWS
+    assert more == f"and {5000 - MOST_ROWS} rows more: --json prints all"
+    body["stages"] = [row] * MOST_ROWS
+    assert summary_tables(body)[-1].row_count == MOST_ROWS

@@ -56,7 +56,7 @@ def page_of(candidate: Candidate) -> tuple[PageData, dict, Plan]:
     e = estimator()
     estimate = e.estimate(candidate)
     plan = build_plan(e, candidate, estimate)
-    page, body = collect(e, candidate, estimate, plan, seats(e.cluster, candidate.stages), title="a plan")
+    page, body = collect(e, candidate, estimate, plan, seats(e.cluster, candidate.stages, candidate.cp), title="a plan")
     return page, body, plan
 
 
@@ -74,6 +74,20 @@ def test_the_page_shows_the_figures_of_the_cost_model():
     held = [g for pool in page["cluster"]["pools"] for node in pool["nodes"] for g in node["gpus"]]
     assert sorted(g[2] for g in held if g) == list(range(plan.world_size))
     assert sum(not g for g in held) == 2
+
+
+def test_the_settings_name_what_the_search_has_chosen():
+    plain = Candidate((Layers(3, (Group(0, 2, 1),)), Layers(3, (Group(1, 2, 1),))), 1, zero_stage=1)
+    split = plain.with_(rows=((0.5, 0.5), (0.5, 0.5)), host_activations=0.5)
+    sliced = plain.with_(schedule="slimpipe", slices=4, exchange=True)
+    settings = [page_of(c)[0]["subtitle"].split(": ")[1].split("; ")[0] for c in (plain, split, sliced)]
+    assert settings == [
+        "1f1b, micro batch 1, recompute none",
+        "1f1b, micro batch 1, recompute none, split vocabulary, 50 % of activations offloaded",
+        "slimpipe, micro batch 1, recompute none, 4 slices, exchange",
+    ]
+    divided = plain.with_(stages=(Layers(6, (Group(0, 1, 1),)),), cp=2)
+    assert page_of(divided)[0]["subtitle"].split("; ")[0].endswith("recompute none, cp2")
 
 
 def test_what_flows_between_nodes():

@@ -9,8 +9,9 @@ from tools.planner.candidate import Candidate, Group
 from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.estimate import Estimator
 from tools.planner.model import Model
+from tools.planner.search import seeds as seeds_module
 from tools.planner.search import thorough as thorough_module
-from tools.planner.search.book import Book
+from tools.planner.search.book import Book, there
 from tools.planner.search.effort import NORMAL
 from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Progress
@@ -76,11 +77,37 @@ def test_even_stages_fill_nodes():
     found = even_seeds(book, all_gpus(estimator), 1000)
     assert any(len(groups) == 2 and groups[0][0] == Group(0, 1, 6) for groups, _ in found)
     for groups, _ in found:
-        assert len(set(groups)) == 1
-        assert groups[0][0].tp * groups[0][0].count * len(groups) <= all_gpus(estimator)[groups[0][0].pool]
+        assert len({stage[0].count for stage in groups}) == 1 and all(len(stage) == 1 for stage in groups)
+        assert there(estimator, all_gpus(estimator), groups)
     assert even_seeds(book, all_gpus(estimator), 10) == found[:10]
     book.bound = 1e-9
     assert even_seeds(book, all_gpus(estimator), 1000) == []
+
+
+def test_even_stages_of_several_pools():
+    """As many stages of each pool as its GPUs give, with TP sizes of their own, the slower replicas first."""
+    estimator = fast_and_small()
+    found = [groups for groups, _ in even_seeds(Book(estimator, Goal(), Progress()), all_gpus(estimator), 10_000)]
+    assert ((Group(1, 2, 2),),) * 4 + ((Group(0, 1, 2),),) * 6 in found
+    assert ((Group(1, 1, 4),),) * 4 + ((Group(0, 1, 4),),) * 3 in found
+    assert max(len(groups) for groups in found) <= 12  # layers
+    alone = [groups for groups, _ in even_seeds(Book(estimator, Goal(), Progress()), (12, 0), 10_000)]
+    assert {stage[0].pool for groups in alone for stage in groups} == {0}
+
+
+def test_even_stages_of_many_pools_share_a_tp_size(monkeypatch: pytest.MonkeyPatch):
+    """Not every choice of TP sizes is looked at there."""
+    estimator = fast_and_small()
+
+    def sizes() -> set[tuple[tuple[int, int], ...]]:
+        found = even_seeds(Book(estimator, Goal(), Progress()), all_gpus(estimator), 10_000)
+        return {tuple(sorted({(s[0].pool, s[0].tp) for s in groups})) for groups, _ in found}
+
+    some = sizes()
+    monkeypatch.setattr(seeds_module, "MOST_COMBINED", 1)
+    fewer = sizes()
+    assert ((0, 2), (1, 2)) in fewer and ((0, 2), (1, 1)) not in fewer
+    assert fewer < some
 
 
 def test_a_second_climb_goes_where_the_first_has_been(monkeypatch: pytest.MonkeyPatch):

@@ -102,7 +102,8 @@ def _schedule(body: dict[str, Any]) -> str:
     text = f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}"
     for name in ("chunks", "slices"):
         text += f", {body[name]} {name}" if body[name] > 1 else ""
-    return text + (", offload" if body["offload"] else "")
+    text += ", offload" if body["offload"] else ""
+    return text + "".join(f", {name}" for name in body["extras"])
 
 
 def _figures(body: dict[str, Any], found: Simulation, candidate: Candidate) -> list[Figure]:

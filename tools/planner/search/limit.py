@@ -16,6 +16,8 @@ _GRACE_S = 0.3
 """How long after its limit a search is interrupted: it notices by itself almost always."""
 AT_LEAST_S = 1.0
 """So much of the limit a search has at least, however long the command took to start and to read."""
+WRITING_S = 2.2e-5
+"""CPU seconds per GPU of the cluster that the last finalist and the plan take when the search is over, about."""
 
 
 def left_s(options: argparse.Namespace, used_s: float = 0.0) -> float:
@@ -29,9 +31,31 @@ def left_s(options: argparse.Namespace, used_s: float = 0.0) -> float:
     return max(options.limit_s - spent_s, min(options.limit_s, AT_LEAST_S) - used_s, 0.0)
 
 
+def searching_s(options: argparse.Namespace, gpus: int) -> float:
+    """The same for the search of ``plan``: a third of it at least, less what putting the plan together takes.
+
+    Args:
+        gpus: Of the cluster.
+    """
+    left = left_s(options)
+    return max(left / 3, min(left, AT_LEAST_S), left - WRITING_S * gpus)
+
+
 def each_s(options: argparse.Namespace, searches: int) -> float:
     """The CPU time of each of several searches, which divide what is left of ``--limit-s``."""
     return max(left_s(options) / searches, min(options.limit_s, AT_LEAST_S))
+
+
+def nothing_found(limit_s: float) -> PlannerError:
+    """No plan in this time."""
+    return PlannerError(
+        "command line",
+        "--limit-s",
+        limit_s,
+        "no plan was found in this time",
+        "Allow more CPU seconds (they count from the start of the command), or describe equal nodes by one entry "
+        "with a count",
+    )
 
 
 @contextmanager
@@ -66,14 +90,7 @@ def cpu_limit(progress: Progress, given_s: float | None = None) -> Iterator[None
     except KeyboardInterrupt:
         if not fired:
             raise
-        raise PlannerError(
-            "command line",
-            "--limit-s",
-            progress.limit_s if given_s is None else given_s,
-            "no plan was found in this time",
-            "Allow more CPU seconds (they count from the start of the command), or describe equal nodes by one entry "
-            "with a count",
-        ) from None
+        raise nothing_found(progress.limit_s if given_s is None else given_s) from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.signal(signal.SIGPROF, before)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import nsmallest
-from itertools import product
+from itertools import chain, product
+from typing import NamedTuple
 
 from ..candidate import Candidate, Group
 from ..estimate import Estimator
@@ -20,6 +21,8 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12)
 PIECES = 4
 """Into so many pieces schedules with chunks or slices are taken to cut a microbatch, for a guess at their bubble."""
 MOST_WIDTHS = 24
+MOST_COMBINED = 3
+"""Of so many pools every choice of TP sizes is looked at."""
 IN_FLIGHT = 4
 """Microbatches in flight, and replicas that share the optimizer's state, for a guess at what fits."""
 WORTH = 1.3
@@ -236,25 +239,65 @@ def _least(book: Book, like: Candidate, tp: dict[int, int], used: dict[int, floa
 
 
 def even_seeds(book: Book, limits: Limits, count: int) -> list[tuple[Groups, Candidate]]:
-    """Stages with the same number of replicas of one pool, a power of two or what fills nodes: the most promising.
+    """Stages with the same number of replicas, of one pool each: the most promising.
 
+    There are as many replicas as a power of two or as fill nodes.  The stages are of one pool, or of all pools: of
+    each as many stages as its GPUs give, the slowest first, which get the fewest layers where most is in flight.
     Those whose GPUs cannot be as fast as the best so far are left out.
     """
     estimator, model = book.estimator, book.estimator.model
     found: list[tuple[float, int, Groups, Candidate]] = []
-    points = operating_points(estimator, book.goal, limits)
-    for point, (pool, most_gpus), tp in product(points, enumerate(limits), (1, 2, 4, 8)):
-        rate, most = unit_rate(estimator, pool, tp, point) if most_gpus else 0.0, most_gpus // tp
-        node = estimator.cluster.nodes[pool].gpus_per_node // tp
-        if not rate or not node:
-            continue
-        widths = {1 << i for i in range(most.bit_length())} | {node * i for i in range(1, most // node + 1)}
-        for width, stages in product(sorted(widths)[-MOST_WIDTHS:], STAGE_COUNTS[1:]):
-            each = model.global_batch_size // point.micro_batch_size // width
-            if width * stages > most or stages > model.num_layers or not each:
-                continue
-            work_s = model.global_batch_size * model.num_layers / (rate * tp * width * stages)
-            guess_s = work_s * (1 + (stages - 1) / (PIECES * each))
-            if guess_s < book.to_beat or book.goal.objective == "cost":
-                found.append((guess_s, len(found), ((Group(pool, tp, width),),) * stages, point))
+    for point in operating_points(estimator, book.goal, limits):
+        total = model.global_batch_size // point.micro_batch_size
+        for kinds in _even_kinds(estimator, limits, point):
+            nodes = [estimator.cluster.nodes[kind.pool].gpus_per_node // kind.tp for kind in kinds]
+            most = min(total, *[kind.most for kind in kinds])
+            widths = {1 << i for i in range(most.bit_length())} | {
+                n * i for n in nodes for i in range(1, most // n + 1)
+            }
+            for width in sorted(widths)[-MOST_WIDTHS:]:
+                for stages in _even_counts(kinds, width, model.num_layers):
+                    rate = sum([kind.rate * n for kind, n in zip(kinds, stages)]) * width
+                    work_s = model.global_batch_size * model.num_layers / rate
+                    guess_s = work_s * (1 + (sum(stages) - 1) / (PIECES * (total // width)))
+                    if guess_s < book.to_beat or book.goal.objective == "cost":
+                        groups = [((Group(kind.pool, kind.tp, width),),) * n for kind, n in zip(kinds, stages)]
+                        found.append((guess_s, len(found), tuple(chain(*groups)), point))
     return [(groups, point) for _, _, groups, point in nsmallest(count, found)]
+
+
+class _Kind(NamedTuple):
+    """Replicas of one pool at one TP size: how many there may be, and layers times sequences per second of one."""
+
+    pool: int
+    tp: int
+    most: int
+    rate: float
+
+
+def _even_kinds(estimator: Estimator, limits: Limits, point: Candidate) -> Iterator[list[_Kind]]:
+    """One kind of replica of one pool; one of each pool, with every choice of TP sizes where the pools are few."""
+    kinds: dict[int, list[_Kind]] = {}
+    for pool, gpus in enumerate(limits):
+        node = estimator.cluster.nodes[pool].gpus_per_node
+        for tp in (t for t in (1, 2, 4, 8) if t <= min(gpus, node)):
+            rate, units = unit_rate(estimator, pool, tp, point), gpus // node * (node // tp) + gpus % node // tp
+            if rate:
+                kinds.setdefault(pool, []).append(_Kind(pool, tp, units, rate * tp))
+    yield from ([kind] for mine in kinds.values() for kind in mine)
+    subset = tuple(p for p, gpus in enumerate(limits) if gpus)
+    if not 1 < len(kinds) == len(subset):
+        return
+    together: Iterable[Iterable[_Kind]] = product(*kinds.values())
+    if len(subset) > MOST_COMBINED:
+        choices = tp_choices(estimator, subset, point, True)
+        together = [[kind for mine in kinds.values() for kind in mine if kind.tp == tp[kind.pool]] for tp in choices]
+    yield from (sorted(chosen, key=lambda kind: kind.rate) for chosen in together)
+
+
+def _even_counts(kinds: list[_Kind], width: int, layers: int) -> list[list[int]]:
+    """Numbers of stages of each kind of replica: of one alone every number that is searched, of several the most."""
+    most = [kind.most // width for kind in kinds]
+    if len(kinds) > 1:
+        return [most] if sum(most) <= layers else []
+    return [[n] for n in STAGE_COUNTS[1:] if n <= min(most[0], layers)]

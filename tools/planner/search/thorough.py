@@ -300,8 +300,11 @@ def _variants(book: Book, effort: Effort, limits: Limits) -> None:
 
 
 def _even_seeds(book: Book, limits: Limits) -> None:
-    """Starting points with as many replicas on every stage, under the schedules that are at their best there."""
-    schedules = [s for s in book.goal.allowed if not (s.has_slack or s.shards_parameters)]
+    """Starting points with as many replicas on every stage, under the schedules that are at their best there.
+
+    Ministages among them: their memory decides otherwise than that of 1F1B, from which they are varied else.
+    """
+    schedules = [s for s in book.goal.allowed if not s.has_slack]
     looked_at: dict[str, list[tuple[float, int, Groups, Candidate]]] = {s.name: [] for s in schedules}
     met = [(groups, like) for (groups, *_), like in book.even.items()][:MOST_EVEN]
     for groups, like in chain(even_seeds(book, limits, MOST_EVEN), met) if schedules else ():

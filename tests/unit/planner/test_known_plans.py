@@ -1,0 +1,65 @@
+"""The search finds plans that are at least as good as known ones, on clusters where it once missed them."""
+
+import pytest
+
+from benchmarks.planner_quality import estimator_of
+from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.estimate import Estimator
+from tools.planner.model import Model
+from tools.planner.model_parts import Experts
+from tools.planner.search.auto import search_auto
+from tools.planner.search.goal import Goal
+from tools.planner.simulation import block_s
+
+
+def of_experts(*kinds: tuple[str, int, int, float]) -> Estimator:
+    """A model of the shape of Mixtral on nodes of these kinds: their number, GPUs each, bytes per second."""
+    nodes = tuple(
+        NodeGroup(gpu=gpu, count=n, gpus_per_node=each, network_bytes_per_s=rate) for gpu, n, each, rate in kinds
+    )
+    model = Model(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=32000,
+        seq_length=4096,
+        global_batch_size=256,
+        distributed_optimizer=True,
+        experts=Experts(count=8, top_k=2, ffn_hidden_size=14336),
+    )
+    return estimator_of(Cluster(nodes=nodes), model)
+
+
+H100, A100_80 = ("H100-SXM", 2, 8, 50e9), ("A100-80", 4, 8, 25e9)
+A100_40, L40S = ("A100-40", 4, 8, 25e9), ("L40S", 8, 4, 12.5e9)
+
+
+def even(kind: Group, layers: tuple[int, ...]) -> tuple[Stage, ...]:
+    """A stage for each of these numbers of layers, all with the same replicas."""
+    return tuple(Stage(n, (kind,)) for n in layers)
+
+
+FAST = even(Group(1, 2, 4), (4, 4, 4, 4)) + even(Group(0, 1, 4), (3, 4, 4, 5))
+"""TP of 2 on the A100 and none on the H100, four replicas on every stage."""
+SMALL = even(Group(1, 1, 4), (2,) * 8) + even(Group(0, 1, 4), (2,) * 8)
+"""Two layers on each of sixteen stages, which fit into little memory without TP."""
+
+
+@pytest.mark.parametrize(
+    ("kinds", "known"),
+    [
+        ((H100, A100_80), Candidate(FAST, 2, "none", schedule="slimpipe", slices=16, zero_stage=1)),
+        ((A100_40, L40S), Candidate(SMALL, 1, "none", schedule="slimpipe", slices=16, zero_stage=1)),
+    ],
+)
+def test_stages_of_equal_width_over_two_pools(kinds: tuple[tuple[str, int, int, float], ...], known: Candidate):
+    """Without starting points of both pools the plans found were 8 and 56 % slower."""
+    estimator = of_experts(*kinds)
+    estimate = estimator.estimate(known)
+    assert estimate is not None and estimator.fits(estimate)
+    best = search_auto(estimator, Goal()).best
+    assert best is not None
+    assert best.iteration_s <= block_s(estimator, known, estimate) * 1.001
