@@ -19,7 +19,7 @@ from benchmarks.families import EXPERT_FAMILIES
 from benchmarks.lab import Lab
 from benchmarks.nccl_order import in_nccl_order, transports
 from benchmarks.runner import Finished
-from benchmarks.slimpipe_cases import with_context_parallel
+from benchmarks.slimpipe_cases import with_context_parallel_sizes
 from megatron_het.plan import ScheduleSpec
 from tests.functional.selected import run_selected
 
@@ -38,9 +38,11 @@ def with_ep(case: Case, sizes: list[list[int]], **more: Any) -> Case:
     return replace(case, plan=divided(case.plan, sizes), **more)
 
 
-def sharing(case: Case) -> Case:
-    """With context parallelism."""
-    return replace(case, plan=replace(case.plan, stages=with_context_parallel(case.plan.stages, 2)))
+def sharing(case: Case, shares: tuple[int, ...] = ()) -> Case:
+    """With context parallelism, and parts of these sizes."""
+    sizes = [[2] * len(stage.replicas) for stage in case.plan.stages]
+    stages = with_context_parallel_sizes(case.plan.stages, sizes, shares)
+    return replace(case, plan=replace(case.plan, stages=stages))
 
 
 def with_chunks(case: Case, schedule: str, layers: tuple[tuple[int, ...], ...], **parameters: Any) -> Case:
@@ -100,7 +102,7 @@ CASES = [
         1,
         {"slices": 8},
     ),
-    sharing(make("balance-in-context-parallelism", "qwen3-moe", [[2, 1]], [5])),
+    sharing(make("balance-in-context-parallelism", "qwen3-moe", [[2, 1]], [5]), (3, 1)),
 ]
 BY_NAME = {case.name: case for case in CASES}
 
