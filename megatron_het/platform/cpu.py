@@ -82,6 +82,15 @@ def _keep_freed_memory() -> None:
         mallopt(mmap_threshold, 32 << 20)  # the largest that glibc accepts
 
 
+def _idle() -> Callable[..., None]:
+    """A function that does nothing, a new one for each name: torch's compiler does not allow one function under two."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    return nothing
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stands for a call that has no meaning on CPU."""
 
@@ -129,13 +138,13 @@ def _device_identity() -> None:
     cuda = torch.cuda
     cuda.current_device = lambda: 0
     cuda.device_count = lambda: 1
-    cuda.set_device = _nothing
+    cuda.set_device = _idle()
     cuda.get_device_capability = lambda device=None: (_Properties.major, _Properties.minor)
     cuda.get_device_properties = lambda device=None: _Properties()
     cuda.get_device_name = lambda device=None: _Properties.name
-    cuda._lazy_init = _nothing
-    cuda.nvtx.range_push = _nothing
-    cuda.nvtx.range_pop = _nothing
+    cuda._lazy_init = _idle()
+    cuda.nvtx.range_push = _idle()
+    cuda.nvtx.range_pop = _idle()
 
 
 class _Stream:
@@ -194,9 +203,9 @@ def _streams_and_events() -> None:
     cuda.Stream = cuda.ExternalStream = _Stream
     cuda.Event = _Event
     cuda.current_stream = cuda.default_stream = lambda device=None: only_stream
-    cuda.set_stream = _nothing
+    cuda.set_stream = _idle()
     cuda.stream = lambda stream=None: contextlib.nullcontext(stream)
-    cuda.synchronize = _nothing
+    cuda.synchronize = _idle()
     torch.Tensor.record_stream = _nothing
 
 
@@ -254,7 +263,7 @@ def _loader_seeds() -> None:
 def _memory_queries() -> None:
     """There is no device allocator to ask; :mod:`megatron_het.platform.memory` measures."""
     cuda = torch.cuda
-    cuda.empty_cache = cuda.reset_peak_memory_stats = _nothing
+    cuda.empty_cache, cuda.reset_peak_memory_stats = _idle(), _idle()
     for name in ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]:
         setattr(cuda, name, lambda device=None: 0)
     cuda.device_memory_used = lambda device=None: 0

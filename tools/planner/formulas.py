@@ -20,7 +20,8 @@ def evaluate(estimator: OperatingPoints, candidate: Candidate) -> Estimate | Non
     total = model.global_batch_size // candidate.micro_batch_size
     if candidate.sizes:
         total = sum(len(own) for replicas in candidate.sizes for own in replicas)
-    if len(candidate.stages) * candidate.chunks > most_chunks(total, candidate.slices):
+    most = most_chunks(total, candidate.slices)
+    if estimator.writes_plans and len(candidate.stages) * candidate.chunks > most:
         return None  # the plan would be refused
     for stage in candidate.stages:  # of the whole plan: a block has the rounded-up share of the microbatches
         replicas = sum([g.count for g in stage.groups])

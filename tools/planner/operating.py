@@ -51,9 +51,12 @@ class OperatingPoints:
         memory_margin: Share of a GPU's memory that a plan may use.
 
     Attributes:
+        writes_plans: Whether candidates are to be written as plans, which have a bound on passes per iteration.
         known_stages, known_ways, known_loads, known_rooms, known_points: What the closed form and the balancing of
             layers remember, by all that it depends on (``stages.py``, ``search/balance.py``).
     """
+
+    writes_plans = True
 
     def __init__(
         self,

@@ -238,6 +238,7 @@ def _estimate(cluster: Cluster, model: Model, candidate: Candidate, runtime: Run
     """
     costs = CatalogCosts(model, lambda name: catalog()[name], runtime)
     estimator = Estimator(cluster, model, costs, runtime)
+    estimator.writes_plans = False  # a run of others, which is priced only
     found = estimator.estimate(candidate)
     if found is None:
         raise ValueError(f"{model.name}: the batch of {model.global_batch_size} does not divide over {candidate}")
