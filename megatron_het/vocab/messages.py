@@ -35,13 +35,13 @@ class Team:
     Args:
         placement: The plan's lookup tables.
         rank: This rank.
-        tokens: Tokens of a slice.
+        tokens: Tokens of a slice of nominal length.
     """
 
     def __init__(self, placement: Placement, rank: int, tokens: int) -> None:
         self._placement, self._rank, self._tokens = placement, rank, tokens
         self.where = placement.locate(rank)
-        self._known: dict[tuple[Side, Side], list[Piece]] = {}
+        self._known: dict[tuple[int, Side, Side], tuple[int, list[Piece]]] = {}
 
     def others(self, stage: int) -> list[int]:
         """All stages but one."""
@@ -69,10 +69,11 @@ class Team:
             divided: Whether TP ranks hold an interval of the sequence each; else all of them hold all.
             by_first: Whether only the first TP ranks have it.
         """
-        for piece in self._pieces(self.where.stage, stage, microbatch, divided, by_first):
+        rows, found = self._pieces(self.where.stage, stage, microbatch, divided, by_first)
+        for piece in found:
             if piece.src == self._rank:
                 lo, hi = piece.rows(sending=True)
-                channels.send(tensor[lo:hi], piece.dst, label)
+                channels.send(tensor[_scaled(lo, hi, len(tensor), rows)], piece.dst, label)
 
     def expect(
         self,
@@ -86,18 +87,30 @@ class Team:
         by_first: bool = False,
     ) -> Arriving:
         """Post the receives of what the replica of another stage sends; arguments as in :meth:`send`."""
+        rows, every = self._pieces(stage, self.where.stage, microbatch, divided, by_first)
         found = []
-        for piece in self._pieces(stage, self.where.stage, microbatch, divided, by_first):
+        for piece in every:
             if piece.dst == self._rank:
                 lo, hi = piece.rows(sending=False)
-                found.append(channels.receive(buffer[lo:hi], piece.src, label))
+                found.append(channels.receive(buffer[_scaled(lo, hi, len(buffer), rows)], piece.src, label))
         return Arriving(buffer, found)
 
-    def _pieces(self, sender: int, receiver: int, microbatch: int, divided: bool, by_first: bool) -> list[Piece]:
+    def _pieces(
+        self, sender: int, receiver: int, microbatch: int, divided: bool, by_first: bool
+    ) -> tuple[int, list[Piece]]:
+        """Rows of this rank's tensor for a slice of nominal length, and the pieces of such a slice."""
         sides = sides_of(self._placement, sender, receiver, microbatch, divided=divided, by_first=by_first)
-        if sides not in self._known:
-            self._known[sides] = pieces(*sides, self._tokens)
-        return self._known[sides]
+        key = sender, *sides
+        if key not in self._known:
+            whole = sides_of(self._placement, sender, receiver, microbatch, divided=divided)
+            own = whole[0] if sender == self.where.stage else whole[1]
+            self._known[key] = own.length(self._rank, self._tokens), pieces(*sides, self._tokens)
+        return self._known[key]
+
+
+def _scaled(lo: int, hi: int, actual: int, nominal: int) -> slice:
+    """Rows ``lo:hi`` of a tensor of ``nominal`` rows, in one of ``actual``: slices need not be of equal length."""
+    return slice(lo * actual // nominal, hi * actual // nominal)
 
 
 def sides_of(

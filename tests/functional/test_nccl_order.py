@@ -31,7 +31,7 @@ CHOSEN = {
     "1f1b": ("pair-04", "random-03"),
     "gpipe": ("gpipe-pair-01",),
     "zero-bubble": ("zb-h1-pair-04", "zb-v-pair-01"),
-    "unequal-microbatches": ("sizes-1-1-1-1-2-p2-n8-v1", "sizes-1-5-interleaved-plain-20"),
+    "unequal-microbatches": ("sizes-1-2-1-1-1-p4-n16-v2", "sizes-4-2-interleaved-plain-20"),
     "ministage": ("fp32-03", "fp32-42", "fp32-48", "fp32-50", "fp32-52"),
     "slimpipe": ("exchange-p4-n8-vocabulary", "exchange-p2-n2-idle-vocabulary", "cp2-exchange"),
     "data-parallel": ("12-sizes-1-1-1-2-1-zero-2",),
