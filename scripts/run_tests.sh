@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs all tests: unit tests file by file on several cores, then functional tests, two files at a time. Each of those
 # starts processes of its own, which wait for each other. At last one at a time the files whose tests judge how fast a
-# process is.
+# process is, or wait for Slurm.
 #
 # usage: run_tests.sh PYTHON [arguments of pytest for all parts]
 set -uo pipefail
@@ -26,12 +26,13 @@ run tests/unit --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
 if [[ ${status} -eq 2 ]]; then # interrupted
     exit 2
 fi
-judge_speed=(tests/functional/test_doctor.py tests/functional/test_elastic_drift.py tests/functional/test_watch.py)
-run tests/functional "${judge_speed[@]/#/--ignore=}" --numprocesses auto --maxprocesses 2 --dist loadfile "$@"
+# These judge speed, or wait for what Slurm's daemons do in time.
+alone=(tests/functional/test_{doctor,elastic_drift,watch,elastic_slurm,emit_slurm,init_slurm}.py)
+run tests/functional "${alone[@]/#/--ignore=}" --numprocesses auto --maxprocesses 2 --dist loadfile "$@"
 if [[ ${status} -eq 2 ]]; then
     exit 2
 fi
-run "${judge_speed[@]}" "$@"
+run "${alone[@]}" "$@"
 if [[ ${ran} -eq 0 ]]; then
     echo "No test was run" >&2
     exit 5
