@@ -70,7 +70,7 @@ class ElasticBoundary(Boundary):
         self.iteration: int | None = None
         """Iterations that are done, as far as this session knows."""
         self.began: int | None = None
-        """Iterations that were done when this session began to train; None before that."""
+        """Iterations that were done when training began under this plan; None before that."""
         self.saving: int | None = None
         """Iteration whose checkpoint is being written; None where none is."""
         self._save_every: int | None = None

@@ -59,7 +59,7 @@ def run_session(
     """
     generation = boundary.generation
     plan = folder / f"plan-{generation.number}.json"
-    # For this session only, which checks it: a change waits neither for the disk nor for another check.
+    # For this generation only, which checks it: a change waits neither for the disk nor for another check.
     write_json(plan, generation.plan.to_json(), durable=False)
     rank = generation.ranks.index(boundary.process)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(generation.ranks)))
