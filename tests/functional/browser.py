@@ -39,7 +39,7 @@ class Tab:
         self.number, self.buffer, self.session = 0, b"", ""
         self.requests: list[str] = []
         self.said: list[str] = []
-        self.loaded = False
+        self.loaded: set[str] = set()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command and its answer.
@@ -82,18 +82,18 @@ class Tab:
             self.said.append(body["entry"]["text"])
         elif method == "Runtime.consoleAPICalled":
             self.said.append(json.dumps(body["args"]))
-        elif method == "Page.loadEventFired":
-            self.loaded = True
+        elif method == "Page.lifecycleEvent" and body["name"] == "load":
+            self.loaded.add(body["loaderId"])
 
     def open(self, file: Path, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
         """Show a file in a window of this size."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setScrollbarsHidden", hidden=True)  # pictures are as wide as the window
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.loaded = False
-        self.call("Page.navigate", url=file.resolve().as_uri())
+        # The load of the page that was shown before may be reported late: only this one's counts.
+        load = self.call("Page.navigate", url=file.resolve().as_uri())["loaderId"]
         until = time.monotonic() + LIMIT_S
-        while not self.loaded:
+        while load not in self.loaded:
             self._next(until)
         self.frames()
 
@@ -178,6 +178,7 @@ def browser(folder: Path) -> Iterator[Tab]:
         tab.session = tab.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             tab.call(f"{domain}.enable")
+        tab.call("Page.setLifecycleEventsEnabled", enabled=True)
         yield tab
     finally:
         with contextlib.suppress(ProcessLookupError):

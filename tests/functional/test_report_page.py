@@ -128,7 +128,7 @@ def test_figures_are_those_of_the_json(made: tuple[Path, dict[str, Any]], tab: T
 def test_zoom_move_and_hover(made: tuple[Path, dict[str, Any]], tab: Tab) -> None:
     file, body = made
     tab.open(file)
-    window = "document.getElementById('window').textContent"
+    window = "document.getElementById('shown-time').textContent"
     whole = tab.value(window)
     pixels = "document.querySelector('canvas').toDataURL()"
     before = tab.value(pixels)
