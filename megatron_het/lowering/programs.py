@@ -104,8 +104,13 @@ def _in_whole(program: Program, part: Part, shape: Shape) -> Program:
     return replace(program, shape=shape, ops=tuple(ops))
 
 
-def program_of(plan: Plan, forward_only: bool = False) -> Program:
+def program_of(plan: Plan, forward_only: bool = False, features: Chosen | None = None) -> Program:
     """One of the plan's programs, with all passes; not validated, and perhaps not executable.
+
+    Args:
+        plan: Checked.
+        forward_only: The evaluation program.
+        features: In place of the plan's own, where one of them knows more than the plan says.
 
     Raises:
         PlanError: The schedule cannot run the plan's shape.
@@ -114,7 +119,7 @@ def program_of(plan: Plan, forward_only: bool = False) -> Program:
         return assemble(
             schedule_shape(plan),
             plan.schedule.name,
-            list(features_of(plan)),
+            list(features_of(plan)) if features is None else features,
             speeds=_speeds(plan),
             forward_only=forward_only,
             **_parameters(plan),
