@@ -270,7 +270,7 @@ def _forward_shared(
     now.help_forward(place.kernel, place.scale)
     part, part_lse = left.attend_earlier(theirs, done, others=True)
     for helped, helped_lse in now.end_forward():
-        part_lse = merge_(part, part_lse, helped[:before], helped_lse[..., :before])
+        part_lse = merge_(part, part_lse, helped[:before], helped_lse[..., :before], both_empty=True)
         lse = merge_(out, lse, helped[before:], helped_lse[..., before:])
     returning = sharing.give_back(part.to(query.dtype), part_lse)
     out, lse = left.attend_earlier(query, (out, lse), others=False)

@@ -13,8 +13,6 @@ from megatron_het.attention.core import SliceCoreAttention
 from megatron_het.attention.kernels import kernel_of_backend
 from megatron_het.context_exchange.exchange import ContextExchange
 from megatron_het.context_exchange.limits import Limits
-from megatron_het.features import features_of
-from megatron_het.features.context_exchange import ContextExchange as ExchangeSpec
 from megatron_het.features.documents import asked_by
 from megatron_het.lowering.programs import program_of
 from megatron_het.lowering.ranks import RankProgram, exchange_edges, lower
@@ -143,11 +141,7 @@ class LimitedPrograms:
 
     def _lowered(self, forward_only: bool, parts: Parts) -> RankProgram:
         context = self._context
-        features = [
-            (spec.limited(parts) if isinstance(spec, ExchangeSpec) else spec, options)
-            for spec, options in features_of(context.plan)
-        ]
-        program = program_of(context.plan, forward_only, features)
+        program = program_of(context.plan, forward_only, parts)
         check(program)
         return lower(posted_for(context.transport, program), context.boundaries, self._device, context.rank)
 

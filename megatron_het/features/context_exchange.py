@@ -125,7 +125,7 @@ class ContextExchange(Feature):
     """What slices see, by microbatch and slice; empty where each sees all before it."""
 
     def limited(self, parts: Parts) -> ContextExchange:
-        """The feature where documents or sliding windows limit what slices see."""
+        """Who attends for whom, by what slices see."""
         found = copy.copy(self)
         found.parts = parts
         return found
@@ -207,3 +207,9 @@ class ContextExchange(Feature):
             attention_forward_s=forward,
             attention_backward_s=backward,
         )
+
+
+def exchange_units(plan: Plan) -> int:
+    """Exchange units of a slice; 0 without the context exchange."""
+    options = ContextExchange().options_of(plan)
+    return options.units if options is not None else 0

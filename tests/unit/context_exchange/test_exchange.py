@@ -21,8 +21,6 @@ from megatron_het.attention.slice_attention import UNLIMITED, slice_attention
 from megatron_het.context_exchange.exchange import ContextExchange
 from megatron_het.context_exchange.limits import Limits, first_layers
 from megatron_het.context_exchange.slot import ExchangeError
-from megatron_het.features import features_of
-from megatron_het.features.context_exchange import ContextExchange as Spec
 from megatron_het.lowering.programs import build, program_of
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram, lower
 from megatron_het.plan import Placement
@@ -223,8 +221,7 @@ def devices(
     if documents is not None or windows is not None:
         cutting = Cutting(slices * TOKENS, slices, TOKENS, window_tokens=windows, window_share=0.5 if windows else 0.0)
         parts = [cutting.parts(starts(m), units) for m in range(microbatches)]
-        made = [(f.limited(parts) if isinstance(f, Spec) else f, o) for f, o in features_of(plan)]
-        program = program_of(plan, features=made)
+        program = program_of(plan, parts=parts)
         check(program)
         limits = Limits(placement, boundaries.side, TOKENS, units, layers, starts)
     wires = [Wires(), Wires()]
