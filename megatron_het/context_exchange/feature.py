@@ -26,10 +26,10 @@ from megatron_het.runtime.feature import (
     OpenContext,
     RuntimeFeature,
 )
-from megatron_het.schedule.exchange import Parts, exchanged_layers
+from megatron_het.schedule.cutting import Parts
+from megatron_het.schedule.exchange import exchanged_layers
 from megatron_het.schedule.kinds import EXCHANGE, Kind
 from megatron_het.schedule.validate import check
-from megatron_het.slices.sequences import SlicedSequences
 
 _PENDING_SENDS = 4
 """Sends to one peer that may be under way over gloo."""
@@ -111,19 +111,20 @@ class LimitedPrograms:
     Every rank knows where the documents of all microbatches begin, and makes the same program of them.
 
     Args:
-        context: What the feature is opened with.
-        sequences: Knows how sequences are cut, and where their documents begin.
+        context: What the feature is opened with; its batches know how sequences are cut, and where documents begin.
     """
 
-    def __init__(self, context: OpenContext, sequences: SlicedSequences) -> None:
-        self._context, self._sequences = context, sequences
+    def __init__(self, context: OpenContext) -> None:
+        self._context, self._batches = context, context.batches
         where = context.placement.locate(context.rank)
         self._device = context.programs[False].shape.device(where.stage, where.replica)
         self._units = context.options.units
         self._made: dict[bool, tuple[Parts, RankProgram]] = {}
         tokens = context.args.seq_length // context.programs[False].shape.slices
         windows = windows_of(context.args)
-        self.limits = Limits(context.placement, context.boundaries.side, tokens, self._units, windows, sequences.starts)
+        self.limits = Limits(
+            context.placement, context.boundaries.side, tokens, self._units, windows, self._batches.starts
+        )
         """What slices see, for those who attend for others."""
         self.pairs = self._pairs()
         """Ranks that may attend for each other, both ways: all of a pipeline that share heads."""
@@ -133,8 +134,7 @@ class LimitedPrograms:
     def program(self, forward_only: bool) -> RankProgram:
         """The program of an iteration whose documents are known."""
         microbatches = range(self._context.programs[forward_only].shape.microbatches)
-        cutting, starts = self._sequences.cutting, self._sequences.starts
-        parts = tuple(cutting.parts(starts(microbatch), self._units) for microbatch in microbatches)
+        parts = tuple(self._batches.slice_parts(microbatch, self._units) for microbatch in microbatches)
         if forward_only not in self._made or self._made[forward_only][0] != parts:
             self._made[forward_only] = parts, self._lowered(forward_only, parts)
         return self._made[forward_only][1]
@@ -170,8 +170,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     limited, keys_channels = None, context.channels
     pairs = exchange_edges(list(context.programs.values()), context.boundaries)
     if asked_by(args) or getattr(args, "window_size", None):
-        assert isinstance(context.batches, SlicedSequences)
-        limited = LimitedPrograms(context, context.batches)
+        limited = LimitedPrograms(context)
         pairs, keys_channels = limited.pairs, limited.channels
     exchange = ContextExchange(
         context.lowered,

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.schedule.cost import Costs
-from megatron_het.schedule.exchange import Parts
+from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.ir import Program
 
 Text = str | Callable[[Plan], str]
@@ -362,6 +362,10 @@ class Feature:
     def limited(self, parts: Parts) -> Feature:
         """The feature where documents or sliding windows limit what slices see, as ``parts`` say; itself by default."""
         return self
+
+    def attention_units(self, options: Any) -> int:
+        """Parts of a slice in which it moves attention between devices; 0 if it moves none."""
+        return 0
 
     def before_transfers(self, program: Program, options: Any, speeds: Sequence[float] | None) -> Program:
         """The feature's pass over compute operations, before transfers are added.

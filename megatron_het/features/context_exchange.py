@@ -11,7 +11,8 @@ from megatron_het.features.base import Feature, Figures, Option, ViewFlag, optio
 from megatron_het.features.slices import SLICED_SCHEDULES, has_even_slices, not_sliced, slice_tokens
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
-from megatron_het.schedule.exchange import Parts, exchanged_layers
+from megatron_het.schedule.cutting import Parts
+from megatron_het.schedule.exchange import exchanged_layers
 from megatron_het.schedule.ir import Program, Shape
 from megatron_het.schedule.leveling import PassCosts
 from megatron_het.schedule.passes.exchange import add_exchange
@@ -130,6 +131,10 @@ class ContextExchange(Feature):
         found.parts = parts
         return found
 
+    def attention_units(self, options: ExchangeOptions) -> int:
+        """Of a slice."""
+        return options.units
+
     def viewed(self, flags: Mapping[str, Any]) -> ExchangeOptions | None:
         """Units switch it on."""
         units = flags["exchange_units"]
@@ -207,9 +212,3 @@ class ContextExchange(Feature):
             attention_forward_s=forward,
             attention_backward_s=backward,
         )
-
-
-def exchange_units(plan: Plan) -> int:
-    """Exchange units of a slice; 0 without the context exchange."""
-    options = ContextExchange().options_of(plan)
-    return options.units if options is not None else 0

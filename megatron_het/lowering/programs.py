@@ -13,7 +13,7 @@ from typing import Any
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Feature
 from megatron_het.plan import Placement, Plan, PlanError
-from megatron_het.schedule.exchange import Parts
+from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
 from megatron_het.schedule.generators.pipelines import Part, parts_of
 from megatron_het.schedule.ir import Kind, Op, Program, Shape

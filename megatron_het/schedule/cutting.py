@@ -34,6 +34,10 @@ class SlicePart:
     units: tuple[float, ...] = ()
 
 
+Parts = Sequence[Sequence[SlicePart]]
+"""What slices are of their sequences, by microbatch and slice."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cutting:
     """How every sequence is cut.

@@ -17,14 +17,11 @@ count by the attention that they are (``cutting.SlicePart``), and those that a s
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_het.schedule.cutting import SlicePart
+from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators.listing import require
 from megatron_het.schedule.ir import Op, Program
 from megatron_het.schedule.leveling import PassCosts, level
 from megatron_het.schedule.slots import aligned_slots
-
-Parts = Sequence[Sequence[SlicePart]]
-"""What slices are of their sequences, by microbatch and slice."""
 
 
 def exchanged_layers(layers: Iterable[Iterable[int]]) -> int:

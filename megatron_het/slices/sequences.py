@@ -18,7 +18,7 @@ from megatron_het.attention.blocks import take_blocks
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.plan.parts import Blocks, part_tokens, token_blocks
 from megatron_het.runtime.batches import Batches
-from megatron_het.schedule.cutting import Bounds, Cutting, Starts
+from megatron_het.schedule.cutting import Bounds, Cutting, SlicePart, Starts
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
 
 _CUT = ("tokens", "labels", "loss_mask", "position_ids")  # [b, s]
@@ -65,8 +65,7 @@ class SlicedSequences(Batches):
 
         super().__init__()
         self._args = args
-        self.cutting = cutting
-        """Where sequences are cut into slices."""
+        self._cutting = cutting
         self._device = device
         self._largest = batch
         self._divided = functools.lru_cache(maxsize=1024)(functools.partial(token_blocks, shares, grain=grain))
@@ -102,7 +101,7 @@ class SlicedSequences(Batches):
     def begin(self) -> None:
         """An iteration begins, and where its documents begin is known."""
         self._bounds.clear()
-        if self.cutting.is_even and self.documents is None:
+        if self._cutting.is_even and self.documents is None:
             return
         for chunk, model in enumerate(self._models):
             self._reserve(model, [passes[chunk] for passes in self._passes.values()])
@@ -121,22 +120,26 @@ class SlicedSequences(Batches):
             module.cache.reserve(rows[most])
 
     def starts(self, microbatch: int) -> tuple[Starts, ...] | None:
-        """Where the documents of each sequence of a microbatch begin; None if it does not matter."""
+        """See :class:`Batches`."""
         return None if self.documents is None else self.documents.of(microbatch)
+
+    def slice_parts(self, microbatch: int, units: int) -> tuple[SlicePart, ...]:
+        """See :class:`Batches`."""
+        return self._cutting.parts(self.starts(microbatch), units)
 
     def bounds(self, microbatch: int) -> Bounds:
         """Where the slices of a microbatch begin, and its end."""
         found = self._bounds.get(microbatch)
         if found is None:
-            found = self._bounds[microbatch] = self.cutting.bounds(self.starts(microbatch))
+            found = self._bounds[microbatch] = self._cutting.bounds(self.starts(microbatch))
         return found
 
     def rows(self, rows: int, op: RankOp) -> int:
         """See :class:`Batches`."""
-        if self.cutting.is_even:
+        if self._cutting.is_even:
             return rows
         bounds = self.bounds(op.microbatch)
-        return rows * (bounds[op.slice + 1] - bounds[op.slice]) // self.cutting.nominal
+        return rows * (bounds[op.slice + 1] - bounds[op.slice]) // self._cutting.nominal
 
     def part(self, op: RankOp) -> tuple[int, int]:
         """See :class:`Batches`."""
@@ -165,14 +168,14 @@ class SlicedSequences(Batches):
 
         starts, blocks = self.starts(op.microbatch), self._blocks(op)
         shown, tokens = self._args.seq_length, self._parts(op)
-        self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self.cutting.length, starts, tokens)
+        self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._cutting.length, starts, tokens)
         self._args.seq_length = tokens[self._part]
         try:
             yield
         finally:
             self._args.seq_length = shown
             self._current.params = None
-        if forward_only and op.slice == self.cutting.slices - 1:
+        if forward_only and op.slice == self._cutting.slices - 1:
             for cache in slice_caches([self._models[op.chunk]]):
                 cache.drop(op.microbatch)
 
@@ -221,7 +224,7 @@ class SlicedSequences(Batches):
     def iterator(self, op: RankOp, data_iterator: Any) -> Iterator[Mapping[str, Any]]:
         """The batch of an operation: read when its first slice asks for it, kept until the last."""
         batch = self._batch(op, data_iterator)
-        if op.slice == self.cutting.slices - 1:
+        if op.slice == self._cutting.slices - 1:
             del self._batches[op.microbatch, op.chunk]
         yield cut_batch(batch, self._blocks(op))
 

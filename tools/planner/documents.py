@@ -9,21 +9,12 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
-from megatron_het.features.context_exchange import exchange_units
-from megatron_het.features.slices import cutting_of, has_even_slices, is_sliced
-from megatron_het.plan import Plan
-from megatron_het.schedule.cutting import Cutting, SlicePart, Starts
+from megatron_het.schedule.cutting import Cutting, Starts
 from megatron_het.untrusted import FileError, read_text
 from megatron_het.untrusted.errors import shown
 
 from .errors import PlannerError, from_file_error
-
-if TYPE_CHECKING:
-    from .model import Model
 
 Lengths = int | tuple[int, ...]
 """A mean, or a sample."""
@@ -78,65 +69,17 @@ def drawn(lengths: Lengths, seq_length: int) -> tuple[Starts, ...]:
     return tuple(found[:count])
 
 
-def attention_share(model: Model) -> float:
-    """Pairs of a query and a key that it sees, in the mean of sequences and layers, over those of whole sequences."""
-    if model.document_lengths is None:
-        return 1.0
-    cutting = _seen(model, Cutting(model.seq_length, 1))
-    sequences = drawn(model.document_lengths, model.seq_length)
-    pairs = sum(cutting.keys(starts, model.seq_length) for starts in sequences)
-    return pairs / len(sequences) / cutting.keys((0,), model.seq_length)
-
-
-def slice_parts(model: Model, plan: Plan) -> tuple[tuple[SlicePart, ...], ...]:
-    """What the slices of a plan have of every microbatch, as ranks cut them; empty where they see all before them.
+def share_left(lengths: Lengths, seq_length: int, window: int | None, windowed_layers: float) -> float:
+    """Pairs of a query and a key that it sees, in the mean of sequences and layers, over those of whole sequences.
 
     Args:
-        model: Its documents.
-        plan: Says how sequences are cut, and what devices attend to for each other.
+        lengths: Of the documents.
+        seq_length: Tokens of a sequence.
+        window: Keys that a query sees in layers with a sliding window, its own with them; None without.
+        windowed_layers: Share of such layers.
     """
-    plain = cutting_of(plan)
-    if not is_sliced(plan) or (model.document_lengths is None and plain.is_even and has_even_slices(plan)):
-        return ()
-    cutting, units = _seen(model, cutting_of(plan, _arguments(model))), exchange_units(plan)
-    found, at = [], 0
-    for microbatch in range(plan.training.num_microbatches):
-        size = plan.training.sequences(microbatch)
-        found.append(_parts(cutting, units, model.document_lengths, at, size))
-        at += size
-    return tuple(found)
-
-
-@functools.lru_cache(maxsize=4096)
-def _parts(cutting: Cutting, units: int, lengths: Lengths | None, at: int, size: int) -> tuple[SlicePart, ...]:
-    """Of one microbatch, which has ``size`` sequences from the ``at``-th on."""
-    if lengths is None:
-        return cutting.parts(None, units)
-    sequences = drawn(lengths, cutting.length)
-    return cutting.parts([sequences[(at + i) % len(sequences)] for i in range(size)], units)
-
-
-def _seen(model: Model, cutting: Cutting) -> Cutting:
-    """The cutting with the model's windows."""
-    if model.attention_window is None:
-        return cutting
-    return replace(cutting, window_tokens=model.attention_window - 1, window_share=model.windowed_layers)
-
-
-def _arguments(model: Model) -> SimpleNamespace:
-    """What of Megatron's arguments decides how long slices of equal work are."""
-    x = model.experts
-    return SimpleNamespace(
-        hidden_size=model.hidden_size,
-        kv_channels=model.head_dim,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.groups,
-        num_layers=model.num_layers,
-        group_query_attention=True,
-        swiglu=model.gated,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_experts=x.count if x else None,
-        moe_router_topk=x.top_k if x else 0,
-        moe_ffn_hidden_size=x.ffn_hidden_size if x else None,
-        moe_shared_expert_intermediate_size=x.shared_ffn_hidden_size if x else None,
-    )
+    share = 0.0 if window is None else windowed_layers
+    cutting = Cutting(seq_length, 1, window_tokens=None if window is None else window - 1, window_share=share)
+    sequences = drawn(lengths, seq_length)
+    pairs = sum(cutting.keys(starts, seq_length) for starts in sequences)
+    return pairs / len(sequences) / cutting.keys((0,), seq_length)

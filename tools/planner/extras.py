@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload import offload_ratio
 from megatron_het.features.context_exchange import ATTENTION, REST
-from megatron_het.features.slices import WORK
 from megatron_het.plan.rows import PARAMETER, vocabulary_shares
 
 from .candidate import Candidate, Group, chunk_layers
@@ -70,8 +69,6 @@ def extra_parameters(estimator: OperatingPoints, candidate: Candidate) -> dict[s
         if len(set(attention)) > 1 or len(set(rest)) > 1:
             whole = _whole([*attention, *rest])
             found |= {ATTENTION: whole[: len(attention)], REST: whole[len(attention) :]}
-    elif candidate.slices > 1 and estimator.model.document_lengths is not None:
-        found |= {"slice_lengths": WORK, "slice_keys_per_token": _keys_per_token(estimator, candidate)}
     if candidate.host_activations:
         found["offload_activations"] = candidate.host_activations
     return found
@@ -81,20 +78,6 @@ def _whole(values: list[float]) -> list[int]:
     """Whole numbers in the ratios of positive figures."""
     unit = min(values) / _PARTS
     return [round(value / unit) for value in values]
-
-
-def _keys_per_token(estimator: OperatingPoints, candidate: Candidate) -> float:
-    """Keys that a query attends to in the time that the rest of a layer takes, in the mean of all replicas."""
-    model, rest, attention = estimator.model, 0.0, 0.0
-    for stage in candidate.stages:
-        for g in stage.groups:
-            u = estimator.unit_of(candidate, g)
-            assert u is not None
-            own = u.attention_f + u.attention_b
-            rest += g.count * (u.layer_f + u.layer_b - own)
-            attention += g.count * own
-    pairs = model.seq_length / 2 * model.attention_share  # keys of a query, in the mean
-    return float(f"{max(rest / attention * pairs, 1.0):.3g}")
 
 
 def _passes(estimator: OperatingPoints, candidate: Candidate) -> tuple[list[float], list[float]]:

@@ -14,7 +14,7 @@ from megatron_het.plan.limits import LARGEST
 
 from .catalog import Precision
 from .command import command
-from .documents import Lengths, attention_share, lengths_problem, read_lengths
+from .documents import Lengths, lengths_problem, read_lengths, share_left
 from .errors import PlannerError, validated
 from .files import read_yaml
 from .model_parts import Experts, Latent, check_sizes
@@ -258,7 +258,9 @@ class Model(BaseModel):
     @cached_property
     def attention_share(self) -> float:
         """What documents leave of the attention of whole sequences."""
-        return attention_share(self)
+        if self.document_lengths is None:
+            return 1.0
+        return share_left(self.document_lengths, self.seq_length, self.attention_window, self.windowed_layers)
 
     def head_flops(self, tokens: int) -> float:
         """Forward FLOPs of the output projection."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-if TYPE_CHECKING:
-    from .model import Model
 
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
@@ -80,8 +77,8 @@ class Latent(BaseModel):
         return query + heads * self.value_size + (0 if sliced else query + heads * self.value_size)
 
 
-def check_sizes(model: Model) -> None:
-    """Raise a ValueError where the sizes of a model contradict each other."""
+def check_sizes(model: Any) -> None:
+    """Raise a ValueError where the sizes of a model (``model.Model``) contradict each other."""
     if model.head_size is None and model.hidden_size % model.num_attention_heads:
         raise ValueError(
             f"num_attention_heads = {model.num_attention_heads} does not divide hidden_size = {model.hidden_size}"

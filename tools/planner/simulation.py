@@ -11,7 +11,7 @@ from megatron_het.lowering.costs import planned_costs
 from megatron_het.lowering.programs import schedule_shape
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, Link, Memory
-from megatron_het.schedule.exchange import Parts
+from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators.pipelines import parts_of
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.passes import post_receives_early
@@ -19,7 +19,6 @@ from megatron_het.schedule.simulate import Result
 
 from .build import build_plan, part_of, seats
 from .candidate import Candidate, Group
-from .documents import slice_parts
 from .errors import PlannerError
 from .estimate import Estimate, Estimator, Unit
 from .figures import Device, figures_of
@@ -136,10 +135,6 @@ def _without_attention(rows: Rows, attention: Rows) -> Rows:
     return [tuple(x - a for x, a in zip(row, mine)) for row, mine in zip(rows, attention)]
 
 
-def _times(rows: Rows, factor: float) -> Rows:
-    return [tuple(factor * x for x in row) for row in rows]
-
-
 def costs_of(
     estimator: Estimator,
     whole: Candidate,
@@ -172,22 +167,20 @@ def costs_of(
     forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
     by_group = {(m.stage, m.group.pool, m.group.tp, whole.cut_of(m.group)[0]): m for m in estimate.memory}
     memories = [by_group[s, g.pool, g.tp, g.ep] for s, g, _ in devices]
-    attention_f: Rows = []
-    attention_b: Rows = []
+    attention: list[Rows] = [[], []]
     if candidate.slices > 1:  # a later slice attends to more keys
-        attention_f = [tuple(n * u.attention_f for n in plan.stages[s].layers) for s, _, u in devices]
-        attention_b = [tuple(n * u.attention_b for n in plan.stages[s].layers) for s, _, u in devices]
-        forward = _without_attention(forward, attention_f)
-        backward = _without_attention(backward, attention_b)
-        if parts:  # which say what is left of the attention of whole sequences
-            attention_f, attention_b = (
-                _times(rows, 1 / estimator.model.attention_share) for rows in (attention_f, attention_b)
-            )
+        attention = [
+            [tuple(n * a for n in plan.stages[s].layers) for s, a in row]
+            for row in zip(*(((s, u.attention_f), (s, u.attention_b)) for s, _, u in devices), strict=True)
+        ]
+        forward, backward = (_without_attention(*rows) for rows in zip((forward, backward), attention, strict=True))
+    whole_share = estimator.model.attention_share if parts else 1.0  # parts are of the attention of whole sequences
+    attention_f, attention_b = (tuple(tuple(x / whole_share for x in row) for row in rows) for rows in attention)
     return Costs(
         forward_s=tuple(forward),
         backward_s=tuple(backward),
-        attention_forward_s=tuple(attention_f),
-        attention_backward_s=tuple(attention_b),
+        attention_forward_s=attention_f,
+        attention_backward_s=attention_b,
         diagonal=0.5,
         parts=tuple(map(tuple, parts)),
         message_bytes=size,
@@ -310,7 +303,16 @@ def _quick_s(
     if inputs is not None:
         seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
         assert seated is not None  # the plan has been made of it
-        costs = _priced(estimator, whole, candidate, estimate, plan, seated, None, slice_parts(estimator.model, plan))
+        costs = _priced(
+            estimator,
+            whole,
+            candidate,
+            estimate,
+            plan,
+            seated,
+            None,
+            schedule_of(candidate).slice_parts(estimator.model, plan),
+        )
         shape, speeds, parameters = inputs
         seconds = pipelines_s(plan.schedule.name, shape, speeds, costs, parameters)
         if seconds is not None:
@@ -341,7 +343,7 @@ def with_costs(
 def _simulate(
     estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None
 ) -> Simulation:
-    parts = slice_parts(estimator.model, plan)
+    parts = schedule_of(candidate).slice_parts(estimator.model, plan)
     program = program_of(plan, parts)
     if estimator.runtime.host_blocks:
         program = post_receives_early(program)  # as the runtime does over gloo

@@ -13,14 +13,16 @@ from megatron_het.plan import Plan
 from tools.planner.build import build_plan
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.documents import drawn, read_lengths, slice_parts
+from tools.planner.documents import drawn, read_lengths
 from tools.planner.errors import PlannerError
 from tools.planner.estimate import Estimator
 from tools.planner.model import Model
+from tools.planner.schedules.slimpipe import SlimPipe
 from tools.planner.simulation import simulate_candidate
 
 LENGTH = 131_072
 LONG_TAILED = (1000, 1500, 2000, 4000, 8000, 100_000)
+SLIMPIPE = SlimPipe()
 STAGES = (Stage(4, (Group(0, 8, 1),)), Stage(4, (Group(0, 8, 1),)))
 SLICED = Candidate(STAGES, 1, schedule="slimpipe", slices=8)
 
@@ -88,7 +90,7 @@ def test_slices_have_equal_work() -> None:
     priced = estimator(document_lengths=LONG_TAILED)
     plan, seconds = planned(priced, SLICED)
     assert plan.schedule.parameters["slice_lengths"] == "work"
-    parts = slice_parts(priced.model, plan)
+    parts = SLIMPIPE.slice_parts(priced.model, plan)
     assert len({part.tokens for part in parts[0]}) > 1
     assert sum(part.attention for row in parts for part in row) / len(parts) == pytest.approx(
         priced.model.attention_share, rel=0.5
@@ -107,7 +109,7 @@ def test_the_exchange_is_planned_by_documents() -> None:
         planned(estimator(document_lengths=lengths), replace(SLICED, exchange=True)) for lengths in (None, LONG_TAILED)
     )
     assert packed < whole
-    parts = slice_parts(model(document_lengths=LONG_TAILED), plan)
+    parts = SLIMPIPE.slice_parts(model(document_lengths=LONG_TAILED), plan)
     assert any(not share for row in parts for part in row for share in part.units)
 
 
