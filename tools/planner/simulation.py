@@ -11,6 +11,7 @@ from megatron_het.lowering.costs import planned_costs
 from megatron_het.lowering.programs import schedule_shape
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, Link, Memory
+from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators.pipelines import parts_of
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.passes import post_receives_early
@@ -60,17 +61,21 @@ def operations_of(estimator: Estimator, candidate: Candidate) -> int:
     return 2 * len(candidate.stages) * candidate.chunks * candidate.slices * microbatches
 
 
-def program_of(plan: Plan) -> Program:
+def program_of(plan: Plan, parts: Parts = ()) -> Program:
     """The operations of one iteration: the program that the plan's ranks run.
 
     Plain ZeRO-2 and 3, which are compared with and have no operations, are priced in the passes.
+
+    Args:
+        plan: Checked.
+        parts: What slices see, by microbatch and slice; empty where each sees all before it.
 
     Raises:
         PlannerError: the schedule cannot run this shape, or has no such parameters.
     """
     given = {name: value for name, value in plan.schedule.parameters.items() if name != "zero_stage"}
     try:
-        return programs.program_of(replace(plan, schedule=replace(plan.schedule, parameters=given)))
+        return programs.program_of(replace(plan, schedule=replace(plan.schedule, parameters=given)), parts=parts)
     except PlanError as error:
         raise PlannerError("plan", error.where, plan.schedule.parameters, error.problem, error.hint) from None
 
@@ -131,7 +136,13 @@ def _without_attention(rows: Rows, attention: Rows) -> Rows:
 
 
 def costs_of(
-    estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats
+    estimator: Estimator,
+    whole: Candidate,
+    candidate: Candidate,
+    estimate: Estimate,
+    plan: Plan,
+    seated: Seats,
+    parts: Parts = (),
 ) -> Costs:
     """The simulator's costs, from the same per-layer figures as the closed form.
 
@@ -139,6 +150,7 @@ def costs_of(
         whole: Decides gradient reduction and memory.
         candidate: What is simulated: the whole or one block of it.
         seated: Where the plan's ranks sit, in the plan's order of replicas.
+        parts: What slices see; empty for the mean of all documents.
     """
     size = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.cp
     devices = _devices(estimator, candidate, plan, seated)
@@ -155,19 +167,22 @@ def costs_of(
     forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
     by_group = {(m.stage, m.group.pool, m.group.tp, whole.cut_of(m.group)[0]): m for m in estimate.memory}
     memories = [by_group[s, g.pool, g.tp, g.ep] for s, g, _ in devices]
-    attention_f: Rows = []
-    attention_b: Rows = []
+    attention: list[Rows] = [[], []]
     if candidate.slices > 1:  # a later slice attends to more keys
-        attention_f = [tuple(n * u.attention_f for n in plan.stages[s].layers) for s, _, u in devices]
-        attention_b = [tuple(n * u.attention_b for n in plan.stages[s].layers) for s, _, u in devices]
-        forward = _without_attention(forward, attention_f)
-        backward = _without_attention(backward, attention_b)
+        attention = [
+            [tuple(n * a for n in plan.stages[s].layers) for s, a in row]
+            for row in zip(*(((s, u.attention_f), (s, u.attention_b)) for s, _, u in devices), strict=True)
+        ]
+        forward, backward = (_without_attention(*rows) for rows in zip((forward, backward), attention, strict=True))
+    whole_share = estimator.model.attention_share if parts else 1.0  # parts are of the attention of whole sequences
+    attention_f, attention_b = (tuple(tuple(x / whole_share for x in row) for row in rows) for rows in attention)
     return Costs(
         forward_s=tuple(forward),
         backward_s=tuple(backward),
-        attention_forward_s=tuple(attention_f),
-        attention_backward_s=tuple(attention_b),
+        attention_forward_s=attention_f,
+        attention_backward_s=attention_b,
         diagonal=0.5,
+        parts=tuple(map(tuple, parts)),
         message_bytes=size,
         link=link,
         operation_s=estimator.runtime.operation_s,
@@ -288,7 +303,16 @@ def _quick_s(
     if inputs is not None:
         seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
         assert seated is not None  # the plan has been made of it
-        costs = _priced(estimator, whole, candidate, estimate, plan, seated, None)
+        costs = _priced(
+            estimator,
+            whole,
+            candidate,
+            estimate,
+            plan,
+            seated,
+            None,
+            schedule_of(candidate).slice_parts(estimator.model, plan),
+        )
         shape, speeds, parameters = inputs
         seconds = pipelines_s(plan.schedule.name, shape, speeds, costs, parameters)
         if seconds is not None:
@@ -319,12 +343,13 @@ def with_costs(
 def _simulate(
     estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None
 ) -> Simulation:
-    program = program_of(plan)
+    parts = schedule_of(candidate).slice_parts(estimator.model, plan)
+    program = program_of(plan, parts)
     if estimator.runtime.host_blocks:
         program = post_receives_early(program)  # as the runtime does over gloo
     seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
     assert seated is not None  # the plan has been made of it
-    costs = _priced(estimator, whole, candidate, estimate, plan, seated, program)
+    costs = _priced(estimator, whole, candidate, estimate, plan, seated, program, parts)
     result = simulate_beside(program, costs, _alone(estimator, plan, seated))
     return Simulation(result.makespan_s, result)
 
@@ -347,9 +372,10 @@ def _priced(
     plan: Plan,
     seated: Seats,
     program: Program | None,
+    parts: Parts = (),
 ) -> Costs:
     """The costs of a plan and of its features; without a program, of those that need none."""
-    costs = costs_of(estimator, whole, candidate, estimate, plan, seated)
+    costs = costs_of(estimator, whole, candidate, estimate, plan, seated, parts)
     if program is not None:
         figures = figures_of(estimator, whole, _devices(estimator, candidate, plan, seated))
         for feature, options in features_of(plan):
