@@ -20,8 +20,9 @@ import torch
 from megatron_het.attention.blocks import held_before
 from megatron_het.attention.kernels import Gradients, Kernel
 from megatron_het.attention.kv_cache import KVCache, Run
-from megatron_het.attention.merge import merge_
+from megatron_het.attention.merge import in_type, merge_
 from megatron_het.attention.reach import Form, Reach, Span
+from megatron_het.attention.rotary import Rotation
 from megatron_het.attention.sink import add_sink, sink_gradient
 from megatron_het.plan.parts import Blocks
 
@@ -146,7 +147,7 @@ class _Place:
 
 
 class LimitedAttention(torch.autograd.Function):
-    """Apply it to query, key, value, sink, cache, kernel, microbatch, index, scale, sharing and reach."""
+    """Apply it to query, key, value, sink, cache, kernel, microbatch, index, scale, sharing, reach and rotation."""
 
     @staticmethod
     def forward(
@@ -162,8 +163,11 @@ class LimitedAttention(torch.autograd.Function):
         scale: float,
         sharing: Sharing | None,
         reach: Reach,
+        rotation: Rotation | None,
     ) -> torch.Tensor:
         """See ``slice_attention``."""
+        if rotation is not None:
+            query, key = rotation.turn(query), rotation.turn(key)
         begins = (*cache.begins(microbatch)[:index], cache.begin_of(microbatch, index))
         queries, held, first, blocks, whole = _spans(begins, query.shape[0], sharing)
         unread = held_before(blocks, reach.unread(*whole))
@@ -182,14 +186,14 @@ class LimitedAttention(torch.autograd.Function):
         out = out.to(query.dtype)
         kept = (_alone(query), out, lse, _alone(key[:unread]), _alone(value[:unread]))
         ctx.save_for_backward(*kept, *(() if sink is None else (sink,)))
-        ctx.place = place, sharing
+        ctx.place = place, sharing, rotation
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Of query, key, value and sink; those of earlier slices' keys and values go to the cache."""
         query, out, lse, key, value, *sinks = ctx.saved_tensors
-        place, sharing = ctx.place
+        place, sharing, rotation = ctx.place
         cache, microbatch, index = place.cache, place.microbatch, place.index
         cache.check_last(microbatch, index)
         gathering = None if sharing is None else sharing.gather(grad, query, out, lse)
@@ -210,7 +214,10 @@ class LimitedAttention(torch.autograd.Function):
             dk[-later[0].shape[0] :] += later[0]
             dv[-later[1].shape[0] :] += later[1]
         ds = sink_gradient(grad, out, lse, *sinks) if sinks and ctx.needs_input_grad[3] else None
-        return dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype), ds, *[None] * 7
+        dq, dk, dv = (in_type(part, query.dtype) for part in (dq, dk, dv))
+        if rotation is not None:
+            dq, dk = rotation.turn_back(dq), rotation.turn_back(dk)
+        return dq, dk, dv, ds, *[None] * 8
 
 
 def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None) -> _Spans:

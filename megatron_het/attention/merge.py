@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def in_type(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a type; itself, without a call, if it has it: a slice asks many times, and seldom needs it."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
 def merge_(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> torch.Tensor:
     """Merge attention over other keys into ``out``, in place.
 
@@ -21,5 +26,5 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse:
         The merged log-sum-exp; ``lse`` is left alone.
     """
     weight = torch.sigmoid(other_lse - lse).permute(2, 0, 1).unsqueeze(-1)
-    out.lerp_(other.to(out.dtype), weight.to(out.dtype))
+    out.lerp_(in_type(other, out.dtype), in_type(weight, out.dtype))
     return torch.logaddexp(lse, other_lse)
