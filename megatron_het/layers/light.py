@@ -15,12 +15,17 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch.nn.functional import linear
 
 
+def _is_changed(module: Any) -> bool:
+    """Whether its product is somebody else's business: a schedule that splits backward passes, or an offload."""
+    return "_forward_impl" in vars(module) or module.config._cpu_offloading_context is not None
+
+
 class LightColumnLinear(ColumnParallelLinear):
     """Megatron's layer on one TP rank."""
 
     def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, *rest: Any, **more: Any) -> Any:
         """See Megatron; ``[s, b, k]`` to ``[s, b, n]``, and the bias if somebody else adds it."""
-        if weight is not None or self.config._cpu_offloading_context is not None:
+        if weight is not None or _is_changed(self):
             return super().forward(input_, weight, *rest, **more)
         if self.skip_bias_add:
             return linear(input_, self.weight), self.bias
@@ -32,7 +37,7 @@ class LightRowLinear(RowParallelLinear):
 
     def forward(self, input_: torch.Tensor) -> Any:
         """See Megatron; ``[s, b, k]`` to ``[s, b, n]``, and the bias if somebody else adds it."""
-        if self.config._cpu_offloading_context is not None:
+        if _is_changed(self):
             return super().forward(input_)
         if self.skip_bias_add:
             return linear(input_, self.weight), self.bias
@@ -68,7 +73,7 @@ def _is_alone(module: Any) -> bool:
     """Whether a layer is a product of its input and its weight, and what autograd does with that."""
     return bool(
         module.weight is not None
-        and "_forward_impl" not in vars(module)  # a schedule that splits backward passes has another one
+        and not _is_changed(module)
         and module.tp_group.size() == 1
         and not module.explicit_expert_comm
         and not module.sequence_parallel

@@ -96,3 +96,16 @@ def test_a_weight_from_elsewhere_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
     lighten_linear_layers([model(module)])
     out, _ = module(torch.ones(1, 1, 4, dtype=torch.float64), weight=other.requires_grad_())
     torch.testing.assert_close(out[0, 0], module.bias)
+
+
+@pytest.mark.parametrize("kind", LIGHT)
+def test_a_split_backward_that_comes_later_is_kept(
+    kind: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("copy_to", "reduce_from"):
+        monkeypatch.setattr(f"{LAYERS}.{name}_tensor_model_parallel_region", lambda tensor, **_: tensor)
+    module = layer(kind)
+    lighten_linear_layers([model(module)])
+    module._forward_impl = lambda input, weight, bias, **_: input.new_full((*input.shape[:2], 6), 7.0)
+    out, _ = module(torch.ones(1, 1, 4, dtype=torch.float64))
+    assert (out - (0 if kind is ColumnParallelLinear else module.bias) == 7).all()
