@@ -124,6 +124,7 @@ class HetSession:
             context.channels,
             loss_chunk=loss_chunk if self._has_loss else None,
             num_chunks=self._num_chunks,
+            tells_chunk=self.plan.most_chunks > 1,
             timeline=self._timeline,
             features=self._features,
             batches=context.batches,
@@ -141,7 +142,7 @@ class HetSession:
         timeout_s = args.distributed_timeout_minutes * 60
         programs = self._programs
         slices = programs[False].shape.slices
-        boundaries = boundary_map(self.placement, slices)
+        boundaries = boundary_map(self.placement)
         device = programs[False].shape.device(where.stage, where.replica)
         self._local_seq_length = boundaries.local_length(device, rank)
         self._channels = Channels.open(
@@ -220,7 +221,7 @@ class HetSession:
         # Before wrapping, weights without a device of their own in Megatron are still on the CPU.
         model_config.post_wrap_hooks.append(self._finalizer.copy_initial_weights)
         model_config.post_wrap_hooks.append(self._remember)
-        if self._num_chunks > 1:
+        if self.plan.most_chunks > 1:
             from megatron_het.runtime.building import BUILDER, know_positions
 
             model_config.builder = BUILDER

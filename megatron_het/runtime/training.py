@@ -122,6 +122,7 @@ class PretrainHook:
             self._session.plan.training.batches_of_microbatches,
             loader_type,
             lambda: self._session.is_running,
+            self._session.plan.most_chunks - len(self._session.plan.stages[where.stage].layers),
         )
 
     def wrap_schedule_getter(self, original: Callable[..., Any]) -> Callable[..., Any]:

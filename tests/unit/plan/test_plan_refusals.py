@@ -45,6 +45,12 @@ def with_shares(plan: Plan) -> Plan:
     return replace(plan, stages=(*rest, replace(last, replicas=two)))
 
 
+def with_joined_chunks(plan: Plan) -> Plan:
+    """The last stage has all of its layers in one chunk."""
+    *rest, last = plan.stages
+    return replace(plan, stages=(*rest, replace(last, layers=(sum(last.layers),))))
+
+
 def mixed(plan: Plan, shares: tuple[float, float] = (1.0, 1.0)) -> Plan:
     """The last stage has replicas of TP 1 and 2."""
     *rest, last = plan.stages
@@ -107,12 +113,7 @@ REFUSED = [
     (scheduled("slimpipe", slices=1), "fewer slices than the 2 stages"),
     (scheduled("slimpipe", slices="x"), "needs a number of slices"),
     (scheduled("1f1b", offload_activations=None), "a share above 0"),
-    (
-        replace(
-            scheduled("1f1b"), stages=(Stage((1, 1), scheduled("1f1b").stages[0].replicas), scheduled("1f1b").stages[1])
-        ),
-        "the same number of chunks",
-    ),
+    (with_joined_chunks(scheduled("slimpipe", chunks=2, slices=4, context_exchange=True)), "stages have .1, 2. chunks"),
 ]
 
 
