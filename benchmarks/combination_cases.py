@@ -224,7 +224,9 @@ def _routed_as_the_first(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 def _with_fewer_chunks(stages: tuple[Stage, ...], rng: random.Random) -> tuple[Stage, ...]:
     """One stage has all of its layers in one chunk; where that is the last one, another ends the model."""
     chosen = rng.randrange(len(stages))
-    return tuple(replace(stage, layers=(sum(stage.layers),)) if s == chosen else stage for s, stage in enumerate(stages))
+    return tuple(
+        replace(stage, layers=(sum(stage.layers),)) if s == chosen else stage for s, stage in enumerate(stages)
+    )
 
 
 def _window(row: Row) -> Row:

@@ -8,7 +8,7 @@ by one for another plan.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -190,6 +190,15 @@ class HetSession:
         """Make whatever is due and show whole parameters, until the next iteration starts."""
         for feature in self._features:
             feature.materialise()
+
+    def settle(self) -> None:
+        """Make whatever is due before a checkpoint is taken."""
+        for feature in self._features:
+            feature.settle()
+
+    def copies(self, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Copies in host memory of those parameters that are not whole; see :class:`RuntimeFeature`."""
+        return {tensor: copy for f in self._features for tensor, copy in f.copies(parameters).items()}
 
     def close(self) -> None:
         """Destroy everything that ``open`` created, in the opposite order."""

@@ -32,7 +32,7 @@ def aligned_slots(program: Program) -> list[Slot]:
 
     Raises:
         ValueError: the lists do not agree with any order of slots, microbatches change between replicas,
-            backwards are split into two operations, stages have different numbers of chunks, or these are placed in a V.
+            backwards are split into two operations, chunks are placed in a V, or stages have different numbers of them.
     """
     if program.shape.placement != "loop":
         raise ValueError(f"program {program.name}: its chunks are placed in a V, so its slots are not aligned")

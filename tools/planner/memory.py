@@ -32,7 +32,9 @@ def _of_group(
     if estimator.model.sequence_parallel:
         boundary /= groups[i].tp
     u, mine = stage.units[i], stage.microbatches[i]
-    parameters, gradients, optimizer, host = schedule.state(estimator, candidate.as_of(s), u, stage.parameters[i], shards)
+    parameters, gradients, optimizer, host = schedule.state(
+        estimator, candidate.as_of(s), u, stage.parameters[i], shards
+    )
     held = schedule.in_flight(candidate, stage, s, i)
     kept = layers * (u.layer_bytes * schedule.layer_share(u)) + (u.embedding_bytes if s == 0 else 0.0)
     activations, waiting = schedule.activations(candidate, held, kept)

@@ -13,7 +13,7 @@ from megatron_het.config import pipeline_layout
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
 from megatron_het.features.zero_bubble import ZeroBubble
 from megatron_het.lowering.programs import build
-from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape
+from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, TrainingShape
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators import GENERATORS

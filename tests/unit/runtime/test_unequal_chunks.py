@@ -64,7 +64,7 @@ def test_every_rank_is_told_of_as_many_virtual_stages() -> None:
         assert state._PIPELINE_MODEL_PARALLEL_GROUP.by_chunk == by_chunk  # so many chunks are built
     state = shown(plan, 0)
     with between_the_ends(state):
-        assert state._PIPELINE_MODEL_PARALLEL_GROUP == Axis(1, 2)
+        assert Axis(1, 2) == state._PIPELINE_MODEL_PARALLEL_GROUP
         assert state._MPU_PIPELINE_MODEL_PARALLEL_RANK == 1
     assert state._MPU_PIPELINE_MODEL_PARALLEL_RANK == 0
 
@@ -112,4 +112,3 @@ def test_a_rank_takes_part_for_the_chunks_that_it_lacks(
     build(own)
     absent = ["between", 0, "told"] if is_distributed else ["told"]
     assert said == [*absent, *absent, *([0] if is_distributed or tp_rank == 0 else []), "told"]
-
