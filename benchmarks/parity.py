@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.parity --json OUT``: at least 40 plans chosen pairwise from every feature,
 some of them in bf16 and fp16 too, and 20 random ones.  For each: the largest relative difference of the losses
-of 10 steps (lr 1e-3, dropout 0) and of the evaluations, and of every gradient at the first step
-(L2, per parameter, on every replica).  Top-level figures are those of fp32; bf16 stands apart.
+of 10 steps (lr 1e-3, dropout 0) and of the evaluations, of the norm and of every gradient at the first step
+(L2, per parameter, on every replica), and in fp32 of every parameter and tensor of the optimizer after the last one.
+Top-level figures are those of fp32; bf16 stands apart.
 """
 
 from __future__ import annotations
@@ -83,8 +84,10 @@ def labs(cases: Iterable[Case]) -> dict[type[Lab], list[Case]]:
     """The cases by the laboratory that runs them."""
     found: dict[type[Lab], list[Case]] = {}
     for case in cases:
-        multi_head, ministage = case.chosen.get("multi_head"), "ministages" in case.chosen
-        found.setdefault(MultiHeadLab if multi_head else MinistageLab if ministage else Lab, []).append(case)
+        saves = "ministages" in case.chosen or (case.plan.training.precision == "fp32" and compares_parameters(case))
+        found.setdefault(MultiHeadLab if case.chosen.get("multi_head") else MinistageLab if saves else Lab, []).append(
+            case
+        )
     return found
 
 
