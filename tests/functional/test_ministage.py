@@ -186,7 +186,7 @@ def test_start_and_save_never_hold_the_whole_stage(lab: MinistageLab, tmp_path: 
     saving = watched["saving"]
     assert 0 < saving["peak_parameter_bytes"] < two_of_five
     assert 0 < saving["peak_optimizer_bytes"] <= window["peak_optimizer_bytes"]
-    assert saving["peak_bytes"] < window["peak_bytes"]
+    assert saving["peak_bytes"] <= window["peak_bytes"]
 
 
 def test_fp16_skips_and_clips_as_without_a_window(lab: MinistageLab, tmp_path: Path):
