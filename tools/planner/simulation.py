@@ -11,12 +11,13 @@ from megatron_het.lowering.costs import planned_costs
 from megatron_het.lowering.programs import schedule_shape
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, Link, Memory
+from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.pipelines import parts_of
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.passes import post_receives_early
 from megatron_het.schedule.simulate import Result
 
-from .build import build_plan, part_of, seats
+from .build import build_plan, in_order_of, part_of, seats
 from .candidate import Candidate, Group
 from .errors import PlannerError
 from .estimate import Estimate, Estimator, Unit
@@ -24,12 +25,14 @@ from .figures import Device, figures_of
 from .neighbours import simulate_beside
 from .packing import Seat
 from .passes import passes_of_plan, unit_of_device
-from .plain import Wiring, pipelines_s
+from .plain import Pipelines, Wiring, pipelines_of, pipelines_s
 from .quick import can_price, compute_orders, makespan_s
-from .schedules import schedule_of
+from .schedules import PLAIN, schedule_of
 from .stages import sharding_s, stage_tails
 
 Seats = list[list[list[Seat]]]
+MOST_REMEMBERED = 100_000
+"""Compute operations of plans that are kept for other orders of the same."""
 MOST_COUPLED = 60_000
 """Compute operations up to which plans whose parts gather together are simulated as a whole."""
 
@@ -214,10 +217,46 @@ def block_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> f
     """
 
     def simulate_it() -> float:
-        plan = build_plan(estimator, candidate, estimate, one_block=True)
-        return _quick_s(estimator, candidate, candidate.block(), estimate, plan, _block_seats(estimator, candidate))
+        key, known = _in_one_order(candidate), estimator.known_blocks
+        if key not in known:
+            if sum(operations_of(estimator, c) for c in known) > MOST_REMEMBERED:
+                known.clear()
+            known[key] = _Block(estimator, candidate, estimate)
+        return known[key].seconds(candidate, estimate)
 
     return estimator.simulated_s(candidate, False, simulate_it)
+
+
+def _in_one_order(candidate: Candidate) -> Candidate:
+    return candidate.with_(order=ORDERS[0], depths=())
+
+
+class _Block:
+    """One of a candidate's equal pipelines, for every order and any number of microbatches in flight.
+
+    The finalists of a search are timed in several orders and depths, which differ in two parameters of the schedule.
+    """
+
+    def __init__(self, estimator: Estimator, candidate: Candidate, estimate: Estimate) -> None:
+        self._estimator = estimator
+        self._plan = build_plan(estimator, candidate, estimate, one_block=True)
+        self._seats = _block_seats(estimator, candidate)
+        self._pipelines: Pipelines | None = None
+        inputs = programs.generator_inputs(self._plan) if candidate.schedule == PLAIN.name else None
+        if inputs is not None:
+            costs = _priced(estimator, candidate, candidate.block(), estimate, self._plan, self._seats, None)
+            self._pipelines = pipelines_of(candidate.schedule, *inputs[:2], costs)
+
+    def seconds(self, candidate: Candidate, estimate: Estimate) -> float:
+        """The iteration time in the candidate's order and depths.
+
+        Raises:
+            PlannerError: the schedule cannot run this shape.
+        """
+        plan = in_order_of(self._plan, candidate)
+        if self._pipelines is not None:
+            return self._pipelines.seconds(programs.parameters_of(plan))
+        return _quick_s(self._estimator, candidate, candidate.block(), estimate, plan, self._seats)
 
 
 def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats) -> float:
