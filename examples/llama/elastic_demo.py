@@ -222,7 +222,7 @@ def report_of(steps: Sequence[Step], history: Sequence[dict[str, Any]], killed_s
         JobError: The training did not go on, or the worker did not come back before its end.
     """
     changes = [entry["why"] for entry in history]
-    if changes != ["start", "1 ranks were lost", "a node joins"]:
+    if changes != ["start", "1 rank was lost", "a node joins"]:
         raise jobs.JobError(f"the worker should die once and come back once before the end; it went: {changes}")
     start_s, tokens = steps[0].time_s, _MICROBATCHES * size.model.seq_length
     lost, back = (min(s.time_s for s in steps if s.time_s > entry["planned"]) for entry in history[1:])

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Feature
 from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
 from megatron_het.schedule.generators.pipelines import Part, parts_of
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
@@ -104,8 +105,13 @@ def _in_whole(program: Program, part: Part, shape: Shape) -> Program:
     return replace(program, shape=shape, ops=tuple(ops))
 
 
-def program_of(plan: Plan, forward_only: bool = False) -> Program:
+def program_of(plan: Plan, forward_only: bool = False, parts: Parts = ()) -> Program:
     """One of the plan's programs, with all passes; not validated, and perhaps not executable.
+
+    Args:
+        plan: Checked.
+        forward_only: The evaluation program.
+        parts: What slices see, by microbatch and slice, where documents or sliding windows limit it.
 
     Raises:
         PlanError: The schedule cannot run the plan's shape.
@@ -114,7 +120,7 @@ def program_of(plan: Plan, forward_only: bool = False) -> Program:
         return assemble(
             schedule_shape(plan),
             plan.schedule.name,
-            list(features_of(plan)),
+            [(feature.limited(parts), options) for feature, options in features_of(plan)],
             speeds=_speeds(plan),
             forward_only=forward_only,
             **parameters_of(plan),

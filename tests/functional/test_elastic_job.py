@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 from benchmarks.cases import Weights, build_plan, common_flags
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job, words
+from megatron_het.elastic.__main__ import main as het_run
 from megatron_het.elastic.board import Board
 from megatron_het.elastic.controller import Bounds, Controller, JobError
 from megatron_het.elastic.pool import GivenPlans, Planner
@@ -140,7 +142,18 @@ def undisturbed(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     return losses
 
 
-def test_join_death_and_leave(lab: Lab, tmp_path: Path, undisturbed: dict[int, float]):
+def asked(job: Running, capsys: pytest.CaptureFixture[str]) -> str:
+    """What ``het-run status`` says of a job that runs."""
+    (job.folder / "token").write_text(TOKEN)
+    where = ["--controller", f"127.0.0.1:{job.port}", "--token-file", str(job.folder / "token")]
+    capsys.readouterr()
+    assert het_run(["status", *where]) == 0
+    return capsys.readouterr().out
+
+
+def test_join_death_and_leave(
+    lab: Lab, tmp_path: Path, undisturbed: dict[int, float], capsys: pytest.CaptureFixture[str]
+):
     nodes = [("a", ""), ("b", ""), ("c", ""), ("d", "come")]
     job = Running(lab, tmp_path, nodes, kill=(1, 8, 0))
     job.until(lambda: job.iteration() >= 2, "start")
@@ -148,13 +161,26 @@ def test_join_death_and_leave(lab: Lab, tmp_path: Path, undisturbed: dict[int, f
     job.until(lambda: len(job.controller.history) >= 3, "join and death")
     start = job.iteration()
     job.until(lambda: job.iteration() > start, "after the death")
+    told = ""
+
+    def is_told() -> bool:
+        nonlocal told
+        told = asked(job, capsys)
+        return told.count("s to the end of the first iteration") == 2
+
+    job.until(is_told, "status")
+    first = re.match(rf"iteration (\d+) of {STEPS}[;,].* goodput \d+\.\d % of \d+ s\n", told)
+    assert first is not None and int(first[1]) >= start, told
+    assert "generation 2 (1 rank was lost): plan " in told and "1f1b, 2 stages of 1 + 2 ranks\n" in told
+    assert [node for node in "abcd" if f"  node {node}: 1 worker\n" in told] == ["a", "c", "d"], told
+    assert re.search(r"  change 1 at iteration \d+: a node joins, \d+\.\d s to the end of the first iteration\n", told)
     Board("127.0.0.1", job.port, TOKEN).post({"type": "leave", "node": "a"})
     finished = job.end()
     assert job.error is None, job.error
     assert [entry["why"] for entry in job.controller.history] == [
         "start",
         "a node joins",
-        "1 ranks were lost",
+        "1 rank was lost",
         "a node leaves",
     ], job.lines
     assert sorted(finished.returncodes) == [-9, 0, 0, 0]
@@ -167,7 +193,7 @@ def test_a_death_in_the_first_generation(lab: Lab, tmp_path: Path, undisturbed: 
     job.until(lambda: len(job.controller.history) >= 2, "death")
     finished = job.end()
     assert job.error is None, job.error
-    assert [entry["why"] for entry in job.controller.history] == ["start", "1 ranks were lost"], job.lines
+    assert [entry["why"] for entry in job.controller.history] == ["start", "1 rank was lost"], job.lines
     assert sorted(finished.returncodes) == [-9, 0, 0]
     check_losses(losses_of(tmp_path), undisturbed)
 

@@ -247,7 +247,7 @@ def _parameters(
     """The parameters of the plan's schedule."""
     alike = all(routes == all_routes[0] for routes in all_routes)
     parameters = schedule_of(candidate).parameters(candidate, estimate, alike)
-    parameters |= extra_parameters(estimator, candidate)
+    parameters |= extra_parameters(estimator, candidate) | schedule_of(candidate).cut(estimator, candidate)
     if is_ordered(candidate):
         parameters["order"] = candidate.order
     return parameters
