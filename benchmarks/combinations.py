@@ -156,44 +156,50 @@ def failures(entries: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-def earlier_entries(files: Sequence[Path], seed: int) -> tuple[dict[str, dict[str, Any]], list[Case]]:
-    """What earlier runs found of plans, by name; of a plan that is in several files, what the last one says.
-
-    Returns:
-        The entries, and those plans that are from before the table had all of its parameters.
+def added(files: Sequence[Path], seed: int, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
+    """What earlier runs found of the plans, by name; of a plan that is in several files, what the last one says.
 
     Raises:
-        SystemExit: A run with another seed.
+        SystemExit: A run with another seed, or of other plans.
     """
+    entries = read_entries(files, seed)
+    check_entries(entries, cases)
+    return entries
+
+
+def read_entries(files: Sequence[Path], seed: int) -> dict[str, dict[str, Any]]:
+    """The entries of earlier runs by name; SystemExit for a run with another seed."""
     found: dict[str, dict[str, Any]] = {}
-    before: dict[str, Case] = {}
     for file in files:
         report = json.loads(file.read_text(encoding="utf-8"))
         if report["seed"] != seed:
             raise SystemExit(f"--add {file}: of seed {report['seed']}, and this run has {seed}")
-        for entry in report["cases"]:
-            name, row = entry["name"], entry["chosen"]["row"]
-            found[name] = entry
-            if PARAMETERS.keys() - row.keys():
-                before[name] = case_of(_whole(row), name, seed)
-    return found, list(before.values())
-
-
-def _whole(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with the parameters that the table has got since."""
-    return {key: row.get(key, values[0]) for key, values in PARAMETERS.items()}
+        found |= {entry["name"]: entry for entry in report["cases"]}
+    return found
 
 
 def check_entries(entries: dict[str, dict[str, Any]], cases: Sequence[Case]) -> None:
     """Raise SystemExit where entries of earlier runs are of other plans than those of this draw."""
-    rows = {case.name: json.loads(json.dumps(case.chosen)) for case in cases}
-    other = [
-        name
-        for name, entry in entries.items()
-        if rows.get(name) != {**entry["chosen"], "row": _whole(entry["chosen"]["row"])}
-    ]
+    chosen = {case.name: json.loads(json.dumps(case.chosen)) for case in cases}
+    other = [name for name, entry in entries.items() if chosen.get(name) != _whole(entry["chosen"])]
     if other:
         raise SystemExit(f"--add: {', '.join(other)} are other plans now; train them again")
+
+
+def from_before(entries: dict[str, dict[str, Any]], seed: int) -> list[Case]:
+    """The plans of entries from before the table had all of its parameters."""
+    return [
+        case_of(_whole(entry["chosen"])["row"], name, seed)
+        for name, entry in entries.items()
+        if PARAMETERS.keys() - entry["chosen"]["row"].keys()
+    ]
+
+
+def _whole(chosen: dict[str, Any]) -> dict[str, Any]:
+    """What was chosen, with the parameters that the table has got since."""
+    if "row" not in chosen:
+        return chosen
+    return {**chosen, "row": {key: chosen["row"].get(key, values[0]) for key, values in PARAMETERS.items()}}
 
 
 def markdown(refused: dict[Pair, str]) -> str:
@@ -256,7 +262,8 @@ def main() -> int:
     wanted = [pair for pair in pairs() if not are_of_two_schedules(pair)]
     try:
         refused = refusals(wanted, options.seed, folder / "pairs")
-        earlier, before = earlier_entries(options.add, options.seed)
+        earlier = read_entries(options.add, options.seed)
+        before = from_before(earlier, options.seed)
         cases = trained_cases(wanted, set(refused), options.seed, folder, before)
         check_entries(earlier, cases)
         index, parts = map(int, options.part.split("/"))

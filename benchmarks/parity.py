@@ -80,14 +80,21 @@ def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[s
     return cases, sorted(" and ".join(sorted(f"{k}={v}" for k, v in pair)) for pair in impossible)
 
 
-def labs(cases: Iterable[Case]) -> dict[type[Lab], list[Case]]:
-    """The cases by the laboratory that runs them."""
+def labs(cases: Iterable[Case], *, saves: bool = False) -> dict[type[Lab], list[Case]]:
+    """The cases by the laboratory that runs them.
+
+    Args:
+        cases: Of any kind.
+        saves: Whether all runs of which the last parameters tell something save them, not those of ministages alone.
+    """
     found: dict[type[Lab], list[Case]] = {}
     for case in cases:
-        saves = "ministages" in case.chosen or (case.plan.training.precision == "fp32" and compares_parameters(case))
-        found.setdefault(MultiHeadLab if case.chosen.get("multi_head") else MinistageLab if saves else Lab, []).append(
-            case
-        )
+        is_exact = case.plan.training.precision == "fp32" and compares_parameters(case)
+        if case.chosen.get("multi_head"):
+            kind: type[Lab] = MultiHeadLab
+        else:
+            kind = MinistageLab if "ministages" in case.chosen or (saves and is_exact) else Lab
+        found.setdefault(kind, []).append(case)
     return found
 
 
@@ -104,7 +111,7 @@ def compares_parameters(case: Case) -> bool:
 def measure(cases: list[Case], folder: Path, at_once: int) -> list[dict[str, Any]]:
     """Run all cases; a case that fails is recorded and does not end the benchmark."""
     found = []
-    for kind, members in labs(cases).items():
+    for kind, members in labs(cases, saves=True).items():
         found += _measure(members, folder / kind.__name__, at_once, kind)
     return sorted(found, key=lambda entry: entry["name"])
 
