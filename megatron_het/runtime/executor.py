@@ -106,9 +106,14 @@ class Executor:
         self.current = "the start of an iteration"
         for feature in self._features:
             feature.begin(call, state)
+        points = self._sync_points[call.forward_only]
+        for feature in self._features:
+            chosen = feature.program(call, program)
+            if chosen is not program:
+                program, points = chosen, sync_points(chosen.ops, self._num_chunks)
         for index, op in enumerate(program.ops):
             self.current = op.label
-            for chunk in self._sync_points[call.forward_only].get(index, ()):
+            for chunk in points.get(index, ()):
                 state.no_sync.pop(chunk).close()  # the gradients that follow complete those of the chunk
             with record_function(op.label), self._timeline.measure(op):
                 for feature in self._features if op.kind in PARTS else ():

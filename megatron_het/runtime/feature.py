@@ -158,6 +158,14 @@ class RuntimeFeature:
     def begin(self, call: Call, state: Iteration) -> None:
         """An iteration of training or evaluation begins."""
 
+    def program(self, call: Call, program: RankProgram) -> RankProgram:
+        """What this rank runs in an iteration that all features have begun; the program of the plan by default.
+
+        Another one has the same passes and transfers between them in the same order, and differs in operations of the
+        feature's own.  All ranks choose alike.
+        """
+        return program
+
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
         """Around a FORWARD: entering may change ``forward``; at the end its output is there."""
         return contextlib.nullcontext()

@@ -93,7 +93,7 @@ def _passes(estimator: OperatingPoints, candidate: Candidate) -> tuple[list[floa
             if candidate.rows and s == candidate.head_stage:
                 seconds[-1] -= u.head_f
             own = [(t - n * u.attention_f) / candidate.slices for t, n in zip(seconds, chunks)]
-            attention += [u.attention_f / pairs] * g.count
+            attention += [u.attention_f / estimator.model.attention_share / pairs] * g.count
             rest += own * g.count
     return attention, rest
 
