@@ -17,12 +17,11 @@ from benchmarks.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.conversations import write_conversations
 
 BAR = 1e-5
-_EXCHANGE = {"context_exchange": True, "exchange_idle": True}
 CASES = {
     case.name: case
     for case in (
         Case("three-stages", build_plan([[1], [2, 1], [1]], [2, 2, 1], random.Random(0), even_routing=False)),
-        sliced_case({**PLAIN, "layers": 5, "cp": 2, "exchange": _EXCHANGE}, "shared-slices", random.Random(0)),
+        sliced_case({**PLAIN, "layers": 5, "chunks": 2}, "in-slices", random.Random(0)),
     )
 }
 
