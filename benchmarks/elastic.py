@@ -101,17 +101,9 @@ class ElasticJob:
         iterations: Of the training.
         copy_every: See ``het-run --help``.
         make: Plan by the replicas of its second stage.
-        program: Module that is ``het-run``, or stands in for it.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        iterations: int,
-        copy_every: str,
-        make: Callable[[int], Plan] = plan_of,
-        program: str = "megatron_het.elastic",
-    ) -> None:
+    def __init__(self, folder: Path, iterations: int, copy_every: str, make: Callable[[int], Plan] = plan_of) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
         plans = [folder / f"plan-{n}.json" for n in (3, 2, 1)]
@@ -119,10 +111,10 @@ class ElasticJob:
             save_plan(make(replicas), file)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        self._base = [sys.executable, "-m", program, "--controller", f"127.0.0.1:{port}"]
+        self._base = ["--controller", f"127.0.0.1:{port}"]
         self._base += ["--folder", str(folder / "job"), "--copy-every", copy_every, "--leave-s", "10"]
         self._flags = flags(iterations, folder / "report", make(1))
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Any] = {}
         self._open("controller", ["--controller-only", "--nodes", "3", "--plans", *map(str, plans)])
         _until((folder / "job" / "token").exists, "the controller's token")
         for node in "abc":
@@ -133,10 +125,13 @@ class ElasticJob:
         self._open(node, ["--node", node, "--workers", "1", "--restarts", "0", "--", *self._flags])
 
     def _open(self, name: str, words: list[str]) -> None:
+        self._processes[name] = self._begin(name, [*self._base, *words])
+
+    def _begin(self, name: str, words: list[str]) -> Any:
+        """A process of ``het-run`` with these words."""
+        command = [sys.executable, "-m", "megatron_het.elastic", *words]
         with (self.folder / f"{name}.txt").open("wb") as log:
-            self._processes[name] = subprocess.Popen(
-                [*self._base, *words], cwd=REPOSITORY, env=environment(), stdout=log, stderr=log
-            )
+            return subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=log, stderr=log)
 
     def kill_worker(self, node: str) -> float:
         """SIGKILL; when it was sent."""

@@ -1,60 +1,60 @@
-"""``het-run`` with paced devices: ``python -m benchmarks.paced_nodes`` takes the words of ``het-run``.
+"""An elastic job on paced devices: a layer takes a set time, as on an accelerator that does not use its host's cores.
 
-A layer takes a set time on every device, as on an accelerator that does not use its host's cores: a pass computes, and
-then its process sleeps for the rest of the time (``benchmarks.drift_stand_ins.Pace``).  All else is ``het-run``'s own.
+A pass computes, and then its process sleeps for the rest of the time (``benchmarks.drift_stand_ins.Pace``).  The
+controller, agents and workers are forked from this process (``benchmarks.fault_processes``), so that a machine with few
+cores does not spend them on imports.  All that they do is ``het-run``'s own.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Sequence
-from types import SimpleNamespace
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from benchmarks.elastic import ElasticJob, environment
+from benchmarks.fault_processes import Forked, descendants, end, het_run
+from megatron_het.plan import Plan
 
 FORWARD_S, BACKWARD_S = 0.012, 0.024
 """Of one layer and microbatch."""
-_PRODUCT, _OWN, _WORKER = "megatron_het.elastic.worker", "benchmarks.paced_nodes", "--worker"
+_END_S = 30.0
 
 
-def worker_command(command: Sequence[str]) -> list[str]:
-    """What an agent starts here in place of its own command for a worker."""
-    module = list(command).index(_PRODUCT)
-    return [*command[:module], _OWN, _WORKER, *command[module + 1 :]]
+def install() -> None:
+    """Make this process a paced device."""
+    from benchmarks.drift_stand_ins import Pace
+
+    Pace(FORWARD_S, BACKWARD_S).install()
 
 
-def _work() -> int:
-    """Be a worker whose layers take their time."""
-    from megatron_het.elastic import worker
+class _Node(Forked):
+    """A controller or an agent, with what :class:`ElasticJob` asks of a process."""
 
-    warm_up = worker.warm_up
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
 
-    def prepare() -> None:
-        from benchmarks.drift_stand_ins import Pace
-
-        warm_up()
-        Pace(FORWARD_S, BACKWARD_S).install()
-
-    worker.warm_up = prepare
-    worker.main()
-    return 1  # it has ended the process
+    def wait(self, timeout: float = _END_S) -> int:
+        return super().wait(timeout)
 
 
-def main() -> int:
-    """Command line; the exit code is ``het-run``'s."""
-    if sys.argv[1:2] == [_WORKER]:
-        del sys.argv[1]
-        return _work()
-    from megatron_het.elastic import agent
-    from megatron_het.elastic.__main__ import main as het_run
+class PacedJob(ElasticJob):
+    """A job whose workers are paced; this process has imported Megatron.
 
-    def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(worker_command(command), **options)
+    Args:
+        folder: An empty folder.
+        iterations: Of the training.
+        make: Plan by the replicas of its second stage.
+    """
 
-    own = {"Popen": start, "DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
-    agent.subprocess = SimpleNamespace(**own, TimeoutExpired=subprocess.TimeoutExpired)  # type: ignore[assignment]
-    return het_run(sys.argv[1:])
+    def __init__(self, folder: Path, iterations: int, make: Callable[[int], Plan]) -> None:
+        self._others = descendants(os.getpid())
+        super().__init__(folder, iterations, "1", make)
 
+    def _begin(self, name: str, words: list[str]) -> Any:
+        return _Node(lambda: het_run(words, install), self.folder / f"{name}.txt", environment())
 
-if __name__ == "__main__":
-    sys.exit(main())
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        end([process for process in descendants(os.getpid()) if process not in self._others])

@@ -32,14 +32,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import Changed, ElasticJob, Lines, change_pool
+from benchmarks.elastic import Changed, Lines, change_pool
+from benchmarks.faults import prepare
 from benchmarks.machine import machine
+from benchmarks.paced_nodes import PacedJob
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from tools.planner.replay.policies import Costs, run_elastic
 from tools.planner.replay.trace import Change, Trace
 
 _FIRST, _MOST, _FEWEST = 3, 4, 2
-_WHOLE, _BETWEEN = 110, 12
+_WHOLE, _BETWEEN = 70, 12
 """Iterations of the job that measures, and how many are timed with every pool; others run while a node starts."""
 _LAYERS, _HIDDEN, _SEQUENCE, _BATCH = 5, 64, 64, 12
 _FIRST_LAYERS = {1: 2, 2: 2, 3: 1}
@@ -56,11 +58,6 @@ def paced_plan(replicas: int) -> Plan:
         TrainingShape(1, _BATCH, distributed_optimizer=True),
         (Stage((first,), (Replica((0,), tuple(range(_BATCH))),)), Stage((_LAYERS - first,), second)),
     )
-
-
-def paced_job(folder: Path, iterations: int) -> ElasticJob:
-    """Three nodes with paced devices."""
-    return ElasticJob(folder, iterations, "1", paced_plan, "benchmarks.paced_nodes")
 
 
 def random_trace(seed: int, changes: int, apart_s: tuple[float, float]) -> Trace:
@@ -119,7 +116,7 @@ def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float, int]:
         What it logged, when its first iteration began, and how often its plan changed.
     """
     names = [f"n{i}" for i in range(100)]
-    with paced_job(folder, 100_000) as job:
+    with PacedJob(folder, 100_000, paced_plan) as job:
         job.until(lambda: job.has_logged(3), "the first iterations")
         (first_s, _), (second_s, _) = job.lines()[1:3]
         start_s = first_s - (second_s - first_s)  # the first iteration warms up, and does not count
@@ -141,9 +138,9 @@ def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float, int]:
 def compare(folder: Path, seed: int, options: Any) -> dict[str, Any]:
     """One trace, real and simulated."""
     trace = random_trace(seed, options.changes, (options.apart_s, 2 * options.apart_s))
-    measured = [change_pool(paced_job(folder / "before", _WHOLE), _BETWEEN)]
+    measured = [change_pool(PacedJob(folder / "before", _WHOLE, paced_plan), _BETWEEN)]
     lines, start_s, changes = run_trace(folder / "real", trace)
-    measured.append(change_pool(paced_job(folder / "after", _WHOLE), _BETWEEN))
+    measured.append(change_pool(PacedJob(folder / "after", _WHOLE, paced_plan), _BETWEEN))
     every = [iteration_times(found) for found in measured]
     times = {nodes: statistics.mean(found[nodes] for found in every) for nodes in every[0]}
     costs = mean_costs([costs_of(found, own) for found, own in zip(measured, every, strict=True)])
@@ -173,12 +170,13 @@ def main() -> None:
                         "changes each, joins, leaves and deaths among them)")  # fmt: skip
     parser.add_argument("--changes", type=int, default=5, help="in a trace (default 5)")
     parser.add_argument(
-        "--apart-s", type=float, default=20.0, help="least time between two (default 20), twice at most"
+        "--apart-s", type=float, default=15.0, help="least time between two (default 15), twice at most"
     )
     parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
     parser.add_argument("--add", type=Path, metavar="FILE", help="a result to go on with: its traces are in OUT too")
     options = parser.parse_args()
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="replay-"))
+    folder = (options.keep or Path(tempfile.mkdtemp(prefix="replay-"))).resolve()
+    prepare(folder)
     traces = {} if options.add is None else json.loads(options.add.read_text(encoding="utf-8"))["traces"]
     traces |= {str(seed): compare(folder / str(seed), seed, options) for seed in options.seed}
     document = {

@@ -9,6 +9,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -254,9 +255,10 @@ def _token(file: Path, *, create: bool) -> str:
     if create and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         check_target(file)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".token-")  # readable by its owner only
         with os.fdopen(descriptor, "w", encoding="utf-8") as out:
             out.write(secrets.token_hex(_TOKEN_BYTES) + "\n")
+        os.replace(name, file)  # who waits for the file finds all of it
     token = read_text(file).strip()
     if len(token) > _LONGEST_TOKEN or not token.isprintable():
         raise UsageError(f"{file} holds no token of at most {_LONGEST_TOKEN} letters; let the controller write one")

@@ -291,7 +291,7 @@ class Controller:
             return
         self._wanted = (reason, time.time())
         self._board.put(f"{self._generation.number}/wanted", reason)
-        self._say(f"{reason}: all ranks leave after the running iteration")
+        self._say(f"{reason}: all ranks leave after the next iteration")
 
     def _after_failure(self, generation: Generation, alive: Sequence[int]) -> None:
         """Wait until the survivors have left their session, in bounded time, then go on with them."""

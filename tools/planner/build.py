@@ -63,7 +63,7 @@ def _seats(rooms: tuple[Room, ...], stages: tuple[tuple[Group, ...], ...], cp: i
 
 
 def _single(groups: tuple[Group, ...]) -> list[Group]:
-    return [g._replace(count=1) for g in groups for _ in range(g.count)]
+    return [one for g in groups for one in [g._replace(count=1)] * g.count]
 
 
 def model_shape(model: Model) -> ModelShape:
@@ -251,6 +251,16 @@ def _parameters(
     if is_ordered(candidate):
         parameters["order"] = candidate.order
     return parameters
+
+
+def in_order_of(plan: Plan, candidate: Candidate) -> Plan:
+    """A plan of the same stages with the candidate's order and microbatches in flight."""
+    parameters = {name: value for name, value in plan.schedule.parameters.items() if name not in ("order", "depths")}
+    if candidate.depths:
+        parameters["depths"] = list(candidate.depths)
+    if is_ordered(candidate):
+        parameters["order"] = candidate.order
+    return replace(plan, schedule=ScheduleSpec(candidate.schedule, parameters))
 
 
 def _bubble(estimate: Estimate) -> float:

@@ -31,6 +31,8 @@ def test_the_report_counts_from_the_first_iteration() -> None:
     report = report_of(STEPS, [*CHANGES, BACK], 22.5, FULL)
     assert (report["killed_s"], report["goes_on_s"], report["back_s"]) == (12.5, 20.0, 35.0)
     assert report["repeated_iterations"] == 1
+    tokens = 12 * FULL.model.seq_length
+    assert report["tokens_per_s"] == [tokens / 2, tokens / 15, tokens]
     assert report["tokens_per_iteration"] == 12 * FULL.model.seq_length
 
 
