@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.bad_input_cases import MARK, Case, good_files, mutated, random_numbers
 from benchmarks.bad_input_listed import listed
@@ -319,27 +320,66 @@ def cases_of(seed: int, count: int) -> list[Case]:
     return [*fixed, *mutated(rng, left - left // 5), *random_numbers(rng, left // 5)]
 
 
+def report_of(answers: Sequence[Answer], seed: int, of: int, part: str, earlier: Sequence[Path]) -> dict[str, Any]:
+    """The counts of a run, together with those of earlier runs of other parts.
+
+    Args:
+        answers: Of this run.
+        seed: Of the mutations.
+        of: How many cases all parts have together.
+        part: Which part this run is, ``I/N``.
+        earlier: Files of earlier runs.
+
+    Raises:
+        SystemExit: An earlier run has another seed or number of cases, or cases that are counted already.
+    """
+    counts = collections.Counter(answer.verdict for answer in answers)
+    longest_s = max(answer.seconds for answer in answers)
+    parts, cases = [part], len(answers)
+    for file in earlier:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if (found["seed"], found["of"]) != (seed, of):
+            raise SystemExit(f"--add {file}: {found['of']} cases of seed {found['seed']}; this run: {of} of {seed}")
+        for other in found["parts"]:
+            if other in parts or _part(other)[1] != _part(part)[1]:
+                raise SystemExit(f"--add {file}: part {other} has cases that are in part {', '.join(parts)} too")
+            parts.append(other)
+        cases += found["cases"]
+        counts.update({key: found[key] for key in KEYS})
+        longest_s = max(longest_s, found["longest_s"])
+    report = {"benchmark": "bad_input", "machine": machine(), "seed": seed, "cases": cases, "of": of}
+    report |= {"parts": sorted(parts, key=_part)}
+    return report | {key: counts[key] for key in KEYS} | {"longest_s": round(longest_s, 2)}
+
+
+def _part(text: str) -> tuple[int, int]:
+    """I and N of ``I/N``."""
+    index, _, parts = text.partition("/")
+    if not (index.isdecimal() and parts.isdecimal() and 1 <= int(index) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text}: must be I/N with I from 1 to N, as in 2/4")
+    return int(index), int(parts)
+
+
 def main() -> int:
     """Command line; exit code 1 unless all counts but those of clear answers are 0."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="of the mutations (default %(default)s)")
     parser.add_argument("--count", type=int, default=1500, help="cases in all (default %(default)s)")
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="I/N", help="run the I-th of N parts of the cases"
+    )
+    parser.add_argument(
+        "--add", type=Path, nargs="+", default=[], metavar="JSON", help="results of other parts, to be counted too"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the counts to this file")
     options = parser.parse_args()
-    answers = run(cases_of(options.seed, options.count), show=True)
-    counts = collections.Counter(answer.verdict for answer in answers)
-    report = {
-        "benchmark": "bad_input",
-        "machine": machine(),
-        "seed": options.seed,
-        "cases": len(answers),
-        **{key: counts[key] for key in KEYS},
-        "longest_s": round(max(answer.seconds for answer in answers), 2),
-    }
+    cases, (index, parts) = cases_of(options.seed, options.count), options.part
+    answers = run(cases[index - 1 :: parts], show=True)
+    report = report_of(answers, options.seed, len(cases), f"{index}/{parts}", options.add)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=1))
-    return 1 if any(counts[key] for key in KEYS[2:]) else 0
+    return 1 if any(report[key] for key in KEYS[2:]) else 0
 
 
 if __name__ == "__main__":

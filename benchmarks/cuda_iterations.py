@@ -7,7 +7,8 @@ how often the host waits for the device inside operations of the program, but fo
 ``waits_for_experts``, in Megatron's dispatcher, which reads how many tokens every expert gets;
 ``staged_waits``, at most ``staged_transfers``, because gloo sends what is in host memory already;
 ``waits_by_iteration``, the most outside of operations; ``missing_waits_noticed`` of ``missing_waits``: lines that order
-streams, left out one at a time.
+streams, left out one at a time.  ``--part`` and ``--only`` run some of it; ``--add`` goes on with the results of
+such runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import fnmatch
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -23,14 +25,17 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.cases import Case, common_flags, machine_flags
+from benchmarks.cases import Case, build_plan, common_flags, machine_flags
+from benchmarks.combination_cases import case_of, pair_row
 from benchmarks.dry_run_cases import dry_run_cases
 from benchmarks.machine import machine
+from benchmarks.models import case_for
 from benchmarks.parity import all_cases
+from benchmarks.slimpipe_cases import PLAIN, sliced_case
 from megatron_het.plan import save_plan
 
 LIMIT_S = 600.0
@@ -81,9 +86,34 @@ class Iteration:
         return [*flags, *more, "--distributed-timeout-minutes", "10", *checks]
 
 
+def _model_cases() -> list[Case]:
+    """Layers whose dry runs are not compared with real ones: what routers and masks do depends on values."""
+    mixed = build_plan([[1], [2, 1]], [2, 3], random.Random(1), sequence_parallel=True, even_routing=False)
+    later = replace(mixed, model=replace(mixed.model, mtp_num_layers=2))
+    sliced = {"schedule": "slimpipe", "tp": "by stage"}
+    found = {
+        "multi-token prediction": Case("", later, family="later-tokens"),
+        "softmax offsets and sliding windows": Case("", mixed, family="gpt-oss"),
+        "slimpipe, softmax offsets and sliding windows": replace(
+            sliced_case({**PLAIN, "slices": 8}, "", random.Random(5)), family="gpt-oss"
+        ),
+        "slimpipe exchange, latent attention, experts": case_for(
+            "deepseek_v2", pair_row({**sliced, "context_exchange": True}.items()), "", 0
+        ),
+        "context parallel sizes within a stage": case_of(pair_row([("cp", "different")]), "", 0),
+        "slimpipe, context parallel with unequal parts": case_of(
+            pair_row({**sliced, "cp": "unequal parts"}.items()), "", 0
+        ),
+    }
+    return [replace(case, name=name) for name, case in found.items()]
+
+
 def cuda_cases() -> list[Case]:
-    """Small plans of every schedule and feature."""
-    found = dry_run_cases()
+    """Small plans of every schedule and feature.
+
+    Documents of a sequence are left out: where they begin depends on values, which fake tensors do not have.
+    """
+    found = [*dry_run_cases(), *_model_cases()]
     for schedule, names in _MORE.items():
         found += [case for case in all_cases(0, schedule, True)[0] if case.name in names]
     return found
@@ -194,50 +224,101 @@ def summary(done: list[dict[str, Any]], missing: list[dict[str, Any]]) -> dict[s
         "waits_by_iteration": max(
             (sum(w["calls"] for w in e["host_waits"] if not w["during"]) for e in ran), default=0
         ),
-        "missing_waits": len(missing),
-        "missing_waits_noticed": sum(map(is_noticed, missing)),
+        "missing_waits": len({line_of(entry) for entry in missing}),
+        "missing_waits_noticed": len(
+            {line_of(entry) for entry in missing} - {line_of(entry) for entry in missing if not is_noticed(entry)}
+        ),
         "missing_waits_unnoticed": [entry["name"] for entry in missing if not is_noticed(entry)],
     }
 
 
-def main() -> int:
-    """Command line."""
+def line_of(entry: dict[str, Any]) -> str:
+    """The line whose waits a run left out."""
+    return str(entry["name"]).partition(", without ")[2]
+
+
+def is_bad(report: dict[str, Any]) -> bool:
+    """Whether a report holds anything that is wrong."""
+    bad = report["failed"] or report["waits_in_operations"] or report["missing_waits_unnoticed"]
+    return bool(bad) or report["staged_waits"] > report["staged_transfers"]
+
+
+def _shown(entry: dict[str, Any]) -> dict[str, Any]:
+    """What a report keeps of a run: enough to count it again."""
+    return {key: entry[key] for key in ("name", "error", "host_waits", "traffic", "stream_waits") if key in entry}
+
+
+def added(files: Iterable[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Runs of earlier reports, and runs without a wait, by name."""
+    runs: dict[str, Any] = {}
+    missing: dict[str, Any] = {}
+    for file in files:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        runs |= {entry["name"]: entry for entry in report["cases"]}
+        missing |= {entry["name"]: entry for entry in report["without_a_wait"]}
+    return runs, missing
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_iterations", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
     parser.add_argument("--only", metavar="NAME", nargs="+", default=["*"], help="plans by name; * stands for anything")
     parser.add_argument("--ranks", metavar="RANK", nargs="+", type=int, default=[], help="of every plan (default all)")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="run the I-th of N parts of the plans")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="JSON", help="results to go on with")
     options = parser.parse_args()
+    index, parts = map(int, options.part.split("/"))
     cases = [case for case in cuda_cases() if any(fnmatch.fnmatchcase(case.name, name) for name in options.only)]
-    if not every_rank(cases, options.ranks):
+    options.chosen = every_rank(cases[index - 1 :: parts], options.ranks)
+    if not options.chosen:
         parser.error(
-            f"--only {' '.join(options.only)} --ranks {' '.join(map(str, options.ranks))}: no such plan or rank"
+            f"--only {' '.join(options.only)} --ranks {' '.join(map(str, options.ranks))} --part {options.part}: "
+            "no such plan or rank"
         )
+    return options
+
+
+def report_of(runs: dict[str, Any], without: dict[str, Any]) -> dict[str, Any]:
+    """The whole report, of runs and of runs without a wait by name."""
+    report: dict[str, Any] = {"benchmark": "cuda_iterations", "machine": machine()}
+    report |= summary(list(runs.values()), list(without.values()))
+    return report | {"cases": list(runs.values()), "without_a_wait": list(without.values())}
+
+
+def left_to_do(runs: dict[str, Any], without: dict[str, Any]) -> list[Iteration]:
+    """Lines that runs have reached and that were not left out yet."""
+    known = {iteration.name: iteration for iteration in every_rank(cuda_cases())}
+    reached = left_out((known[name], entry) for name, entry in runs.items() if name in known)
+    tried = set(map(line_of, without.values()))
+    return [iteration for iteration in reached if iteration.ignored_wait not in tried]
+
+
+def main() -> int:
+    """Command line.  The report is written after every run, so that one that was interrupted can be gone on with."""
+    options = _options()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="cuda-iterations-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    entries: list[dict[str, Any]] = []
+    (folder / "without").mkdir(parents=True, exist_ok=True)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    runs, without = added(options.add)
+
+    def carry_out(chosen: Sequence[Iteration], where: Path, found: dict[str, Any]) -> None:
+        for entry in run_all(chosen, where):
+            found[entry["name"]] = _shown(entry)
+            said = entry.get("error", f"{in_operations(entry) if 'host_waits' in entry else ''}")
+            print(entry["name"], said, flush=True)
+            options.json.write_text(json.dumps(report_of(runs, without), indent=1) + "\n", encoding="utf-8")
+
     try:
-        chosen = every_rank(cases, options.ranks)
-        for entry in run_all(chosen, folder):
-            entries.append(entry)
-            print(
-                entry["name"],
-                entry.get("error", f"{in_operations(entry) if 'host_waits' in entry else ''}"),
-                flush=True,
-            )
-        second = folder / "without"
-        second.mkdir(exist_ok=True)
-        missing = list(run_all(left_out(zip(chosen, entries, strict=True)), second))
+        carry_out([iteration for iteration in options.chosen if iteration.name not in runs], folder, runs)
+        carry_out(left_to_do(runs, without), folder / "without", without)
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    report: dict[str, Any] = {"benchmark": "cuda_iterations", "machine": machine(), **summary(entries, missing)}
-    waits = [{"name": e["name"], "error": e.get("error"), "host_waits": e.get("host_waits")} for e in entries]
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report | {"cases": waits}, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=1))
-    bad = report["failed"] or report["waits_in_operations"] or report["missing_waits_unnoticed"]
-    return int(bool(bad) or report["staged_waits"] > report["staged_transfers"])
+    report = report_of(runs, without)
+    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({key: report[key] for key in report if key not in ("cases", "without_a_wait")}, indent=1))
+    return int(is_bad(report))
 
 
 if __name__ == "__main__":

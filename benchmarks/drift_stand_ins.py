@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a run: a process that is stopped again and again, a device that slows down, a link.
+"""What goes wrong in the middle of a run: a process that hangs or stops again and again, a slow device, a slow link.
 
 Functions of this module are the ``setup`` of jobs (``benchmarks.runner``).  *Paced* devices take a set time for every
 layer, as a GPU does whatever its host is busy with: a pass computes, and then sleeps for the rest of its time.
@@ -46,6 +46,12 @@ def stop_again_and_again(*, rank: int, slowed: int, iteration: int, stopped_s: f
     if rank == slowed:
         words = [sys.executable, "-S", "-c", _STOPPER, str(os.getpid()), str(stopped_s), str(running_s)]
         at_iteration(iteration, lambda: subprocess.Popen(words))
+
+
+def hang(*, rank: int, hung: int, iteration: int, seconds: float) -> None:
+    """At an iteration one rank does nothing for a while, and its other threads go on."""
+    if rank == hung:
+        at_iteration(iteration, lambda: time.sleep(seconds))
 
 
 class Pace:

@@ -59,11 +59,14 @@ def plan_of(replicas: int) -> Plan:
     )
 
 
-def flags(iterations: int, out: Path) -> list[str]:
-    """Of the training."""
-    size = f"--hidden-size {_HIDDEN} --ffn-hidden-size {3 * _HIDDEN // 2} --seq-length {_SEQUENCE}"
-    size += f" --max-position-embeddings {_SEQUENCE} --global-batch-size {_BATCH}"
-    common = [*common_flags(Weights(layers=_LAYERS), steps=iterations), *size.split()]
+def flags(iterations: int, out: Path, plan: Plan | None = None) -> list[str]:
+    """Of the training; that of :func:`plan_of` without a plan."""
+    plan = plan or plan_of(1)
+    model = plan.model
+    size = f"--hidden-size {model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}"
+    size += f" --seq-length {model.seq_length} --max-position-embeddings {model.seq_length}"
+    size += f" --global-batch-size {plan.training.global_batch_size}"
+    common = [*common_flags(Weights(layers=model.num_layers), steps=iterations), *size.split()]
     return [*common, "--mock-data", "--eval-interval", "1000", "--eval-iters", "0", "--het-report", str(out)]
 
 
@@ -97,20 +100,21 @@ class ElasticJob:
         folder: An empty folder.
         iterations: Of the training.
         copy_every: See ``het-run --help``.
+        make: Plan by the replicas of its second stage.
     """
 
-    def __init__(self, folder: Path, iterations: int, copy_every: str) -> None:
+    def __init__(self, folder: Path, iterations: int, copy_every: str, make: Callable[[int], Plan] = plan_of) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
         plans = [folder / f"plan-{n}.json" for n in (3, 2, 1)]
         for file, replicas in zip(plans, (3, 2, 1), strict=True):
-            save_plan(plan_of(replicas), file)
+            save_plan(make(replicas), file)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        self._base = [sys.executable, "-m", "megatron_het.elastic", "--controller", f"127.0.0.1:{port}"]
+        self._base = ["--controller", f"127.0.0.1:{port}"]
         self._base += ["--folder", str(folder / "job"), "--copy-every", copy_every, "--leave-s", "10"]
-        self._flags = flags(iterations, folder / "report")
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._flags = flags(iterations, folder / "report", make(1))
+        self._processes: dict[str, Any] = {}
         self._open("controller", ["--controller-only", "--nodes", "3", "--plans", *map(str, plans)])
         _until((folder / "job" / "token").exists, "the controller's token")
         for node in "abc":
@@ -121,10 +125,13 @@ class ElasticJob:
         self._open(node, ["--node", node, "--workers", "1", "--restarts", "0", "--", *self._flags])
 
     def _open(self, name: str, words: list[str]) -> None:
+        self._processes[name] = self._begin(name, [*self._base, *words])
+
+    def _begin(self, name: str, words: list[str]) -> Any:
+        """A process of ``het-run`` with these words."""
+        command = [sys.executable, "-m", "megatron_het.elastic", *words]
         with (self.folder / f"{name}.txt").open("wb") as log:
-            self._processes[name] = subprocess.Popen(
-                [*self._base, *words], cwd=REPOSITORY, env=environment(), stdout=log, stderr=log
-            )
+            return subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=log, stderr=log)
 
     def kill_worker(self, node: str) -> float:
         """SIGKILL; when it was sent."""
@@ -224,9 +231,9 @@ class Changed:
         return found
 
 
-def change_pool(folder: Path, iterations: int, between: int = 4) -> Changed:
+def change_pool(job: ElasticJob, between: int = 4) -> Changed:
     """Join, death and leave in one job, with so many iterations between them."""
-    with ElasticJob(folder, iterations, "1") as job:
+    with job:
         job.until(functools.partial(job.has_logged, between), "the first iterations")
         events = [("join", time.time())]
         job.start("d")
@@ -243,7 +250,7 @@ def change_pool(folder: Path, iterations: int, between: int = 4) -> Changed:
 
 def elastic_round(folder: Path, iterations: int) -> tuple[dict[str, Any], int, dict[int, list[float]]]:
     """Pauses with phases, iterations that were done twice, and all losses."""
-    found = change_pool(folder, iterations)
+    found = change_pool(ElasticJob(folder, iterations, "1"))
     repeated = len(found.lines) - len({number for _, number in found.lines})
     return found.pauses(), repeated, losses_of(folder / "report")
 

@@ -179,7 +179,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _prepare(folder: Path) -> None:
+def prepare(folder: Path) -> None:
     """What every process of the benchmark is forked from."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
@@ -200,7 +200,7 @@ def main() -> int:
         entries = json.loads(options.add.read_text(encoding="utf-8"))["entries"]
     done = {(entry["seed"], entry["number"]) for entry in entries}
     folder = (options.keep or Path(tempfile.mkdtemp(prefix="faults-"))).resolve()
-    _prepare(folder)
+    prepare(folder)
     kinds = options.kinds or [kind for kind in KINDS if kind != "full disk" or can_mount(folder)]
     numbers = range(options.first, options.first + options.trials)
     with Runner() as runner:

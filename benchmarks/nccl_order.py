@@ -4,7 +4,8 @@
 groups that keep NCCL's rules (``megatron_het/platform/nccl_order``).  Keys: ``plans``; ``nccl_share``, the share of
 plans for which ``--het-transport auto`` chose NCCL; ``deadlocks``, plans in which operations waited for each other;
 ``failed``; ``max_relative_loss_difference`` to one stock process; ``wrong_orders_caught`` of
-``wrong_orders``: programs of :mod:`benchmarks.nccl_mistakes` that NCCL would not survive.
+``wrong_orders``: programs of :mod:`benchmarks.nccl_mistakes` that NCCL would not survive.  ``--schedules`` runs some
+of it, and ``--add`` puts the results of such runs together.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Case
+from benchmarks.combinations import added
 from benchmarks.compare import compare
 from benchmarks.machine import machine
 from benchmarks.nccl_mistakes import MISTAKES, mistake_job
@@ -29,6 +31,8 @@ from megatron_het.plan import ScheduleSpec
 
 BAR = 1e-5
 SCHEDULES = ("1f1b", "gpipe", "ministage", "slimpipe", "zero-bubble", "unequal-microbatches", "data-parallel", "depths")
+WRONG_ORDERS = "wrong-orders"
+"""A further name for ``--schedules``: programs with a mistake."""
 _DEEPEST = 3
 DEADLOCK = "wait for each other"
 
@@ -104,36 +108,23 @@ def measure(cases: Iterable[Case], folder: Path, at_once: int) -> list[dict[str,
     return entries
 
 
-def main() -> int:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.nccl_order", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
-    parser.add_argument("--seed", type=int, default=0, help="of the plans (default: 0)")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="comma-separated (default: all)")
-    parser.add_argument("--full", action="store_true", help="all plans of benchmarks.parity, not a part")
-    parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
-    options = parser.parse_args()
-    unknown = sorted(set(options.schedules.split(",")) - set(SCHEDULES))
-    if unknown:
-        parser.error(f"--schedules {unknown[0]}: known are {', '.join(SCHEDULES)}")
-    folder = Path(tempfile.mkdtemp(prefix="nccl-order-"))
-    entries = []
-    try:
-        for schedule in options.schedules.split(","):
-            cases = cases_of(schedule, options.seed, not options.full)
-            entries += measure(
-                [replace(c, name=f"{schedule}-{c.name}") for c in cases], folder / schedule, options.at_once
-            )
-        with Runner() as runner:
-            caught = [
-                name
-                for name in MISTAKES
-                if caught_by_some_rank(runner.run(mistake_job(name, folder / name), check=False))
-            ]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def named_cases(schedule: str, seed: int, quick: bool) -> list[Case]:
+    """:func:`cases_of`, with names that say the schedule too."""
+    return [replace(case, name=f"{schedule}-{case.name}") for case in cases_of(schedule, seed, quick)]
+
+
+def caught_mistakes(folder: Path) -> dict[str, bool]:
+    """Whether each of the wrong orders was noticed."""
+    with Runner() as runner:
+        return {
+            name: caught_by_some_rank(runner.run(mistake_job(name, folder / name), check=False)) for name in MISTAKES
+        }
+
+
+def summary(entries: list[dict[str, Any]], caught: dict[str, bool], seed: int) -> dict[str, Any]:
+    """The report."""
     ran = [entry for entry in entries if "error" not in entry]
-    report = {
+    return {
         "benchmark": "nccl_order",
         "machine": machine(),
         "plans": len(entries),
@@ -141,16 +132,57 @@ def main() -> int:
         "deadlocks": sum(entry.get("deadlock", False) for entry in entries),
         "failed": [entry["name"] for entry in entries if "error" in entry],
         "max_relative_loss_difference": max((entry["relative_loss_difference"] for entry in ran), default=None),
-        "wrong_orders": len(MISTAKES),
-        "wrong_orders_caught": len(caught),
-        "seed": options.seed,
+        "wrong_orders": len(caught),
+        "wrong_orders_caught": sum(caught.values()),
+        "seed": seed,
         "cases": entries,
+        "mistakes": caught,
     }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.nccl_order", description=__doc__)
+    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser.add_argument("--seed", type=int, default=0, help="of the plans (default: 0)")
+    everything = (*SCHEDULES, WRONG_ORDERS)
+    parser.add_argument("--schedules", default=",".join(everything), help="comma-separated (default: all); may be ''")
+    parser.add_argument("--full", action="store_true", help="all plans of benchmarks.parity, not a part")
+    parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
+    parser.add_argument(
+        "--add", type=Path, nargs="+", default=[], metavar="JSON", help="results of earlier runs with this seed"
+    )
+    options = parser.parse_args()
+    options.schedules = [name for name in options.schedules.split(",") if name]
+    if unknown := sorted(set(options.schedules) - set(everything)):
+        parser.error(f"--schedules {unknown[0]}: known are {', '.join(everything)}")
+    return options
+
+
+def main() -> int:
+    """Command line."""
+    options = _options()
+    cases = {schedule: named_cases(schedule, options.seed, not options.full) for schedule in SCHEDULES}
+    entries = added(options.add, options.seed, [case for members in cases.values() for case in members])
+    caught: dict[str, bool] = {}
+    for file in options.add:
+        caught |= json.loads(file.read_text(encoding="utf-8"))["mistakes"]
+    folder = Path(tempfile.mkdtemp(prefix="nccl-order-"))
+    try:
+        for schedule in options.schedules:
+            if schedule != WRONG_ORDERS:
+                found = measure(cases[schedule], folder / schedule, options.at_once)
+                entries |= {entry["name"]: entry for entry in found}
+        if WRONG_ORDERS in options.schedules:
+            caught |= caught_mistakes(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report = summary(list(entries.values()), caught, options.seed)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({key: value for key, value in report.items() if key != "cases"}, indent=1))
     worst = report["max_relative_loss_difference"]
-    return int(bool(report["failed"]) or worst is None or worst > BAR or len(caught) < len(MISTAKES))
+    is_off = bool(entries) and (worst is None or worst > BAR)
+    return int(bool(report["failed"]) or is_off or not all(caught.values()))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ from benchmarks.cases import Case
 from benchmarks.families import ATTENTION_FAMILIES
 from benchmarks.runner import words
 
-_EXCHANGE = ("context_exchange", "exchange_units", "exchange_keep", "exchange_idle")
-_SINKS = ("softmax-offset", "off-by-one")
-"""Families that see everything before them."""
 _PACKED_FAMILIES = ("llama", "gpt", "qk-norm", "softmax-offset", "off-by-one")
 # How documents are told apart: flags of the run and its reference, and of the run alone.  Stock Megatron in one
 # process has no attention by the dataset's documents; every document ends with its token, so both are the same.
@@ -26,13 +23,10 @@ DOCUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def packed[C: Case](case: C, documents: str, family: str) -> C:
-    """The case with packed documents, for which queries stay on their device."""
-    plan = case.plan
-    parameters = {k: v for k, v in plan.schedule.parameters.items() if k not in _EXCHANGE}
-    plan = replace(plan, schedule=replace(plan.schedule, parameters=parameters))
+    """The case with packed documents."""
     extra, own = DOCUMENTS[documents]
     chosen = {**case.chosen, "family": family, "documents": documents}
-    return replace(case, plan=plan, family=family, extra=(*case.extra, *extra), own=(*case.own, *own), chosen=chosen)
+    return replace(case, family=family, extra=(*case.extra, *extra), own=(*case.own, *own), chosen=chosen)
 
 
 def with_documents(cases: Sequence[Case], seed: int) -> list[Case]:
@@ -56,8 +50,7 @@ def with_attention(cases: Sequence[Case], seed: int) -> list[Case]:
     for case in cases:
         if case.plan.training.precision != "fp32":
             continue
-        whole = case.plan.schedule.parameters.get("context_exchange")
-        family = rng.choice(_SINKS if whole else list(ATTENTION_FAMILIES))
+        family = rng.choice(list(ATTENTION_FAMILIES))
         chosen: dict[str, Any] = {**case.chosen, "family": family}
         found.append(replace(case, family=family, chosen=chosen))
     return found

@@ -5,8 +5,14 @@ goes through the same trace.  Two further jobs, one before and one after, measur
 seconds of an iteration with 4, 3 and 2 nodes, the pauses of a join, a death and a leave, and how long a new node
 starts.  The mean of both is taken, because a shared machine changes its speed from minute to minute.
 
+Devices are *paced* (``benchmarks.paced_nodes``): a layer takes a set time, as on an accelerator, whatever its host is
+busy with.  So four nodes are faster than three, and three than two, on a machine with fewer cores than nodes; every
+node that comes is worth a change, and every one that goes costs.
+
 Keys, by trace in ``traces``: ``iterations``, those that count at the trace's end in the real job; ``simulated``, the
-same of the replay; ``error``, relative; ``trace``, times and nodes.  ``worst_error`` is the largest (at most 0.10).
+same of the replay; ``error``, relative; ``changes`` of plan in the real job, and ``changes_simulated``; ``unchanged``,
+iterations of a replay without any change (what a guess would say); ``trace``, times and nodes.  ``worst_error`` is the
+largest (at most 0.10).
 """
 
 from __future__ import annotations
@@ -21,19 +27,37 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import Changed, ElasticJob, Lines, change_pool
+from benchmarks.elastic import Changed, Lines, change_pool
+from benchmarks.faults import prepare
 from benchmarks.machine import machine
+from benchmarks.paced_nodes import PacedJob
+from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from tools.planner.replay.policies import Costs, run_elastic
 from tools.planner.replay.trace import Change, Trace
 
 _FIRST, _MOST, _FEWEST = 3, 4, 2
-_WHOLE, _BETWEEN = 150, 12
+_WHOLE, _BETWEEN = 70, 12
 """Iterations of the job that measures, and how many are timed with every pool; others run while a node starts."""
+_LAYERS, _HIDDEN, _SEQUENCE, _BATCH = 5, 64, 64, 12
+_FIRST_LAYERS = {1: 2, 2: 2, 3: 1}
+"""Layers of the first stage, by replicas of the second one: with three of them the first stage would hold all up."""
+
+
+def paced_plan(replicas: int) -> Plan:
+    """Two stages; so many replicas of the second one, with a divided optimizer."""
+    routes = [tuple(range(q, _BATCH, replicas)) for q in range(replicas)]
+    second = tuple(Replica((1 + q,), route) for q, route in enumerate(routes))
+    first = _FIRST_LAYERS[replicas]
+    return Plan(
+        ModelShape(_LAYERS, _HIDDEN, 8, 4, _SEQUENCE, 3 * _HIDDEN // 2),
+        TrainingShape(1, _BATCH, distributed_optimizer=True),
+        (Stage((first,), (Replica((0,), tuple(range(_BATCH))),)), Stage((_LAYERS - first,), second)),
+    )
 
 
 def random_trace(seed: int, changes: int, apart_s: tuple[float, float]) -> Trace:
@@ -63,11 +87,20 @@ def iteration_times(found: Changed) -> dict[int, float]:
     return {nodes: statistics.mean(values) for nodes, values in gaps.items()}
 
 
-def costs_of(found: Changed) -> Costs:
-    """What changes cost in the job that measures."""
-    join_s, death_s, leave_s = (max(0.0, found.pauses()[kind]["whole"]) for kind in ("join", "death", "leave"))
+def costs_of(found: Changed, times: Mapping[int, float]) -> Costs:
+    """What changes cost in the job that measures, as ``Costs`` means it: less an iteration under the plan that follows.
+
+    Args:
+        found: The job.
+        times: Seconds of its iterations, by nodes.
+    """
+    pauses: dict[str, float] = {}
+    for (kind, event_s), entry, nodes in zip(found.events, found.history[1:], (4, 3, 2), strict=True):
+        last_s = max(when for when, _ in found.lines if when < entry["planned"])
+        after_s = min(when for when, _ in found.lines if when > entry["planned"])
+        pauses[kind] = max(0.0, after_s - (event_s if kind == "death" else last_s) - times[nodes])
     start_s = found.history[1]["seen"] - found.events[0][1]
-    return Costs(join_s=join_s, death_s=death_s, leave_s=leave_s, start_s=start_s)
+    return Costs(join_s=pauses["join"], death_s=pauses["death"], leave_s=pauses["leave"], start_s=start_s)
 
 
 def mean_costs(every: Sequence[Costs]) -> Costs:
@@ -76,10 +109,14 @@ def mean_costs(every: Sequence[Costs]) -> Costs:
     return Costs(**{pairs[0][0]: statistics.mean(value for _, value in pairs) for pairs in fields})
 
 
-def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float]:
-    """A real job under a trace; what it logged, and when its first iteration began.  It is killed at the end."""
+def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float, int]:
+    """A real job under a trace, killed at its end.
+
+    Returns:
+        What it logged, when its first iteration began, and how often its plan changed.
+    """
     names = [f"n{i}" for i in range(100)]
-    with ElasticJob(folder, 100_000, "1") as job:
+    with PacedJob(folder, 100_000, paced_plan) as job:
         job.until(lambda: job.has_logged(3), "the first iterations")
         (first_s, _), (second_s, _) = job.lines()[1:3]
         start_s = first_s - (second_s - first_s)  # the first iteration warms up, and does not count
@@ -94,18 +131,19 @@ def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float]:
                 job.notify(name) if change.notice else job.kill_worker(name)
             nodes = change.pool[0]
         time.sleep(max(0.0, start_s + trace.end_s - time.time()))
-        return job.lines(), start_s
+        changes = sum("opened" in entry for entry in job.history()[1:])
+        return job.lines(), start_s, changes
 
 
 def compare(folder: Path, seed: int, options: Any) -> dict[str, Any]:
     """One trace, real and simulated."""
     trace = random_trace(seed, options.changes, (options.apart_s, 2 * options.apart_s))
-    measured = [change_pool(folder / "before", _WHOLE, _BETWEEN)]
-    lines, start_s = run_trace(folder / "real", trace)
-    measured.append(change_pool(folder / "after", _WHOLE, _BETWEEN))
+    measured = [change_pool(PacedJob(folder / "before", _WHOLE, paced_plan), _BETWEEN)]
+    lines, start_s, changes = run_trace(folder / "real", trace)
+    measured.append(change_pool(PacedJob(folder / "after", _WHOLE, paced_plan), _BETWEEN))
     every = [iteration_times(found) for found in measured]
     times = {nodes: statistics.mean(found[nodes] for found in every) for nodes in every[0]}
-    costs = mean_costs([costs_of(found) for found in measured])
+    costs = mean_costs([costs_of(found, own) for found, own in zip(measured, every, strict=True)])
     counted = [number for when, number in lines if start_s < when <= start_s + trace.end_s]
     real = counted[-1] - counted[0] + 1  # what was lost is done again
     course = run_elastic(trace, lambda pool: times[pool[0]], costs)
@@ -118,7 +156,9 @@ def compare(folder: Path, seed: int, options: Any) -> dict[str, Any]:
         "costs": asdict(costs),
         "trace": [[change.time_s, change.pool[0], change.notice] for change in trace.changes],
         "end_s": trace.end_s,
-        "changes": course.changes,
+        "changes": changes,
+        "changes_simulated": course.changes,
+        "unchanged": trace.end_s / times[_FIRST],
     }
 
 
@@ -126,15 +166,19 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--seed", type=int, nargs="+", default=[1, 2], help="of the traces (default 1 2)")
+    parser.add_argument("--seed", type=int, nargs="+", default=[4, 5], help="of the traces (default 4 5: with five "
+                        "changes each, joins, leaves and deaths among them)")  # fmt: skip
     parser.add_argument("--changes", type=int, default=5, help="in a trace (default 5)")
     parser.add_argument(
-        "--apart-s", type=float, default=20.0, help="least time between two (default 20), twice at most"
+        "--apart-s", type=float, default=15.0, help="least time between two (default 15), twice at most"
     )
     parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="a result to go on with: its traces are in OUT too")
     options = parser.parse_args()
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="replay-"))
-    traces = {str(seed): compare(folder / str(seed), seed, options) for seed in options.seed}
+    folder = (options.keep or Path(tempfile.mkdtemp(prefix="replay-"))).resolve()
+    prepare(folder)
+    traces = {} if options.add is None else json.loads(options.add.read_text(encoding="utf-8"))["traces"]
+    traces |= {str(seed): compare(folder / str(seed), seed, options) for seed in options.seed}
     document = {
         "machine": machine(),
         "load_average": os.getloadavg()[0],

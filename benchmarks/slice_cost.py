@@ -56,7 +56,7 @@ def watch(*, rank: int, out: str) -> None:
         Path(out, f"passes-{rank}.json").write_text(json.dumps(sums), encoding="utf-8")
         return result
 
-    Executor.run = run  # type: ignore[method-assign]
+    Executor.run = run  # type: ignore[method-assign, assignment]
 
 
 def passes_s(runner: Runner, slices: int, options: argparse.Namespace, folder: Path) -> dict[str, float]:

@@ -35,6 +35,7 @@ FEATURES = {
             "megatron_het.features.context_exchange",
             "megatron_het.context_exchange",
             "megatron_het.attention.context_exchange",
+            "megatron_het.attention.helped",
             "megatron_het.schedule.exchange",
             "megatron_het.schedule.leveling",
             "megatron_het.schedule.passes.exchange",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -198,18 +199,22 @@ def run(out: Path, size: Size, source: Path | None, screen: Screen) -> dict[str,
     ]
     screen.title(f"Training: {size.iterations} iterations on three nodes")
     with Cluster(out, flags, files) as cluster, screen.training("training", size.iterations) as show:
-        shown = 0
+        shown = changes = 0
 
         def reached(iteration: int) -> bool:
-            nonlocal shown
+            nonlocal shown, changes
             steps = cluster.steps()
             if steps and steps[-1].iteration != shown:
                 shown = steps[-1].iteration
                 show(shown, size.iterations, steps[-1].loss)
+                for entry in cluster.history()[1 + changes :]:
+                    changes += 1
+                    screen.line(f"change after iteration {entry['reached']}: {entry['why']}")
             return shown >= iteration
 
         cluster.until(lambda: reached(size.kill_at), f"iteration {size.kill_at}")
         killed_s = cluster.kill_worker(NODES[0][0])
+        screen.line(f"the worker of node {NODES[0][0]} is killed; its agent starts another one")
         cluster.until(lambda: reached(size.iterations), "the last iteration")
         cluster.until(cluster.is_over, "the end")
         return report_of(cluster.steps(), cluster.history(), killed_s, size)
@@ -222,7 +227,7 @@ def report_of(steps: Sequence[Step], history: Sequence[dict[str, Any]], killed_s
         JobError: The training did not go on, or the worker did not come back before its end.
     """
     changes = [entry["why"] for entry in history]
-    if changes != ["start", "1 ranks were lost", "a node joins"]:
+    if changes != ["start", "1 rank was lost", "a node joins"]:
         raise jobs.JobError(f"the worker should die once and come back once before the end; it went: {changes}")
     start_s, tokens = steps[0].time_s, _MICROBATCHES * size.model.seq_length
     lost, back = (min(s.time_s for s in steps if s.time_s > entry["planned"]) for entry in history[1:])
@@ -233,7 +238,14 @@ def report_of(steps: Sequence[Step], history: Sequence[dict[str, Any]], killed_s
         "goes_on_s": lost - start_s,
         "back_s": back - start_s,
         "repeated_iterations": len(steps) - len({s.iteration for s in steps}),
+        "tokens_per_s": [tokens * _rate(steps, *span) for span in ((0.0, killed_s), (lost, back), (back, math.inf))],
     }
+
+
+def _rate(steps: Sequence[Step], first_s: float, last_s: float) -> float:
+    """Iterations per second between the first and the last one that ended in a time; 0 for fewer than two."""
+    times = [step.time_s for step in steps if first_s <= step.time_s <= last_s]
+    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
 
 def draw(report: dict[str, Any], file: Path) -> None:
@@ -251,6 +263,10 @@ def draw(report: dict[str, Any], file: Path) -> None:
     upper.set(ylabel="loss, nats per byte", ylim=(0, None))
     rates = [report["tokens_per_iteration"] / (b - a) for a, b in zip(times, times[1:], strict=False) if b > a]
     lower.step(times, [*rates, rates[-1]], where="post", color="#2171b5")
+    spans = (0.0, report["killed_s"]), (report["goes_on_s"], report["back_s"]), (report["back_s"], times[-1])
+    for rate, span in zip(report["tokens_per_s"], spans, strict=True):
+        lower.hlines(rate, *span, color="#a63603", ls="--", lw=1.2, label="mean" if span is spans[0] else None)
+    lower.legend(loc="upper right", frameon=False)
     lower.set(xlabel="seconds since the first iteration", ylabel="tokens per second", ylim=(0, None))
     for axes in (upper, lower):
         axes.axvspan(report["killed_s"], report["goes_on_s"], color="#d98c3f", alpha=0.5, lw=0, label="until two go on")
@@ -286,6 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"killed after {report['killed_s']:.1f} s; the others went on {alone_s:.1f} s later, and the worker was back "
         f"{back_s:.1f} s after its death; {report['repeated_iterations']} iterations were done twice"
     )
+    three, two, again = report["tokens_per_s"]
+    screen.line(f"tokens per second: {three:.0f} on three nodes, {two:.0f} on two, {again:.0f} on three again")
     with contextlib.suppress(ImportError):
         draw(report, out / "elastic.png")
         screen.line(f"written: {out / 'report.json'}, {out / 'elastic.png'}")

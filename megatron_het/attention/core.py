@@ -21,9 +21,10 @@ from megatron_het.attention.blocks import held_before, take_blocks
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.latent import Expansion, LatentCache, attend_by_latents, widths_of
+from megatron_het.attention.layer_exchange import NO_EXCHANGE, LayerExchange
 from megatron_het.attention.reach import Reach
 from megatron_het.attention.rotary import Rotation, Rotations
-from megatron_het.attention.slice_attention import NO_EXCHANGE, LayerExchange, SharedSlices, slice_attention
+from megatron_het.attention.slice_attention import SharedSlices, slice_attention
 from megatron_het.plan.parts import Blocks, part_tokens
 from megatron_het.schedule.cutting import Bounds, Starts
 

@@ -240,42 +240,43 @@ class KVCache:
     def copy_tokens(
         self, microbatch: int, start: int, stop: int, out: torch.Tensor, groups: slice = slice(None)
     ) -> None:
-        """Copy the keys and values of tokens ``[start, stop)`` of a sequence.
+        """Copy the keys and values of tokens ``[start, stop)`` of a sequence, as far as they are held.
 
         Args:
             microbatch: Global index of the microbatch.
             start: First token.
-            stop: End of the tokens; all of them are cached.
-            out: ``[2, stop - start, b, groups, d]``: keys, then values.
+            stop: End of the tokens; all of them are of cached slices.
+            out: ``[2, stop - start, b, groups, d]``: keys, then values.  Rows of tokens that are not held stay as they
+                are.
             groups: Which key-value groups.
         """
-        row = 0
-        for run in self._by_chunk(microbatch, start, stop):
+        for first, run in self._by_chunk(microbatch, start, stop, gaps=True):
             keys, values = self.shown(run.keys, run.values)
-            out[0, row : row + keys.shape[0]].copy_(keys[:, :, groups])
-            out[1, row : row + keys.shape[0]].copy_(values[:, :, groups])
-            row += keys.shape[0]
+            rows = slice(first - start, first - start + keys.shape[0])
+            out[0, rows].copy_(keys[:, :, groups])
+            out[1, rows].copy_(values[:, :, groups])
 
-    def _parts(self, microbatch: int, start: int, stop: int) -> Iterator[Part]:
-        """The rows of every chunk that tokens ``[start, stop)`` touch."""
+    def _parts(self, microbatch: int, start: int, stop: int, gaps: bool = False) -> Iterator[Part]:
+        """The rows of every chunk that tokens ``[start, stop)`` touch; with ``gaps`` some of them may not be held."""
         at = start
         for piece, chunk in enumerate(self._sequences[microbatch].chunks):
             if at >= stop:
                 return
             if chunk.end > at:
-                if chunk.first > at:
+                if chunk.first > at and not gaps:
                     raise CacheError(f"microbatch {microbatch}: tokens {at} to {chunk.first - 1} are not held")
-                end = min(stop, chunk.end)
-                yield piece, at - chunk.first, end - chunk.first
+                first, end = max(at, chunk.first), min(stop, chunk.end)
+                if first < end:
+                    yield piece, first - chunk.first, end - chunk.first
                 at = end
 
-    def _by_chunk(self, microbatch: int, start: int, stop: int) -> Iterator[Run]:
-        """Tokens ``[start, stop)`` in their order, a run for each chunk."""
+    def _by_chunk(self, microbatch: int, start: int, stop: int, gaps: bool = False) -> Iterator[tuple[int, Run]]:
+        """Tokens ``[start, stop)`` in their order, a run for each chunk with its first token."""
         chunks = self._sequences[microbatch].chunks
-        for piece, lo, hi in self._parts(microbatch, start, stop):
+        for piece, lo, hi in self._parts(microbatch, start, stop, gaps):
             place = chunks[piece].place
             assert place is not None
-            yield Run(place.keys[lo:hi], place.values[lo:hi], ((piece, lo, hi),))
+            yield chunks[piece].first + lo, Run(place.keys[lo:hi], place.values[lo:hi], ((piece, lo, hi),))
 
     def check_last(self, microbatch: int, index: int) -> None:
         """Raise unless a slice is the last one cached, the only one whose backward may run."""
@@ -311,12 +312,10 @@ class KVCache:
     def add_token_gradient(
         self, microbatch: int, start: int, stop: int, grad_keys: torch.Tensor, grad_values: torch.Tensor
     ) -> None:
-        """Add a later slice's contribution to the gradients of tokens ``[start, stop)``."""
-        row = 0
-        for run in self._by_chunk(microbatch, start, stop):
-            part = slice(row, row + run.keys.shape[0])
+        """Add a later slice's contribution to the gradients of tokens ``[start, stop)``, as far as they are held."""
+        for first, run in self._by_chunk(microbatch, start, stop, gaps=True):
+            part = slice(first - start, first - start + run.keys.shape[0])
             self.add_gradient(microbatch, run, grad_keys[part], grad_values[part])
-            row = part.stop
 
     def release(self, microbatch: int, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Give the last slice's chunk back.

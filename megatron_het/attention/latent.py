@@ -167,7 +167,7 @@ class LatentCache(KVCache):
 
     def runs(self, microbatch: int, start: int, stop: int) -> Sequence[Run]:
         """See :class:`KVCache`; one chunk each."""
-        return _Chunks(list(self._by_chunk(microbatch, start, stop)), self._expand)
+        return _Chunks([run for _, run in self._by_chunk(microbatch, start, stop)], self._expand)
 
     def add_gradient(
         self,

@@ -6,13 +6,13 @@ is exact.  The gradients of earlier chunks are added up in the cache; those of t
 complete when its backward runs, because later slices went before.
 
 With the context exchange (section 4.2) a part of the earlier chunks is attended to by other devices,
-and merged like the local parts; see :class:`LayerExchange`.  With context parallelism (section 5) a slice
+and merged like the local parts; see ``layer_exchange.py``.  With context parallelism (section 5) a slice
 is shared by several ranks, whose queries all come here; see :class:`SharedSlices`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,40 +20,14 @@ import torch
 
 from megatron_het.attention.kernels import Gradients, Kernel
 from megatron_het.attention.kv_cache import KVCache, Run
-from megatron_het.attention.limited import LimitedAttention, Sharing
+from megatron_het.attention.layer_exchange import NO_EXCHANGE, LayerExchange
+from megatron_het.attention.limited import LimitedAttention, Sharing, joined_rows
 from megatron_het.attention.merge import in_type, merge_
 from megatron_het.attention.reach import Reach
 from megatron_het.attention.rotary import Rotation
 from megatron_het.attention.sink import add_sink, sink_gradient
 
-TokenGradient = tuple[int, int, torch.Tensor, torch.Tensor]
-"""First token, end of tokens, gradients of their keys and values."""
-
-
-class LayerExchange(Protocol):
-    """What one layer exchanges with other devices in the pass that runs; nothing in most passes.
-
-    Per direction: ``begin`` hands queries out, ``help`` attends for others, ``end`` waits for the
-    results, in this order and with the layer's own attention in between.
-    """
-
-    def begin_forward(self, query: torch.Tensor) -> int:
-        """Hand the query out; returns how many tokens at the start of the sequence are given away."""
-
-    def help_forward(self, kernel: Kernel, scale: float) -> None:
-        """Attend for other devices."""
-
-    def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Output and log-sum-exp of the parts given away."""
-
-    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> int:
-        """Hand the gradient of the output out; returns the tokens given away."""
-
-    def help_backward(self, kernel: Kernel, scale: float) -> None:
-        """Differentiate attention for other devices."""
-
-    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
-        """Parts given away: gradient of the query, and what is complete of those of keys and values."""
+UNLIMITED = Reach()
 
 
 class SharedSlices(Sharing, Protocol):
@@ -79,36 +53,6 @@ class SharedSlices(Sharing, Protocol):
         scale: float,
     ) -> Gradients:
         """Gradients of the others' queries and of this rank's keys and values."""
-
-
-class NoExchange:
-    """A layer that keeps all attention to itself."""
-
-    def begin_forward(self, query: torch.Tensor) -> int:
-        """See :class:`LayerExchange`."""
-        return 0
-
-    def help_forward(self, kernel: Kernel, scale: float) -> None:
-        """See :class:`LayerExchange`."""
-
-    def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """See :class:`LayerExchange`."""
-        return ()
-
-    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> int:
-        """See :class:`LayerExchange`."""
-        return 0
-
-    def help_backward(self, kernel: Kernel, scale: float) -> None:
-        """See :class:`LayerExchange`."""
-
-    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
-        """See :class:`LayerExchange`."""
-        return ()
-
-
-NO_EXCHANGE = NoExchange()
-UNLIMITED = Reach()
 
 
 @dataclass(slots=True)
@@ -173,13 +117,13 @@ class _SliceAttention(torch.autograd.Function):
         now = exchange if cache.append(microbatch, index, key, value) else NO_EXCHANGE
         key, value = cache.shown(key, value)
         if parallel is None:
-            given_tokens = now.begin_forward(query)
+            _, given_tokens = now.begin_forward(query)
             rows = own = _Rows(query, *kernel.forward(query, key, value, True, scale))
         else:  # the others' rows before the rest of its own: that is due while those travel back
             gathering = parallel.gather(query)
             own = _Rows(query, *kernel.forward(query, key, value, True, scale))
             (theirs,) = gathering()
-            given_tokens = now.begin_forward(torch.cat((theirs, query)))
+            _, given_tokens = now.begin_forward(torch.cat((theirs, query)))
             rows = _Rows(theirs, *parallel.causal(theirs, key, value, kernel, scale))
         now.help_forward(kernel, scale)
         runs = cache.prefix(microbatch, index, given_tokens)
@@ -213,7 +157,7 @@ class _SliceAttention(torch.autograd.Function):
         chunk = cache.own(microbatch, index)
         mine = grad, query, out, lse
         if parallel is None:
-            given_tokens = exchange.begin_backward(*mine)
+            _, given_tokens = exchange.begin_backward(*mine)
             dq, dk, dv = kernel.backward(grad, query, chunk.keys, chunk.values, out, lse, True, scale)
             rows = own = _RowGradients(*mine, in_type(dq, wide))
         else:  # in the order of the forward
@@ -221,7 +165,7 @@ class _SliceAttention(torch.autograd.Function):
             dq, *grads = kernel.backward(grad, query, chunk.keys, chunk.values, out, lse, True, scale)
             own = _RowGradients(*mine, in_type(dq, wide))
             theirs = gathering()
-            given_tokens = exchange.begin_backward(*_joined(theirs, mine))
+            _, given_tokens = exchange.begin_backward(*joined_rows(theirs, mine))
             dq, *parts = parallel.causal_backward(*theirs, chunk.keys, chunk.values, kernel, scale)
             all_grad, all_query, all_out, all_lse = theirs
             rows = _RowGradients(all_grad, all_query, all_out, all_lse, dq)
@@ -247,11 +191,6 @@ class _SliceAttention(torch.autograd.Function):
         if rotation is not None:
             dq, dk = rotation.turn_back(dq), rotation.turn_back(dk)
         return dq, dk, dv, ds, *[None] * 8
-
-
-def _joined(others: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Rows of all ranks; log-sum-exps have theirs last."""
-    return tuple(torch.cat(pair, dim=2 if pair[0].dim() == 3 else 0) for pair in zip(others, own, strict=True))
 
 
 def slice_attention(
@@ -284,7 +223,7 @@ def slice_attention(
         scale: Factor of the scores.
         exchange: What this layer exchanges with other devices.
         parallel: The ranks that share the slice, None for this one alone.
-        reach: Documents and window that limit what queries see; without exchange only.
+        reach: Documents and window that limit what queries see.
         sink: Score of a further key of value zero, for each of ``heads``; None without.
         rotation: What queries and keys are rotated by first; None if they are.
 
@@ -296,7 +235,5 @@ def slice_attention(
     """
     place = cache, kernel, microbatch, index, scale
     if reach.is_limited:
-        if exchange is not NO_EXCHANGE:
-            raise RuntimeError("documents and sliding windows are not known to the devices that attend for each other")
-        return LimitedAttention.apply(query, key, value, sink, *place, parallel, reach, rotation)
+        return LimitedAttention.apply(query, key, value, sink, *place, exchange, parallel, reach, rotation)
     return _SliceAttention.apply(query, key, value, sink, *place, exchange, parallel, rotation)

@@ -34,10 +34,12 @@ import torch
 
 from megatron_het.attention.context_exchange import AttentionShape, attend, attend_backward, heads_of, joined_heads
 from megatron_het.attention.core import SliceCoreAttention, head_width, score_scale
+from megatron_het.attention.helped import attend_reached, attend_reached_backward
 from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
+from megatron_het.attention.layer_exchange import NOTHING, Given, TokenGradient
 from megatron_het.attention.messages import pack, unpack
-from megatron_het.attention.slice_attention import TokenGradient
 from megatron_het.context_exchange.keys import ExchangedKeys, returned_units
+from megatron_het.context_exchange.limits import Limits
 from megatron_het.context_exchange.slot import ExchangeError, Message, Slot
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline
@@ -84,15 +86,14 @@ class ContextExchange:
         """Of this rank."""
         self._channels, self._timeline = channels, timeline
         self._device = device
-        self._modes = {
-            forward_only: ExchangedKeys(
-                program, lambda op: unit_tokens[rank if op.kind in OWNERS else op.peer], keys_channels, keep
-            )
-            for forward_only, program in programs.items()
-        }
+        self._keep, self._keys_channels = keep, keys_channels
+        self._tokens_of = lambda op: unit_tokens[rank if op.kind in OWNERS else op.peer]
+        self._modes = {mode: self._held_keys(program) for mode, program in programs.items()}
         self._keys = self._modes[False]
-        self.returned = returned_units(programs[False], Kind.ATTEND_GIVE_BACKWARD, keep)
+        self._returned = returned_units(programs[False], Kind.ATTEND_GIVE_BACKWARD, keep)
+        self.returned = self._returned
         """The units whose gradients come back with each ATTEND_GIVE_BACKWARD."""
+        self._limits: Limits | None = None
         self._gives: list[RankOp] = []
         self._helps: list[RankOp] = []
         self._slot: Slot | None = None
@@ -161,7 +162,20 @@ class ContextExchange:
 
     def begin(self, forward_only: bool) -> None:
         """An iteration of training or evaluation begins."""
-        self._keys = self._modes[forward_only]
+        self._keys, self.returned, self._limits = self._modes[forward_only], self._returned, None
+
+    def begin_limited(self, program: RankProgram, limits: Limits) -> None:
+        """An iteration begins whose documents or windows limit what slices see.
+
+        Args:
+            program: This rank's, made for it.
+            limits: What slices see.
+        """
+        self._keys, self._limits = self._held_keys(program), limits
+        self.returned = returned_units(program, Kind.ATTEND_GIVE_BACKWARD, self._keep)
+
+    def _held_keys(self, program: RankProgram) -> ExchangedKeys:
+        return ExchangedKeys(program, self._tokens_of, self._keys_channels, self._keep)
 
     def handle(self, op: RankOp) -> None:
         """Run one operation of the exchange."""
@@ -219,7 +233,7 @@ class ContextExchange:
 
     # -- inside a layer ----------------------------------------------------------------------------
 
-    def give(self, tensors: Sequence[torch.Tensor], expected: Callable[[RankOp], Any]) -> int:
+    def give(self, tensors: Sequence[torch.Tensor], expected: Callable[[RankOp], Any]) -> Given:
         """Send a layer's query to all helpers and post the receives of their results.
 
         Args:
@@ -227,17 +241,18 @@ class ContextExchange:
             expected: Shapes and types of what comes back, by what is given.
 
         Returns:
-            Tokens given away, from the start of the sequence.
+            Tokens given away.
         """
         slot = self._slot
-        if slot is None:
-            return 0
+        if slot is None or not slot.gives:
+            return NOTHING
         for op in slot.gives:
             buffer = self.shape(op).message(expected(op))
             pending = self._channels.receive(buffer, op.peer, op.label)
             slot.results.append(Message(buffer, pending))
             self._channels.send(self.of_heads(op, tensors), op.peer, op.label)
-        return max((op.stop for op in slot.gives), default=0) * self.unit_tokens
+        first, end = min(op.start for op in slot.gives), max(op.stop for op in slot.gives)
+        return first * self.unit_tokens, end * self.unit_tokens
 
     def results(self) -> Iterator[tuple[RankOp, torch.Tensor]]:
         """Wait for what comes back in this layer."""
@@ -263,16 +278,32 @@ class ContextExchange:
                 self._keys.wait(op)
             if step + 1 < slot.layers:
                 self._expect_query(slot, op, step + 1)
-            parts = self._keys.parts(op, layer)
-            if slot.is_backward:
-                lse, grad, query, out = unpack(message.buffer, self.shape(op).backward_query())
-                dq, *grads = attend_backward(grad, query, out, lse, parts, kernel, scale)
-                answer = pack(dq, *self._keys.collect(op, layer, *grads))
-            else:
-                (query,) = unpack(message.buffer, self.shape(op).forward_query())
-                out, lse = attend(query, parts, kernel, scale)
-                answer = pack(lse, out)
-            self._channels.send(answer, op.peer, op.label)
+            attending = self._attend_backward if slot.is_backward else self._attend
+            self._channels.send(attending(op, layer, message.buffer, kernel, scale), op.peer, op.label)
+
+    def _attend(self, op: RankOp, layer: int, message: torch.Tensor, kernel: Kernel, scale: float) -> torch.Tensor:
+        """The answer to a query: log-sum-exp and output."""
+        parts = self._keys.parts(op, layer)
+        (query,) = unpack(message, self.shape(op).forward_query())
+        if self._limits is None:
+            out, lse = attend(query, parts, kernel, scale)
+        else:
+            reached = self._limits.reached(op, layer, self._keys.ranges(op))
+            out, lse = attend_reached(query, parts, reached, kernel, scale)
+        return pack(lse, out)
+
+    def _attend_backward(
+        self, op: RankOp, layer: int, message: torch.Tensor, kernel: Kernel, scale: float
+    ) -> torch.Tensor:
+        """The answer to a gradient: those of the query, and of the keys and values that return now."""
+        parts = self._keys.parts(op, layer)
+        lse, grad, query, out = unpack(message, self.shape(op).backward_query())
+        if self._limits is None:
+            dq, *grads = attend_backward(grad, query, out, lse, parts, kernel, scale)
+        else:
+            reached = self._limits.reached(op, layer, self._keys.ranges(op))
+            dq, *grads = attend_reached_backward((grad, query, out, lse), parts, reached, kernel, scale)
+        return pack(dq, *self._keys.collect(op, layer, *grads))
 
     def _expect_query(self, slot: Slot, op: RankOp, step: int) -> None:
         shape = self.shape(op)
@@ -295,7 +326,7 @@ class ContextExchange:
 
     def close(self) -> None:
         """Destroy the groups of queries and results, and let go of what is held."""
-        for keys in self._modes.values():
+        for keys in (*self._modes.values(), self._keys):
             keys.clear()
         self._channels.close()
 
@@ -316,11 +347,9 @@ class _Layer:
         if self._exchange.slot is not None:
             self._exchange.slot.done += 1
 
-    def begin_forward(self, query: torch.Tensor) -> int:
+    def begin_forward(self, query: torch.Tensor) -> Given:
         """Hand the query out."""
         self._check()
-        if self._exchange.slot is None or not self._exchange.slot.gives:
-            return 0
         return self._exchange.give((query,), lambda op: self._exchange.shape(op).forward_result())
 
     def help_forward(self, kernel: Kernel, scale: float) -> None:
@@ -334,11 +363,9 @@ class _Layer:
             yield out, lse
         self._done()
 
-    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> int:
+    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Given:
         """Hand the gradient out."""
         self._check()
-        if self._exchange.slot is None or not self._exchange.slot.gives:
-            return 0
         return self._exchange.give(
             (lse, grad, query, out), lambda op: self._exchange.shape(op).backward_result(self._tokens(op))
         )

@@ -162,6 +162,10 @@ class ExchangedKeys:
             found.append((keys, values))
         return found
 
+    def ranges(self, op: RankOp) -> Ranges:
+        """The units of each of the ``parts`` of an ATTEND_HELP."""
+        return tuple((use.start, use.stop) for use in self._plan.uses[op])
+
     def collect(
         self, op: RankOp, layer: int, grad_keys: torch.Tensor, grad_values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

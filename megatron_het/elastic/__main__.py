@@ -9,6 +9,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _TOKEN_BYTES = 16
 _LONGEST_TOKEN = 1024
 _LONGEST_S = 86400.0
 _LONGEST_NAME = 200
+_HERE = "127.0.0.1:29400"
 _COMMANDS = ("status", "leave", "replan")
 
 
@@ -83,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     own.add_argument("--leave-s", type=float, default=30.0, help="for survivors to leave a session (default 30)")
     own.add_argument("--return-s", type=float, default=60.0, help="for workers to come back where there is no plan "
                      "without those that were lost (default 60)")  # fmt: skip
+    own.add_argument("--stuck-s", type=float, default=1800.0, help="without the end of an iteration all ranks leave "
+                     "their session, and who does not is ended; longer than a save or an evaluation takes "
+                     "(default 1800)")  # fmt: skip
     return parser
 
 
@@ -92,7 +97,8 @@ def _pace(text: str) -> int | None:
 
 
 def _connection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--controller", required=True, metavar="HOST:PORT", help="where the controller listens")
+    parser.add_argument("--controller", default=_HERE, metavar="HOST:PORT", help="where the controller listens, and "
+                        "nowhere else (default %(default)s: nodes are this machine only)")  # fmt: skip
     parser.add_argument("--token-file", type=Path, help="file with the job's token; written by --start-controller "
                         "if it is not there (default FOLDER/token)")  # fmt: skip
 
@@ -135,7 +141,7 @@ def _control(options: Any, host: str, port: int, token: str, planner: Planner) -
     from megatron_het.elastic.controller import Bounds, Controller, JobError
 
     board = Board(host, port, token, serve=True)
-    bounds = Bounds(options.lost_s, options.leave_s, return_s=options.return_s)
+    bounds = Bounds(options.lost_s, options.leave_s, return_s=options.return_s, stuck_s=options.stuck_s)
     state = options.folder / "state.json"
     try:
         Controller(board, planner, state, options.nodes, bounds, _say).run()
@@ -228,7 +234,7 @@ def _check_flags(flags: Sequence[str]) -> None:
 
 
 def _check_options(options: Any) -> None:
-    for name in ("timeout_s", "lost_s", "leave_s", "return_s", "plan_limit_s"):
+    for name in ("timeout_s", "lost_s", "leave_s", "return_s", "stuck_s", "plan_limit_s"):
         if not 0 < getattr(options, name) <= _LONGEST_S:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)} is not above 0 and at most {_LONGEST_S:g} seconds"
@@ -249,9 +255,10 @@ def _token(file: Path, *, create: bool) -> str:
     if create and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         check_target(file)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".token-")  # readable by its owner only
         with os.fdopen(descriptor, "w", encoding="utf-8") as out:
             out.write(secrets.token_hex(_TOKEN_BYTES) + "\n")
+        os.replace(name, file)  # who waits for the file finds all of it
     token = read_text(file).strip()
     if len(token) > _LONGEST_TOKEN or not token.isprintable():
         raise UsageError(f"{file} holds no token of at most {_LONGEST_TOKEN} letters; let the controller write one")

@@ -103,7 +103,7 @@ class Agent:
         return 0 if self._asked else 1
 
     def _ask_to_leave(self, *_unused: Any) -> None:
-        """SIGTERM is a notice: the node leaves after the running iteration."""
+        """SIGTERM is a notice: the node leaves when the running iteration is done, or one more."""
         self._asked = True
 
     def _ask_to_stop(self, *_unused: Any) -> None:

@@ -14,22 +14,19 @@ from typing import Any
 
 from megatron_het.elastic.alike import refusal
 from megatron_het.elastic.board import Board, BoardError
+from megatron_het.elastic.failures import Failures, JobError, Progress
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.lessons import Lessons
 from megatron_het.elastic.members import Bounds, Member
 from megatron_het.elastic.pool import NoPlanError, Planner, Process
 from megatron_het.elastic.recalled import recalled
-from megatron_het.elastic.standing import standing
+from megatron_het.elastic.standing import last_iteration, standing
+from megatron_het.elastic.worth import against
 from megatron_het.untrusted import write_text
 
 _POLL_S, _CHANGE_POLL_S = 0.02, 0.004
-_FAILURES = 3
 _SHOW_S = 1.0
 _SETTLE_S = 30.0
-
-
-class JobError(RuntimeError):
-    """The job cannot go on; the message says why and what to do."""
 
 
 class Controller:
@@ -57,10 +54,9 @@ class Controller:
         self._ended: dict[int, dict[str, Any]] = {}
         self._wanted: tuple[str, float] | None = None
         self._failed_since: float | None = None
-        self._failures = 0
-        self._progress = 0
+        self._failures, self._progress = Failures(), Progress(bounds.stuck_s)
+        self._told = 0
         self._unsaved: set[int] = set()
-        self._failed_at, self._repeated = -1, 0
         self._missing: dict[str, int] = {}
         self._signature: str | None = None
         self._considered, self._prepared = frozenset[int](), frozenset[int]()
@@ -98,7 +94,8 @@ class Controller:
         alive = [process for process in generation.ranks if process in self._members]
         if all(self._ended.get(process, {}).get("how") == "finished" for process in generation.ranks):
             return True
-        if len(alive) < len(generation.ranks) or any(e["how"] == "failed" for e in self._ended.values()):
+        failed = self._failed_since is not None or any(e["how"] == "failed" for e in self._ended.values())
+        if failed or len(alive) < len(generation.ranks):
             self._after_failure(generation, alive)
         elif self._wanted is not None and all(process in self._ended for process in alive):
             if any(self._ended[process]["how"] == "finished" for process in alive):
@@ -145,7 +142,7 @@ class Controller:
 
     def _note_ended(self, message: dict[str, Any]) -> None:
         self._ended[int(message["process"])] = message
-        self._progress = max(self._progress, int(message["iteration"]))
+        self._told = max(self._told, int(message["iteration"]))
         if message["how"] == "failed":
             self._tell_waiting("a session failed")
         if message.get("unsaved") is not None and int(message["unsaved"]) not in self._unsaved:
@@ -176,7 +173,8 @@ class Controller:
         if message["padded_vocab_size"] is not None:
             self._board.put("padded_vocab_size", message["padded_vocab_size"])
         if self.history and self._generation is not None and message["generation"] == self._generation.number:
-            self._failures = 0
+            self._failures.over()
+            self._progress.opened()
             self._release(self._generation)
             entry = self.history[-1]
             entry.setdefault("opened", {})[str(message["process"])] = {
@@ -208,6 +206,11 @@ class Controller:
             elif now - member.seen_s > self._bounds.lost_s:
                 self._board.put(f"kill/{number}", "no sign of life")
                 self._lose(number, f"worker {number} on {member.process.node} gives no sign of life")
+        stuck = self._progress.is_stuck(self._reached(), last_iteration(self.history))
+        if stuck and self._generation is not None and self._failed_since is None:
+            self._say(f"no iteration has ended for {self._bounds.stuck_s:g} s: all ranks leave their session")
+            self._tell_waiting("an iteration is stuck")
+            self._failed_since = time.time()
 
     def _lose(self, number: int, why: str) -> None:
         member = self._members.pop(number, None)
@@ -271,7 +274,11 @@ class Controller:
                 plan, _ = self._planner.plan(pool)
             except NoPlanError:
                 return
-            if self._planner.is_better(plan, generation.plan):
+            if not self._planner.is_better(plan, generation.plan):
+                return
+            if why := against(plan, generation.plan, self.history, self._reached(), time.time()):
+                self._say(f"a node joins, and nothing changes: {why}")
+            else:
                 self._want("a node joins")
 
     def _want(self, reason: str) -> None:
@@ -284,7 +291,7 @@ class Controller:
             return
         self._wanted = (reason, time.time())
         self._board.put(f"{self._generation.number}/wanted", reason)
-        self._say(f"{reason}: all ranks leave after the running iteration")
+        self._say(f"{reason}: all ranks leave after the next iteration")
 
     def _after_failure(self, generation: Generation, alive: Sequence[int]) -> None:
         """Wait until the survivors have left their session, in bounded time, then go on with them."""
@@ -297,18 +304,10 @@ class Controller:
             self._lose(process, f"worker {process} did not leave its session in {self._bounds.leave_s:g} s")
         if not self._can_go_on(self._failed_since):
             return
-        reached = self._reached()
-        dead = len(generation.ranks) - len(alive)
-        # What fails again at the same place, without a death, does so whatever was done in between.
-        self._repeated = self._repeated + 1 if not dead and reached <= self._failed_at else 0
-        self._failures, self._failed_at = self._failures + 1, max(reached, self._failed_at)
-        if max(self._failures, self._repeated) > _FAILURES:
-            errors = {e["error"] for e in self._ended.values() if e["error"]}
-            raise JobError(
-                f"{max(self._failures, self._repeated)} generations failed in a row, at iteration {reached}: "
-                f"{'; '.join(sorted(errors)) or 'workers died'}. The workers' logs say more"
-            )
-        self._next(f"{dead} ranks were lost" if dead else "a session failed", self._failed_since)
+        dead = sum(process not in self._members for process in generation.ranks)
+        self._failures.note(self._reached(), dead, {e["error"] for e in self._ended.values() if e["error"]})
+        lost = "1 rank was lost" if dead == 1 else f"{dead} ranks were lost"
+        self._next(lost if dead else "a session failed", self._failed_since)
 
     def _can_go_on(self, since_s: float) -> bool:
         """Whether there is a plan for what is left; for a while the agents' new workers are waited for."""
@@ -344,6 +343,7 @@ class Controller:
         self._board.put("latest", number)
         self.history[-1]["planned"] = time.time()
         self._ended, self._wanted, self._failed_since = {}, None, None
+        self._progress.begin()
         self._considered = frozenset()
         self._save()
         self._say(f"generation {number} ({reason}): {len(ranks)} ranks on {len(set(nodes))} nodes")
@@ -351,20 +351,17 @@ class Controller:
     # -- what is kept ----------------------------------------------------------------------------
 
     def _reached(self) -> int:
-        return max([self._progress, *(member.iteration for member in self._members.values())])
+        return max([self._told, *(member.iteration for member in self._members.values())])
 
     def status(self) -> dict[str, Any]:
         """What ``het-run status`` shows; JSON values."""
-        generation = self._generation
         return {
             **standing(self.history, self._reached(), time.time()),
-            "generation": None if generation is None else generation.to_json(),
+            "generation": None if self._generation is None else self._generation.to_json(),
             "signature": self._signature,
-            "members": [
-                {"process": n, "node": m.process.node, "device": m.process.device, "iteration": m.iteration}
-                for n, m in sorted(self._members.items())
-            ],
+            "members": [member.to_json() for _, member in sorted(self._members.items())],
             "newest": self._newest,
+            "under_way": self._wanted[0] if self._wanted else "a session failed" if self._failed_since else "",
             "leaving": sorted(self._leaving),
             "corrected": self._lessons.corrected,
             "history": self.history,
@@ -390,6 +387,8 @@ class Controller:
         self._members = {process.number: Member(process) for process in found.processes}
         self._leaving, self._unsaved = set(found.leaving), set(self._generation.unsaved)
         self._lessons.recall(found.corrected)
+        if self.history and self.history[-1].get("opened"):
+            self._progress.opened()
         number = self._generation.number
         self._board.put(f"{number}/generation", self._generation.to_json())
         self._board.put("latest", number)

@@ -9,9 +9,7 @@ from typing import Any
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.members import Member
 from megatron_het.elastic.pool import Planner, Process
-
-_CHANGE_S = 10.0
-"""What a change is taken to cost before one was seen."""
+from megatron_het.elastic.worth import change_s
 
 
 class Lessons:
@@ -46,10 +44,7 @@ class Lessons:
             history: Of changes.
         """
         self._generation, self._last = generation.number, int(message["last"])
-        change_s = pause_s(history)
-        self._planner.learn(
-            pool, generation.plan, dict(message["measured"]), _CHANGE_S if change_s is None else change_s
-        )
+        self._planner.learn(pool, generation.plan, dict(message["measured"]), change_s(history))
 
     def reason(self, generation: Generation, members: Mapping[int, Member]) -> str:
         """Why to change now; empty if there is no reason.  The slow devices among the members get their own kinds.
@@ -78,12 +73,3 @@ class Lessons:
         self.corrected = document
         if document is not None:
             self._planner.recall(document)
-
-
-def pause_s(history: Sequence[dict[str, Any]]) -> float | None:
-    """Seconds from the reason of the last change to the first iteration after it; None if there was none."""
-    for entry in reversed(history):
-        steps = [told["times"]["first_step"] for told in entry.get("opened", {}).values()]
-        if entry["generation"] > 0 and steps:
-            return max(0.0, float(max(steps) - entry["seen"]))
-    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_het.elastic.pool import Process
 
@@ -17,12 +18,14 @@ class Bounds:
         leave_s: For the ranks of a session to end once one of them has died.
         start_s: For the first nodes to come.
         return_s: For workers to come back where there is no plan without those that were lost.
+        stuck_s: For an iteration to end.
     """
 
     lost_s: float = 30.0
     leave_s: float = 30.0
     start_s: float = 600.0
     return_s: float = 60.0
+    stuck_s: float = 1800.0
 
 
 @dataclass
@@ -42,3 +45,8 @@ class Member:
     beats: int = -1
     seen_s: float = field(default_factory=time.monotonic)
     came_s: float = field(default_factory=time.monotonic)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the controller's document."""
+        process = self.process
+        return {"process": process.number, "node": process.node, "device": process.device, "iteration": self.iteration}

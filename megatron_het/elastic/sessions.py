@@ -128,6 +128,10 @@ def end_session() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+    # Groups are numbered, and members of one must have the same number.  A world that could not be made, because a
+    # member died meanwhile, has used one up; processes that came later have not.
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
     if "megatron.training.training" in sys.modules:
         sys.modules["megatron.training.training"].destroy_global_state()
     upstream.uninstall()

@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron_het.plan import Plan, plan_hash
 
+_FEW = 3
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -68,6 +70,33 @@ def _parts(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> 
     return found
 
 
+def measured_s(entry: Mapping[str, Any], reached: int, now_s: float) -> float | None:
+    """Seconds of an iteration of the generation that runs.
+
+    Args:
+        entry: The generation's, of the history.
+        reached: Iterations that are done.
+        now_s: Wall clock, in seconds.
+
+    Returns:
+        None after few iterations.
+    """
+    opened = entry.get("opened", {}).values()
+    if not opened:
+        return None
+    done = reached - max(told["iteration"] for told in opened) - 1
+    first_s = max(float(told["times"]["first_step"]) for told in opened)
+    return (now_s - first_s) / done if done >= _FEW and now_s > first_s else None
+
+
+def duration(seconds: float) -> str:
+    """A time for a reader: ``45 s``, ``12 min``, ``3 h 20 min``."""
+    minutes = round(seconds / 60)
+    if minutes < 3:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def last_iteration(history: Sequence[Mapping[str, Any]]) -> int | None:
     """Of the training, as its ranks have said; None before the first iteration."""
     found = [told["last"] for entry in history for told in entry.get("opened", {}).values() if "last" in told]
@@ -95,15 +124,22 @@ def describe(status: Mapping[str, Any] | None) -> str:
         words += ["is to leave"] if name in status["leaving"] else []
         lines.append(f"  node {name}: {', '.join(words)}")
     for entry in status["history"][1:]:
-        lines.append(f"  change {entry['generation']}: {entry['why']}{_pause(entry)}")
+        lines.append(f"  change {entry['generation']} at iteration {entry['reached']}: {entry['why']}{_pause(entry)}")
+    if status.get("under_way") and not status.get("over"):
+        lines.append(f"  a change begins: {status['under_way']}; all ranks leave their session")
     return "\n".join(lines) + "\n"
 
 
 def _progress(status: Mapping[str, Any]) -> str:
-    last = last_iteration(status["history"])
-    text = f"iteration {status['reached']}" + (f" of {last}" if last is not None else "")
+    history, reached = status["history"], status["reached"]
+    last = last_iteration(history)
+    text = f"iteration {reached}" + (f" of {last}" if last is not None else "")
+    each_s = measured_s(history[-1], reached, status["now"]) if history else None
+    if each_s is not None and last is not None and not status.get("over"):
+        text += f", {each_s:.3g} s each, {duration(each_s * (last - reached))} left"
     if status["goodput"] is not None:
-        text += f"; goodput {100 * status['goodput']:.1f} % of {status['now'] - status['history'][0]['seen']:.0f} s"
+        whole_s = status["now"] - history[0]["seen"]
+        text += f"; goodput {100 * status['goodput']:.1f} % of {duration(whole_s)}"
     if status.get("over"):
         text += f"; the job ended: {status['error']}" if status["error"] else "; the training is over"
     return text

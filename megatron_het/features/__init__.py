@@ -59,6 +59,11 @@ def tied_copies(plan: Plan) -> bool:
     return plan.model.embeds_twice and not any(feature.holds_rows_once for feature, _ in features_of(plan))
 
 
+def attention_units(plan: Plan) -> int:
+    """Parts of a slice in which devices attend for each other; 0 where none does."""
+    return max(feature.attention_units(options) for feature, options in features_of(plan))
+
+
 def options_of(plan: Plan, name: str) -> Any | None:
     """The options of one feature of a checked plan; None where the feature is off.
 

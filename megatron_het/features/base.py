@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
-from megatron_het.schedule.cost import Costs, PerChunk
+from megatron_het.schedule.cost import Costs
+from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.ir import Program
 
 Text = str | Callable[[Plan], str]
@@ -358,6 +359,14 @@ class Feature:
         del options
         return {}
 
+    def limited(self, parts: Parts) -> Feature:
+        """The feature where documents or sliding windows limit what slices see, as ``parts`` say; itself by default."""
+        return self
+
+    def attention_units(self, options: Any) -> int:
+        """Parts of a slice in which it moves attention between devices; 0 if it moves none."""
+        return 0
+
     def before_transfers(self, program: Program, options: Any, speeds: Sequence[float] | None) -> Program:
         """The feature's pass over compute operations, before transfers are added.
 
@@ -388,13 +397,3 @@ class Feature:
         """
         del options, program, figures
         return costs
-
-
-def by_layers(program: Program, whole: Sequence[float]) -> PerChunk:
-    """A figure of each device's stage, divided over its chunks by their layers."""
-    rows = []
-    for device, value in zip(program.devices, whole, strict=True):
-        layers = program.shape.layers[device.stage]
-        total = sum(layers)
-        rows.append(tuple(value * (n / total if total else 1 / len(layers)) for n in layers))
-    return tuple(rows)

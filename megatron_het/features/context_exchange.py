@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, option
+from megatron_het.features.base import Feature, Figures, Option, ViewFlag, option
 from megatron_het.features.slices import SLICED_SCHEDULES, has_even_slices, not_sliced, slice_tokens
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
+from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.exchange import exchanged_layers
 from megatron_het.schedule.ir import Program, Shape
 from megatron_het.schedule.leveling import PassCosts
@@ -17,7 +19,6 @@ from megatron_het.schedule.passes.exchange import add_exchange
 
 _SWITCH = "--het-context-exchange"
 _TRUE_OR_FALSE = "must be true or false"
-_PLANNED = "it is planned before the training, for slices that attend to all before them"
 
 ATTENTION, REST = "exchange_attention", "exchange_rest"
 """Of the plan's schedule: what passes take, for an exchange between unequal devices."""
@@ -121,13 +122,18 @@ class ContextExchange(Feature):
         ViewFlag("--helping", "idle devices take part in the exchange"),
         ViewFlag("--keep-kv", "keys and values stay at the helper"),
     )
+    parts: Parts = ()
+    """What slices see, by microbatch and slice; empty where each sees all before it."""
 
-    refused = (
-        Refusal("reset_attention_mask", _PLANNED),
-        Refusal("dataloader_inter_document_masking", _PLANNED),
-        Refusal("sft", _PLANNED),
-        Refusal("window_size", _PLANNED),
-    )
+    def limited(self, parts: Parts) -> ContextExchange:
+        """Who attends for whom, by what slices see."""
+        found = copy.copy(self)
+        found.parts = parts
+        return found
+
+    def attention_units(self, options: ExchangeOptions) -> int:
+        """Of a slice."""
+        return options.units
 
     def viewed(self, flags: Mapping[str, Any]) -> ExchangeOptions | None:
         """Units switch it on."""
@@ -156,6 +162,15 @@ class ContextExchange(Feature):
                 "what devices attend to for each other is planned in equal parts of equal slices",
                 "Use --het-slice-lengths equal, and slices that divide --seq-length and over the ranks of a replica",
             )
+        counts = sorted({len(stage.layers) for stage in plan.stages})
+        if len(counts) > 1:
+            raise PlanError(
+                _SWITCH,
+                True,
+                f"stages have {counts} chunks: devices attend for each other pass by pass, and have other numbers of "
+                "passes then",
+                "Give all stages the same number of chunks, or leave it out",
+            )
         if bool(options.attention) != bool(options.rest):
             given, other = (ATTENTION, REST) if options.attention else (REST, ATTENTION)
             raise PlanError(
@@ -176,7 +191,9 @@ class ContextExchange(Feature):
     def before_transfers(self, program: Program, options: ExchangeOptions, speeds: Sequence[float] | None) -> Program:
         """The program in which devices attend for each other."""
         costs = options.costs(program.shape)
-        return add_exchange(program, units=options.units, keep=options.keep, helping=options.idle, costs=costs)
+        return add_exchange(
+            program, units=options.units, keep=options.keep, helping=options.idle, costs=costs, parts=self.parts
+        )
 
     def price(self, costs: Costs, options: ExchangeOptions, program: Program, figures: Figures) -> Costs:
         """Attention apart from the rest of a layer, and what travels for it."""

@@ -185,18 +185,18 @@ def cutting_of(plan: Plan, args: Any = None) -> Cutting:
 
     Args:
         plan: Checked.
-        args: Megatron's arguments, for slices of equal work; None for their nominal length.
+        args: Megatron's arguments, for slices of equal work and for windows; None for nominal lengths alone.
     """
     options = Slices().options_of(plan) or SliceOptions()
     length, slices = plan.model.seq_length, max(options.slices, 1)
     is_even = options.lengths == EQUAL and (not is_sliced(plan) or _can_be_even(plan, slices))
     cutting = Cutting(length, slices, length // slices if is_even else token_unit(plan))
-    if options.lengths == EQUAL or args is None:
+    if args is None:
         return cutting
     limits = getattr(args, "window_size", None)
     return replace(
         cutting,
-        keys_per_token=options.keys_per_token or keys_per_token(args),
+        keys_per_token=0.0 if options.lengths == EQUAL else options.keys_per_token or keys_per_token(args),
         window_tokens=limits[0] if limits else None,
         window_share=_window_share(args.num_layers, args.window_attn_skip_freq) if limits else 0.0,
     )
@@ -262,7 +262,7 @@ def _check_number(plan: Plan) -> None:
             f"fewer slices than the {stages} stages leave stages without work",
             f"Use a multiple of {stages}",
         )
-    chunks = max(len(stage.layers) for stage in plan.stages)
+    chunks = plan.most_chunks
     if chunks > 1 and slices % stages:
         raise PlanError(
             where,

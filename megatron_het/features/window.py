@@ -7,14 +7,14 @@ Its options are parameters of the schedule in the plan, because memory and time 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, by_layers, option
+from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, option
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.shares import state_shares
-from megatron_het.schedule.cost import Costs
+from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.ir import Program
 from megatron_het.schedule.passes.parameters import add_parameters
 from megatron_het.schedule.passes.sharded_passes import STAGES, add_sharded_passes
@@ -300,11 +300,11 @@ class Window(Feature):
 
     def price(self, costs: Costs, options: WindowOptions, program: Program, figures: Figures) -> Costs:
         """Gathers and reductions over the stage's replicas; shards from and to the host."""
-        copies = by_layers(program, figures.host_copy_s) if options.offload else ()
+        copies = _by_layers(program, figures.host_copy_s) if options.offload else ()
         return replace(
             costs,
-            gather_s=by_layers(program, figures.gather_s),
-            reduce_s=by_layers(program, figures.reduce_s),
+            gather_s=_by_layers(program, figures.gather_s),
+            reduce_s=_by_layers(program, figures.reduce_s),
             prefetch_s=copies,
             offload_s=copies,
         )
@@ -348,3 +348,13 @@ def _check_early(plan: Plan, args: Any, update: str) -> None:
             "first time has already updated",
             'Add --rerun-mode disabled, or use "exact" or "undo"',
         )
+
+
+def _by_layers(program: Program, whole: Sequence[float]) -> PerChunk:
+    """A figure of each device's stage, divided over its chunks by their layers."""
+    rows = []
+    for device, value in zip(program.devices, whole, strict=True):
+        layers = program.shape.layers[device.stage]
+        total = sum(layers)
+        rows.append(tuple(value * (n / total if total else 1 / len(layers)) for n in layers))
+    return tuple(rows)

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Feature
 from megatron_het.plan import Placement, Plan, PlanError
+from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
 from megatron_het.schedule.generators.pipelines import Part, parts_of
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
@@ -69,7 +70,7 @@ def _of_own_part(plan: Plan, rank: int) -> dict[bool, Program] | None:
     own = next((part for part in parts if shape.device(where.stage, where.replica) in part.devices), None)
     if own is None or len(parts) < 2:
         return None
-    speeds, parameters = _speeds(plan), _parameters(plan)
+    speeds, parameters = _speeds(plan), parameters_of(plan)
     made: dict[tuple[Shape, tuple[float, ...]], dict[bool, Program]] = {}
     try:
         for part in parts:
@@ -104,8 +105,13 @@ def _in_whole(program: Program, part: Part, shape: Shape) -> Program:
     return replace(program, shape=shape, ops=tuple(ops))
 
 
-def program_of(plan: Plan, forward_only: bool = False) -> Program:
+def program_of(plan: Plan, forward_only: bool = False, parts: Parts = ()) -> Program:
     """One of the plan's programs, with all passes; not validated, and perhaps not executable.
+
+    Args:
+        plan: Checked.
+        forward_only: The evaluation program.
+        parts: What slices see, by microbatch and slice, where documents or sliding windows limit it.
 
     Raises:
         PlanError: The schedule cannot run the plan's shape.
@@ -114,10 +120,10 @@ def program_of(plan: Plan, forward_only: bool = False) -> Program:
         return assemble(
             schedule_shape(plan),
             plan.schedule.name,
-            list(features_of(plan)),
+            [(feature.limited(parts), options) for feature, options in features_of(plan)],
             speeds=_speeds(plan),
             forward_only=forward_only,
-            **_parameters(plan),
+            **parameters_of(plan),
         )
     except (ValueError, TypeError) as error:
         raise _refused(plan, error) from error
@@ -149,7 +155,7 @@ def generator_inputs(plan: Plan) -> Inputs | None:
     """Shape, speeds of the devices and parameters of the plan's generator; None where features add operations."""
     if any(_adds_operations(feature) for feature, _ in features_of(plan)):
         return None
-    return schedule_shape(plan), _speeds(plan), _parameters(plan)
+    return schedule_shape(plan), _speeds(plan), parameters_of(plan)
 
 
 def _adds_operations(feature: Feature) -> bool:
@@ -166,7 +172,7 @@ def _speeds(plan: Plan) -> list[float]:
     return [r.speed for s in plan.stages for r in s.replicas]
 
 
-def _parameters(plan: Plan) -> dict[str, Any]:
+def parameters_of(plan: Plan) -> dict[str, Any]:
     """The generator's own parameters: those that no feature has."""
     name = plan.schedule.name
     taken = {option.parameter for feature in FEATURES if feature.goes_with(name) for option in feature.parameters}

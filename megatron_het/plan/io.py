@@ -11,6 +11,9 @@ from megatron_het.plan.schema import Plan, Replica, _plain
 from megatron_het.schedule.paths import PLACEMENTS, placement_of
 from megatron_het.untrusted import FileError, read_json, write_json
 
+MOST_INDENTED = 10_000
+"""Ranks of a plan file that is laid out in lines."""
+
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read and check a plan file.
@@ -39,6 +42,8 @@ def _plan_error(error: FileError) -> PlanError:
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Check a plan and write it; an existing file is replaced only by a complete one.
 
+    A plan of more than ``MOST_INDENTED`` ranks is one line: to lay it out takes as long as many a search.
+
     Raises:
         PlanError: The plan contradicts itself, or ``path`` is no place for a file.
     """
@@ -46,7 +51,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
     check_plan(plan)
     try:
-        write_json(path, plan.to_json())
+        write_json(path, plan.to_json(), indent=2 if plan.world_size <= MOST_INDENTED else None)
     except FileError as error:
         raise _plan_error(error) from None
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_het.lowering.ranks import RankOp
+from megatron_het.schedule.cutting import SlicePart, Starts
 
 
 class Batches:
@@ -34,6 +35,14 @@ class Batches:
         Or numbers in proportion.
         """
         return 1, 1
+
+    def starts(self, microbatch: int) -> tuple[Starts, ...] | None:
+        """Where the documents of each sequence of a microbatch begin; None if it does not matter."""
+        return None
+
+    def slice_parts(self, microbatch: int, units: int) -> tuple[SlicePart, ...]:
+        """What every slice of a microbatch is of it, with so many exchange units per slice; none without slices."""
+        return ()
 
     def finish(self) -> None:
         """All operations of the iteration are done."""

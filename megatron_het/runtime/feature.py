@@ -158,6 +158,14 @@ class RuntimeFeature:
     def begin(self, call: Call, state: Iteration) -> None:
         """An iteration of training or evaluation begins."""
 
+    def program(self, call: Call, program: RankProgram) -> RankProgram:
+        """What this rank runs in an iteration that all features have begun; the program of the plan by default.
+
+        Another one has the same passes and transfers between them in the same order, and differs in operations of the
+        feature's own.  All ranks choose alike.
+        """
+        return program
+
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
         """Around a FORWARD: entering may change ``forward``; at the end its output is there."""
         return contextlib.nullcontext()
@@ -176,6 +184,17 @@ class RuntimeFeature:
 
     def materialise(self) -> None:
         """Make whatever is due and show whole parameters, until the next iteration starts."""
+
+    def settle(self) -> None:
+        """Make whatever is due before a checkpoint is taken; parameters need not be whole."""
+
+    def copies(self, parameters: Iterable[torch.Tensor]) -> Mapping[torch.Tensor, torch.Tensor]:
+        """Copies in host memory of those parameters that are not whole when a checkpoint is written.  Collective.
+
+        Args:
+            parameters: What this rank may write; all ranks that hold the same parameters ask alike.
+        """
+        return {}
 
     def figures(self) -> Mapping[str, Mapping[str, int]]:
         """For the report after an iteration of training: figures by title."""

@@ -68,12 +68,13 @@ class RollCall:
         return f"het/call/{rank}"
 
     def _call(self) -> None:
+        deadline_s = time.monotonic() + self._answer_s
         others = set(range(self._world_size)) - {self._rank}
         for rank in sorted(others):
             self._store.set(self._key(rank), _CALLED)
-        deadline_s = time.monotonic() + self._answer_s
-        silent = set(others)
-        while silent and time.monotonic() < deadline_s:
+        silent, is_over = set(others), False
+        while silent and not is_over:
+            is_over = time.monotonic() > deadline_s  # looks once more after it, for what came meanwhile
             silent = {rank for rank in silent if not self._store.check([f"het/here/{rank}"])}
             time.sleep(_POLL_S)
         names = ", ".join(f"rank {rank}" for rank in sorted(silent))

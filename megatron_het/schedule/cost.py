@@ -183,6 +183,19 @@ class Costs:
             return whole * self.parts[op.microbatch][op.slice].attention
         return whole * (op.slice + self.diagonal) / self.attention_total(slices)
 
+    def of_units(self, whole: float, op: Op, slices: int, units: int) -> float:
+        """What an operation of the context exchange has of a figure of the attention of a microbatch."""
+        if self.parts:
+            return whole * sum(self.parts[op.microbatch][op.slice].units[op.start : op.stop])
+        return (op.stop - op.start) * whole / (units * self.attention_total(slices))
+
+    def check_units(self, units: int) -> None:
+        """Raises ValueError unless ``parts`` say what every slice attends to in each exchange unit before it."""
+        for microbatch, row in enumerate(self.parts):
+            counts = [len(part.units) for part in row]
+            if counts != [index * units for index in range(len(row))]:
+                raise ValueError(f"parts: of {counts} exchange units in microbatch {microbatch}, for {units} per slice")
+
     @classmethod
     def of(
         cls,

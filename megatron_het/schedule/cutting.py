@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,10 +26,16 @@ class SlicePart:
     Attributes:
         tokens: Share of the tokens.
         attention: Share of the attention of a sequence that is one document.
+        units: The same of its attention to each exchange unit before the slice, from the start of the sequence.
     """
 
     tokens: float
     attention: float
+    units: tuple[float, ...] = ()
+
+
+Parts = Sequence[Sequence[SlicePart]]
+"""What slices are of their sequences, by microbatch and slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +93,38 @@ class Cutting:
             return whole
         return whole + self.window_share * (_pairs(starts, end, self.window_tokens) - whole)
 
-    def parts(self, starts: Sequence[Starts] | None = None) -> tuple[SlicePart, ...]:
-        """What every slice of a microbatch has of it, as the simulator counts work (``Costs.parts``).
+    def parts(self, starts: Sequence[Starts] | None = None, units: int = 0) -> tuple[SlicePart, ...]:
+        """What every slice of a microbatch has of it, as simulator and context exchange count work (``Costs.parts``).
 
         Args:
             starts: Where the documents of each of its sequences begin; None if a sequence is one document.
+            units: Exchange units of a slice; 0 without exchange.
         """
         bounds, documents = self.bounds(starts), starts or ((0,),)
-        whole = self.keys((0,), self.length)
-        done = [sum(self.keys(own, end) for own in documents) / len(documents) / whole for end in bounds]
-        spans = zip(bounds, bounds[1:], done, done[1:], strict=False)
-        return tuple(SlicePart((end - first) / self.length, after - before) for first, end, before, after in spans)
+        whole = self.keys((0,), self.length) * len(documents)
+        done = [sum(self.keys(own, end) for own in documents) / whole for end in bounds]
+        found = []
+        for i, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            edges = [
+                a + (b - a) * unit // units for a, b in itertools.pairwise(bounds[: i + 1]) for unit in range(units)
+            ]
+            spans = itertools.pairwise((*edges, first))
+            seen = tuple(sum(self.seen(own, (first, end), span) for own in documents) / whole for span in spans)
+            found.append(SlicePart((end - first) / self.length, done[i + 1] - done[i], seen))
+        return tuple(found)
+
+    def seen(self, starts: Starts, rows: tuple[int, int], keys: tuple[int, int]) -> float:
+        """Pairs of a query of ``rows`` and a key of ``keys``, all before them, that it sees; the mean of the layers."""
+        # Only the document in which the rows begin has keys before them.
+        index = bisect.bisect_right(starts, rows[0])
+        rows = rows[0], min(rows[1], starts[index]) if index < len(starts) else rows[1]
+        keys = max(keys[0], starts[index - 1]), keys[1]
+        if keys[0] >= keys[1]:
+            return 0.0
+        whole = (rows[1] - rows[0]) * (keys[1] - keys[0])
+        if not self.window_share or self.window_tokens is None:
+            return whole
+        return whole + self.window_share * (_near_pairs(rows, keys, self.window_tokens) - whole)
 
 
 @functools.lru_cache(maxsize=256)
@@ -111,6 +139,15 @@ def _before(starts: Starts, most: int | None) -> tuple[int, ...]:
 def _pairs(starts: Starts, end: int, most: int | None) -> int:
     index = bisect.bisect_right(starts, max(end - 1, 0)) - 1
     return _before(starts, most)[index] + _triangle(end - starts[index], most)
+
+
+def _near_pairs(rows: tuple[int, int], keys: tuple[int, int], most: int) -> int:
+    """Pairs of a query and a key that is at most ``most`` tokens before it."""
+    # The first queries see all keys, and every one after them one less.
+    whole = min(max(keys[0] + most + 1 - rows[0], 0), rows[1] - rows[0])
+    begin, end = rows[0] + whole, min(rows[1], keys[1] + most)
+    fewer = (2 * (keys[1] + most) - begin - end + 1) * (end - begin) // 2 if begin < end else 0
+    return whole * (keys[1] - keys[0]) + fewer
 
 
 def _triangle(tokens: int, most: int | None) -> int:

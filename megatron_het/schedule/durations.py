@@ -25,9 +25,10 @@ class _Prices:
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs, self.slices = program, costs, program.shape.slices
-        self.total = costs.attention_total(self.slices)
         self.units = max(program.attention_units, 1)
         self.exchanged = exchanged_layers(program.shape.layers)
+        if costs.parts and program.attention_units:
+            costs.check_units(self.units)
         self.of: dict[Price, Callable[[int, Op], float]] = complete(Price, self._all())
 
     def _all(self) -> dict[Price, Callable[[int, Op], float]]:
@@ -90,7 +91,7 @@ class _Prices:
         table = self._attention_table(op)
         stage = self.program.shape.devices[device].stage
         share = self.exchanged / max(1, self.program.shape.layers[stage][op.chunk])
-        return (op.stop - op.start) * share * _at(table, device, op.chunk) / (self.units * self.total)
+        return self.costs.of_units(share * _at(table, device, op.chunk), op, self.slices, self.units)
 
     def _helped(self, device: int, op: Op) -> float:
         """Time a helper spends: its own speed for attention, times the layers that take part."""
@@ -99,7 +100,7 @@ class _Prices:
         if not table or not own_layers:
             return 0.0
         whole = sum(table[device]) * self.exchanged / own_layers
-        return (op.stop - op.start) * whole / (self.units * self.total)
+        return self.costs.of_units(whole, op, self.slices, self.units)
 
     def _merged(self, device: int, op: Op) -> float:
         """Query out and partial output back, as far as they are not hidden: both, at full length."""

@@ -9,13 +9,15 @@ The paper pairs devices one to one and moves whole slices.  Here several devices
 pairs cannot keep the promised difference of one slice where two microbatches meet, and units may be smaller
 than a slice, because whole slices leave about 1/(slices + 1) of bubble for an even number of devices.
 Where devices differ in speed or in layers, what passes take decides, not units (``leveling.py``).
-Given away are always the earliest keys and values: they need no mask and can be sent ahead of time
-("early key-value exchange", section 5).
+Given away are always the earliest keys and values that a slice sees: they need no mask of their own and can be sent
+ahead of time ("early key-value exchange", section 5).  Where documents or sliding windows limit what slices see, units
+count by the attention that they are (``cutting.SlicePart``), and those that a slice does not see stay where they are.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators.listing import require
 from megatron_het.schedule.ir import Op, Program
 from megatron_het.schedule.leveling import PassCosts, level
@@ -60,7 +62,7 @@ class ExchangeSlot:
         index: number among the forward or backward slots.
         backward: which of the two.
         passes: the pass that each device runs, by device; idle devices are absent.
-        loads: units of attention per device before the exchange.
+        loads: units of attention per device before the exchange; parts of units where slices do not see all of them.
         moves: the exchange.
         after: units per device after it.
     """
@@ -68,9 +70,9 @@ class ExchangeSlot:
     index: int
     backward: bool
     passes: dict[int, Op]
-    loads: tuple[int, ...]
+    loads: tuple[float, ...]
     moves: tuple[Move, ...]
-    after: tuple[int, ...]
+    after: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,7 @@ def plan_exchange(
     diagonal: bool = False,
     pairs: bool = False,
     costs: PassCosts | None = None,
+    parts: Parts = (),
 ) -> ExchangePlan:
     """Plans the exchange of a SlimPipe (or TeraPipe) compute order.
 
@@ -205,42 +208,101 @@ def plan_exchange(
         pairs: one-to-one and in whole slices, as in the paper, for comparison.
         diagonal: a slice's own keys and values may be given away too (the helper then needs a mask).
         costs: what passes take: slots become as short as possible, where otherwise units become equal.
+        parts: what slices see, by microbatch and slice; empty where each sees all before it.
 
     Raises:
         ValueError: microbatches that change between replicas, units below 1, passes that are not aligned, or costs
-            together with ``pairs`` or ``diagonal``.
+            or parts together with ``pairs`` or ``diagonal``.
     """
     require("exchange", units >= 1, f"units = {units}: must be at least 1")
     require("exchange", costs is None or not (pairs or diagonal), "costs are not for pairs or own keys")
-    devices = range(len(program.ops))
-    exchanged = exchanged_layers(program.shape.layers)
+    require("exchange", not parts or not (pairs or diagonal), "parts are not for pairs or own keys")
     kept: dict[tuple[int, int, int, int], set[int]] = {}
     slots = []
     for index, backward, passes in aligned_slots(program):
         team = next(t for t in program.shape.pipelines() or () if not passes.keys().isdisjoint(t))
-        loads = {d: (passes[d].slice + 1) * units if d in passes else 0 for d in team if d in passes or helping}
-        floors = {d: 0 if diagonal or d not in passes else units for d in loads}
+        busy = [d for d in team if d in passes or helping]
+        if parts:
+            offers = _limited_offers(program, passes, busy, units, costs, parts)
+        else:
+            offers = _offers(program, passes, busy, units, costs, diagonal=diagonal, pairs=pairs)
         moves: list[Move] = []
         given: dict[int, int] = {}
-        after = dict(loads)
-        if costs is not None:
-            agreed = level(
-                {d: loads[d] - floors[d] for d in loads}, costs.times(program.shape, passes, exchanged, units)
-            )
-        else:
-            agreed = pair_up(loads, floors, units) if pairs else rebalance(loads, floors)
-        for owner, helper, amount in agreed:
-            op, start = passes[owner], given.get(owner, 0)
+        after = dict(offers.loads)
+        for owner, helper, amount in offers.agreed:
+            op, start = passes[owner], given.get(owner, offers.first.get(owner, 0))
             given[owner] = start + amount
-            after[owner] -= amount
-            after[helper] += amount
+            after[owner] -= amount * offers.work.get(owner, 1)
+            after[helper] += amount * offers.work.get(owner, 1)
             have = kept.setdefault((owner, helper, op.microbatch, op.chunk), set()) if keep else set()
             sent = _ranges(u for u in range(start, start + amount) if u not in have)
             have.update(range(start, start + amount))
             moves.append(Move(owner, helper, op.microbatch, op.slice, op.chunk, start, start + amount, sent))
-        before, left = (tuple(counts.get(d, 0) for d in devices) for counts in (loads, after))
+        before, left = (tuple(counts.get(d, 0) for d in range(len(program.ops))) for counts in (offers.loads, after))
         slots.append(ExchangeSlot(index, backward, passes, before, tuple(moves), left))
     return ExchangePlan(units, tuple(slots))
+
+
+@dataclass(frozen=True, slots=True)
+class _Offers:
+    """What the devices of a slot have, and what they agree on.
+
+    Attributes:
+        loads: units per device.
+        agreed: (giver, taker, units).
+        first: the first unit that a device gives away, if not the first of all.
+        work: how much of a whole unit each unit of a device is, if not 1.
+    """
+
+    loads: dict[int, float]
+    agreed: list[tuple[int, int, int]]
+    first: dict[int, int] = field(default_factory=dict)
+    work: dict[int, float] = field(default_factory=dict)
+
+
+def _offers(
+    program: Program,
+    passes: Mapping[int, Op],
+    busy: Sequence[int],
+    units: int,
+    costs: PassCosts | None,
+    *,
+    diagonal: bool,
+    pairs: bool,
+) -> _Offers:
+    """Where every slice sees all before it."""
+    loads = {d: (passes[d].slice + 1) * units if d in passes else 0 for d in busy}
+    floors = {d: 0 if diagonal or d not in passes else units for d in loads}
+    if costs is not None:
+        times = costs.times(program.shape, passes, exchanged_layers(program.shape.layers), units)
+        agreed = level({d: loads[d] - floors[d] for d in loads}, times)
+    else:
+        agreed = pair_up(loads, floors, units) if pairs else rebalance(loads, floors)
+    return _Offers(dict(loads), agreed)
+
+
+def _limited_offers(
+    program: Program, passes: Mapping[int, Op], busy: Sequence[int], units: int, costs: PassCosts | None, parts: Parts
+) -> _Offers:
+    """Where documents and windows limit what slices see; the units of a slice count by their mean."""
+    slices = program.shape.slices
+    whole = 2 / (slices * slices * units)  # share of a sequence's attention that a unit is which all of a slice sees
+    counts, first, work = dict.fromkeys(busy, 0), dict[int, int](), dict.fromkeys(busy, 0.0)
+    before, own = dict.fromkeys(busy, 0.0), dict.fromkeys(busy, 0.0)
+    for d, op in passes.items():
+        part = parts[op.microbatch][op.slice]
+        seen = [unit for unit, share in enumerate(part.units) if share]
+        before[d] = sum(part.units) / whole
+        own[d] = part.attention / whole - before[d]
+        if seen:
+            first[d], counts[d] = seen[0], op.slice * units - seen[0]
+            work[d] = before[d] / counts[d]
+    if costs is None:
+        times = {d: (own[d], 1.0) for d in busy}
+    else:
+        slices_seen = {d: (before[d] / units, own[d] / units) for d in passes}
+        times = costs.times(program.shape, passes, exchanged_layers(program.shape.layers), units, slices_seen)
+    return _Offers({d: before[d] + own[d] for d in busy}, level(counts, times, work), first, work)
 
 
 def _ranges(numbers: Iterator[int]) -> tuple[tuple[int, int], ...]:
@@ -269,6 +331,6 @@ def lockstep_bubble(plan: ExchangePlan, slices: int, microbatches: int) -> float
     return (total - ideal) / ideal
 
 
-def balance(slots: Sequence[ExchangeSlot]) -> int:
+def balance(slots: Sequence[ExchangeSlot]) -> float:
     """The largest difference between two working devices of a slot after the exchange, in units."""
     return max(max(s.after[d] for d in s.passes) - min(s.after[d] for d in s.passes) for s in slots)

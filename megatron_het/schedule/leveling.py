@@ -49,7 +49,14 @@ class PassCosts:
         left = iter(rest)
         return cls(tuple(attention), tuple(tuple(next(left) for _ in range(count)) for count in chunks))
 
-    def times(self, shape: Shape, passes: Mapping[int, Op], exchanged: int, units: int) -> dict[int, tuple[int, int]]:
+    def times(
+        self,
+        shape: Shape,
+        passes: Mapping[int, Op],
+        exchanged: int,
+        units: int,
+        work: Mapping[int, tuple[float, float]] | None = None,
+    ) -> dict[int, tuple[float, float]]:
         """Of every device: what it takes without attention that can be given away, and one unit of that.
 
         Args:
@@ -57,43 +64,53 @@ class PassCosts:
             passes: The pass of each device that has one in the slot; the others are idle.
             exchanged: Layers of a chunk in which attention is exchanged.
             units: Exchange units per slice.
+            work: Of each pass, its attention to the slices before it and to itself, where documents or windows limit
+                what it sees; a slice that sees all of another has 1.
 
         Returns:
-            Both in units of time of ``1 / (2 units)``, so that they are whole numbers.
+            Both in units of time of ``1 / (2 units)``, so that they are whole numbers without ``work``.
         """
-        found = {}
+        found: dict[int, tuple[float, float]] = {}
         for device, attention in enumerate(self.attention):
-            fixed = 0
+            fixed: float = 0
             if device in passes:
                 op = passes[device]
                 layers = shape.layers[shape.devices[device].stage][op.chunk]
-                halves = 2 * (layers - exchanged) * op.slice + _DIAGONAL_HALVES * layers
+                before, own = (op.slice, _DIAGONAL_HALVES / 2) if work is None else work[device]
+                halves = 2 * (layers - exchanged) * before + 2 * own * layers
                 fixed = units * (2 * self.rest[device][op.chunk] + halves * attention)
             found[device] = fixed, 2 * exchanged * attention
         return found
 
 
-def level(loads: Mapping[int, int], times: Mapping[int, tuple[int, int]]) -> list[Move]:
+def level(
+    loads: Mapping[int, int], times: Mapping[int, tuple[float, float]], work: Mapping[int, float] | None = None
+) -> list[Move]:
     """Who gives how many units to whom, so that the last device is done as early as possible.
 
     One unit after the other goes from the device that ends last to the one that would end first with it, while that
-    is before the giver's end.  Units are alike, so nothing ends earlier than what this finds, and nobody both gives and
-    takes: where a device that has taken units ends last, nobody could take them from it without ending as late.
+    is before the giver's end.  Where units are alike nothing ends earlier than what this finds, and nobody both gives
+    and takes: where a device that has taken units ends last, nobody could take them from it without ending as late.
+    Where they are not, a device that has taken units gives none.
 
     Args:
         loads: Units that each device may give away, or 0; devices that are not named take no part.
         times: Of every device: its time without these units, and that of one unit.
+        work: Of every device, how much of a whole unit each of its units is; None where they are alike.
     """
-    end = {d: times[d][0] + count * times[d][1] for d, count in loads.items()}
+    size = dict.fromkeys(loads, 1) if work is None else work
+    end = {d: times[d][0] + count * size[d] * times[d][1] for d, count in loads.items()}
     left = dict(loads)
     moved: dict[tuple[int, int], int] = {}
     while end:
         giver = max(end, key=lambda d: (end[d], -d))
-        taker = min(end, key=lambda d: (end[d] + times[d][1], d))
-        if not left[giver] or end[taker] + times[taker][1] >= end[giver]:
+        unit = size[giver]
+        taker = min((d for d in end if d != giver), key=lambda d: (end[d] + unit * times[d][1], d), default=giver)
+        has_taken = any(other == giver for _, other in moved)
+        if not left[giver] or has_taken or end[taker] + unit * times[taker][1] >= end[giver]:
             break
         moved[giver, taker] = moved.get((giver, taker), 0) + 1
         left[giver] -= 1
-        end[giver] -= times[giver][1]
-        end[taker] += times[taker][1]
+        end[giver] -= unit * times[giver][1]
+        end[taker] += unit * times[taker][1]
     return [(giver, taker, count) for (giver, taker), count in moved.items()]

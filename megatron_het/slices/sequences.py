@@ -18,7 +18,7 @@ from megatron_het.attention.blocks import take_blocks
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.plan.parts import Blocks, part_tokens, token_blocks
 from megatron_het.runtime.batches import Batches
-from megatron_het.schedule.cutting import Bounds, Cutting, Starts
+from megatron_het.schedule.cutting import Bounds, Cutting, SlicePart, Starts
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
 
 _CUT = ("tokens", "labels", "loss_mask", "position_ids")  # [b, s]
@@ -117,19 +117,23 @@ class SlicedSequences(Batches):
         for module in slice_attentions([model]):
             most = module.window_tokens
             if most not in rows:
-                held = {m: module.held_tokens(self.bounds(m), self._starts(m), self._own_blocks) for m in microbatches}
+                held = {m: module.held_tokens(self.bounds(m), self.starts(m), self._own_blocks) for m in microbatches}
                 rows[most] = max(most_held(passes, held) for passes in modes)
             module.cache.reserve(rows[most])
 
-    def _starts(self, microbatch: int) -> tuple[Starts, ...] | None:
-        """Where documents begin; None if it does not matter."""
+    def starts(self, microbatch: int) -> tuple[Starts, ...] | None:
+        """See :class:`Batches`."""
         return None if self.documents is None else self.documents.of(microbatch)
+
+    def slice_parts(self, microbatch: int, units: int) -> tuple[SlicePart, ...]:
+        """See :class:`Batches`."""
+        return self._cutting.parts(self.starts(microbatch), units)
 
     def bounds(self, microbatch: int) -> Bounds:
         """Where the slices of a microbatch begin, and its end."""
         found = self._bounds.get(microbatch)
         if found is None:
-            found = self._bounds[microbatch] = self._cutting.bounds(self._starts(microbatch))
+            found = self._bounds[microbatch] = self._cutting.bounds(self.starts(microbatch))
         return found
 
     def rows(self, rows: int, op: RankOp) -> int:
@@ -164,7 +168,7 @@ class SlicedSequences(Batches):
         """A context for the forward of one operation."""
         from megatron_het.attention.core import SliceParams, slice_caches
 
-        starts, blocks = self._starts(op.microbatch), self._blocks(op)
+        starts, blocks = self.starts(op.microbatch), self._blocks(op)
         shown, tokens = self._args.seq_length, self._parts(op)
         self._current.params = SliceParams.make(op.microbatch, op.slice, blocks, self._cutting.length, starts, tokens)
         self._args.seq_length = tokens[self._part]

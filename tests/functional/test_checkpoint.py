@@ -55,7 +55,7 @@ def _predicting(made: Kind, layers: int) -> Kind:
     return Kind(first, second, family="later-tokens")
 
 
-def _ministages(under: Plan, layers: tuple[tuple[int, ...], ...], **window: Any) -> Plan:
+def with_ministages(under: Plan, layers: tuple[tuple[int, ...], ...], **window: Any) -> Plan:
     """The plan with every stage cut into ministages, under a parameter window."""
     stages = tuple(replace(s, layers=cut) for s, cut in zip(under.stages, layers, strict=True))
     return replace(under, stages=stages, schedule=ScheduleSpec("ministage", {"window": True, **window}))
@@ -76,7 +76,7 @@ KINDS = {
     ),
     # Stages with other numbers of rows, and under a window.
     "vocabulary-shares": Kind(
-        _ministages(
+        with_ministages(
             plan("first", [[1], [2, 1]], [2, 3], distributed_optimizer=True),
             ((1, 1), (2, 1)),
             offload=True,
@@ -117,7 +117,7 @@ KINDS = {
     # Rank 0, which writes what is common, keeps no state; the replica of TP 2 has a copy of its own.
     "ministages": Kind(
         with_shares(
-            _ministages(
+            with_ministages(
                 plan("first", [[1, 2, 1], [1]], [3, 2], distributed_optimizer=True),
                 ((2, 1), (1, 1)),
                 offload=True,

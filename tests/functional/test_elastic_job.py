@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -16,13 +17,16 @@ import pytest
 from benchmarks.cases import Weights, build_plan, common_flags
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job, words
+from megatron_het.elastic.__main__ import main as het_run
 from megatron_het.elastic.board import Board
 from megatron_het.elastic.controller import Bounds, Controller, JobError
 from megatron_het.elastic.pool import GivenPlans, Planner
 from megatron_het.plan import Plan, save_plan
+from tests.functional.test_checkpoint import with_ministages
 
 STEPS, TOKEN = 16, "0123456789abcdef"
 LIMIT_S = 240.0
+_BOUNDS = Bounds(lost_s=8.0, leave_s=30.0)
 ASYNC = words("--async-save --use-persistent-ckpt-worker --async-strategy mcore")
 
 
@@ -32,6 +36,7 @@ def plan(sizes: list[list[int]], layers: list[int]) -> Plan:
 
 
 PLANS = [plan([[1], [1, 1, 1]], [2, 3]), plan([[1], [1, 1]], [3, 2]), plan([[1], [1]], [2, 3])]
+UNDER_A_WINDOW = with_ministages(PLANS[1], ((2, 1), (1, 1)), offload=True, offload_optimizer=True, update="undo")
 
 
 class Running:
@@ -46,6 +51,7 @@ class Running:
         flags: Of the training; by default those of the lab's small model.
         setup: What workers do before they come, and its arguments.
         device: Kind of all devices.
+        bounds: Of the controller's waits.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Running:
         flags: Sequence[str] | None = None,
         setup: tuple[str, dict[str, Any]] | None = None,
         device: str = "",
+        bounds: Bounds = _BOUNDS,
     ) -> None:
         self._lab, self.folder = lab, folder
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -71,7 +78,6 @@ class Running:
         (folder / "job.json").write_text(json.dumps(document))
         board = Board("127.0.0.1", self.port, TOKEN, serve=True)
         first = sum(not after for _, after in workers)
-        bounds = Bounds(lost_s=8.0, leave_s=30.0)
         self.lines: list[str] = []
         plans = planner or GivenPlans(PLANS)
         self.controller = Controller(board, plans, folder / "state.json", first, bounds, self.lines.append)
@@ -140,7 +146,18 @@ def undisturbed(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     return losses
 
 
-def test_join_death_and_leave(lab: Lab, tmp_path: Path, undisturbed: dict[int, float]):
+def asked(job: Running, capsys: pytest.CaptureFixture[str]) -> str:
+    """What ``het-run status`` says of a job that runs."""
+    (job.folder / "token").write_text(TOKEN)
+    where = ["--controller", f"127.0.0.1:{job.port}", "--token-file", str(job.folder / "token")]
+    capsys.readouterr()
+    assert het_run(["status", *where]) == 0
+    return capsys.readouterr().out
+
+
+def test_join_death_and_leave(
+    lab: Lab, tmp_path: Path, undisturbed: dict[int, float], capsys: pytest.CaptureFixture[str]
+):
     nodes = [("a", ""), ("b", ""), ("c", ""), ("d", "come")]
     job = Running(lab, tmp_path, nodes, kill=(1, 8, 0))
     job.until(lambda: job.iteration() >= 2, "start")
@@ -148,13 +165,26 @@ def test_join_death_and_leave(lab: Lab, tmp_path: Path, undisturbed: dict[int, f
     job.until(lambda: len(job.controller.history) >= 3, "join and death")
     start = job.iteration()
     job.until(lambda: job.iteration() > start, "after the death")
+    told = ""
+
+    def is_told() -> bool:
+        nonlocal told
+        told = asked(job, capsys)
+        return told.count("s to the end of the first iteration") == 2
+
+    job.until(is_told, "status")
+    first = re.match(rf"iteration (\d+) of {STEPS}[;,].* goodput \d+\.\d % of \d+ s\n", told)
+    assert first is not None and int(first[1]) >= start, told
+    assert "generation 2 (1 rank was lost): plan " in told and "1f1b, 2 stages of 1 + 2 ranks\n" in told
+    assert [node for node in "abcd" if f"  node {node}: 1 worker\n" in told] == ["a", "c", "d"], told
+    assert re.search(r"  change 1 at iteration \d+: a node joins, \d+\.\d s to the end of the first iteration\n", told)
     Board("127.0.0.1", job.port, TOKEN).post({"type": "leave", "node": "a"})
     finished = job.end()
     assert job.error is None, job.error
     assert [entry["why"] for entry in job.controller.history] == [
         "start",
         "a node joins",
-        "1 ranks were lost",
+        "1 rank was lost",
         "a node leaves",
     ], job.lines
     assert sorted(finished.returncodes) == [-9, 0, 0, 0]
@@ -167,17 +197,32 @@ def test_a_death_in_the_first_generation(lab: Lab, tmp_path: Path, undisturbed: 
     job.until(lambda: len(job.controller.history) >= 2, "death")
     finished = job.end()
     assert job.error is None, job.error
-    assert [entry["why"] for entry in job.controller.history] == ["start", "1 ranks were lost"], job.lines
+    assert [entry["why"] for entry in job.controller.history] == ["start", "1 rank was lost"], job.lines
     assert sorted(finished.returncodes) == [-9, 0, 0]
     check_losses(losses_of(tmp_path), undisturbed)
 
 
+def test_a_rank_that_hangs_is_left_behind(lab: Lab, tmp_path: Path, undisturbed: dict[int, float]):
+    # Its process gives signs of life all the time, and its peers' waits would end after a minute.
+    hangs = ("benchmarks.drift_stand_ins:hang", {"hung": 1, "iteration": 5, "seconds": 16.0})
+    nodes, bounds = [("a", ""), ("b", ""), ("c", "")], Bounds(lost_s=60.0, leave_s=2.0, stuck_s=8.0)
+    job = Running(lab, tmp_path, nodes, setup=hangs, bounds=bounds)
+    finished = job.end()
+    assert job.error is None, job.error
+    assert [entry["why"] for entry in job.controller.history] == ["start", "1 rank was lost"], job.lines
+    assert "no iteration has ended for 8 s: all ranks leave their session" in job.lines
+    assert finished.returncodes == [0, 0, 0]  # no agent is here to end it
+    check_losses(losses_of(tmp_path), undisturbed)
+
+
 def test_asynchronous_saves_go_on_through_a_death(lab: Lab, tmp_path: Path, undisturbed: dict[int, float]):
-    # A save is being written while the rank dies, and others begin in the generation after it.
+    # A save is being written under a window while the rank dies, and others begin in the generation after it.
     saved, every = tmp_path / "saved", 4
     saves = ("--save", str(saved), "--save-interval", str(every), *ASYNC)
     own = (*common_flags(Weights(), steps=STEPS), *lab.start_flags(Weights()))
-    job = Running(lab, tmp_path, [("a", ""), ("b", ""), ("c", "")], kill=(1, every + 1, 0), flags=(*own, *saves))
+    nodes = [("a", ""), ("b", ""), ("c", "")]
+    plans = GivenPlans([UNDER_A_WINDOW, PLANS[2]])
+    job = Running(lab, tmp_path, nodes, kill=(1, every + 1, 0), flags=(*own, *saves), planner=plans)
     job.until(lambda: len(job.controller.history) >= 2, "death")
     finished = job.end()
     assert job.error is None, job.error

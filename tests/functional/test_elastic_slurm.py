@@ -100,7 +100,7 @@ def test_a_node_goes_down(tmp_path: Path) -> None:
         (before,) = (out / "elastic").glob("state-before-*.json")
         finished = slurm.wait(script, job, TIMEOUT_S)
     assert finished.state == "COMPLETED", finished.output[-5000:]
-    assert [entry["why"] for entry in json.loads(before.read_text())["history"]] == ["start", "1 ranks were lost"]
+    assert [entry["why"] for entry in json.loads(before.read_text())["history"]] == ["start", "1 rank was lost"]
     assert history(out) == ["start"]
     found = losses(out)
     assert sorted(found) == list(range(1, ITERATIONS + 1))

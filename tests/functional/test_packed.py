@@ -21,6 +21,8 @@ from tests.functional.selected import run_selected
 BAR = 1e-5
 _SLICED = {**PLAIN, "layers": 5}
 _WORK = {"slice_lengths": "work"}
+_EXCHANGE = {"context_exchange": True, "exchange_units": 4}
+_KEEPING = {"context_exchange": True, "exchange_keep": True, "exchange_idle": True}
 _TWO = build_plan([[1], [1]], [3, 2], random.Random(0))
 _CASES = [
     packed(
@@ -32,11 +34,23 @@ _CASES = [
         "gpt",
     ),
     packed(
-        sliced_case({**_SLICED, "chunks": 2, "recompute": "full"}, "documents-in-slices", random.Random(0)),
+        sliced_case(
+            {**_SLICED, "chunks": 2, "recompute": "full", "exchange": _EXCHANGE},
+            "documents-in-slices",
+            random.Random(0),
+        ),
         "by token",
         "softmax-offset",
     ),
-    replace(sliced_case({**_SLICED, "slices": 8, "tp": 2}, "windows-in-slices", random.Random(0)), family="gpt-oss"),
+    replace(
+        sliced_case({**_SLICED, "slices": 8, "tp": 2, "exchange": _KEEPING}, "windows-in-slices", random.Random(0)),
+        family="gpt-oss",
+    ),
+    packed(
+        sliced_case({**_SLICED, "cp": 2, "slices": 4, "exchange": _KEEPING}, "documents-exchanged", random.Random(0)),
+        "by dataset",
+        "off-by-one",
+    ),
     replace(
         sliced_case({**_SLICED, "cp": 2, "schedule": "1f1b"}, "windows-with-context-parallelism", random.Random(0)),
         family="gpt-oss",

@@ -122,6 +122,12 @@ def _model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     )
     for option in ("--seq-length", "--global-batch-size"):
         parser.add_argument(option, type=count(1, 1 << 27), metavar="N", help="where FILE does not say it, or instead")
+    parser.add_argument(
+        "--document-lengths",
+        metavar="MEAN|FILE",
+        help="of documents packed into sequences that do not see each other: their mean in tokens, or a file with the "
+        "lengths of some of them; where the model file does not say it, or instead",
+    )
 
 
 def _common(parser: argparse.ArgumentParser, *, cluster: bool = True, model: bool = True) -> None:

@@ -44,8 +44,8 @@ class CatalogCosts:
 
     def fused(self, gpu: str) -> bool:
         """Whether attention runs in a fused kernel on this GPU; FlashAttention-2 is for fp16 and bf16 only."""
-        if self.model.attention == "fused":
-            return True
+        if self.model.attention == "fused" or self.model.document_lengths is not None:
+            return True  # the kernels of slices attend document by document
         half = self.model.precision in ("fp16", "bf16")
         return self.model.attention == "flash" and half and self.gpu(gpu).flash_attention_2
 

@@ -18,6 +18,7 @@ from .complete import complete
 from .errors import PlannerError, from_plan_error
 from .estimate import Estimate, Estimator
 from .files import check_target
+from .most_passes import larger_micro_batches
 from .report import GIB, bound_lines, say, search_body, summary, summary_tables
 from .search.goal import Goal
 from .search.limit import cpu_limit, left_s, nothing_found, searching_s
@@ -169,7 +170,11 @@ def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
         hints.append("allow recompute: [none, full]")
     if not model.distributed_optimizer:
         hints.append("set distributed_optimizer: true")
-    if min(model.batch_sizes) > 1:
+    worst = estimate.worst_memory
+    overfull = worst.total_bytes / (estimator.memory_margin * worst.capacity_bytes)
+    if passes := larger_micro_batches(estimator.cluster, model, overfull):
+        hints.append(passes)
+    elif min(model.batch_sizes) > 1:
         hints.append("allow micro_batch_sizes: [1]")
     over = sum(max(0.0, m.total_bytes - estimator.memory_margin * m.capacity_bytes) * m.ranks for m in estimate.memory)
     nodes = estimator.cluster.nodes

@@ -10,7 +10,7 @@ from megatron_het.plan import Plan
 from .build import build_plan
 from .estimate import Estimator
 from .search.outcome import Found
-from .simulation import operations_of, with_costs
+from .simulation import with_costs
 
 MOST_PRICED = 2_000_000
 """Compute operations of an iteration up to which a plan carries their costs: to price more takes minutes."""
@@ -30,7 +30,8 @@ def complete(estimator: Estimator, found: Found, notes: str = "", left_s: float 
     made = build_plan(estimator, found.candidate, found.estimate, notes=notes)
     assert made.predicted is not None
     made = replace(made, predicted=replace(made.predicted, iteration_s=found.iteration_s))
-    operations = operations_of(estimator, found.candidate) * found.candidate.blocks
+    candidate = found.candidate
+    operations = 2 * len(candidate.stages) * candidate.chunks * candidate.slices * made.num_microbatches
     if operations > MOST_PRICED or operations * PRICING_S > left_s:
         return made
     return with_costs(estimator, found.candidate, found.estimate, made)

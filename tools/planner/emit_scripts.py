@@ -80,12 +80,14 @@ train() {
 _DIAGNOSE = """\
 diagnose() {
     source "$RUN_DIR/args.sh"
+    local more
+    read -ra more <<<"${HET_DOCTOR_ARGS:-}"
     exec "$PYTHON" -m megatron_het.doctor --expect "$RUN_DIR/expectations.json" --checkpoints "$CHECKPOINTS" \\
-        --json "$RUN_DIR/logs/doctor.json" -- "${MEGATRON_ARGS[@]}"
+        --json "$RUN_DIR/logs/doctor.json" "${more[@]}" -- "${MEGATRON_ARGS[@]}"
 }
 export -f diagnose
 """
-_FIRST_DOCTOR = "\n# The nodes are checked first.  Set HET_DOCTOR=0 to go without.\n"
+_FIRST_DOCTOR = "\n# The nodes are checked first.  HET_DOCTOR=0 goes without; HET_DOCTOR_ARGS adds options.\n"
 
 
 def _functions(options: LaunchOptions) -> str:

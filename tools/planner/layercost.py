@@ -33,6 +33,9 @@ class MeasuredCosts:
         model.check_profile(profile.model, file)
         self.model, self.profile, self.runtime, self.file = model, profile, runtime, file
         self.gpu, self.analytic = gpu, CatalogCosts(model, gpu, runtime)
+        # Whole sequences are measured, whatever documents are in them.
+        plain = model.model_copy(update={"document_lengths": None})
+        self._whole = self.analytic if model.document_lengths is None else CatalogCosts(plain, gpu, runtime)
         self.points: dict[_Kind, list[LayerTiming]] = {}
         for device in profile.devices:
             for t in device.timings:
@@ -100,15 +103,20 @@ class MeasuredCosts:
         found = self._alone(gpu, kind, batch, tp, recompute, ep)
         if kind != "layer" and spread.cp == 1:
             return found
-        theirs = self.analytic.cost(gpu, kind, batch, tp, recompute, spread._replace(cp=1, ep=ep, expert_tp=tp // ep))
+        theirs = self._whole.cost(gpu, kind, batch, tp, recompute, spread._replace(cp=1, ep=ep, expert_tp=tp // ep))
         if spread.cp > 1 or spread.ep != ep:
-            found = _divided(found, theirs, self.analytic.cost(gpu, kind, batch, tp, recompute, spread))
+            found = _divided(found, theirs, self._whole.cost(gpu, kind, batch, tp, recompute, spread))
         whole = theirs.forward_s + theirs.backward_s
         share = (found.forward_s + found.backward_s) / whole if whole else 0.0
+        forward = min(share * theirs.attention_forward_s, found.forward_s)
+        backward = min(share * theirs.attention_backward_s, found.backward_s)
+        left = self.model.attention_share
         return replace(
             found,
-            attention_forward_s=min(share * theirs.attention_forward_s, found.forward_s),
-            attention_backward_s=min(share * theirs.attention_backward_s, found.backward_s),
+            forward_s=found.forward_s - (1 - left) * forward,
+            backward_s=found.backward_s - (1 - left) * backward,
+            attention_forward_s=left * forward,
+            attention_backward_s=left * backward,
         )
 
     def _is_measured(self, gpu: str, tp: int, spread: Spread) -> bool:

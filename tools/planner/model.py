@@ -14,9 +14,10 @@ from megatron_het.plan.limits import LARGEST
 
 from .catalog import Precision
 from .command import command
+from .documents import Lengths, lengths_problem, read_lengths, share_left
 from .errors import PlannerError, validated
 from .files import read_yaml
-from .model_parts import Experts, Latent
+from .model_parts import Experts, Latent, check_sizes
 from .model_sources import checkpoint_arguments, from_arguments, from_config, is_config
 from .names import text_problem
 from .profile_schema import ProfiledExperts, ProfiledLatent, ProfiledModel
@@ -45,6 +46,8 @@ class Model(BaseModel):
         head_size: Width of one attention head, where it is not ``hidden_size / num_attention_heads``.
         attention_window, windowed_layers: Keys that a query sees in layers with a sliding window, and the share
             of such layers.
+        document_lengths: Of documents packed into sequences that do not see each other: a mean, or a sample; none
+            where a sequence is one document.
         experts: Mixture of experts in place of the MLP.
         latent: Multi-head latent attention.
         fp8: Linear layers compute in fp8 (attention, output layer and the rest in ``precision``).
@@ -78,6 +81,7 @@ class Model(BaseModel):
     head_size: int | None = Field(default=None, ge=1)
     attention_window: int | None = Field(default=None, ge=1)
     windowed_layers: float = Field(default=0.0, ge=0, le=1)
+    document_lengths: Lengths | None = None
     latent: Latent | None = None
     fp8: bool = False
     mtp_num_layers: int = Field(default=0, ge=0, le=LARGEST["num_layers"])
@@ -89,35 +93,16 @@ class Model(BaseModel):
             raise ValueError(problem)
         return value
 
+    @field_validator("document_lengths")
+    @classmethod
+    def _are_lengths(cls, value: Lengths | None) -> Lengths | None:
+        if value is not None and (problem := lengths_problem(value)):
+            raise ValueError(problem)
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> Model:
-        if self.head_size is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"num_attention_heads = {self.num_attention_heads} does not divide hidden_size = {self.hidden_size}"
-            )
-        if self.num_attention_heads % self.groups:
-            raise ValueError(
-                f"num_query_groups = {self.groups} does not divide num_attention_heads = {self.num_attention_heads}"
-            )
-        for size in self.micro_batch_sizes:
-            if size < 1 or self.global_batch_size % size:
-                raise ValueError(
-                    f"micro_batch_sizes: {size} does not divide global_batch_size = {self.global_batch_size}"
-                )
-        if 0 < self.learned_positions < self.seq_length:
-            raise ValueError(
-                f"learned_positions = {self.learned_positions} is less than seq_length = {self.seq_length}"
-            )
-        if not self.recompute:
-            raise ValueError("recompute must allow at least one of none, selective, full")
-        if self.fp8 and self.precision not in ("bf16", "fp16"):
-            raise ValueError(f"fp8 = true needs precision bf16 or fp16 for the rest, not {self.precision}")
-        if self.experts is not None:
-            self.experts.check_layers(self.num_layers)
-        if self.mtp_num_layers > self.num_layers:
-            raise ValueError(f"mtp_num_layers = {self.mtp_num_layers} is more than num_layers = {self.num_layers}")
-        if self.mtp_num_layers and self.learned_positions:
-            raise ValueError("mtp_num_layers needs learned_positions = 0: Megatron copies the table of tokens only")
+        check_sizes(self)
         return self
 
     @property
@@ -259,16 +244,23 @@ class Model(BaseModel):
         return self.num_attention_heads * (x.nope_size + x.rope_size + x.value_size)
 
     def mean_keys(self, extra: float = 0.0) -> float:
-        """Keys per query, averaged over a causal sequence and over layers with and without a window.
+        """Keys per query, averaged over causal sequences, their documents, and layers with and without a window.
 
         Args:
             extra: Keys beyond the mask that a kernel computes all the same.
         """
-        whole = self.seq_length / 2
-        if self.attention_window is None:
-            return whole + extra
-        near = min(whole, float(self.attention_window))
-        return self.windowed_layers * near + (1 - self.windowed_layers) * whole + extra
+        found = whole = self.seq_length / 2
+        if self.attention_window is not None:
+            near = min(whole, float(self.attention_window))
+            found = self.windowed_layers * near + (1 - self.windowed_layers) * whole
+        return found * self.attention_share + extra
+
+    @cached_property
+    def attention_share(self) -> float:
+        """What documents leave of the attention of whole sequences."""
+        if self.document_lengths is None:
+            return 1.0
+        return share_left(self.document_lengths, self.seq_length, self.attention_window, self.windowed_layers)
 
     def head_flops(self, tokens: int) -> float:
         """Forward FLOPs of the output projection."""
@@ -345,13 +337,17 @@ class Model(BaseModel):
 
 
 def load_model(
-    path: str | os.PathLike[str], *, seq_length: int | None = None, global_batch_size: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    seq_length: int | None = None,
+    global_batch_size: int | None = None,
+    document_lengths: Lengths | None = None,
 ) -> Model:
     """Read a model file (YAML or JSON), a Hugging Face ``config.json`` or the arguments in a Megatron checkpoint.
 
     Args:
         path: The file, or a folder with a ``config.json`` or a checkpoint.
-        seq_length, global_batch_size: In place of what the file says, or where it says nothing.
+        seq_length, global_batch_size, document_lengths: In place of what the file says, or where it says nothing.
 
     Raises:
         PlannerError: naming file, key and value.
@@ -372,6 +368,7 @@ def load_model(
                     raise PlannerError(file, key, None, "a config.json does not say it", f"Give {option} N")
     if isinstance(document, dict):
         options = {"seq_length": seq_length, "global_batch_size": global_batch_size}
+        options |= {"document_lengths": document_lengths}  # type: ignore[dict-item]
         document = document | {key: value for key, value in options.items() if value is not None}
     return model_from_document(document, file)
 
@@ -382,6 +379,7 @@ def model_of(options: argparse.Namespace) -> Model:
         options.model,
         seq_length=getattr(options, "seq_length", None),
         global_batch_size=getattr(options, "global_batch_size", None),
+        document_lengths=read_lengths(given) if (given := getattr(options, "document_lengths", None)) else None,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 _STRICT = ConfigDict(extra="forbid", frozen=True)
@@ -73,3 +75,30 @@ class Latent(BaseModel):
         """Numbers per token that the attention of all heads keeps: its inputs and output."""
         query = heads * (self.nope_size + self.rope_size)
         return query + heads * self.value_size + (0 if sliced else query + heads * self.value_size)
+
+
+def check_sizes(model: Any) -> None:
+    """Raise a ValueError where the sizes of a model (``model.Model``) contradict each other."""
+    if model.head_size is None and model.hidden_size % model.num_attention_heads:
+        raise ValueError(
+            f"num_attention_heads = {model.num_attention_heads} does not divide hidden_size = {model.hidden_size}"
+        )
+    if model.num_attention_heads % model.groups:
+        raise ValueError(
+            f"num_query_groups = {model.groups} does not divide num_attention_heads = {model.num_attention_heads}"
+        )
+    for size in model.micro_batch_sizes:
+        if size < 1 or model.global_batch_size % size:
+            raise ValueError(f"micro_batch_sizes: {size} does not divide global_batch_size = {model.global_batch_size}")
+    if 0 < model.learned_positions < model.seq_length:
+        raise ValueError(f"learned_positions = {model.learned_positions} is less than seq_length = {model.seq_length}")
+    if not model.recompute:
+        raise ValueError("recompute must allow at least one of none, selective, full")
+    if model.fp8 and model.precision not in ("bf16", "fp16"):
+        raise ValueError(f"fp8 = true needs precision bf16 or fp16 for the rest, not {model.precision}")
+    if model.experts is not None:
+        model.experts.check_layers(model.num_layers)
+    if model.mtp_num_layers > model.num_layers:
+        raise ValueError(f"mtp_num_layers = {model.mtp_num_layers} is more than num_layers = {model.num_layers}")
+    if model.mtp_num_layers and model.learned_positions:
+        raise ValueError("mtp_num_layers needs learned_positions = 0: Megatron copies the table of tokens only")

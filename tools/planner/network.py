@@ -28,6 +28,7 @@ class Network:
         self.pair = cache(self._pair)
         self.transfer_s = cache(self._transfer_s)
         self.ends = cache(self._ends)
+        self.around = cache(self._around)
         self.has_egress = any(link.usd_per_gb for link in cluster.links)
 
     def _pair(self, first: int, second: int) -> tuple[float, float, float]:
@@ -57,6 +58,19 @@ class Network:
         ends = [self.cluster.nodes[p] for p in (first, second)]
         single = min(n.stream_bytes_per_s or inf for n in ends)
         return self.pair(first, second)[0], single, [n for n in ends if n.measured_rates]
+
+    def _around(self, pools: tuple[int, ...]) -> dict[int, tuple[float, float, float, bool]]:
+        """Of each of some pools, the worst of its connections to all of them.
+
+        Latency, rate of the nodes, rate of one stream, and whether rates between any two of them are measured.
+        """
+        found = {}
+        for pool in pools:
+            ends = [self.ends(pool, other) for other in pools]
+            latency = max(self.pair(pool, other)[1] for other in pools)
+            node, single = min(e[0] for e in ends), min(e[1] for e in ends)
+            found[pool] = latency, node, single, any(e[2] for e in ends)
+        return found
 
     def _transfer_s(self, first: int, first_tp: int, second: int, second_tp: int, size: float, local: bool) -> float:
         """One boundary tensor of ``size`` bytes from a replica to a replica of the next stage."""
@@ -92,7 +106,7 @@ class Network:
         if replicas == 1:
             return 0.0
         factor = share * 2.0 * (replicas - 1) / replicas
-        pools = sorted({g.pool for g in groups})
+        pools = tuple(sorted({g.pool for g in groups}))
         worst = 0.0
         single_node = (
             len(pools) == 1 and sum(g.count * g.tp for g in groups) <= self.cluster.nodes[pools[0]].gpus_per_node
@@ -107,8 +121,11 @@ class Network:
             if single_node:
                 worst = max(worst, factor * size / self.collective[group.pool] + 30e-6)
                 continue
-            latency = max(self.pair(group.pool, other)[1] for other in pools)
-            rate = min(self.rate(group.pool, other, group.tp, size / replicas) for other in pools) / group.tp
+            latency, node, single, is_measured = self.around(pools)[group.pool]
+            rate = min(node, group.tp * single)
+            if is_measured:
+                rate = min(self.rate(group.pool, other, group.tp, size / replicas) for other in pools)
+            rate /= group.tp
             cap = min(self.cluster.nodes[group.pool].collective_bytes_per_s or inf, self.runtime.collective_bytes_per_s)
             seconds = factor * size * (1.0 / rate + 1.0 / cap) + 2 * (replicas - 1) * min(latency, 1e-3) / max(
                 1, replicas // 8

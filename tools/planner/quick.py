@@ -40,6 +40,7 @@ def can_price(shape: Shape, costs: Costs) -> bool:
         costs.host_blocks
         or costs.post_s
         or costs.measured_s
+        or costs.parts
         or shape.sizes
         or shape.placement != "loop"
         or len({len(chunks) for chunks in shape.layers}) > 1

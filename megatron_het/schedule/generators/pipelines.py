@@ -84,11 +84,12 @@ def by_part(shape: Shape, parts: Sequence[Part], speeds: Sequence[float], make: 
     """
     made: dict[tuple[Shape, tuple[float, ...]], Orders] = {}
     ops: list[tuple[Op, ...]] = [()] * len(shape.devices)
+    every = tuple(range(shape.microbatches))
     for part in parts:
         key = part.shape, tuple(speeds[d] for d in part.devices)
         if key not in made:
             made[key] = make(*key)
-        whole = part.microbatches == tuple(range(shape.microbatches))  # then nothing is renamed
+        whole = part.microbatches == every  # then nothing is renamed
         for device, order in zip(part.devices, made[key]):
             ops[device] = (
                 order if whole else tuple([op._replace(microbatch=part.microbatches[op.microbatch]) for op in order])

@@ -10,8 +10,9 @@ from attention_helpers import CPU, SCALE, Sliced, inputs
 
 from megatron_het.attention.context_exchange import AttentionShape, attend, attend_backward
 from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.layer_exchange import TokenGradient
 from megatron_het.attention.messages import pack, unpack
-from megatron_het.attention.slice_attention import TokenGradient, slice_attention
+from megatron_het.attention.slice_attention import slice_attention
 
 SHAPE = AttentionShape(8, 2, 4, 2, 16, torch.float64, torch.device("cpu"))
 
@@ -34,13 +35,13 @@ class Peer:
                 found.append((tensor[0], tensor[1]))
         return found
 
-    def begin_forward(self, query: torch.Tensor) -> int:
+    def begin_forward(self, query: torch.Tensor) -> tuple[int, int]:
         self.calls.append("forward")
         (got,) = unpack(pack(query), SHAPE.forward_query())
         for start, stop in self.given:
             out, lse = attend(got, self.parts(start, stop), CPU, SCALE)
             self.answers.append(pack(lse, out))
-        return self.given[-1][1]
+        return self.given[0][0], self.given[-1][1]
 
     def help_forward(self, kernel: object, scale: float) -> None:
         self.calls.append("help")
@@ -51,12 +52,14 @@ class Peer:
             lse, out = unpack(answer, SHAPE.forward_result())
             yield out, lse
 
-    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> int:
+    def begin_backward(
+        self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[int, int]:
         self.calls.append("backward")
         got_lse, *got = unpack(pack(lse, grad, query, out), SHAPE.backward_query())
         for start, stop in self.given:
             self.answers.append(pack(*attend_backward(*got, got_lse, self.parts(start, stop), CPU, SCALE)))
-        return self.given[-1][1]
+        return self.given[0][0], self.given[-1][1]
 
     def help_backward(self, kernel: object, scale: float) -> None:
         self.calls.append("help")
@@ -127,7 +130,7 @@ def test_what_is_not_given_away_is_attended_to_here() -> None:
     for i in range(3):
         run.forward(i)
     peer = Peer(run.cache, [(0, 8)], [(0, 8)])
-    peer.begin_forward = lambda query: 8  # type: ignore[method-assign]
+    peer.begin_forward = lambda query: (0, 8)  # type: ignore[method-assign]
     q, k, v = (t[3] for t in run.leaves)
     place = {"cache": run.cache, "kernel": CPU, "microbatch": 0, "index": 3, "scale": SCALE}
     run.outs.append(slice_attention(q, k, v, exchange=peer, **place))

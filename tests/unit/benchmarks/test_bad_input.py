@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -40,6 +41,20 @@ def test_a_job_refuses_what_it_cannot_use() -> None:
     found = bad_input.run([case for case in jobs() if case.kind in kinds])
     bad = [answer for answer in found if answer.verdict != "clear"]
     assert len(found) > 30 and not bad, "\n".join(f"{a.verdict}: {a.case.kind}: {a.text}" for a in bad)
+
+
+def answers(*verdicts: str) -> list[bad_input.Answer]:
+    return [bad_input.Answer(verdict, 0.5, 2, "", Case("x", "planner", ())) for verdict in verdicts]
+
+
+def test_parts_are_counted_together_and_once(tmp_path: Path) -> None:
+    first = tmp_path / "first.json"
+    first.write_text(json.dumps(bad_input.report_of(answers("clear", "hang"), 1, 3, "1/2", [])))
+    both = bad_input.report_of(answers("clear"), 1, 3, "2/2", [first])
+    assert (both["cases"], both["clear"], both["hang"], both["parts"]) == (3, 2, 1, ["1/2", "2/2"])
+    for seed, of, part in ((1, 3, "1/2"), (1, 3, "2/3"), (2, 3, "2/2"), (1, 4, "2/2")):
+        with pytest.raises(SystemExit, match="first.json"):
+            bad_input.report_of(answers("clear"), seed, of, part, [first])
 
 
 def _crash() -> int:

@@ -80,13 +80,13 @@ def test_what_a_survival_is(pool: Pool):
     assert "samples" in verdict(trial, outcome, 0.0, 3)
     assert verdict(trial, replace(outcome, ended=False), 0.0, 0) == "hung"
     assert "exit code 1" in verdict(trial, replace(outcome, code=1), 0.0, 0)
-    changed = replace(outcome, history=["start", "1 ranks were lost"])
+    changed = replace(outcome, history=["start", "1 rank was lost"])
     assert "there was a change" in verdict(replace(trial, unchanged=True), changed, 0.0, 0)
     fault = {"name": "kill-1"}
     assert "did not happen" in verdict(replace(trial, faults=(fault,)), outcome, 0.0, 0)
     hopeless, line = (
         replace(trial, hopeless=True),
-        "controller: 1 ranks were lost, and there is no plan for what is left",
+        "controller: 1 rank was lost, and there is no plan for what is left",
     )
     assert verdict(hopeless, replace(outcome, code=1, error=[line]), 0.0, 0) == ""
     assert "2 clear errors" in verdict(hopeless, replace(outcome, code=1, error=[line, line]), 0.0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -14,16 +15,21 @@ import torch
 
 from megatron_het.attention.kernels import Setting, choose_kernel
 from megatron_het.attention.kv_cache import KVCache
-from megatron_het.attention.slice_attention import NO_EXCHANGE, slice_attention
+from megatron_het.attention.layer_exchange import NO_EXCHANGE
+from megatron_het.attention.reach import Reach
+from megatron_het.attention.slice_attention import UNLIMITED, slice_attention
 from megatron_het.context_exchange.exchange import ContextExchange
+from megatron_het.context_exchange.limits import Limits, first_layers
 from megatron_het.context_exchange.slot import ExchangeError
-from megatron_het.lowering.programs import build
+from megatron_het.lowering.programs import build, program_of
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram, lower
 from megatron_het.plan import Placement
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.schema import ScheduleSpec
 from megatron_het.report.timeline import Timeline
+from megatron_het.schedule.cutting import Cutting, Starts
 from megatron_het.schedule.ir import EXCHANGE, Kind
+from megatron_het.schedule.validate import check
 from megatron_het.slices.sequences import most_held, passes_of
 
 _WAIT_S = 20.0
@@ -83,16 +89,29 @@ class Sample:
         whole = [draw(h) for h in (HEADS, GROUPS, GROUPS)]
         return cls([[p.clone().requires_grad_() for p in t.chunk(slices)] for t in whole], draw(HEADS), {})
 
-    def error(self) -> float:
+    def error(self, reach: Reach = UNLIMITED) -> float:
         whole = [torch.cat(leaf).detach().requires_grad_() for leaf in self.leaves]
         q, k, v = (t.permute(1, 2, 0, 3) for t in whole)
         attend = torch.nn.functional.scaled_dot_product_attention
-        out = attend(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True).permute(2, 0, 1, 3)
+        mask = seen(reach, len(whole[0]))
+        out = attend(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True).permute(2, 0, 1, 3)
         out.backward(self.grad)
         found = torch.cat([self.outs[i] for i in sorted(self.outs)]).detach()
         pairs = [(found, out.detach())]
         pairs += [(torch.cat([p.grad for p in leaf]), w.grad) for leaf, w in zip(self.leaves, whole, strict=True)]
         return max(float((f - w).norm() / w.norm()) for f, w in pairs)
+
+
+def seen(reach: Reach, tokens: int) -> torch.Tensor:
+    """Which keys the queries of a sequence see."""
+    at = torch.arange(tokens)
+    mask = at[:, None] >= at[None, :]
+    if reach.window_tokens is not None:
+        mask &= at[:, None] - at[None, :] <= reach.window_tokens
+    if reach.starts is not None:
+        document = (at[:, None] >= torch.tensor(reach.starts[0])[None, :]).sum(dim=1)
+        mask &= document[:, None] == document[None, :]
+    return mask
 
 
 class Device:
@@ -108,8 +127,10 @@ class Device:
         wires: list[Wires],
         keep: bool,
         alone: int = 0,
+        limits: Limits | None = None,
+        reach: Callable[[int, int, int], Reach] = lambda chunk, layer, microbatch: UNLIMITED,
     ) -> None:
-        self.program, self.rank, self.slices = program, rank, slices
+        self.program, self.rank, self.slices, self.reach = program, rank, slices, reach
         chunks = len(program.backwards)
         self.modules = [
             [
@@ -132,6 +153,10 @@ class Device:
             {False: program}, everywhere, rank, layers, *ends, Timeline(), torch.device("cpu"), keep
         )
         self.exchange.attach(self.modules, [model], TOKENS, lambda microbatch: 1)
+        if limits is not None:
+            self.exchange.begin_limited(program, limits)
+            for module in (m for modules in self.modules for m in modules):
+                module.cache.reserve(module.cache.slots * TOKENS)
 
     def run(self) -> float:
         for op in self.program.ops:
@@ -148,7 +173,7 @@ class Device:
         self.exchange.finish()
         for module in (m for modules in self.modules for m in modules):
             module.cache.check_empty()
-        return max(sample.error() for sample in self.samples.values())
+        return max(sample.error(self.reach(c, layer, m)) for (m, c, layer), sample in self.samples.items())
 
     def forward(self, op: RankOp) -> None:
         for layer, module in enumerate(self.modules[op.chunk]):
@@ -159,13 +184,25 @@ class Device:
             sample = self.samples[key]
             q, k, v = (leaf[op.slice] for leaf in sample.leaves)
             place = {"microbatch": op.microbatch, "index": op.slice, "scale": SCALE, "kernel": KERNEL}
+            place["reach"] = self.reach(op.chunk, layer, op.microbatch)
             sample.outs[op.slice] = slice_attention(q, k, v, cache=module.cache, exchange=module.exchange, **place)
 
 
 def devices(
-    stages: int, slices: int, chunks: int, microbatches: int, replicas: int = 1, alone: int = 0, **options: Any
+    stages: int,
+    slices: int,
+    chunks: int,
+    microbatches: int,
+    replicas: int = 1,
+    alone: int = 0,
+    seen_by: tuple[Sequence[Starts] | None, int | None] = (None, None),
+    **options: Any,
 ) -> list[Device]:
-    """All devices; the chunks of rank r have ``r * alone`` layers more than those of rank 0."""
+    """All devices; the chunks of rank r have ``r * alone`` layers more than those of rank 0.
+
+    ``seen_by`` says where the documents of each microbatch begin, and how many earlier tokens the queries of every
+    second layer see.
+    """
     words = (
         f"--num-layers {2 * stages * chunks} --hidden-size 64 --num-attention-heads {HEADS} "
         f"--group-query-attention --num-query-groups {GROUPS} --seq-length {slices * TOKENS} "
@@ -175,16 +212,27 @@ def devices(
     parameters = {"slices": slices, "context_exchange": True, **options}
     plan, _ = plan_from_flags(words.split(), stages * replicas, ScheduleSpec("slimpipe", parameters))
     placement = Placement(plan)
+    units, keep = parameters.get("exchange_units", 2), parameters.get("exchange_keep", False)
     program = build(placement.plan)[False]
     boundaries = BoundaryMap(placement, TOKENS, False)
+    limits, documents, windows = None, *seen_by
+    layers = [None if number % 2 else windows for number in range(plan.model.num_layers)]
+    starts = lambda m: None if documents is None else (documents[m],)  # noqa: E731
+    if documents is not None or windows is not None:
+        cutting = Cutting(slices * TOKENS, slices, TOKENS, window_tokens=windows, window_share=0.5 if windows else 0.0)
+        parts = [cutting.parts(starts(m), units) for m in range(microbatches)]
+        program = program_of(plan, parts=parts)
+        check(program)
+        limits = Limits(placement, boundaries.side, TOKENS, units, layers, starts)
     wires = [Wires(), Wires()]
     found = []
     for rank in range(plan.world_size):
         where = placement.locate(rank)
         device = program.shape.device(where.stage, where.replica)
         lowered = lower(program, boundaries, device, rank)
-        units, keep = parameters.get("exchange_units", 2), parameters.get("exchange_keep", False)
-        found.append(Device(lowered, rank, 2, units, slices, wires, keep, rank * alone))
+        firsts = [first_layers(placement)[where.stage, chunk] for chunk in range(chunks)]
+        reach = lambda c, layer, m, firsts=firsts: Reach(starts(m), layers[firsts[c] + layer])  # noqa: E731
+        found.append(Device(lowered, rank, 2, units, slices, wires, keep, rank * alone, limits, reach))
     return found
 
 
@@ -205,6 +253,23 @@ def test_exact(shape: tuple[int, int, int, int], options: dict[str, Any]) -> Non
     """Every layer of every microbatch, outputs and all gradients."""
     made = devices(*shape, **options)
     assert any(op.kind == Kind.ATTEND_HELP for d in made for op in d.program.ops)
+    assert max(run_all(made)) < 1e-12
+
+
+DOCUMENTS = [(0, 3, 11, 12, 29), (0,), (0, 20)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"exchange_units": 4}, {"exchange_idle": True}, {"exchange_keep": True}, ALL], ids=str
+)
+@pytest.mark.parametrize("seen_by", [(DOCUMENTS, None), (None, 11), (None, 3), (DOCUMENTS, 19)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 2, 2), (4, 8, 1, 3)], ids=str)
+def test_documents_and_windows(
+    shape: tuple[int, int, int, int], seen_by: tuple[Sequence[Starts] | None, int | None], options: dict[str, Any]
+) -> None:
+    """Helpers attend to what the owner's queries see, and to nothing else."""
+    made = devices(*shape, seen_by=seen_by, **options)
+    assert seen_by[1] == 3 or any(op.kind == Kind.ATTEND_HELP for d in made for op in d.program.ops)
     assert max(run_all(made)) < 1e-12
 
 

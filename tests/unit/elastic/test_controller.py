@@ -49,7 +49,7 @@ def test_a_worker_that_comes_back_is_waited_for(tmp_path: Path):
     assert board.get("latest") == 1
     assert board.get("1/generation")["ranks"] == [1, 3]
     assert board.get("1/generation")["holders"] == [1]
-    assert [entry["why"] for entry in controller.history] == ["start", "1 ranks were lost"]
+    assert [entry["why"] for entry in controller.history] == ["start", "1 rank was lost"]
 
 
 def test_a_generation_waits_for_all_workers_of_its_nodes(tmp_path: Path):
@@ -105,7 +105,7 @@ def test_what_fails_again_and_again_at_one_place_ends_the_job(tmp_path: Path):
 def test_without_a_plan_the_job_ends_in_bounded_time(tmp_path: Path):
     board: Any = Notes()
     controller = controller_of(board, tmp_path, return_s=0.0)
-    with pytest.raises(JobError, match="1 ranks were lost, and there is no plan for what is left"):
+    with pytest.raises(JobError, match="1 rank was lost, and there is no plan for what is left"):
         controller._step()
 
 

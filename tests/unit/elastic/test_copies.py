@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from megatron_het.elastic.copies import Copies
@@ -13,7 +14,7 @@ from megatron_het.elastic.links import Links
 from megatron_het.elastic.pace import Cost
 from megatron_het.elastic.state import Snapshot
 
-TIMEOUT_S, SOON_S = 60.0, 20.0
+TIMEOUT_S, SOON_S = 600.0, 100.0
 
 
 def together(*calls: Any) -> list[Any]:
@@ -45,7 +46,7 @@ def test_nobody_waits_for_a_rank_whose_copy_failed():
     assert not any(alive)
 
 
-def test_ranks_agree_on_the_pace_of_the_slowest():
+def test_ranks_agree_on_the_pace_of_the_slowest(capsys: pytest.CaptureFixture[str]):
     store = dist.HashStore()
     copies = [Copies(None), Copies(None)]
     generation: Any = SimpleNamespace(nodes=("a", "b"))
@@ -61,3 +62,5 @@ def test_ranks_agree_on_the_pace_of_the_slowest():
 
     assert not any(together(*(lambda r=rank: agree(r) for rank in range(2))))
     assert [mine.pace.every for mine in copies] == [7, 7]
+    said = capsys.readouterr().out
+    assert said.count("copies of the state in memory: after every 7 iterations (here a copy takes") == 1

@@ -11,7 +11,6 @@ import pytest
 
 from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.learned import Learned, read_better, write_run
-from megatron_het.elastic.lessons import pause_s
 from megatron_het.elastic.pool import GivenFirst, NoPlanError, Process
 from megatron_het.elastic.searched import SearchedPlans
 from megatron_het.plan import Plan, save_plan
@@ -146,12 +145,3 @@ def test_the_files_of_a_better_plan(tmp_path: Path) -> None:
     assert (found.kinds, found.cluster, found.profile, found.pays_after) == (("T4", "T4 slow 1"), TAUGHT, None, 5)
     with pytest.raises(ValueError, match="cannot be read"):
         read_better(tmp_path, json.dumps({**body, "pays_after_iterations": None}))
-
-
-def test_the_pause_of_the_last_change() -> None:
-    def entry(generation: int, seen: float, steps: tuple[float, ...]) -> dict[str, Any]:
-        opened = {str(i): {"times": {"first_step": step}} for i, step in enumerate(steps)}
-        return {"generation": generation, "seen": seen, "opened": opened}
-
-    assert pause_s([entry(0, 0.0, (9.0,))]) is None
-    assert pause_s([entry(0, 0.0, (9.0,)), entry(1, 10.0, (12.5, 13.0))]) == 3.0

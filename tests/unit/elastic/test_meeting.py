@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_het.elastic.links import Links
 from megatron_het.elastic.meeting import LostError, MeetingStore
 
-LONG_S, SOON_S = 60.0, 20.0
+LONG_S, SOON_S = 600.0, 100.0
 
 
 def test_a_wait_ends_when_somebody_is_lost():

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_het.config import HetConfig
 from megatron_het.elastic import sessions
 from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.meeting import MeetingStore
 from megatron_het.lowering.transports import Choice
 from megatron_het.plan import Placement
 from megatron_het.report.run_report import RunReport
@@ -69,3 +71,18 @@ def test_a_change_waits_for_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert (tmp_path / "plan-0.json").exists()
     assert (tmp_path / "rank-0.json").exists()
     assert not synced
+
+
+def test_a_world_that_could_not_be_made_uses_up_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waited for a process that died numbers its groups as one that has just come; else they never meet."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    shared = dist.HashStore()
+    shared.set("lost", "the other one")
+    with pytest.raises(RuntimeError, match="is lost"):
+        dist.init_process_group("gloo", store=MeetingStore(shared, "here", "lost", 60.0), rank=0, world_size=2)
+    sessions.end_session()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None and dist.group.WORLD.group_name == "0"
+    finally:
+        sessions.end_session()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_het.elastic.generation import Generation
-from megatron_het.elastic.standing import describe, goodput, last_iteration, standing
+from megatron_het.elastic.standing import describe, duration, goodput, last_iteration, standing
 from tests.unit.elastic.test_pool import plan
 
 
@@ -24,7 +24,7 @@ def generation(
 
 
 START = generation(0, "start", 100.0, 0, 110.0, 0)
-DEATH = generation(1, "1 ranks were lost", 130.0, 20, 135.0, 18)
+DEATH = generation(1, "1 rank was lost", 130.0, 20, 135.0, 18)
 
 
 def test_time_that_counts():
@@ -44,7 +44,7 @@ def test_a_change_that_is_under_way_counts_as_lost_time():
 
 
 def test_an_older_checkpoint_takes_back_what_several_generations_did():
-    fallen = generation(2, "1 ranks were lost", 145.0, 28, 155.0, 9)
+    fallen = generation(2, "1 rank was lost", 145.0, 28, 155.0, 9)
     # 0 to 9 of the first 20 s, nothing of the second generation, 10 s of the third
     assert goodput([START, DEATH, fallen], 19, 165.0) == pytest.approx((9 + 10) / 65)
 
@@ -72,13 +72,25 @@ def status(**more: Any) -> Mapping[str, Any]:
 
 def test_everything_that_a_user_asks_for_is_there():
     text = describe(status())
-    assert "iteration 23 of 40; goodput 57.5 % of 40 s" in text
-    assert "generation 1 (1 ranks were lost): plan " in text and "2 stages of 1 + 1 ranks" in text
+    # The first iteration since the change ended after 136 s, and four more until now.
+    assert text.startswith("iteration 23 of 40, 1 s each, 17 s left; goodput 57.5 % of 40 s\n")
+    assert "generation 1 (1 rank was lost): plan " in text and "2 stages of 1 + 1 ranks" in text
     assert "node n1: 1 worker (T4)\n" in text
     assert "node n3: 1 worker (T4), is to leave\n" in text
     assert "node n5: 1 worker (T4), 1 without a rank\n" in text
-    assert "change 1: 1 ranks were lost, 6.0 s to the end of the first iteration" in text
+    assert "change 1 at iteration 20: 1 rank was lost, 6.0 s to the end of the first iteration\n" in text
+    assert "begins" not in text
+    leaving = describe(status(under_way="a node leaves"))
+    assert leaving.endswith("  a change begins: a node leaves; all ranks leave their session\n")
     assert last_iteration([]) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.4, "0 s"), (149.0, "149 s"), (151.0, "3 min"), (7000.0, "117 min"), (12000.0, "3 h 20 min")],
+)
+def test_times_for_a_reader(seconds: float, said: str):
+    assert duration(seconds) == said
 
 
 def test_a_job_that_has_not_begun_or_is_over():

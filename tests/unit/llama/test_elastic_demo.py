@@ -11,7 +11,7 @@ from examples.llama.job import JobError
 from megatron_het.elastic.pool import Process, assign
 from megatron_het.features.plan_checks import check_plan_alone
 
-CHANGES = [{"why": "start", "planned": 0.0}, {"why": "1 ranks were lost", "planned": 23.0}]
+CHANGES = [{"why": "start", "planned": 0.0}, {"why": "1 rank was lost", "planned": 23.0}]
 BACK = {"why": "a node joins", "planned": 40.0}
 STEPS = [Step(10.0, 1, 4.0), Step(12.0, 2, 3.9), Step(30.0, 3, 3.8), Step(45.0, 4, 3.7), Step(46.0, 4, 3.7)]
 
@@ -31,6 +31,8 @@ def test_the_report_counts_from_the_first_iteration() -> None:
     report = report_of(STEPS, [*CHANGES, BACK], 22.5, FULL)
     assert (report["killed_s"], report["goes_on_s"], report["back_s"]) == (12.5, 20.0, 35.0)
     assert report["repeated_iterations"] == 1
+    tokens = 12 * FULL.model.seq_length
+    assert report["tokens_per_s"] == [tokens / 2, tokens / 15, tokens]
     assert report["tokens_per_iteration"] == 12 * FULL.model.seq_length
 
 

@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 
-from megatron_het.plan import Cut, Location, Placement, Plan, PlanError, load_plan, plan_hash, save_plan, topology_hash
+from megatron_het.plan import (
+    Cut,
+    Location,
+    Placement,
+    Plan,
+    PlanError,
+    io,
+    load_plan,
+    plan_hash,
+    save_plan,
+    topology_hash,
+)
 from megatron_het.plan.validate import check_plan
 
 
@@ -55,6 +66,16 @@ def test_round_trip_keeps_everything(tmp_path: Path) -> None:
     assert again == plan
     assert again.stages[1].replicas[1].speed == 0.5
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_plan_of_very_many_ranks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = read(document())
+    save_plan(plan, tmp_path / "lines.json")
+    monkeypatch.setattr(io, "MOST_INDENTED", plan.world_size - 1)
+    save_plan(plan, tmp_path / "line.json")
+    counts = [(tmp_path / name).read_text().count("\n") for name in ("lines.json", "line.json")]
+    assert counts[0] > 20 and counts[1] == 1
+    assert load_plan(tmp_path / "line.json") == plan
 
 
 def test_placement() -> None:

@@ -10,6 +10,7 @@ from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.errors import PlannerError
 from tools.planner.schedules import SCHEDULES
+from tools.planner.search import bounds as module
 from tools.planner.search.balance import balance
 from tools.planner.search.bounds import Bounds
 from tools.planner.search.goal import Goal
@@ -77,3 +78,15 @@ def test_gradients_and_the_first_microbatch_count():
     estimate = slow.estimate(candidate)
     assert estimate is not None
     assert estimate.iteration_s >= behind.seconds(all_gpus(slow))
+
+
+def test_tables_that_are_too_large_are_left_out(monkeypatch):
+    """The bound is then that of the work alone: lower, and true all the same."""
+    cluster, model = random_pool(0)
+    estimator = with_catalog(cluster, model)
+    limits = all_gpus(estimator)
+    with_tables = Bounds(estimator, Goal()).seconds(limits)
+    monkeypatch.setattr(module, "MOST_CELLS", 0)
+    monkeypatch.setattr(module._Point, "_tables", None)  # nobody asks for them
+    found = Bounds(estimator, Goal())
+    assert 0 < found.ideal(limits) <= found.seconds(limits) < with_tables

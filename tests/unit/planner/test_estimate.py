@@ -70,6 +70,30 @@ def test_rates_by_message_size_and_streams():
     assert found == pytest.approx(2 * 3 / 4 * 400e6 * 4 / 4e9, rel=0.01)
 
 
+def test_the_slowest_connection_between_pools_counts_for_a_sum():
+    """Of pools with streams of their own, links of their own, and measured rates, in any order."""
+    plain = {"gpu": "A100-40", "count": 2, "gpus_per_node": 8}
+    nodes = tuple(
+        NodeGroup(**plain, zone=zone, network_bytes_per_s=rate, stream_bytes_per_s=stream, measured_rates=measured)
+        for zone, rate, stream, measured in (
+            ("a", 4e9, None, ()),
+            ("b", 3e9, 1e9, ()),
+            ("c", 5e9, None, ((1, 1e6, 2e8), (4, 1e6, 7e8))),
+        )
+    )
+    network = Network(Cluster(nodes=nodes), replace(DEEPSPEED, collective_bytes_per_s=float("inf")))
+    for pools in ((0, 1), (0, 2), (0, 1, 2)):
+        groups = tuple(Group(p, 1 << p, 3) for p in pools)
+        size, d = 400e6, 3 * len(pools)
+        expected = 0.0
+        for g in groups:
+            rate = min(network.rate(g.pool, other, g.tp, size / d) for other in pools) / g.tp
+            latency = max(network.pair(g.pool, other)[1] for other in pools)
+            steps = 2 * (d - 1) * min(latency, 1e-3) / max(1, d // 8)
+            expected = max(expected, 2 * (d - 1) / d * size / rate + steps)
+        assert network.sync_s(groups, dict.fromkeys(groups, size)) == pytest.approx(expected, rel=1e-12), pools
+
+
 def test_constants_are_not_per_run():
     """Scaling one run's measurement must not change any prediction."""
     before = [(c.iteration_s, c.memory_bytes) for c in compare()]

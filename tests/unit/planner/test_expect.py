@@ -72,7 +72,8 @@ def test_scripts_check_the_nodes_first(tmp_path: Path) -> None:
     python.write_text(
         "#!/bin/bash\n"
         'if [[ "$2" == torch.distributed.run ]]; then RANK=0 bash -c "${@: -1}"; exit; fi\n'
-        'echo "$2"\n[[ "$2" == megatron_het.doctor ]] && exit $DOCTOR\nexit 0\n'
+        'echo "$2"\n[[ "$2" == megatron_het.doctor ]] || exit 0\n'
+        'printf "%s\\n" "$@" >"${PYTHON%/*}/words"\nexit $DOCTOR\n'
     )
     python.chmod(0o755)
 
@@ -87,6 +88,11 @@ def test_scripts_check_the_nodes_first(tmp_path: Path) -> None:
     assert run(DOCTOR="0") == (0, both)
     assert run(DOCTOR="1") == (1, both[:1])
     assert run(DOCTOR="1", HET_DOCTOR="0") == (0, both[1:])
+    plain = (tmp_path / "words").read_text().splitlines()
+    run(DOCTOR="0", HET_DOCTOR_ARGS="--skip disk  --limit-s 60 $(touch pwned)")
+    more = ["--skip", "disk", "--limit-s", "60", "$(touch", "pwned)"]
+    end = plain.index("--")
+    assert (tmp_path / "words").read_text().splitlines() == [*plain[:end], *more, *plain[end:]]
 
 
 def test_without_the_option_scripts_know_no_doctor(tmp_path: Path) -> None:

@@ -1,14 +1,20 @@
 """Searches leave out what is refused when it is written: plans of more passes than an iteration may have."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.planner_cases import with_catalog
 from megatron_het.plan import limits
+from megatron_het.plan.limits import most_chunks
+from tools.planner.__main__ import main
 from tools.planner.build import build_plan
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.estimate import Estimator
 from tools.planner.model import Model
+from tools.planner.most_passes import larger_micro_batches
 from tools.planner.search import finish
 from tools.planner.search.auto import search_auto
 from tools.planner.search.goal import Goal
@@ -80,3 +86,45 @@ def test_passes_of_stages_chunks_and_slices(
     estimate = known.estimate(candidate)
     assert (estimate is not None) == runs
     assert (Sketch(known, Goal()).value(groups, candidate) < float("inf")) == runs
+
+
+def test_the_error_says_that_larger_micro_batches_allow_more_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """70 billion parameters on ten GPUs of 40 GB: two stages do not hold them, and more have too many passes."""
+    model = {"num_layers": 80, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64}
+    model |= {"vocab_size": 128000, "seq_length": 4096, "global_batch_size": 100_000, "distributed_optimizer": True}
+    (tmp_path / "m.yaml").write_text(json.dumps(model | {"micro_batch_sizes": [1], "recompute": ["full"]}))
+    nodes = [{"gpu": "A100-40", "count": 10, "gpus_per_node": 1, "network_bytes_per_s": 1e10}]
+    (tmp_path / "c.yaml").write_text(json.dumps({"nodes": nodes}))
+    words = ["plan", "--cluster", f"{tmp_path}/c.yaml", "--model", f"{tmp_path}/m.yaml", "--out", f"{tmp_path}/p"]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "the model fits nowhere" in told
+    assert "allow micro_batch_sizes of 4 or more, with which there may be 10 stages" in told
+    assert "those of 1 leave room for 2 stages" in told
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes", "nodes", "overfull", "advice"),
+    [
+        (100_000, (1,), 2, 9.0, ""),  # as many stages as GPUs were looked at
+        (100_000, (1, 4), 10, 9.0, ""),
+        (100_000, (1, 2), 10, 9.0, "micro_batch_sizes of 4 or more"),
+        (100_000, (1,), 10, 2.5, "may be 5 stages"),
+        (131_072, (1,), 10, 1.01, "room for one stage,"),
+    ],
+)
+def test_when_larger_micro_batches_are_advised(
+    batch: int, sizes: tuple[int, ...], nodes: int, overfull: float, advice: str
+) -> None:
+    known = estimator()
+    model = known.model.model_copy(update={"global_batch_size": batch, "micro_batch_sizes": sizes})
+    group = known.cluster.nodes[0].model_copy(update={"count": nodes})
+    told = larger_micro_batches(known.cluster.model_copy(update={"nodes": (group,)}), model, overfull)
+    assert advice in told and bool(told) == bool(advice), told
+    if advice:  # what is advised is enough, and one less is not
+        enough = int(told.split(" of ")[1].split()[0])
+        stages = int(told.split("there may be ")[1].split()[0])
+        assert stages <= min(model.num_layers, nodes)
+        assert most_chunks(-(-batch // enough), 1) >= stages > most_chunks(-(-batch // (enough - 1)), 1)

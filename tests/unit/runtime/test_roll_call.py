@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch.distributed as dist
 
+from megatron_het.runtime import roll_call
 from megatron_het.runtime.roll_call import RollCall
+
+LONG_S = 60.0
+
+
+class Clock:
+    """Stands still until some ranks have answered; then the caller has waited long enough, and the others have not.
+
+    A busy machine may take seconds for an answer, so that no time by the clock says who is silent.
+    """
+
+    def __init__(self, store: dist.TCPStore, present: Sequence[int]) -> None:
+        self._store, self._present = store.clone(), present
+        self.sleep = roll_call.time.sleep
+
+    def monotonic(self) -> float:
+        # One of those who are present has called, and answers to nobody.
+        answers = sum(self._store.check([f"het/here/{rank}"]) for rank in self._present)
+        return 1.5 * LONG_S if answers >= len(self._present) - 1 else 0.0
 
 
 @pytest.fixture
@@ -15,32 +35,34 @@ def store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_the_silent_rank_is_named_on_all_others(store: dist.TCPStore) -> None:
+def test_the_silent_rank_is_named_on_all_others(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0, 1 and 3 listen; rank 2 has gone."""
-    present = {rank: RollCall(store, rank, 4, answer_s=1.0) for rank in (0, 1, 3)}
+    monkeypatch.setattr(roll_call, "time", Clock(store, (0, 1, 3)))
+    present = {rank: RollCall(store, rank, 4, answer_s=LONG_S) for rank in (0, 1, 3)}
     said: dict[int, str] = {}
     threads = [
-        threading.Thread(target=lambda rank=rank, call=call: said.update({rank: call.verdict()}))
+        threading.Thread(target=lambda rank=rank, call=call: said.update({rank: call.verdict()}), daemon=True)
         for rank, call in present.items()
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=LONG_S)
     assert set(said) == {0, 1, 3} and len(set(said.values())) == 1
     assert said[0].startswith("rank 2 does not answer")
 
 
-def test_a_rank_that_fails_later_knows_what_was_found(store: dist.TCPStore) -> None:
-    calls = [RollCall(store, rank, 3, answer_s=0.5) for rank in range(2)]
+def test_a_rank_that_fails_later_knows_what_was_found(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "time", Clock(store, (0, 1)))
+    calls = [RollCall(store, rank, 3, answer_s=LONG_S) for rank in range(2)]
     assert calls[1].verdict().startswith("rank 2 does not answer")
     calls[0]._store = None  # the store is out of reach by now
-    calls[0]._thread.join(timeout=5)
+    calls[0]._thread.join(timeout=LONG_S)
     assert calls[0].verdict() == calls[1].verdict()
 
 
 def test_all_answer(store: dist.TCPStore) -> None:
-    calls = [RollCall(store, rank, 3, answer_s=1.0) for rank in range(3)]
+    calls = [RollCall(store, rank, 3, answer_s=LONG_S) for rank in range(3)]
     assert "all ranks answer" in calls[2].verdict()
 
 
@@ -53,6 +75,6 @@ def test_without_a_store_rank_0_is_named() -> None:
 
 
 def test_closing_ends_the_thread(store: dist.TCPStore) -> None:
-    call = RollCall(store, 0, 1)
+    call = RollCall(store, 0, 1, answer_s=LONG_S)
     call.close()
     assert not call._thread.is_alive()

@@ -1,5 +1,7 @@
 """Replicas that fall into separate pipelines, and the orders of those that do not."""
 
+import time
+
 import pytest
 
 from megatron_het.schedule import Kind, Program, Shape, add_transfers, generate
@@ -54,6 +56,16 @@ def test_every_order_runs_and_holds_its_limit(order: str) -> None:
     program = generate("1f1b", shape, order=order)
     check(add_transfers(program))
     assert all(len(ops) == 2 * len(shape.microbatches_of(d)) for d, ops in enumerate(program.ops))
+
+
+def test_many_replicas_of_one_microbatch_each_take_linear_time() -> None:
+    """Half a minute where every part looks at every microbatch."""
+    many = 20_000
+    shape = Shape(layers=((1,),), route=(tuple(range(many)),), replicas=(many,))
+    start_s = time.process_time()
+    program = generate("1f1b", shape)
+    assert time.process_time() - start_s < 4.0
+    assert [len(ops) for ops in program.ops] == [2] * many
 
 
 def test_orders_differ() -> None:

@@ -23,6 +23,11 @@ POLICIES = ("elastic", "restart", "full pool")
 class Costs:
     """What changes cost, in seconds.
 
+    The defaults of joining, leaving, death and restart are what ``benchmarks.elastic`` measured on 2026-11-24 with four
+    processes of a small model on two cores (``benchmarks/results/elastic.json``; for a join the sum of its phases, less
+    an iteration, which is more than the difference of two logged iterations).  They say how the four compare.  On GPUs
+    all are longer: measure them, and give the file to ``--pauses``.  The others are assumptions.
+
     Attributes:
         join_s, leave_s: A change without a failure, with no iteration lost.
         death_s: From a failure to the end of the next plan's first iteration, less that iteration.
@@ -32,11 +37,11 @@ class Costs:
         save_s: For how long a checkpoint holds the training up.
     """
 
-    join_s: float = 3.1
-    leave_s: float = 1.8
-    death_s: float = 2.5
+    join_s: float = 0.40
+    leave_s: float = 0.28
+    death_s: float = 0.65
     start_s: float = 10.0
-    restart_s: float = 11.7
+    restart_s: float = 4.5
     save_every: int = 100
     save_s: float = 0.0
 

@@ -8,8 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from megatron_het.plan import Plan
+from megatron_het.schedule.cutting import Parts
+
 from ..candidate import Candidate
 from ..estimates import Estimate, GroupMemory, Pipeline, StageTimes, Unit
+from ..model import Model
 from ..operating import OperatingPoints
 
 MISMATCH = (0.02, 0.01, 0.015, 0.08)
@@ -267,6 +271,16 @@ class Schedule:
         """
         del estimate, alike
         return {"zero_stage": candidate.zero_stage} if candidate.zero_stage >= 2 else {}
+
+    def cut(self, estimator: OperatingPoints, candidate: Candidate) -> dict[str, object]:
+        """What a plan says of how sequences are cut, beside the number of slices."""
+        del estimator, candidate
+        return {}
+
+    def slice_parts(self, model: Model, plan: Plan) -> Parts:
+        """What the slices of a plan are of every microbatch, as ranks cut them; none where they see all before them."""
+        del model, plan
+        return ()
 
 
 def _evenly(counts: Sequence[int], total: int) -> list[list[int]]:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
+
+from megatron_het.features import attention_units
+from megatron_het.features.slices import WORK, cutting_of, has_even_slices
+from megatron_het.plan import Plan
+from megatron_het.schedule.cutting import Cutting, Parts, SlicePart
 
 from ..candidate import Candidate
+from ..documents import Lengths, drawn
 from ..estimates import Estimate, StageTimes, Unit
+from ..model import Model
 from ..operating import OperatingPoints
 from .base import Schedule
 
@@ -57,7 +66,7 @@ class SlimPipe(Schedule):
 
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
         """SlimPipe, equation (1)."""
-        cut = candidate.slices * candidate.chunks
+        cut = candidate.slices * candidate.chunks_of(s)
         return min(float(stage.microbatches[i]), (cut + 2 * (len(candidate.stages) - 1 - s)) / cut)
 
     def expected_in_flight(self, like: Candidate, share: float, total: int, later: int) -> float:
@@ -85,3 +94,65 @@ class SlimPipe(Schedule):
     def parameters(self, candidate: Candidate, estimate: Estimate, alike: bool) -> dict[str, object]:
         """The number of slices."""
         return {"slices": candidate.slices} | super().parameters(candidate, estimate, alike)
+
+    def cut(self, estimator: OperatingPoints, candidate: Candidate) -> dict[str, object]:
+        """Slices of equal work where documents share sequences; the context exchange is between equal slices."""
+        if candidate.slices == 1 or candidate.exchange or estimator.model.document_lengths is None:
+            return {}
+        return {"slice_lengths": WORK, "slice_keys_per_token": _keys_per_token(estimator, candidate)}
+
+    def slice_parts(self, model: Model, plan: Plan) -> Parts:
+        """By the model's documents, and by how the plan cuts sequences."""
+        if model.document_lengths is None and cutting_of(plan).is_even and has_even_slices(plan):
+            return ()
+        cutting, units = cutting_of(plan, _arguments(model)), attention_units(plan)
+        found, at = [], 0
+        for microbatch in range(plan.training.num_microbatches):
+            size = plan.training.sequences(microbatch)
+            found.append(_parts(cutting, units, model.document_lengths, at, size))
+            at += size
+        return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(cutting: Cutting, units: int, lengths: Lengths | None, at: int, size: int) -> tuple[SlicePart, ...]:
+    """Of one microbatch, which has ``size`` sequences from the ``at``-th on."""
+    if lengths is None:
+        return cutting.parts(None, units)
+    sequences = drawn(lengths, cutting.length)
+    return cutting.parts([sequences[(at + i) % len(sequences)] for i in range(size)], units)
+
+
+def _keys_per_token(estimator: OperatingPoints, candidate: Candidate) -> float:
+    """Keys that a query attends to in the time that the rest of a layer takes, in the mean of all replicas."""
+    model, rest, attention = estimator.model, 0.0, 0.0
+    for stage in candidate.stages:
+        for g in stage.groups:
+            u = estimator.unit_of(candidate, g)
+            assert u is not None
+            own = u.attention_f + u.attention_b
+            rest += g.count * (u.layer_f + u.layer_b - own)
+            attention += g.count * own
+    keys = model.seq_length / 2 * model.attention_share  # of a query, in the mean
+    return float(f"{max(rest / attention * keys, 1.0):.3g}")
+
+
+def _arguments(model: Model) -> SimpleNamespace:
+    """What of Megatron's arguments decides what slices see, and how long those of equal work are."""
+    x, window, period = model.experts, model.attention_window, model.window_period
+    return SimpleNamespace(
+        hidden_size=model.hidden_size,
+        kv_channels=model.head_dim,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.groups,
+        group_query_attention=True,
+        num_layers=model.num_layers,
+        swiglu=model.gated,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_experts=x.count if x else None,
+        moe_router_topk=x.top_k if x else 0,
+        moe_ffn_hidden_size=x.ffn_hidden_size if x else None,
+        moe_shared_expert_intermediate_size=x.shared_ffn_hidden_size if x else None,
+        window_size=None if window is None else (window - 1, 0),
+        window_attn_skip_freq=period or None,
+    )

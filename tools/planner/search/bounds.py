@@ -27,6 +27,8 @@ EXACT = 1e-3
 """The bound is found to this share of itself, from below."""
 MOST_PLACES = 24
 """Places among the layers that are looked at; those between two of them count as the earlier one."""
+MOST_CELLS = 20_000_000
+"""Of a table of options, places and layers; a larger one takes seconds and gigabytes, and the bound goes without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,8 @@ class _Point:
         """Whether the relaxation has a plan of this time on these GPUs."""
         if seconds < self.pass_s / (self.family.pieces if self.family.sliced else 1):
             return False
+        if len(self.used_by) * len(self.places) * self.layers > MOST_CELLS:
+            return True  # for all that is known
         gpus = np.array(limits, dtype=float)
         for capacity, needed in self._tables(seconds):
             mean = gpus @ capacity

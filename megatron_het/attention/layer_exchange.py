@@ -1,0 +1,71 @@
+"""What a layer's attention exchanges with other devices (SlimPipe, section 4.2), as slice attention sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from megatron_het.attention.kernels import Kernel
+
+Given = tuple[int, int]
+"""Tokens ``[first, end)`` whose keys and values others attend to, as the cache counts them."""
+NOTHING: Given = 0, 0
+TokenGradient = tuple[int, int, torch.Tensor, torch.Tensor]
+"""First token, end of tokens, gradients of their keys and values."""
+
+
+class LayerExchange(Protocol):
+    """What one layer exchanges with other devices in the pass that runs; nothing in most passes.
+
+    Per direction: ``begin`` hands queries out, ``help`` attends for others, ``end`` waits for the
+    results, in this order and with the layer's own attention in between.
+    """
+
+    def begin_forward(self, query: torch.Tensor) -> Given:
+        """Hand the query out; returns the tokens that are given away."""
+
+    def help_forward(self, kernel: Kernel, scale: float) -> None:
+        """Attend for other devices."""
+
+    def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Output and log-sum-exp of the parts given away."""
+
+    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Given:
+        """Hand the gradient of the output out; returns the tokens given away."""
+
+    def help_backward(self, kernel: Kernel, scale: float) -> None:
+        """Differentiate attention for other devices."""
+
+    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
+        """Parts given away: gradient of the query, and what is complete of those of keys and values."""
+
+
+class NoExchange:
+    """A layer that keeps all attention to itself."""
+
+    def begin_forward(self, query: torch.Tensor) -> Given:
+        """See :class:`LayerExchange`."""
+        return NOTHING
+
+    def help_forward(self, kernel: Kernel, scale: float) -> None:
+        """See :class:`LayerExchange`."""
+
+    def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """See :class:`LayerExchange`."""
+        return ()
+
+    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Given:
+        """See :class:`LayerExchange`."""
+        return NOTHING
+
+    def help_backward(self, kernel: Kernel, scale: float) -> None:
+        """See :class:`LayerExchange`."""
+
+    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
+        """See :class:`LayerExchange`."""
+        return ()
+
+
+NO_EXCHANGE = NoExchange()

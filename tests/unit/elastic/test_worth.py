@@ -1,0 +1,81 @@
+"""A better plan is taken where it pays in what is left of the run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_het.elastic.controller import Bounds, Controller
+from megatron_het.elastic.pool import GivenPlans
+from megatron_het.elastic.standing import measured_s
+from megatron_het.elastic.worth import CHANGE_S, against, change_s
+from megatron_het.plan import Plan, Prediction
+from tests.unit.elastic.notes import Notes
+from tests.unit.elastic.test_controller import come
+from tests.unit.elastic.test_pool import plan
+
+
+def predicted(sizes: list[list[int]], iteration_s: float) -> Plan:
+    return replace(plan(sizes), predicted=Prediction(iteration_s, 0.0))
+
+
+FAST, SLOW = predicted([[1], [1], [1]], 1.5), predicted([[1], [1]], 2.0)
+
+
+def entry(generation: int, seen: float, steps: tuple[float, ...], began: int = 0) -> dict[str, Any]:
+    opened = {str(i): {"iteration": began, "last": 100, "times": {"first_step": step}} for i, step in enumerate(steps)}
+    return {"generation": generation, "seen": seen, "opened": opened}
+
+
+def test_what_a_change_takes() -> None:
+    assert change_s([entry(0, 0.0, (9.0,))]) == CHANGE_S
+    assert change_s([entry(0, 0.0, (9.0,)), entry(1, 10.0, (12.5, 13.0))]) == 3.0
+
+
+def test_what_an_iteration_takes() -> None:
+    assert measured_s({}, 5, 10.0) is None
+    assert measured_s(entry(0, 0.0, (9.0, 10.0), began=10), 13, 20.0) is None, "too few"
+    assert measured_s(entry(0, 0.0, (9.0, 10.0), began=10), 15, 22.0) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("reached", "now_s", "said"),
+    [
+        (50, 108.0, ""),  # 50 iterations of 2 s, a quarter of it saved: 25 s
+        (90, 188.0, "25.0 % shorter, which saves 5.0 s in the 10 that are left; a change takes 10.0 s"),
+        (90, 899.0, ""),  # iterations take 10 s in truth
+    ],
+)
+def test_savings_and_costs(reached: int, now_s: float, said: str) -> None:
+    assert said in against(FAST, SLOW, [entry(0, 0.0, (10.0,))], reached, now_s) or not said
+    assert bool(said) == bool(against(FAST, SLOW, [entry(0, 0.0, (10.0,))], reached, now_s))
+
+
+def test_where_nobody_can_say_the_users_order_counts() -> None:
+    history = [entry(0, 0.0, (10.0,))]
+    assert not against(plan([[1], [1], [1]]), SLOW, history, 99, 300.0)
+    assert not against(FAST, SLOW, [{**history[0], "opened": {}}], 0, 5.0), "nobody knows how long the run is"
+    assert not against(SLOW, FAST, history, 99, 300.0), "preferred for a reason of the user's own"
+
+
+@pytest.mark.parametrize("reached", [10, 99])
+def test_a_node_joins_where_it_pays(reached: int, tmp_path: Path) -> None:
+    board: Any = Notes()
+    said: list[str] = []
+    controller = Controller(board, GivenPlans([FAST, SLOW]), tmp_path / "state.json", 2, Bounds(), said.append)
+    come(board, 1, "n1"), come(board, 2, "n2")
+    controller._step()
+    times = {"loaded": time.time() - 22.0, "first_step": time.time() - 20.0}
+    opened = {"generation": 0, "iteration": 0, "last": 100, "times": times, "padded_vocab_size": None}
+    board.post({"type": "opened", "process": 1, **opened})
+    board.put("beat/1", {"beats": 1, "iteration": reached})
+    controller._step()
+    come(board, 3, "n3")
+    for _ in range(3):
+        controller._step()
+    refused = [line for line in said if "a node joins, and nothing changes: iterations would be" in line]
+    assert (board.has("0/wanted"), len(refused)) == ((True, 0) if reached == 10 else (False, 1))

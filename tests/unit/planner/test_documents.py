@@ -1,0 +1,130 @@
+"""Packed documents: what their lengths leave of attention, in closed form, by slices, and with a profile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from benchmarks.planner_quality import estimator_of
+from megatron_het.plan import Plan
+from tools.planner.build import build_plan
+from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.documents import drawn, read_lengths
+from tools.planner.errors import PlannerError
+from tools.planner.estimate import Estimator
+from tools.planner.model import Model
+from tools.planner.schedules.slimpipe import SlimPipe
+from tools.planner.simulation import simulate_candidate
+
+LENGTH = 131_072
+LONG_TAILED = (1000, 1500, 2000, 4000, 8000, 100_000)
+SLIMPIPE = SlimPipe()
+STAGES = (Stage(4, (Group(0, 8, 1),)), Stage(4, (Group(0, 8, 1),)))
+SLICED = Candidate(STAGES, 1, schedule="slimpipe", slices=8)
+
+
+def model(**changed: object) -> Model:
+    shape = {
+        "num_layers": 8,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "vocab_size": 32000,
+        "seq_length": LENGTH,
+        "global_batch_size": 4,
+    }
+    return Model(**{**shape, **changed})
+
+
+def estimator(**changed: object) -> Estimator:
+    group = NodeGroup(gpu="H100-SXM", count=2, gpus_per_node=8, network_bytes_per_s=100e9)
+    return estimator_of(Cluster(nodes=(group,)), model(**changed))
+
+
+def planned(priced: Estimator, candidate: Candidate) -> tuple[Plan, float]:
+    """A candidate's plan and its simulated seconds."""
+    estimate = priced.estimate(candidate)
+    assert estimate is not None
+    plan = build_plan(priced, candidate, estimate)
+    return plan, simulate_candidate(priced, candidate, estimate, plan).iteration_s
+
+
+def test_what_is_left_of_attention() -> None:
+    """Documents of one length that divides the sequence, with and without a window; longer ones change nothing."""
+    assert model().attention_share == 1
+    whole = LENGTH * (LENGTH + 1) / 2
+    assert model(document_lengths=(1024,)).attention_share == pytest.approx(LENGTH // 1024 * 1024 * 1025 / 2 / whole)
+    assert model(document_lengths=(64 * LENGTH,)).attention_share > 0.98
+    near = {"attention_window": 256, "windowed_layers": 1.0}
+    kept = model(document_lengths=(256,), **near)
+    assert kept.attention_share == pytest.approx(LENGTH // 256 * 256 * 257 / 2 / (256 * 257 / 2 + (LENGTH - 256) * 256))
+
+
+def test_documents_are_drawn_alike_and_go_on_in_the_next_sequence() -> None:
+    drawn.cache_clear()
+    first = drawn(4000, LENGTH)
+    drawn.cache_clear()
+    assert first == drawn(4000, LENGTH)
+    assert all(starts[0] == 0 and list(starts) == sorted(set(starts)) and starts[-1] < LENGTH for starts in first)
+    begun = sum(len(starts) - 1 for starts in first)
+    assert LENGTH * len(first) / begun == pytest.approx(4000, rel=0.1)
+
+
+def test_attention_is_priced_by_documents() -> None:
+    """In the layer of the catalog, and in useful operations."""
+    whole, packed = (estimator(document_lengths=lengths) for lengths in (None, LONG_TAILED))
+    one, other = (p.costs.cost("H100-SXM", "layer", 1, 1, "none") for p in (whole, packed))
+    share = packed.model.attention_share
+    assert other.attention_forward_s / one.attention_forward_s == pytest.approx(share, rel=0.1)
+    assert one.forward_s - other.forward_s == pytest.approx(one.attention_forward_s - other.attention_forward_s)
+    assert packed.model.iteration_flops < whole.model.iteration_flops
+
+
+def test_slices_have_equal_work() -> None:
+    """They are chosen with documents, cut as the ranks cut them, and shorter in time than equal slices."""
+    priced = estimator(document_lengths=LONG_TAILED)
+    plan, seconds = planned(priced, SLICED)
+    assert plan.schedule.parameters["slice_lengths"] == "work"
+    parts = SLIMPIPE.slice_parts(priced.model, plan)
+    assert len({part.tokens for part in parts[0]}) > 1
+    assert sum(part.attention for row in parts for part in row) / len(parts) == pytest.approx(
+        priced.model.attention_share, rel=0.5
+    )
+    given = {**plan.schedule.parameters, "slice_lengths": "equal"}
+    equal = replace(plan, schedule=replace(plan.schedule, parameters=given))
+    estimate = priced.estimate(SLICED)
+    assert estimate is not None
+    assert seconds < simulate_candidate(priced, SLICED, estimate, equal).iteration_s
+    assert "slice_lengths" not in planned(estimator(), SLICED)[0].schedule.parameters
+
+
+def test_the_exchange_is_planned_by_documents() -> None:
+    """The simulated program gives away only what slices see: less than without documents."""
+    (_, whole), (plan, packed) = (
+        planned(estimator(document_lengths=lengths), replace(SLICED, exchange=True)) for lengths in (None, LONG_TAILED)
+    )
+    assert packed < whole
+    parts = SLIMPIPE.slice_parts(model(document_lengths=LONG_TAILED), plan)
+    assert any(not share for row in parts for part in row for share in part.units)
+
+
+def test_lengths_from_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_text("12\n7, 100\n")
+    assert read_lengths(str(file)) == (12, 7, 100)
+    file.write_text("[12, 7]")
+    assert read_lengths(str(file)) == (12, 7)
+    assert read_lengths("1500") == 1500
+    for text, problem in (("12 -3", "-3 tokens"), ("many", "many"), ("", "0 lengths")):
+        file.write_text(text)
+        with pytest.raises(PlannerError, match=problem):
+            read_lengths(str(file))
+    with pytest.raises(PlannerError, match="absent"):
+        read_lengths(str(tmp_path / "absent"))
+    with pytest.raises(ValidationError, match="0 tokens"):
+        model(document_lengths=0)
