@@ -43,6 +43,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "interleaved": {
         "schedule": "interleaved",
+        "chunks": "different",
         "tp": "within a stage",
         "cp": "different",
         "vocabulary": True,
@@ -63,6 +64,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "window-vocabulary": {
         "schedule": "ministage",
+        "chunks": "different",
         "window": "exact",
         "distributed_optimizer": True,
         "vocabulary": True,
