@@ -256,7 +256,7 @@ def _check_number(plan: Plan) -> None:
             f"fewer slices than the {stages} stages leave stages without work",
             f"Use a multiple of {stages}",
         )
-    chunks = max(len(stage.layers) for stage in plan.stages)
+    chunks = plan.most_chunks
     if chunks > 1 and slices % stages:
         raise PlanError(
             where,

@@ -42,6 +42,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "interleaved": {
         "schedule": "interleaved",
+        "chunks": "different",
         "tp": "within a stage",
         "cp": "different",
         "vocabulary": True,
@@ -62,6 +63,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "window-vocabulary": {
         "schedule": "ministage",
+        "chunks": "different",
         "window": "exact",
         "distributed_optimizer": True,
         "vocabulary": True,

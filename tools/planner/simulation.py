@@ -58,7 +58,7 @@ def operations_of(estimator: Estimator, candidate: Candidate) -> int:
     if len(candidate.stages) == 1:
         return 0
     microbatches = estimator.model.global_batch_size // candidate.micro_batch_size // candidate.blocks
-    return 2 * len(candidate.stages) * candidate.chunks * candidate.slices * microbatches
+    return 2 * len(candidate.path) * candidate.slices * microbatches
 
 
 def program_of(plan: Plan, parts: Parts = ()) -> Program:
