@@ -130,7 +130,8 @@ class Candidate:
 
     def reducing(self, s: int) -> tuple[Group, ...]:
         """The ranks of a stage that sum gradients, per TP rank: replicas, and with CP all ranks of each."""
-        return tuple(g._replace(count=g.count * self.cp) for g in self.stages[s].groups)
+        groups = self.stages[s].groups
+        return groups if self.cp == 1 else tuple(g._replace(count=g.count * self.cp) for g in groups)
 
     @property
     def path(self) -> tuple[Place, ...]:

@@ -149,19 +149,16 @@ def _improve_best(
     """More in flight across slow links where that makes the best plans faster, and small changes of the best."""
     found.sort(key=lambda f: f.value(goal))
     best = found[0].value(goal)
-    gain = UNKNOWN
     for i, entry in enumerate(found):
         if progress.spent:
             return
         is_large = operations_of(estimator, entry.candidate) > SMALL
-        # A plan's price goes with its time.  Others gain about as much as those that gained most so far.
-        least = least_s(estimator, entry.candidate, entry.estimate) / entry.iteration_s
-        hope = max(least, gain * UNKNOWN) * entry.value(goal)
+        # A plan's price goes with its time.
+        hope = least_s(estimator, entry.candidate, entry.estimate) / entry.iteration_s * entry.value(goal)
         if i >= DEEPENED and (is_large or hope >= best):
             continue
         found[i] = deeper(estimator, goal, entry, briefly=i >= DEEPENED)
         best = min(best, found[i].value(goal))
-        gain = min(gain, found[i].value(goal) / entry.value(goal))
     found.sort(key=lambda f: f.value(goal))
     simulate = partial(_simulated, estimator, goal, tries=1)
     if found[0].candidate.schedule == PLAIN.name:
