@@ -26,6 +26,7 @@ _SHARES = (3, 1)
 ALONE = "data-parallel"
 _CHUNKS = {"interleaved": 2, "ministage": 2, "zb-v": 2, "v-half": 2}
 _SLICED = ("slimpipe", "seq1f1b", "terapipe")
+_OF_SEVERAL_CHUNKS = ("interleaved", "ministage", "slimpipe", "terapipe")
 PARAMETERS: dict[str, Sequence[Any]] = {
     "schedule": (
         "1f1b",
@@ -40,6 +41,7 @@ PARAMETERS: dict[str, Sequence[Any]] = {
         "v-half",
         ALONE,
     ),
+    "chunks": ("equal", "different"),
     "window": (False, "exact", "undo", "at-once", "per-ministage", "ZeRO-2", "ZeRO-3"),
     "tp": ("equal", "by stage", "within a stage"),
     "layers": ("even", "uneven"),
@@ -79,9 +81,22 @@ def title(feature: Feature) -> str:
     return str(value) if name in ("schedule", "precision") else f"{name.replace('_', ' ')}: {value}"
 
 
-def needs(feature: Feature) -> Row:
-    """What else a feature asks for; a schedule is what it is a part of."""
+def schedules_of(feature: Feature) -> tuple[str, ...]:
+    """Schedules that a feature is, or is a part of; all where it is of none."""
     name, value = feature
+    if name == "schedule":
+        return (value,)
+    if name == "chunks":
+        return _OF_SEVERAL_CHUNKS
+    part_of = needs(feature).get("schedule")
+    return (part_of,) if part_of else tuple(PARAMETERS["schedule"])
+
+
+def needs(feature: Feature) -> Row:
+    """What else a feature asks for; the schedule is one that it goes with."""
+    name, value = feature
+    if name == "chunks":
+        return {"schedule": _OF_SEVERAL_CHUNKS[0]}
     if name == "window":
         return {"schedule": ALONE if str(value).startswith("ZeRO") else "ministage", "distributed_optimizer": True}
     if name == "context_exchange":
@@ -93,17 +108,19 @@ def needs(feature: Feature) -> Row:
 
 def are_of_two_schedules(pair: Pair) -> bool:
     """Whether the pair is of a schedule and a part of another one, or of parts of two: there is nothing to combine."""
-    schedules = {value for name, value in pair if name == "schedule"}
-    parts = [needs(feature).get("schedule") for feature in pair]
-    return len({*schedules, *(part for part in parts if part)}) > 1
+    one, other = map(schedules_of, pair)
+    return not set(one) & set(other)
 
 
 def pair_row(pair: Iterable[Feature]) -> Row:
     """The features, what they need, and nothing else."""
     row: Row = {name: values[0] for name, values in PARAMETERS.items()}
-    for feature in pair:
+    features_of_pair = list(pair)
+    for feature in features_of_pair:
         row |= needs(feature)
-    return row | dict(pair)
+    row |= dict(features_of_pair)
+    common = [s for s in PARAMETERS["schedule"] if all(s in schedules_of(feature) for feature in features_of_pair)]
+    return row if row["schedule"] in common or not common else row | {"schedule": common[0]}
 
 
 def tp_sizes(row: Row) -> list[list[int]]:
@@ -184,6 +201,8 @@ def case_of(row: Row, name: str, seed: int) -> Case:
     case = replace(with_schedule(case, row["schedule"], _chunks(row), parameters), name=name)
     if row["layers"] == "uneven" and _chunks(row) > 1:  # among the chunks of a stage too
         case = replace(case, plan=replace(case.plan, stages=tuple(_shifted(s) for s in case.plan.stages)))
+    if row["chunks"] == "different":
+        case = replace(case, plan=replace(case.plan, stages=_with_fewer_chunks(case.plan.stages, rng)))
     if row["microbatches"] == "unequal":
         case = replace(with_sizes(case, _SIZES, rng), name=name)
     check_plan(case.plan)
@@ -202,6 +221,14 @@ def _routed_as_the_first(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     return tuple(found)
 
 
+def _with_fewer_chunks(stages: tuple[Stage, ...], rng: random.Random) -> tuple[Stage, ...]:
+    """One stage has all of its layers in one chunk; where that is the last one, another ends the model."""
+    chosen = rng.randrange(len(stages))
+    return tuple(
+        replace(stage, layers=(sum(stage.layers),)) if s == chosen else stage for s, stage in enumerate(stages)
+    )
+
+
 def _window(row: Row) -> Row:
     """Options of the window in the plan."""
     if not row["window"]:
@@ -213,7 +240,7 @@ def _window(row: Row) -> Row:
 def _chunks(row: Row) -> int:
     if row["schedule"] == ALONE and row["tied"]:
         return 1  # both ends of a single stage are in one chunk
-    return 2 if row["window"] else _CHUNKS.get(row["schedule"], 1)
+    return 2 if row["window"] or row["chunks"] == "different" else _CHUNKS.get(row["schedule"], 1)
 
 
 def _shifted(stage: Any) -> Any:
@@ -243,7 +270,7 @@ def covering_rows(wanted: Iterable[Pair], refused: set[Pair], seed: int) -> list
             if row[feature[0]] != PARAMETERS[feature[0]][0] or feature[0] == "schedule":
                 continue
             more = {frozenset((feature, item)) for item in row.items()}
-            if more & bad or not more & open_pairs or needs(feature).items() - row.items():
+            if more & bad or not more & open_pairs or not _goes_with(feature, row):
                 continue
             if _runs(row | dict([feature]), seed):
                 row |= dict([feature])
@@ -251,6 +278,12 @@ def covering_rows(wanted: Iterable[Pair], refused: set[Pair], seed: int) -> list
         have = {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
         left = [pair for pair in left[1:] if frozenset(pair) not in have]
     return rows
+
+
+def _goes_with(feature: Feature, row: Row) -> bool:
+    """Whether a row has what a feature asks for."""
+    others = {name: value for name, value in needs(feature).items() if name != "schedule"}
+    return row["schedule"] in schedules_of(feature) and others.items() <= row.items()
 
 
 def _runs(row: Row, seed: int) -> bool:

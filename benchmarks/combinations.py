@@ -3,7 +3,8 @@
 Pairs are those of ``combination_cases.PARAMETERS``.  A pair is refused where the checks of the start refuse the
 smallest plan that has it.  All other pairs are trained, many in one plan, against stock Megatron in one process
 (``parity.py``), and triples come with them.  ``--check`` stops before the training, ``--markdown FILE`` writes the
-table.  ``--part`` and ``--only`` train some of the plans; ``--add`` puts the results of such runs together.
+table.  ``--part`` and ``--only`` train some of the plans; ``--add`` puts the results of such runs together.  Results
+from before the table had its newest parameters count as well; then plans are drawn for the pairs that they lack.
 
 Keys: ``pairs``; ``refused_pairs``, with the reason of each; ``of_two_schedules``, pairs of which one is a part of
 another schedule; ``plans`` that were trained, ``triples`` in them; ``failed``, names of plans that ended with an error
@@ -28,6 +29,7 @@ from typing import Any
 
 from benchmarks.cases import Case, common_flags
 from benchmarks.combination_cases import (
+    PARAMETERS,
     Pair,
     are_of_two_schedules,
     case_of,
@@ -103,12 +105,25 @@ def check_starts() -> None:
     answer.write_text(json.dumps(found), encoding="utf-8")
 
 
-def trained_cases(wanted: Sequence[Pair], refused: set[Pair], seed: int, folder: Path) -> list[Case]:
-    """Plans with all pairs that can be had; what only three features together contradict is left out."""
-    left, cases = [pair for pair in wanted if pair not in refused], list[Case]()
+def trained_cases(
+    wanted: Sequence[Pair], refused: set[Pair], seed: int, folder: Path, known: Sequence[Case] = ()
+) -> list[Case]:
+    """Plans with all pairs that can be had; what only three features together contradict is left out.
+
+    Args:
+        wanted: All pairs.
+        refused: Those of them that are refused.
+        seed: Of the draw.
+        folder: For checks of the flags.
+        known: Plans that were trained before the table had all of its parameters; others are drawn for what they lack.
+    """
+    cases = list(known)
+    have = {frozenset(pair) for case in cases for pair in itertools.combinations(_chosen(case), 2)}
+    left = [pair for pair in wanted if pair not in refused and frozenset(pair) not in have]
+    kinds = ("more", "more-pair") if known else ("plan", "pair")
     for attempt in range(2):
         rows = covering_rows(left, refused, seed + attempt) if not attempt else [pair_row(pair) for pair in left]
-        names = [f"{'pair' if attempt else 'plan'}-{i:03}" for i in range(len(rows))]
+        names = [f"{kinds[attempt]}-{i:03}" for i in range(len(rows))]
         drawn = [case_of(row, name, seed) for row, name in zip(rows, names, strict=True)]
         problems = argument_problems(drawn, folder / f"attempt-{attempt}")
         cases += [case for case, texts in zip(drawn, problems, strict=True) if not texts]
@@ -147,17 +162,44 @@ def added(files: Sequence[Path], seed: int, cases: Sequence[Case]) -> dict[str, 
     Raises:
         SystemExit: A run with another seed, or of other plans.
     """
+    entries = read_entries(files, seed)
+    check_entries(entries, cases)
+    return entries
+
+
+def read_entries(files: Sequence[Path], seed: int) -> dict[str, dict[str, Any]]:
+    """The entries of earlier runs by name; SystemExit for a run with another seed."""
     found: dict[str, dict[str, Any]] = {}
-    rows = {case.name: json.loads(json.dumps(case.chosen)) for case in cases}
     for file in files:
         report = json.loads(file.read_text(encoding="utf-8"))
         if report["seed"] != seed:
             raise SystemExit(f"--add {file}: of seed {report['seed']}, and this run has {seed}")
-        other = [entry["name"] for entry in report["cases"] if rows.get(entry["name"]) != entry["chosen"]]
-        if other:
-            raise SystemExit(f"--add {file}: {', '.join(other)} are other plans now; train them again")
         found |= {entry["name"]: entry for entry in report["cases"]}
     return found
+
+
+def check_entries(entries: dict[str, dict[str, Any]], cases: Sequence[Case]) -> None:
+    """Raise SystemExit where entries of earlier runs are of other plans than those of this draw."""
+    chosen = {case.name: json.loads(json.dumps(case.chosen)) for case in cases}
+    other = [name for name, entry in entries.items() if chosen.get(name) != _whole(entry["chosen"])]
+    if other:
+        raise SystemExit(f"--add: {', '.join(other)} are other plans now; train them again")
+
+
+def from_before(entries: dict[str, dict[str, Any]], seed: int) -> list[Case]:
+    """The plans of entries from before the table had all of its parameters."""
+    return [
+        case_of(_whole(entry["chosen"])["row"], name, seed)
+        for name, entry in entries.items()
+        if PARAMETERS.keys() - entry["chosen"]["row"].keys()
+    ]
+
+
+def _whole(chosen: dict[str, Any]) -> dict[str, Any]:
+    """What was chosen, with the parameters that the table has got since."""
+    if "row" not in chosen:
+        return chosen
+    return {**chosen, "row": {key: chosen["row"].get(key, values[0]) for key, values in PARAMETERS.items()}}
 
 
 def markdown(refused: dict[Pair, str]) -> str:
@@ -171,8 +213,8 @@ def markdown(refused: dict[Pair, str]) -> str:
         "",
         "`python -m benchmarks.combinations --json OUT --markdown docs/combinations.md` makes this page.",
         "Without `--check` the command also trains every pair that is not refused, in some plan, and compares it with",
-        "stock Megatron in one process. That has been done for all of them: `benchmarks/results/combinations.json` has",
-        "the plans and how far each was from one process.",
+        "stock Megatron in one process. `benchmarks/results/combinations.json` has the plans that were trained, and",
+        "how far each was from one process.",
         "",
         "- `+`: no check refuses it.",
         "- a number: refused at the start, for the reason below.",
@@ -220,11 +262,14 @@ def main() -> int:
     wanted = [pair for pair in pairs() if not are_of_two_schedules(pair)]
     try:
         refused = refusals(wanted, options.seed, folder / "pairs")
-        cases = trained_cases(wanted, set(refused), options.seed, folder)
+        earlier = read_entries(options.add, options.seed)
+        before = from_before(earlier, options.seed)
+        cases = trained_cases(wanted, set(refused), options.seed, folder, before)
+        check_entries(earlier, cases)
         index, parts = map(int, options.part.split("/"))
-        chosen = [case for case in cases[index - 1 :: parts] if fnmatch.fnmatchcase(case.name, options.only)]
+        new = [case for case in cases if case not in before]
+        chosen = [case for case in new[index - 1 :: parts] if fnmatch.fnmatchcase(case.name, options.only)]
         chosen = [] if options.check else chosen
-        earlier = added(options.add, options.seed, cases)
         entries = measure(chosen, folder / "runs", options.at_once) if chosen else []
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -192,6 +192,10 @@ def prepare(folder: Path) -> None:
     gc.freeze()
 
 
+def _write(file: Path, entries: list[dict[str, Any]]) -> None:
+    file.write_text(json.dumps(summary(entries), indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     """Command line; 1 where a trial did not survive."""
     options = _options()
@@ -205,6 +209,7 @@ def main() -> int:
     numbers = range(options.first, options.first + options.trials)
     with Runner() as runner:
         lab = FaultLab(runner, folder / "lab")
+        _write(options.json, entries)
         for number, seed in itertools.product(numbers, options.seed):
             if (seed, number) in done:
                 continue
@@ -213,7 +218,7 @@ def main() -> int:
             last = {"seed": seed, "number": number} | carry_out(lab, trial, where, options.limit_s)
             entries.append(last)
             print(f"{seed}.{number} {last['kind']}: {last['failed'] or 'survived'} ({last['seconds']} s)", flush=True)
-            options.json.write_text(json.dumps(summary(entries), indent=1) + "\n", encoding="utf-8")
+            _write(options.json, entries)
             if options.keep is None:
                 shutil.rmtree(where)
     if options.keep is None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
+import time
 from pathlib import Path
+from typing import Any
 
 
 def machine() -> dict[str, object]:
@@ -25,6 +28,20 @@ def machine() -> dict[str, object]:
         "torch": version("torch"),
         "megatron_core": version("megatron-core"),
     }
+
+
+def write_report(path: Path, report: dict[str, Any], start_s: float) -> None:
+    """Write and print what was measured, with where and how long.
+
+    Args:
+        path: The JSON file.
+        report: The figures.
+        start_s: ``time.monotonic()`` at the start.
+    """
+    whole = report | {"elapsed_s": time.monotonic() - start_s, "machine": machine(), "load_average": os.getloadavg()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(whole, indent=1))
 
 
 def pin(*, rank: int, cores: list[int]) -> None:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import write_report
 from benchmarks.runner import Job, Runner, words
 from benchmarks.slimpipe_bubble import fitted_costs, program_for
 from benchmarks.slimpipe_runs import Model, Setting, job
@@ -195,13 +195,8 @@ def main() -> int:
         "by_stages": found,
         "keys_per_token": keys_per_token(costs, options.tokens),
         "tokens": options.tokens,
-        "elapsed_s": time.monotonic() - start_s,
-        "machine": machine(),
-        "load_average": os.getloadavg(),
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=1))
+    write_report(options.json, report, start_s)
     return 0
 
 

@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.parity --json OUT``: at least 40 plans chosen pairwise from every feature,
 some of them in bf16 and fp16 too, and 20 random ones.  For each: the largest relative difference of the losses
-of 10 steps (lr 1e-3, dropout 0) and of the evaluations, and of every gradient at the first step
-(L2, per parameter, on every replica).  Top-level figures are those of fp32; bf16 stands apart.
+of 10 steps (lr 1e-3, dropout 0) and of the evaluations, of the norm and of every gradient at the first step
+(L2, per parameter, on every replica), and in fp32 of every parameter and tensor of the optimizer after the last one.
+Top-level figures are those of fp32; bf16 stands apart.
 """
 
 from __future__ import annotations
@@ -79,12 +80,21 @@ def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[s
     return cases, sorted(" and ".join(sorted(f"{k}={v}" for k, v in pair)) for pair in impossible)
 
 
-def labs(cases: Iterable[Case]) -> dict[type[Lab], list[Case]]:
-    """The cases by the laboratory that runs them."""
+def labs(cases: Iterable[Case], *, saves: bool = False) -> dict[type[Lab], list[Case]]:
+    """The cases by the laboratory that runs them.
+
+    Args:
+        cases: Of any kind.
+        saves: Whether all runs of which the last parameters tell something save them, not those of ministages alone.
+    """
     found: dict[type[Lab], list[Case]] = {}
     for case in cases:
-        multi_head, ministage = case.chosen.get("multi_head"), "ministages" in case.chosen
-        found.setdefault(MultiHeadLab if multi_head else MinistageLab if ministage else Lab, []).append(case)
+        is_exact = case.plan.training.precision == "fp32" and compares_parameters(case)
+        if case.chosen.get("multi_head"):
+            kind: type[Lab] = MultiHeadLab
+        else:
+            kind = MinistageLab if "ministages" in case.chosen or (saves and is_exact) else Lab
+        found.setdefault(kind, []).append(case)
     return found
 
 
@@ -101,7 +111,7 @@ def compares_parameters(case: Case) -> bool:
 def measure(cases: list[Case], folder: Path, at_once: int) -> list[dict[str, Any]]:
     """Run all cases; a case that fails is recorded and does not end the benchmark."""
     found = []
-    for kind, members in labs(cases).items():
+    for kind, members in labs(cases, saves=True).items():
         found += _measure(members, folder / kind.__name__, at_once, kind)
     return sorted(found, key=lambda entry: entry["name"])
 

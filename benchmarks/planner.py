@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner --json OUT [--cases 30]
         [--only accuracy,catalog,families,quality,speed,growth,pools,zorse,methods,gloo,nodes] [--pools 40]
+        [--first 0] [--add]
 
 Keys of the JSON: ``time_error``, ``memory_error`` (mean absolute relative errors on published runs),
 ``worst_gap_to_brute_force``, ``search_cpu_s`` and ``bound_gap`` (by case), ``promised_over_emitted`` (the largest
@@ -202,26 +203,32 @@ def main() -> None:
     parser.add_argument(
         "--pools", type=int, default=40, help="random clusters for the sections pools and nodes (default 40)"
     )
+    parser.add_argument("--first", type=int, default=0, help="the first of these clusters (default 0)")
     parser.add_argument(
         "--gloo", type=Path, metavar="FILE", help="compare with these rounds of benchmarks.planner_gloo again"
     )
-    parser.add_argument("--add", action="store_true", help="keep what the file holds of other sections")
+    parser.add_argument("--add", action="store_true", help="keep what the file holds of other sections and clusters")
     options = parser.parse_args()
+    out: dict[str, Any] = {}
+    if options.add and Path(options.json).exists():
+        out = json.loads(Path(options.json).read_text())
+    seeds = range(options.first, options.first + options.pools)
+
+    def known(name: str) -> list[dict[str, Any]]:
+        return out.get(name, {}).get("cases", [])
+
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "accuracy": accuracy,
         "quality": lambda: quality(options.cases),
         "speed": speed,
         "growth": growth,
-        "pools": lambda: pools(options.pools),
-        "nodes": lambda: nodes(options.pools),
+        "pools": lambda: pools(seeds, known("pools")),
+        "nodes": lambda: nodes(seeds, known("nodes")),
         "zorse": zorse,
         "methods": methods,
         "gloo": lambda: gloo(options.gloo),
         **SECTIONS,
     }
-    out: dict[str, Any] = {}
-    if options.add and Path(options.json).exists():
-        out = json.loads(Path(options.json).read_text())
     for name in options.only.split(","):
         if name not in sections:
             parser.error(f"--only: unknown section {name!r}; known: {', '.join(sections)}")

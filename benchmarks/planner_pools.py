@@ -144,10 +144,15 @@ def compare_pool(seed: int) -> dict[str, Any]:
     return row
 
 
-def nodes(count: int, first: int = 0) -> dict[str, Any]:
-    """Only the comparison with one node less, of ``count`` clusters: how many plans a further node makes worse."""
-    rows = []
-    for seed in range(first, first + count):
+def nodes(seeds: Sequence[int], known: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Only the comparison with one node less: how many plans a further node makes worse.
+
+    Args:
+        seeds: Of the clusters.
+        known: Rows of other clusters, which are kept.
+    """
+    rows = [row for row in known if row["seed"] not in seeds]
+    for seed in seeds:
         cluster, model = random_pool(seed)
         rng, goal = random.Random(seed), Goal()
         less = rng.randrange(len(cluster.nodes))
@@ -157,7 +162,8 @@ def nodes(count: int, first: int = 0) -> dict[str, Any]:
             row["worse"] = mine / _best_s(_without_one(cluster.nodes, less), model, goal) - 1
         rows.append(row)
         print(f"  pool {seed}: {row}", file=sys.stderr, flush=True)
-    return {"clusters": count, "worse": sum(row["worse"] > TOLERANCE for row in rows), "cases": rows}
+    rows.sort(key=lambda row: row["seed"])
+    return {"clusters": len(rows), "worse": sum(row["worse"] > TOLERANCE for row in rows), "cases": rows}
 
 
 def _without_one(found: Sequence[NodeGroup], less: int) -> list[NodeGroup]:
@@ -166,17 +172,23 @@ def _without_one(found: Sequence[NodeGroup], less: int) -> list[NodeGroup]:
     return [n for n in fewer if n.count]
 
 
-def pools(count: int, first: int = 0) -> dict[str, Any]:
-    """``compare_pool`` of ``count`` clusters, in numbers of clusters beyond the tolerance."""
-    rows = []
-    for seed in range(first, first + count):
+def pools(seeds: Sequence[int], known: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """``compare_pool`` of these clusters, in numbers of clusters beyond the tolerance.
+
+    Args:
+        seeds: Of the clusters.
+        known: Rows of other clusters, which are kept.
+    """
+    rows = [row for row in known if row["seed"] not in seeds]
+    for seed in seeds:
         rows.append(compare_pool(seed))
         print(f"  pool {seed}: {rows[-1]}", file=sys.stderr, flush=True)
+    rows.sort(key=lambda row: row["seed"])
     planned = [r for r in rows if r["iteration_s"] is not None]
     out: dict[str, Any] = {key: sum(r[key] > TOLERANCE for r in planned) for key in COUNTS}
     ratios = [r["promised_over_emitted"] for r in planned if r["promised_over_emitted"] is not None]
     return out | {
-        "clusters": count,
+        "clusters": len(rows),
         "promised_over_emitted": max(ratios, default=None),
         "bound_gap": {f"random cluster {r['seed']}": r["bound_gap"] for r in planned},
         "cases": rows,

@@ -6,20 +6,21 @@ Interleaved 1F1B and SlimPipe are each a small sweep, of which the best setting 
 sides, runs alternate, and each side counts by the median of its iterations over all runs.  The cost of
 slicing is that of one process with n slices against one slice.  The bubbles of one more run of the plain
 SlimPipe and of the best one are compared with the simulator's; ``bubble_error`` is the larger difference.
+
+``--mixed`` compares the context exchange on and off in a pipeline of unequal devices instead (``slimpipe_mixed.py``).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.machine import machine
+from benchmarks import slimpipe_mixed
+from benchmarks.machine import write_report
 from benchmarks.runner import Runner
 from benchmarks.slimpipe_bubble import bubble
 from benchmarks.slimpipe_runs import Model, Setting, run
@@ -53,6 +54,7 @@ def _options() -> argparse.Namespace:
         help="SlimPipe's slices and chunks to try (default: 8,1 16,4)",
     )
     parser.add_argument("--exchange", action="store_true", help="with the attention context exchange")
+    parser.add_argument("--mixed", action="store_true", help="one fast and one slow process, the exchange on and off")
     parser.add_argument("--rounds", type=int, default=2, help="how often each side runs")
     return parser.parse_args()
 
@@ -73,9 +75,22 @@ def _settings(options: argparse.Namespace) -> dict[str, Setting]:
     }
 
 
+def _mixed(options: argparse.Namespace) -> int:
+    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="slimpipe-mixed-"))
+    try:
+        with Runner() as runner:
+            found = slimpipe_mixed.compare(runner, MODEL, options.tokens, options.rounds, options.iterations, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    write_report(options.json, found, start_s)
+    return 1 if found["met"] is False else 0
+
+
 def main() -> int:
     """Command line."""
     options = _options()
+    if options.mixed:
+        return _mixed(options)
     settings = _settings(options)
     slim = [name for name in settings if name.startswith("slimpipe")]
     times: dict[str, list[float]] = {name: [] for name in settings}
@@ -109,13 +124,8 @@ def main() -> int:
         "medians_s": medians,
         "runs_s": times,
         "tokens": options.tokens,
-        "elapsed_s": time.monotonic() - start_s,
-        "machine": machine(),
-        "load_average": os.getloadavg(),
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=1))
+    write_report(options.json, report, start_s)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Looks into ministage runs from inside: live bytes of activations, of everything at once, at the start.
+"""Looks into ministage runs from inside: live bytes of activations, of everything at once, at the start, in a save.
 
 One meter sees whatever operators allocate and has been shown the state that was there before: its
 peak is that of the rank.  A second one overlooks what the parameter window allocates: its peak is
@@ -31,6 +31,8 @@ def watch(*, rank: int, out: str) -> None:
     RunReport._meter = lambda self: contextlib.nullcontext()  # meters one more time, and differently
     watcher = WindowWatcher(Path(out) / f"watch-{rank}.json", memory=True)
     HetSession.forward_backward = watcher.wrap(HetSession.forward_backward)
+    HetSession.settle = watcher.save_begins(HetSession.settle)
+    HetSession.copies = watcher.save_ends(HetSession.copies)
     training.setup_model_and_optimizer = watcher.start(training.setup_model_and_optimizer)
 
 
@@ -52,6 +54,27 @@ class WindowWatcher(Watcher):
             return result
 
         return metered
+
+    def save_begins(self, settle: Step) -> Step:
+        """What comes first when a checkpoint is taken."""
+
+        @functools.wraps(settle)
+        def begun(session: Any) -> Any:
+            session.feature("window").window.use.restart()
+            return settle(session)
+
+        return begun
+
+    def save_ends(self, copies: Step) -> Step:
+        """What comes last when a checkpoint is taken; what the window held meanwhile is put into ``found``."""
+
+        @functools.wraps(copies)
+        def ended(session: Any, parameters: Any) -> Any:
+            found = copies(session, parameters)
+            self.found["saving"] = session.feature("window").window.use.as_json()
+            return found
+
+        return ended
 
     def metered(self, step: Step, positional: Any, keywords: Any) -> Any:
         from megatron_het.platform.memory import CpuMemoryMeter

@@ -215,11 +215,11 @@ def check_skipping(plan: Plan, args: Any) -> None:
     Raises:
         PlanError: Iterations are to be skipped, and the plan has several chunks per stage.
     """
-    if getattr(args, "iterations_to_skip", None) and len(plan.stages[0].layers) > 1:
+    if getattr(args, "iterations_to_skip", None) and plan.most_chunks > 1:
         raise PlanError(
             "--iterations-to-skip",
             " ".join(map(str, args.iterations_to_skip)),
-            f"Megatron cannot skip iterations with {len(plan.stages[0].layers)} chunks per stage",
+            f"Megatron cannot skip iterations with {plan.most_chunks} chunks per stage",
             "Use one chunk per stage, or leave the flag out",
         )
 
@@ -308,7 +308,7 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     args.use_distributed_optimizer = plan.training.distributed_optimizer
     args.bf16 = plan.training.precision == "bf16"
     args.fp16 = plan.training.precision == "fp16"
-    if len(plan.stages[0].layers) > 1:
+    if plan.most_chunks > 1:
         # True of the executor: it posts every transfer asynchronously.  Megatron's check of it is
         # about its own interleaved schedule, which does not run.
         args.overlap_p2p_comm = True
@@ -352,7 +352,7 @@ def apply_after_validation(plan: Plan, args: Any) -> None:
     """
     if getattr(args, "overlap_param_gather", False):
         args.align_param_gather = True
-    chunks = len(plan.stages[0].layers)
+    chunks = plan.most_chunks
     if len(plan.stages) == 1 and chunks > 1:
         args.pipeline_model_parallel_layout = pipeline_layout(plan)
         args.virtual_pipeline_model_parallel_size = chunks
@@ -370,9 +370,11 @@ def _apply_recompute(plan: Plan, args: Any) -> None:
 def pipeline_layout(plan: Plan) -> str:
     """The plan's layers as Megatron's ``--pipeline-model-parallel-layout`` string, e.g. ``Ettt|tL``.
 
-    Layers for multi-token prediction come last: ``tmL``.
+    Layers for multi-token prediction come last: ``tmL``.  Nothing stands where a stage has fewer chunks than others.
     """
-    parts = ["t" * plan.stages[stage].layers[chunk] for stage, chunk in plan.path]
+    parts = [""] * (plan.most_chunks * len(plan.stages))
+    for (stage, chunk), number in Placement(plan).numbers.items():
+        parts[number] = "t" * plan.stages[stage].layers[chunk]
     parts[0] = "E" + parts[0]
     parts[-1] += "m" * plan.model.mtp_num_layers + "L"
     return "|".join(parts)

@@ -14,6 +14,7 @@ import multiprocessing.connection
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_het.plan import PlanError
@@ -40,17 +41,22 @@ def check(args: Any) -> None:
         )
 
 
-def staged(state: dict[str, Any]) -> dict[str, Any]:
+def staged(state: dict[str, Any], copies: Sequence[Any] = ()) -> dict[str, Any]:
     """A state dict for saving with copies of all its tensors in host memory.
 
     Args:
         state: Of ``generate_state_dict``.
+        copies: Tensors in it that are such copies already.
     """
     import torch
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+    known = set(map(id, copies))
+
     def copied(value: Any) -> Any:
+        if id(getattr(value, "data", None)) in known and not isinstance(value, torch.Tensor):
+            return value
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.Tensor):
             entry = copy.copy(value)
             entry.data = value.data.detach().to("cpu", copy=True)

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from megatron_het.checkpoint import asynchronous
 from megatron_het.checkpoint.random_state import RANDOM_STATE_KEY, random_state_object
 from megatron_het.plan import topology_hash
 from megatron_het.topology import PlanGroups
+
+Copies = Callable[[Sequence[torch.Tensor]], Mapping[torch.Tensor, torch.Tensor]]
 
 
 class StateDictHook:
@@ -28,9 +32,11 @@ class StateDictHook:
     Args:
         groups: This rank's groups.
         tied_embeddings: Whether input and output embeddings share their weights.
+        copies: Copies in host memory of those of given parameters that are not whole; None where all are.
     """
 
-    def __init__(self, groups: PlanGroups, tied_embeddings: bool) -> None:
+    def __init__(self, groups: PlanGroups, tied_embeddings: bool, copies: Copies | None = None) -> None:
+        self._copies = copies or (lambda parameters: {})
         placement = groups.placement
         where = placement.locate(groups.rank)
         replica = placement.replica(where.stage, where.replica)
@@ -67,10 +73,39 @@ class StateDictHook:
         kept["args"] = saved_args
         if not args.no_save_rng:
             kept[RANDOM_STATE_KEY] = random_state_object()
+        kept, copies = self._with_copies(kept)
         if not args.async_save:
             return kept
         asynchronous.watch()
-        return asynchronous.staged(kept)
+        return asynchronous.staged(kept, copies)
+
+    def _with_copies(self, state: dict[str, Any]) -> tuple[dict[str, Any], Sequence[torch.Tensor]]:
+        """The state with copies of parameters that are not whole, and these copies.
+
+        The optimizer has found its parameters by the tensors of the model's entries, so that the copies come last.
+        """
+        from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+        def tensor_of(value: Any) -> torch.Tensor | None:
+            is_sharded = isinstance(value, ShardedTensor | ShardedTensorFactory)
+            return value.data if is_sharded and isinstance(value.data, torch.Tensor) else None
+
+        model = {key: part for key, part in state.items() if key.startswith("model")}
+        found = [tensor for value in nested_values(model) if (tensor := tensor_of(value)) is not None]
+        copies = self._copies(found)
+        freed = [tensor for tensor in found if tensor.numel() and not tensor.untyped_storage().size()]
+        assert all(tensor in copies for tensor in freed), "a checkpoint has entries whose memory is freed"
+
+        def replaced(value: Any) -> Any:
+            tensor = tensor_of(value)
+            if tensor is None or tensor not in copies:
+                return value
+            entry = copy.copy(value)
+            entry.data = copies[tensor]
+            return entry
+
+        return state | dict_list_map_outplace(replaced, model), list(copies.values())
 
     def _strip(self, part: Any) -> Any:
         """Drop sharded entries that another rank writes; unsharded ones stay."""

@@ -127,7 +127,7 @@ def chosen_transport(seat: Seat, platform: Any) -> Any:
 def pairs_of(plan: Plan) -> list[tuple[int, int]]:
     """Pairs of ranks between which activations or gradients travel, the lower rank first."""
     programs = list(build(plan).values())
-    boundaries = boundary_map(Placement(plan), programs[0].shape.slices)
+    boundaries = boundary_map(Placement(plan))
     return sorted({(min(edge), max(edge)) for edge in edges(programs, boundaries)})
 
 

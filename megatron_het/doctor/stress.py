@@ -122,7 +122,7 @@ class Traffic:
         self._plan, self._rank, self._platform = plan, rank, platform
         self._programs = build(plan, rank)
         program, placement = self._programs[False], Placement(plan)
-        boundaries = boundary_map(placement, program.shape.slices)
+        boundaries = boundary_map(placement)
         where = placement.locate(rank)
         device = program.shape.device(where.stage, where.replica)
         self._stage = where.stage

@@ -162,6 +162,15 @@ class ContextExchange(Feature):
                 "what devices attend to for each other is planned in equal parts of equal slices",
                 "Use --het-slice-lengths equal, and slices that divide --seq-length and over the ranks of a replica",
             )
+        counts = sorted({len(stage.layers) for stage in plan.stages})
+        if len(counts) > 1:
+            raise PlanError(
+                _SWITCH,
+                True,
+                f"stages have {counts} chunks: devices attend for each other pass by pass, and have other numbers of "
+                "passes then",
+                "Give all stages the same number of chunks, or leave it out",
+            )
         if bool(options.attention) != bool(options.rest):
             given, other = (ATTENTION, REST) if options.attention else (REST, ATTENTION)
             raise PlanError(

@@ -139,15 +139,7 @@ def _unknown(plan: Plan, given: str, known: Sequence[str]) -> PlanError:
 
 
 def _check_chunks(plan: Plan) -> None:
-    chunks = {len(s.layers) for s in plan.stages}
-    if len(chunks) > 1:
-        raise PlanError(
-            "stages[*].layers",
-            sorted(chunks),
-            "all stages need the same number of chunks: Megatron's layout has one number of virtual stages",
-            "Give a stage chunks of 0 layers",
-        )
-    if plan.model.embeds_twice and len(plan.stages) == 1 and chunks != {1}:
+    if plan.model.embeds_twice and len(plan.stages) == 1 and plan.most_chunks > 1:
         tied = plan.model.tied_embeddings
         raise PlanError(
             "model.tied_embeddings" if tied else "model.mtp_num_layers",

@@ -70,7 +70,7 @@ def _of_own_part(plan: Plan, rank: int) -> dict[bool, Program] | None:
     own = next((part for part in parts if shape.device(where.stage, where.replica) in part.devices), None)
     if own is None or len(parts) < 2:
         return None
-    speeds, parameters = _speeds(plan), _parameters(plan)
+    speeds, parameters = _speeds(plan), parameters_of(plan)
     made: dict[tuple[Shape, tuple[float, ...]], dict[bool, Program]] = {}
     try:
         for part in parts:
@@ -123,7 +123,7 @@ def program_of(plan: Plan, forward_only: bool = False, parts: Parts = ()) -> Pro
             [(feature.limited(parts), options) for feature, options in features_of(plan)],
             speeds=_speeds(plan),
             forward_only=forward_only,
-            **_parameters(plan),
+            **parameters_of(plan),
         )
     except (ValueError, TypeError) as error:
         raise _refused(plan, error) from error
@@ -155,7 +155,7 @@ def generator_inputs(plan: Plan) -> Inputs | None:
     """Shape, speeds of the devices and parameters of the plan's generator; None where features add operations."""
     if any(_adds_operations(feature) for feature, _ in features_of(plan)):
         return None
-    return schedule_shape(plan), _speeds(plan), _parameters(plan)
+    return schedule_shape(plan), _speeds(plan), parameters_of(plan)
 
 
 def _adds_operations(feature: Feature) -> bool:
@@ -172,7 +172,7 @@ def _speeds(plan: Plan) -> list[float]:
     return [r.speed for s in plan.stages for r in s.replicas]
 
 
-def _parameters(plan: Plan) -> dict[str, Any]:
+def parameters_of(plan: Plan) -> dict[str, Any]:
     """The generator's own parameters: those that no feature has."""
     name = plan.schedule.name
     taken = {option.parameter for feature in FEATURES if feature.goes_with(name) for option in feature.parameters}

@@ -136,13 +136,8 @@ def side_of(plan: Plan, replica: Replica, divided: bool) -> Side:
     return Side(groups, divided, replica.shares, part_grain(plan, replica))
 
 
-def boundary_map(placement: Placement, slices: int) -> BoundaryMap:
-    """The pieces of what travels of a sequence.
-
-    Args:
-        placement: The plan's lookup tables.
-        slices: Slices per sequence; what travels of a longer or shorter slice is in proportion.
-    """
+def boundary_map(placement: Placement) -> BoundaryMap:
+    """The pieces of what travels of a slice of nominal length; of a longer or shorter one it is in proportion."""
     plan = placement.plan
     return BoundaryMap(placement, slice_tokens(plan), plan.training.sequence_parallel)
 

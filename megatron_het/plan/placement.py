@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from megatron_het.plan.schema import Cut, Plan, Replica
+from megatron_het.schedule.paths import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,28 @@ class Placement:
         """Where Megatron logs the loss: on the last rank, and all ranks of its stage take part."""
         return self.num_stages - 1
 
-    def positions(self, stage: int) -> tuple[int, ...]:
-        """Megatron's pipeline rank for each chunk of a stage.
+    @functools.cached_property
+    def numbers(self) -> dict[Place, int]:
+        """Megatron's number of every chunk, ascending along the path.
 
-        Megatron numbers chunks sweep by sweep: virtual stage ``v`` of pipeline rank ``r`` is number
-        ``v * stages + r`` of the model.  In a V a stage has one rank on the way there and another on the way back.
+        Megatron counts sweep by sweep: virtual stage ``v`` of pipeline rank ``r`` is number ``v * stages + r`` of the
+        model, with the embedding in the first and the loss in the last.  The chunks of a sweep that not all stages take
+        part in have the first numbers of the sweep, and the last numbers in the last sweep.
         """
-        return tuple(i % self.num_stages for i, (s, _) in enumerate(self.path) if s == stage)
+        found: dict[Place, int] = {}
+        for v in range(self.plan.most_chunks):
+            sweep = [place for place in self.path if place[1] == v]
+            unused = self.num_stages - len(sweep) if v == self.last[1] else 0
+            found |= {place: v * self.num_stages + unused + i for i, place in enumerate(sweep)}
+        return found
+
+    def positions(self, stage: int) -> tuple[int, ...]:
+        """Megatron's pipeline rank for each chunk of a stage, which is another one where sweeps differ.
+
+        In a V a stage has one rank on the way there and another on the way back; stages with few chunks leave theirs
+        to others.
+        """
+        return tuple(self.numbers[stage, c] % self.num_stages for c in range(len(self.plan.stages[stage].layers)))
 
     def locate(self, rank: int) -> Location:
         """Where ``rank`` sits; KeyError for a rank outside of the plan."""

@@ -236,6 +236,11 @@ class Plan:
         return max(r.cp for s in self.stages for r in s.replicas)
 
     @property
+    def most_chunks(self) -> int:
+        """The most chunks of a stage: Megatron's number of virtual stages."""
+        return max(len(s.layers) for s in self.stages)
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches per iteration."""
         return self.training.num_microbatches

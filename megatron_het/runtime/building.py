@@ -2,8 +2,8 @@
 
 Upstream builds several chunks per rank only in pipelines of two or more stages, because its
 interleaved schedule needs them.  Ministages make sense on a single stage too: they bound how many
-parameters are materialised.  And its builder knows one position of a rank in the pipeline, where in a V every
-chunk of a rank has its own.
+parameters are materialised.  And its builder knows one position of a rank in the pipeline and one number of chunks,
+where in a V every chunk of a rank has its own position, and stages may have different numbers of chunks.
 """
 
 from __future__ import annotations
@@ -167,14 +167,20 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
     def _build_chunks(
         self, pg_collection: ProcessGroupCollection, chunks: int, model_type: ModelType
     ) -> Iterator[GPTModel]:
-        """The chunks of this rank, each one built when it is asked for."""
+        """The chunks of this rank, each one built when it is asked for.
+
+        Args:
+            pg_collection: This rank's groups.
+            chunks: Of the rank that has most.
+            model_type: As upstream.
+        """
         transformer = self._model_config.transformer
         axis: Axis = pg_collection.pp
         if axis.size() == 1 and chunks > 1:
             # Upstream numbers layers by the layout only where the configuration, as opposed to the
             # process group, says that there is more than one stage.
             transformer.pipeline_model_parallel_size = max(2, transformer.pipeline_model_parallel_size)
-        for chunk in range(chunks):
+        for chunk in range(len(axis.by_chunk) or chunks):
             shown = axis.of_chunk(chunk)
             groups = copy.copy(pg_collection)
             groups.pp = shown

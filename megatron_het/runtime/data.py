@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_het.topology import as_only_reader, at_chunk
+from megatron_het.topology import as_only_reader, at_chunk, between_the_ends
 
 
 class RoutedBatchSampler(torch.utils.data.Sampler[list[int]]):
@@ -112,6 +112,7 @@ def routed_provider(
     batches_of: Sequence[int],
     loader_type: str,
     is_scheduled: Callable[[], bool],
+    lacking: int = 0,
 ) -> Callable[..., Any]:
     """Wrap a datasets provider so that it returns iterators of this replica's microbatches.
 
@@ -123,12 +124,20 @@ def routed_provider(
         batches_of: How many of the batches that Megatron's loader yields each microbatch of an iteration is.
         loader_type: What ``--dataloader-type`` was: ``single`` or ``cyclic``.
         is_scheduled: Whether the schedule draws, asked at every draw.
+        lacking: Chunks that other ranks have more than this one.  Megatron builds iterators chunk by chunk, with all
+            ranks; this rank takes part for those that it lacks.
     """
+    is_distributed = getattr(provider, "is_distributed", False)
 
     def provide(num_samples: Sequence[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
         from megatron.training import get_args
 
         args = get_args()
+        if not vp_stage:
+            for _ in range(lacking):
+                _build_nothing(provider if is_distributed else None, num_samples)
+        if lacking and not is_distributed and not _reads_for_its_replica():
+            return None, None, None
         keywords = {} if vp_stage is None else {"vp_stage": vp_stage}
         with at_chunk(vp_stage):
             datasets = provider(num_samples, **keywords)
@@ -142,8 +151,33 @@ def routed_provider(
         return (train, *others)
 
     # Megatron reads this mark to call the provider on every rank.
-    provide.is_distributed = getattr(provider, "is_distributed", False)  # type: ignore[attr-defined]
+    provide.is_distributed = is_distributed or lacking > 0  # type: ignore[attr-defined]
     return provide
+
+
+def _build_nothing(provider: Callable[..., Any] | None, num_samples: Sequence[int | None]) -> None:
+    """Take part in building the iterators of a chunk that this rank does not have.
+
+    Args:
+        provider: Of datasets, where all ranks call it; None where only those call it that read.
+        num_samples: What Megatron tells it.
+    """
+    from megatron.training import training
+
+    def provide(num_samples: Sequence[int | None]) -> tuple[Any, ...]:
+        if provider is not None:
+            with between_the_ends():
+                provider(num_samples, vp_stage=0)
+        return None, None, None
+
+    provide.is_distributed = True  # type: ignore[attr-defined]
+    training.build_train_valid_test_data_iterators(provide)
+
+
+def _reads_for_its_replica() -> bool:
+    from megatron.core import mpu
+
+    return bool(mpu.get_tensor_model_parallel_rank() == 0)
 
 
 def _iterator(

@@ -39,6 +39,7 @@ class Executor:
         channels: This rank's transfers.
         loss_chunk: Chunk of this rank that ends in the loss; None where none does.
         num_chunks: Model chunks on this rank.
+        tells_chunk: Whether Megatron is told of which chunk a forward is: where some rank has several.
         timeline: Records when every operation ran.
         features: What else runs, in the order in which it is called.
         batches: What forwards read.
@@ -54,6 +55,7 @@ class Executor:
         *,
         loss_chunk: int | None,
         num_chunks: int,
+        tells_chunk: bool,
         timeline: Timeline,
         features: Sequence[RuntimeFeature] = (),
         batches: Batches | None = None,
@@ -63,6 +65,7 @@ class Executor:
         self._channels = channels
         self._loss_chunk = loss_chunk
         self._num_chunks = num_chunks
+        self._tells_chunk = tells_chunk
         self._timeline = timeline
         self._features = tuple(features)
         self._batches = batches or Batches()
@@ -171,7 +174,7 @@ class Executor:
             is_first_microbatch=chunk not in state.forwarded,
             current_microbatch=forward.op.microbatch,
             is_last_stage=forward.ends_in_loss,
-            **({"vp_stage": chunk} if self._num_chunks > 1 else {}),
+            **({"vp_stage": chunk} if self._tells_chunk else {}),
         )
         # Every chunk would keep the input of its last microbatch until its next forward.
         get_attr_wrapped_model(model, "set_input_tensor")(None)

@@ -185,6 +185,17 @@ class RuntimeFeature:
     def materialise(self) -> None:
         """Make whatever is due and show whole parameters, until the next iteration starts."""
 
+    def settle(self) -> None:
+        """Make whatever is due before a checkpoint is taken; parameters need not be whole."""
+
+    def copies(self, parameters: Iterable[torch.Tensor]) -> Mapping[torch.Tensor, torch.Tensor]:
+        """Copies in host memory of those parameters that are not whole when a checkpoint is written.  Collective.
+
+        Args:
+            parameters: What this rank may write; all ranks that hold the same parameters ask alike.
+        """
+        return {}
+
     def figures(self) -> Mapping[str, Mapping[str, int]]:
         """For the report after an iteration of training: figures by title."""
         return {}

@@ -8,7 +8,7 @@ by one for another plan.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -124,6 +124,7 @@ class HetSession:
             context.channels,
             loss_chunk=loss_chunk if self._has_loss else None,
             num_chunks=self._num_chunks,
+            tells_chunk=self.plan.most_chunks > 1,
             timeline=self._timeline,
             features=self._features,
             batches=context.batches,
@@ -141,7 +142,7 @@ class HetSession:
         timeout_s = args.distributed_timeout_minutes * 60
         programs = self._programs
         slices = programs[False].shape.slices
-        boundaries = boundary_map(self.placement, slices)
+        boundaries = boundary_map(self.placement)
         device = programs[False].shape.device(where.stage, where.replica)
         self._local_seq_length = boundaries.local_length(device, rank)
         self._channels = Channels.open(
@@ -190,6 +191,15 @@ class HetSession:
         for feature in self._features:
             feature.materialise()
 
+    def settle(self) -> None:
+        """Make whatever is due before a checkpoint is taken."""
+        for feature in self._features:
+            feature.settle()
+
+    def copies(self, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Copies in host memory of those parameters that are not whole; see :class:`RuntimeFeature`."""
+        return {tensor: copy for f in self._features for tensor, copy in f.copies(parameters).items()}
+
     def close(self) -> None:
         """Destroy everything that ``open`` created, in the opposite order."""
         self._executor = self._finalizer = None
@@ -220,7 +230,7 @@ class HetSession:
         # Before wrapping, weights without a device of their own in Megatron are still on the CPU.
         model_config.post_wrap_hooks.append(self._finalizer.copy_initial_weights)
         model_config.post_wrap_hooks.append(self._remember)
-        if self._num_chunks > 1:
+        if self.plan.most_chunks > 1:
             from megatron_het.runtime.building import BUILDER, know_positions
 
             model_config.builder = BUILDER

@@ -73,7 +73,7 @@ class PretrainHook:
         except RuntimeError as error:
             self._add_verdict(error, args.rank)
             raise
-        self._state_dict = StateDictHook(session.groups, session.tied_copies)
+        self._state_dict = StateDictHook(session.groups, session.tied_copies, session.copies)
         session.prepare_model_config(cfg_container.model)
         provider = self._route_data(args, self._boundary.remember(provider))
         keywords["skip_model_parallel_init"] = True
@@ -122,6 +122,7 @@ class PretrainHook:
             self._session.plan.training.batches_of_microbatches,
             loader_type,
             lambda: self._session.is_running,
+            self._session.plan.most_chunks - len(self._session.plan.stages[where.stage].layers),
         )
 
     def wrap_schedule_getter(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,8 +140,10 @@ class PretrainHook:
         @functools.wraps(original)
         def generate_state_dict(*positional: Any, **keywords: Any) -> Any:
             assert self._state_dict is not None, "no checkpoint before the session is open"
-            self._session.materialise_parameters()
-            if not (keywords.get("optim_sd_kwargs") or {}).get("is_loading", False):
+            if (keywords.get("optim_sd_kwargs") or {}).get("is_loading", False):
+                self._session.materialise_parameters()
+            else:
+                self._session.settle()
                 self._note_save(positional[0] if positional else keywords["args"], keywords.get("iteration"))
             return self._state_dict.wrap(original)(*positional, **keywords)
 

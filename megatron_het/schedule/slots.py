@@ -32,10 +32,12 @@ def aligned_slots(program: Program) -> list[Slot]:
 
     Raises:
         ValueError: the lists do not agree with any order of slots, microbatches change between replicas,
-            backwards are split into two operations, or chunks are placed in a V.
+            backwards are split into two operations, chunks are placed in a V, or stages have different numbers of them.
     """
     if program.shape.placement != "loop":
         raise ValueError(f"program {program.name}: its chunks are placed in a V, so its slots are not aligned")
+    if len(set(map(len, program.shape.layers))) > 1:
+        raise ValueError(f"program {program.name}: stages have different numbers of chunks, so slots are not aligned")
     if any(op.kind.work in (Work.INPUT, Work.WEIGHTS) for ops in program.ops for op in ops):
         raise ValueError(f"program {program.name}: its backwards are split in two, so its slots are not aligned")
     pipelines = program.shape.pipelines()

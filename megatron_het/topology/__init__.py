@@ -12,6 +12,7 @@ from megatron_het.topology.stage_state import (
     KNOWN_STATE,
     as_only_reader,
     at_chunk,
+    between_the_ends,
     install_stage_state,
     remove_stage_state,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "PlanGroups",
     "as_only_reader",
     "at_chunk",
+    "between_the_ends",
     "build_groups",
     "create_group",
     "group_specs",

@@ -16,7 +16,8 @@ class Axis:
     Attributes:
         position: Of this rank, that of its first chunk.
         length: Number of positions.
-        by_chunk: Of every chunk of this rank, where they differ; empty where all chunks have one position.
+        by_chunk: Of every chunk of this rank, where they differ or other ranks have more chunks; empty where all
+            chunks have one position.
     """
 
     position: int

@@ -117,8 +117,8 @@ def stage_state(groups: PlanGroups) -> dict[str, Any]:
     class_ranks = placement.class_ranks(where.stage, replica.cut, where.tp_rank)
     me, world = [groups.rank], list(range(placement.world_size))
     positions = placement.positions(where.stage)
-    chunks = len(positions)
-    by_chunk = positions if len(set(positions)) > 1 else ()
+    chunks = placement.plan.most_chunks
+    by_chunk = positions if len(set(positions)) > 1 or len(positions) < chunks else ()
     state: dict[str, Any] = {
         "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(replica.tp_group(where.cp_rank)),
         "_MODEL_PARALLEL_GLOBAL_RANKS": world,
@@ -199,7 +199,8 @@ def as_only_reader(module: ModuleType | None = None) -> Iterator[None]:
 def at_chunk(chunk: int | None, module: ModuleType | None = None) -> Iterator[None]:
     """Show the pipeline position of a chunk while something runs that asks for it by the rank alone.
 
-    In a V a stage comes twice, at different positions: Megatron's functions ask which rows of a batch a rank
+    In a V a stage comes twice, at different positions, and so it may where stages have different numbers of chunks:
+    Megatron's functions ask which rows of a batch a rank
     needs, and which layers it has, by the position of the rank.
 
     Args:
@@ -211,8 +212,22 @@ def at_chunk(chunk: int | None, module: ModuleType | None = None) -> Iterator[No
     if chunk is None or not isinstance(axis, Axis) or not axis.by_chunk:
         yield
         return
-    before = axis, state._MPU_PIPELINE_MODEL_PARALLEL_RANK
-    shown = axis.of_chunk(chunk)
+    with _at(axis.of_chunk(chunk), state):
+        yield
+
+
+@contextlib.contextmanager
+def between_the_ends(module: ModuleType | None = None) -> Iterator[None]:
+    """Show the last pipeline position, which is neither end of the model in any chunk but the last one."""
+    state: Any = module or _parallel_state()
+    axis: Axis = state._PIPELINE_MODEL_PARALLEL_GROUP
+    with _at(Axis(axis.length - 1, axis.length), state):
+        yield
+
+
+@contextlib.contextmanager
+def _at(shown: Axis, state: Any) -> Iterator[None]:
+    before = state._PIPELINE_MODEL_PARALLEL_GROUP, state._MPU_PIPELINE_MODEL_PARALLEL_RANK
     state._PIPELINE_MODEL_PARALLEL_GROUP, state._MPU_PIPELINE_MODEL_PARALLEL_RANK = shown, shown.position
     try:
         yield

@@ -57,7 +57,7 @@ class EmbeddingTeam:
         tokens: int,
     ) -> None:
         self._placement, self._rank, self._tp_group = placement, rank, tp_group
-        self._team = Team(placement, rank, tokens)
+        self._team = Team(placement, rank, tokens, batches)
         self._timeline, self._batches = timeline, batches
         self._is_first = self._team.where.stage == 0
         # Tokens have groups of their own: they are sent earlier, relative to gradients, than received.
@@ -127,7 +127,7 @@ class EmbeddingTeam:
             self._parts[key] = [self._expect(stage, op, call) for stage in self._team.others(0)]
             return
         buffer = torch.empty(self._token_shape(op, call), dtype=torch.int64, device=call.device)
-        pending = self._team.expect(self._tokens, buffer, 0, op.microbatch, op.label, by_first=True)
+        pending = self._team.expect(self._tokens, buffer, 0, op, by_first=True)
         (tokens,) = arrived([pending], self._timeline, self._tokens)
         assert self._layer is not None
         with torch.set_grad_enabled(not call.forward_only):
@@ -142,7 +142,7 @@ class EmbeddingTeam:
         tokens = self._batches.peek(op, call.data_iterators[0])["tokens"]
         tokens = tokens.to(device=call.device, dtype=torch.int64, non_blocking=True).t().contiguous()
         for stage in self._team.others(0):
-            self._team.send(self._tokens, tokens, stage, op.microbatch, op.label, by_first=True)
+            self._team.send(self._tokens, tokens, stage, op, by_first=True)
 
     def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:
         key = op.microbatch, op.slice
@@ -177,14 +177,14 @@ class EmbeddingTeam:
 
     def _send(self, part: torch.Tensor, stage: int, op: RankOp) -> None:
         part = self._as_travels(part)
-        self._team.send(self._channels, part, stage, op.microbatch, op.label, divided=self._divided)
+        self._team.send(self._channels, part, stage, op, divided=self._divided)
 
     def _expect(self, stage: int, op: RankOp, call: Call) -> Arriving:
         """Post the receives of a part of the embeddings, or of its gradient, in the layout of messages."""
         assert self._layer is not None
         shape = call.shape(op) if self._divided else (*self._token_shape(op, call), call.hidden_size)
         buffer = torch.empty(shape, dtype=self._layer.weight.dtype, device=call.device)
-        return self._team.expect(self._channels, buffer, stage, op.microbatch, op.label, divided=self._divided)
+        return self._team.expect(self._channels, buffer, stage, op, divided=self._divided)
 
 
 def token_edges(placement: Placement, tokens: int) -> list[tuple[int, int]]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_het.lowering.boundary import Piece, Side, pieces
-from megatron_het.lowering.ranks import side_of
+from megatron_het.lowering.ranks import RankOp, side_of
 from megatron_het.plan import Placement
 from megatron_het.report.timeline import Timeline
+from megatron_het.runtime.batches import Batches
 from megatron_het.runtime.channels import Channels, PendingReceive
 
 PENDING_SENDS = 8
@@ -36,12 +37,13 @@ class Team:
         placement: The plan's lookup tables.
         rank: This rank.
         tokens: Tokens of a slice of nominal length.
+        batches: They know how long a slice is.
     """
 
-    def __init__(self, placement: Placement, rank: int, tokens: int) -> None:
-        self._placement, self._rank, self._tokens = placement, rank, tokens
+    def __init__(self, placement: Placement, rank: int, tokens: int, batches: Batches) -> None:
+        self._placement, self._rank, self._tokens, self._batches = placement, rank, tokens, batches
         self.where = placement.locate(rank)
-        self._known: dict[tuple[int, Side, Side], tuple[int, list[Piece]]] = {}
+        self._known: dict[tuple[Side, Side], list[Piece]] = {}
 
     def others(self, stage: int) -> list[int]:
         """All stages but one."""
@@ -52,8 +54,7 @@ class Team:
         channels: Channels,
         tensor: torch.Tensor,
         stage: int,
-        microbatch: int,
-        label: str,
+        op: RankOp,
         *,
         divided: bool = False,
         by_first: bool = False,
@@ -64,53 +65,42 @@ class Team:
             channels: They connect the two.
             tensor: ``[s, ...]``.
             stage: Who gets it.
-            microbatch: Of which it is.
-            label: For messages.
+            op: Of whose microbatch and slice it is.
             divided: Whether TP ranks hold an interval of the sequence each; else all of them hold all.
             by_first: Whether only the first TP ranks have it.
         """
-        rows, found = self._pieces(self.where.stage, stage, microbatch, divided, by_first)
-        for piece in found:
+        for piece in self._pieces(self.where.stage, stage, op, divided, by_first):
             if piece.src == self._rank:
-                lo, hi = piece.rows(sending=True)
-                channels.send(tensor[_scaled(lo, hi, len(tensor), rows)], piece.dst, label)
+                channels.send(tensor[self._rows(piece, op, sending=True)], piece.dst, op.label)
 
     def expect(
         self,
         channels: Channels,
         buffer: torch.Tensor,
         stage: int,
-        microbatch: int,
-        label: str,
+        op: RankOp,
         *,
         divided: bool = False,
         by_first: bool = False,
     ) -> Arriving:
         """Post the receives of what the replica of another stage sends; arguments as in :meth:`send`."""
-        rows, every = self._pieces(stage, self.where.stage, microbatch, divided, by_first)
         found = []
-        for piece in every:
+        for piece in self._pieces(stage, self.where.stage, op, divided, by_first):
             if piece.dst == self._rank:
-                lo, hi = piece.rows(sending=False)
-                found.append(channels.receive(buffer[_scaled(lo, hi, len(buffer), rows)], piece.src, label))
+                found.append(channels.receive(buffer[self._rows(piece, op, sending=False)], piece.src, op.label))
         return Arriving(buffer, found)
 
-    def _pieces(
-        self, sender: int, receiver: int, microbatch: int, divided: bool, by_first: bool
-    ) -> tuple[int, list[Piece]]:
-        """Rows of this rank's tensor for a slice of nominal length, and the pieces of such a slice."""
-        sides = sides_of(self._placement, sender, receiver, microbatch, divided=divided, by_first=by_first)
-        key = sender, *sides
-        if key not in self._known:
-            whole = sides_of(self._placement, sender, receiver, microbatch, divided=divided)
-            own = whole[0] if sender == self.where.stage else whole[1]
-            self._known[key] = own.length(self._rank, self._tokens), pieces(*sides, self._tokens)
-        return self._known[key]
+    def _pieces(self, sender: int, receiver: int, op: RankOp, divided: bool, by_first: bool) -> list[Piece]:
+        """The pieces of a slice of nominal length."""
+        sides = sides_of(self._placement, sender, receiver, op.microbatch, divided=divided, by_first=by_first)
+        if sides not in self._known:
+            self._known[sides] = pieces(*sides, self._tokens)
+        return self._known[sides]
 
-
-def _scaled(lo: int, hi: int, actual: int, nominal: int) -> slice:
-    """Rows ``lo:hi`` of a tensor of ``nominal`` rows, in one of ``actual``: slices need not be of equal length."""
-    return slice(lo * actual // nominal, hi * actual // nominal)
+    def _rows(self, piece: Piece, op: RankOp, *, sending: bool) -> slice:
+        """The rows of a piece on one of its ends, in a slice that need not be of nominal length."""
+        lo, hi = piece.rows(sending=sending)
+        return slice(self._batches.rows(lo, op), self._batches.rows(hi, op))
 
 
 def sides_of(

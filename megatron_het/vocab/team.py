@@ -82,7 +82,7 @@ class SplitVocabulary:
         self._chunks, self._attached = chunks, 0
         self._placement = placement
         self._rank = rank
-        self._team = Team(placement, rank, tokens)
+        self._team = Team(placement, rank, tokens, batches)
         self._last_stage = placement.last[0]
         self._divided = placement.plan.training.sequence_parallel  # hidden states and their gradients
         self._tp_group = tp_group
@@ -333,10 +333,10 @@ class SplitVocabulary:
         return shape, (tokens, batch)
 
     def _send(self, tensor: torch.Tensor, stage: int, op: RankOp, *, divided: bool = False) -> None:
-        self._team.send(self._channels, tensor, stage, op.microbatch, op.label, divided=divided)
+        self._team.send(self._channels, tensor, stage, op, divided=divided)
 
     def _expect(self, buffer: torch.Tensor, stage: int, op: RankOp, *, divided: bool = False) -> Arriving:
-        return self._team.expect(self._channels, buffer, stage, op.microbatch, op.label, divided=divided)
+        return self._team.expect(self._channels, buffer, stage, op, divided=divided)
 
     def _arrived(self, arriving: Sequence[Arriving]) -> Iterator[torch.Tensor]:
         return arrived(arriving, self._timeline, self._channels)

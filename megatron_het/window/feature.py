@@ -67,6 +67,14 @@ class WindowFeature(RuntimeFeature):
         """See :class:`RuntimeFeature`."""
         self.window.open_all()
 
+    def settle(self) -> None:
+        """See :class:`RuntimeFeature`."""
+        self.window.settle()
+
+    def copies(self, parameters: Iterable[torch.Tensor]) -> Mapping[torch.Tensor, torch.Tensor]:
+        """See :class:`RuntimeFeature`; one ministage is whole at a time."""
+        return self.window.copies(parameters)
+
     def figures(self) -> Mapping[str, Mapping[str, int]]:
         """Bytes and collectives in the latest iteration."""
         return {"window": self.window.use.as_json()}

@@ -29,6 +29,12 @@ from megatron_het.window.chunk import ChunkWindow
 from megatron_het.window.state import Entry, OffloadedState, UndoLog
 
 Groups = list[dict[str, Any]]
+_REPLACED = (
+    "_copy_model_grads_to_main_grads",
+    "step_with_ready_grads",
+    "get_grads_for_grad_norm",
+    "_get_main_param_and_optimizer_states",
+)
 
 
 class ChunkedOptimizer:
@@ -71,6 +77,9 @@ class ChunkedOptimizer:
         # of its class look for them.
         self._optimizer._copy_model_grads_to_main_grads = self._attach_all
         self._optimizer.step_with_ready_grads = self._defer
+        # For checkpoints, parameter by parameter in the order of the chunks.
+        self._lent: int | None = None
+        self._optimizer._get_main_param_and_optimizer_states = self._lend
         if options.update in ("at-once", "per-ministage"):
             self._optimizer.get_grads_for_grad_norm = self._norm_so_far
 
@@ -82,6 +91,7 @@ class ChunkedOptimizer:
             for bucket in chunk.buckets
             for p in bucket.source.params_list
         }
+        self._owner = {parameter: c for parameter, (c, _) in owner.items()}
         optimizer = self._optimizer
         for models, mains, in_shard in (
             (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, False),
@@ -101,7 +111,7 @@ class ChunkedOptimizer:
 
     def detach(self) -> None:
         """Let Megatron's optimizer work by its own methods again, and forget what was kept for it."""
-        for name in ("_copy_model_grads_to_main_grads", "step_with_ready_grads", "get_grads_for_grad_norm"):
+        for name in _REPLACED:
             vars(self._optimizer).pop(name, None)
         self._pending.clear()
         self._groups.clear()
@@ -110,6 +120,7 @@ class ChunkedOptimizer:
         for main in (entry.main for entries in self._entries for entry in entries):
             main.grad = None
         self._entries = [[] for _ in self._chunks]
+        self._owner = {}
 
     # -- what Megatron's optimizer calls -------------------------------------------------------
 
@@ -142,6 +153,24 @@ class ChunkedOptimizer:
             self._pending[c] = (groups, kept)
         return True
 
+    def _lend(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The main parameter and its state, on the device until those of another chunk are asked for."""
+        chunk = self._owner[parameter]
+        if chunk != self._lent:
+            self.give_back()
+            self._lent = chunk
+            self._chunks[chunk].fetch()
+            for bucket in self._chunks[chunk].buckets:
+                if bucket.host is not None:
+                    bucket.host.wait()
+            state = self._states[chunk]
+            if state is not None:
+                state.fetch()
+                state.wait()
+        method = type(self._optimizer)._get_main_param_and_optimizer_states
+        found: dict[str, torch.Tensor] = method(self._optimizer, parameter)
+        return found
+
     # -- what the window calls -----------------------------------------------------------------
 
     def begin(self) -> None:
@@ -151,6 +180,17 @@ class ChunkedOptimizer:
         for c, chunk in enumerate(self._chunks):
             if c not in self._pending:
                 chunk.drop_gradient_shards()
+
+    def give_back(self) -> None:
+        """Bring what a checkpoint has read of a chunk to where it lives between updates."""
+        if self._lent is None:
+            return
+        chunk, self._lent = self._lent, None
+        state = self._states[chunk]
+        if state is not None:
+            state.store()
+        if not self._chunks[chunk].is_open:
+            self._chunks[chunk].store()
 
     def store_all(self) -> None:
         """Bring all state to where it lives between updates."""

@@ -8,7 +8,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_het.features.window import WindowOptions
 from megatron_het.lowering.ranks import RankOp
+from megatron_het.platform.memory import uncounted
 from megatron_het.schedule.columns import Direction
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import chunk_of
@@ -118,6 +119,42 @@ class ParameterWindow:
             chunk.side.join()
         if self._optimizer is not None:
             self._optimizer.fetch_all()
+
+    def settle(self) -> None:
+        """Make every update that is due, ministage by ministage; before ``attach`` all parameters are made whole."""
+        if self._optimizer is None:
+            self.open_all()
+            return
+        for c, chunk in enumerate(self._chunks):
+            chunk.fetch()
+            self._update(c)
+            chunk.side.join()
+            if not chunk.is_open:
+                chunk.store()
+
+    @torch.no_grad()
+    def copies(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Copies in host memory of the given parameters of closed ministages, one of which is whole at a time.
+
+        Collective over the replicas that share shards: they ask for the same parameters.
+        """
+        wanted, found = set(parameters), dict[torch.Tensor, torch.Tensor]()
+        if self._optimizer is not None:
+            self._optimizer.give_back()
+        for c, chunk in enumerate(self._chunks):
+            mine = [p for bucket in chunk.buckets for p in bucket.source.params_list if p in wanted]
+            if chunk.is_open or not mine:
+                continue
+            chunk.fetch()
+            self._open(c)
+            chunk.gather(-1, -1)
+            chunk.wait()
+            chunk.side.join()
+            with uncounted():
+                found |= {parameter: parameter.detach().to("cpu", copy=True) for parameter in mine}
+            chunk.close()
+            chunk.store()
+        return found
 
     def begin(self) -> None:
         """Start of an iteration or evaluation: whatever ``open_all`` left open is closed."""
@@ -239,13 +276,19 @@ class ParameterWindow:
 
     def _open(self, c: int) -> None:
         if not self._chunks[c].is_open:
-            with self._chunks[c].side.following():
-                for bucket in self._chunks[c].buckets:
-                    if bucket.host is not None:
-                        bucket.host.wait()
-                if self._optimizer is not None:
-                    self._optimizer.apply_pending(c)
+            self._update(c)
             self._chunks[c].open()
+
+    def _update(self, c: int) -> None:
+        """Bring the shards of a closed ministage up to date."""
+        if self._chunks[c].is_open:
+            return
+        with self._chunks[c].side.following():
+            for bucket in self._chunks[c].buckets:
+                if bucket.host is not None:
+                    bucket.host.wait()
+            if self._optimizer is not None:
+                self._optimizer.apply_pending(c)
 
     def _reduce(self, c: int, start: int, stop: int) -> None:
         chunk = self._chunks[c]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from examples.llama.data import prepare
+from examples.llama.doctor import MISSING_FLAG
 from examples.llama.job import CPU_ARGUMENTS
-from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
+from examples.llama.slowed import SLOWED_VARIABLE
+from megatron_het.doctor.expectations import Expectations, LinkExpectation
+from megatron_het.doctor.links import pairs_of
+from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
 from tools.planner.emit import Emitted, emit
 from tools.planner.emit_flags import ModelOptions, model_arguments
 from tools.planner.emit_nodes import NodeKind
@@ -53,7 +57,20 @@ def data_arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*files.arguments, "--data-cache-path", str(folder / "cache")]
 
 
-def write_run(out: Path, data: list[str], iterations: int, doctor: bool = False) -> Emitted:
+def promised(plan: Plan, bytes_per_s: float) -> Expectations:
+    """A cluster file of equal links."""
+    links = (LinkExpectation(*pair, 1.0, bytes_per_s) for pair in pairs_of(plan))
+    return Expectations(plan_hash(plan), tuple(links))
+
+
+def write_run(
+    out: Path,
+    data: list[str],
+    iterations: int,
+    doctor: bool = False,
+    bytes_per_s: float = 1e6,
+    platform: Sequence[str] = CPU_ARGUMENTS,
+) -> Emitted:
     plan = uneven_plan()
     out.mkdir(exist_ok=True)
     groups = {
@@ -81,7 +98,7 @@ def write_run(out: Path, data: list[str], iterations: int, doctor: bool = False)
             "--het-report",
             str(out / f"report-{iterations}"),
         ],
-        "PLATFORM": CPU_ARGUMENTS,
+        "PLATFORM": list(platform),
     }
     launch = LaunchOptions(
         run_dir=str(out),
@@ -92,22 +109,35 @@ def write_run(out: Path, data: list[str], iterations: int, doctor: bool = False)
         environment={"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)},
         doctor=doctor,
     )
-    return emit(plan, out, KINDS, groups, launch)
+    return emit(plan, out, KINDS, groups, launch, expected=promised(plan, bytes_per_s))
 
 
 def reports(folder: Path) -> list[dict]:  # type: ignore[type-arg]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
 
 
+def findings(out: Path, status: str) -> dict[str, list[dict[str, str]]]:
+    """What the doctor of a job has found, by check."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for finding in json.loads((out / "logs" / "doctor.json").read_text())["findings"]:
+        if finding["status"] == status:
+            found.setdefault(finding["check"], []).append(finding)
+    return found
+
+
 def test_heterogeneous_job_then_plain_job_resumes(
     cluster: slurm_cluster.SlurmCluster, data_arguments: list[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    first = write_run(out, data_arguments, iterations=3)
+    first = write_run(out, data_arguments, iterations=3, doctor=True)
     assert [n.ranks for n in first.nodes] == [(0, 2), (1,), (3,)]
     assert "to start at" in cluster.test_only(first.files["train.sbatch"])
-    job = cluster.run(first.files["train.sbatch"], {}, TIMEOUT_S)
+    # Four ranks share the cores of this machine: how equally is no matter of the job.
+    patient = {"HET_DOCTOR_ARGS": "--skip devices --limit-s 400"}
+    job = cluster.run(first.files["train.sbatch"], patient, TIMEOUT_S)
     assert job.state == "COMPLETED", job.output[-5000:]
+    assert "verdict: fit" in job.output
+    assert list(findings(out, "ok")) == ["software", "flags", "disk", "links", "stress", "numerics"]
     found = reports(out / "report-3")
     assert [(r["stage"], r["replica"]) for r in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert (out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
@@ -133,6 +163,31 @@ def test_a_failing_rank_fails_the_job(
     job = cluster.run(emitted.files["train.sbatch"], {"PYTHON": str(python)}, 120.0)
     assert job.state.startswith("FAILED"), job
     assert "rank 2 fails" in job.output
+
+
+# The doctor's rank 2 is stopped again and again.
+SLOWING = f"""#!/bin/bash
+[[ "$RANK" == 2 ]] && export {SLOWED_VARIABLE}="$LOCAL_RANK"
+exec {sys.executable} -m examples.llama.slowed "${{@:2}}"
+"""
+
+
+def test_the_doctor_finds_a_slow_rank_a_wrong_bandwidth_and_a_missing_flag_on_the_nodes(
+    cluster: slurm_cluster.SlurmCluster, tmp_path: Path
+) -> None:
+    out, python = tmp_path / "run", tmp_path / "python"
+    platform = [word for word in CPU_ARGUMENTS if word != MISSING_FLAG]
+    emitted = write_run(out, [], iterations=3, doctor=True, bytes_per_s=1e13, platform=platform)
+    python.write_text(SLOWING)
+    python.chmod(0o755)
+    options = "--skip numerics --skip stress --slow-ratio 1.5 --limit-s 300"
+    job = cluster.run(emitted.files["train.sbatch"], {"PYTHON": str(python), "HET_DOCTOR_ARGS": options}, TIMEOUT_S)
+    assert job.state.startswith("FAILED"), job.output[-5000:]
+    assert "verdict: NOT FIT" in job.output and not (out / "report-3").exists()
+    faults = findings(out, "FAULT")
+    assert any(f["where"].startswith("rank 2 ") and "of its kind" in f["what"] for f in faults["devices"]), faults
+    assert len(faults["links"]) == len(pairs_of(uneven_plan()))
+    assert [f["where"] for f in faults["flags"] if MISSING_FLAG in f["what"]] == ["all ranks"]
 
 
 # An interpreter that notes what every rank was asked to run; the doctor finds a fault on rank 2 where it is told to.

@@ -168,17 +168,25 @@ def test_killed_in_the_middle_of_an_update(lab: MinistageLab, exact: Path, tmp_p
     assert_equal_at_the_end(lab, exact, tmp_path / "again", tmp_path)
 
 
-def test_the_start_never_holds_the_whole_stage(lab: MinistageLab, tmp_path: Path):
-    """Ministages are built, wrapped, cut and stored one after the other; the optimizer opens one at a time."""
+def test_start_and_save_never_hold_the_whole_stage(lab: MinistageLab, tmp_path: Path):
+    """Ministages are built, wrapped, cut and stored one after the other; the optimizer opens one at a time.
+
+    So does a checkpoint: parameters and state of one ministage are on the device while it is taken.
+    """
     alone = build_plan([[1]], [5], random.Random(0), distributed_optimizer=True)
     stage = replace(alone.stages[0], layers=(1,) * 5)
-    plan = replace(alone, stages=(stage,), schedule=ScheduleSpec("ministage", {"window": True, "offload": True}))
+    offloaded = {"window": True, "offload": True, "offload_optimizer": True}
+    plan = replace(alone, stages=(stage,), schedule=ScheduleSpec("ministage", offloaded))
     setup = ("benchmarks.zorse_probe:watch", {"out": str(tmp_path)})
     train(lab, plan, tmp_path / "run", setup=setup, fresh=True)
     watched = json.loads((tmp_path / "watch-0.json").read_text(encoding="utf-8"))
     window = json.loads((tmp_path / "run" / "rank-0.json").read_text(encoding="utf-8"))["window"]
     two_of_five = window["peak_parameter_bytes"]  # the first or the last one has a vocabulary besides
     assert two_of_five < watched["start_bytes"] < 2 * two_of_five
+    saving = watched["saving"]
+    assert 0 < saving["peak_parameter_bytes"] < two_of_five
+    assert 0 < saving["peak_optimizer_bytes"] <= window["peak_optimizer_bytes"]
+    assert saving["peak_bytes"] <= window["peak_bytes"]
 
 
 def test_fp16_skips_and_clips_as_without_a_window(lab: MinistageLab, tmp_path: Path):

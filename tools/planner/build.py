@@ -63,7 +63,7 @@ def _seats(rooms: tuple[Room, ...], stages: tuple[tuple[Group, ...], ...], cp: i
 
 
 def _single(groups: tuple[Group, ...]) -> list[Group]:
-    return [g._replace(count=1) for g in groups for _ in range(g.count)]
+    return [one for g in groups for one in [g._replace(count=1)] * g.count]
 
 
 def model_shape(model: Model) -> ModelShape:
@@ -238,7 +238,7 @@ def _stage(
         replicas.append(Replica(ranks, tuple(mine), node.gpu, speed, zone, candidate.cp, share, ep))
         figures = (m.parameter_bytes, m.gradient_bytes, m.optimizer_bytes, m.activation_bytes)
         per_rank += [RankPrediction(r, len(mine) * time_s, *map(int, figures)) for r in ranks]
-    return PlanStage(chunk_layers(layers, candidate.chunks), tuple(replicas)), per_rank
+    return PlanStage(chunk_layers(layers, candidate.chunks_of(s)), tuple(replicas)), per_rank
 
 
 def _parameters(
@@ -251,6 +251,16 @@ def _parameters(
     if is_ordered(candidate):
         parameters["order"] = candidate.order
     return parameters
+
+
+def in_order_of(plan: Plan, candidate: Candidate) -> Plan:
+    """A plan of the same stages with the candidate's order and microbatches in flight."""
+    parameters = {name: value for name, value in plan.schedule.parameters.items() if name not in ("order", "depths")}
+    if candidate.depths:
+        parameters["depths"] = list(candidate.depths)
+    if is_ordered(candidate):
+        parameters["order"] = candidate.order
+    return replace(plan, schedule=ScheduleSpec(candidate.schedule, parameters))
 
 
 def _bubble(estimate: Estimate) -> float:
@@ -295,13 +305,14 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         stages.append((sum(stage.layers), groups))
         shares.append(tuple(share for _, share in sorted(most.items())))
     training, parameters = plan.training, plan.schedule.parameters
+    counts = [len(stage.layers) for stage in plan.stages]
     zero = _number(parameters, "zero_stage", 1 if training.distributed_optimizer else 0, file)
     found = Candidate(
         normalised(stages),
         training.micro_batch_size,
         training.recompute,
         plan.schedule.name,
-        max(len(s.layers) for s in plan.stages),
+        plan.most_chunks,
         int(_number(parameters, "slices", 1, file, least=1)),
         int(zero),
         bool(parameters.get("offload", False)),
@@ -310,6 +321,7 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
         depths=_depths(parameters, len(plan.stages), file),
         cp=plan.most_cp,
         ep=most_ep,
+        chunk_counts=tuple(counts) if len(set(counts)) > 1 else (),
         **extras_of_plan(plan),
     )
     if schedule_of(found).shards_parameters:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.generators.one_f_one_b import SLACK
-from megatron_het.schedule.paths import Place, path_of_schedule
+from megatron_het.schedule.paths import Place, path_of, path_of_schedule, placement_of
 
 
 class Group(NamedTuple):
@@ -41,7 +41,8 @@ class Candidate:
         micro_batch_size: Sequences per microbatch.
         recompute: none, selective or full.
         schedule: One of ``schedules.SCHEDULES``, or another one that a plan asks for.
-        chunks: Model chunks (ministages) per stage.
+        chunks: Model chunks (ministages) per stage; the most of a stage where they differ.
+        chunk_counts: By stage, where they differ; the search does not try that, plans may ask for it.
         slices: Slices per sequence.
         zero_stage: 0 plain data parallelism, 1 distributed optimizer, 2 and 3 sharded gradients and parameters.
         offload: Parameters, optimizer state and boundary activations live in host memory when unused (ministage).
@@ -86,10 +87,24 @@ class Candidate:
     sizes: tuple[tuple[tuple[int, ...], ...], ...] = ()
     exchange: bool = False
     host_activations: float = 0.0
+    chunk_counts: tuple[int, ...] = ()
 
     def with_(self, **changes: object) -> Candidate:
-        """A changed copy."""
+        """A changed copy; with other stages or chunks all stages have equally many chunks."""
+        stages = changes.get("stages", self.stages)
+        if self.chunk_counts and (
+            changes.keys() & {"chunks", "schedule"} or len(self.chunk_counts) != len(stages)  # type: ignore[arg-type]
+        ):
+            changes = {"chunk_counts": (), **changes}
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    def chunks_of(self, s: int) -> int:
+        """Model chunks of a stage."""
+        return self.chunk_counts[s] if self.chunk_counts else self.chunks
+
+    def as_of(self, s: int) -> Candidate:
+        """The same for what only looks at one stage: its number of chunks is that of all."""
+        return replace(self, chunks=self.chunks_of(s), chunk_counts=()) if self.chunk_counts else self
 
     def in_pools(self, pools: Sequence[int]) -> Candidate:
         """The same where the pools have other numbers: ``pools[p]`` in place of ``p``."""
@@ -115,11 +130,14 @@ class Candidate:
 
     def reducing(self, s: int) -> tuple[Group, ...]:
         """The ranks of a stage that sum gradients, per TP rank: replicas, and with CP all ranks of each."""
-        return tuple(g._replace(count=g.count * self.cp) for g in self.stages[s].groups)
+        groups = self.stages[s].groups
+        return groups if self.cp == 1 else tuple(g._replace(count=g.count * self.cp) for g in groups)
 
     @property
     def path(self) -> tuple[Place, ...]:
         """(stage, chunk) in the order in which a microbatch visits them."""
+        if self.chunk_counts:
+            return path_of(self.chunk_counts, placement_of(self.schedule))
         return path_of_schedule(self.schedule, len(self.stages), self.chunks)
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 from .candidate import Candidate
 from .cluster import Cluster
@@ -27,6 +28,7 @@ class Estimator(OperatingPoints):
         evaluations: How many candidates have been evaluated.
         known_estimates, known_seconds: What was evaluated and simulated; parts of a cluster are searched again and
             again, and meet the same candidates.
+        known_blocks: By candidate, what was made to simulate it in other orders too (``simulation.py``).
     """
 
     evaluations = 0
@@ -34,6 +36,11 @@ class Estimator(OperatingPoints):
     @cached_property
     def known_estimates(self) -> dict[Candidate, Estimate | None]:
         """By candidate; None where there are no figures."""
+        return {}
+
+    @cached_property
+    def known_blocks(self) -> dict[Candidate, Any]:
+        """By candidate in one order."""
         return {}
 
     @cached_property

@@ -88,7 +88,7 @@ def _passes(estimator: OperatingPoints, candidate: Candidate) -> tuple[list[floa
         for g in groups:
             u = estimator.unit_of(candidate, g)
             assert u is not None
-            chunks = chunk_layers(layers, candidate.chunks)
+            chunks = chunk_layers(layers, candidate.chunks_of(s))
             seconds = u.chunks_s(chunks, s == 0 and not candidate.rows, s == candidate.head_stage, False)
             if candidate.rows and s == candidate.head_stage:
                 seconds[-1] -= u.head_f
@@ -116,13 +116,13 @@ def moved_bytes(
     pool = tokens * layers * pool_size(model, group.tp) * model.element_bytes
     more = waiting = 0.0
     if candidate.exchange:
-        more += pool / candidate.chunks / 2
+        more += pool / candidate.chunks_of(s) / 2
     if candidate.host_activations and not candidate.offload:
         stays = pool if candidate.slices > 1 or candidate.cp > 1 else 0.0
         if candidate.recompute == "full":  # with their gradients in fp32
             stays *= 1 + 4 / model.element_bytes
         gone = max(0.0, layers * unit.layer_bytes * (unit.sliced_share if candidate.slices > 1 else 1.0) - stays)
-        near = _PASSES_NEAR / (candidate.slices * candidate.chunks)
+        near = _PASSES_NEAR / (candidate.slices * candidate.chunks_of(s))
         waiting = candidate.host_activations * gone * max(0.0, held - near)
         more -= waiting
     return more, waiting

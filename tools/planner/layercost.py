@@ -12,6 +12,7 @@ from .catalogcost import CatalogCosts
 from .errors import PlannerError
 from .layer import ALONE, KINDS, LayerCost, LayerCosts, Spread, activation_bytes, attention_matrix_bytes
 from .model import Model
+from .monotone import interpolated
 from .profile_schema import LayerKind, LayerTiming, Profile
 from .runtime import MEGATRON_HET, Runtime
 from .uncertainty import PROFILE_ERROR
@@ -253,9 +254,7 @@ def _at(points: list[LayerTiming], batch: int, value: Callable[[LayerTiming], fl
     elif batch < sizes[0]:
         found = times[0]
     else:
-        from scipy.interpolate import PchipInterpolator
-
-        found = float(PchipInterpolator(sizes, times)(batch))
+        found = interpolated(sizes, times, batch)
     if not overhead:
         return found
     best = batch * min(t / n for t, n in zip(times, sizes) if n >= min(batch, sizes[-1]))

@@ -18,7 +18,7 @@ def stage_memory(estimator: OperatingPoints, candidate: Candidate, stage: StageT
     for g in groups:
         same_tp[g.tp] = same_tp.get(g.tp, 0) + g.count * candidate.cp
     found = [_of_group(estimator, candidate, stage, s, i, same_tp[g.tp]) for i, g in enumerate(groups)]
-    return schedule_of(candidate).divide(estimator, candidate, found, list(stage.parameters))
+    return schedule_of(candidate).divide(estimator, candidate.as_of(s), found, list(stage.parameters))
 
 
 def _of_group(
@@ -32,7 +32,9 @@ def _of_group(
     if estimator.model.sequence_parallel:
         boundary /= groups[i].tp
     u, mine = stage.units[i], stage.microbatches[i]
-    parameters, gradients, optimizer, host = schedule.state(estimator, candidate, u, stage.parameters[i], shards)
+    parameters, gradients, optimizer, host = schedule.state(
+        estimator, candidate.as_of(s), u, stage.parameters[i], shards
+    )
     held = schedule.in_flight(candidate, stage, s, i)
     kept = layers * (u.layer_bytes * schedule.layer_share(u)) + (u.embedding_bytes if s == 0 else 0.0)
     activations, waiting = schedule.activations(candidate, held, kept)

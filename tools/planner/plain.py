@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_double, c_int32, c_uint8
 from itertools import accumulate, chain
@@ -55,16 +56,41 @@ class Wiring:
         return self.between(self.groups[source], self.groups[target], self.places[source] == self.places[target])
 
 
-def pipelines_s(
-    schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs, parameters: Mapping[str, Any]
-) -> float | None:
-    """Seconds of the iteration; None for other schedules, for costs that are not so simple, and without a compiler.
+class Pipelines:
+    """Plain 1F1B pipelines, ready to be timed in any order and with any number of microbatches in flight.
 
     Args:
-        speeds, parameters: Of the generator.
+        speeds: Of the generator.
+    """
 
-    Raises:
-        PlannerError: The schedule cannot run this shape.
+    def __init__(self, compiled: ctypes.CDLL, shape: Shape, speeds: Sequence[float], costs: Costs) -> None:
+        wiring = costs.link
+        assert isinstance(wiring, Wiring)  # the caller knows
+        self._parts = [
+            _Part(compiled, part, [speeds[d] for d in part.devices], costs, wiring)
+            for part in _different(shape, parts_of(shape), speeds, costs, wiring)
+        ]
+
+    def seconds(self, parameters: Mapping[str, Any]) -> float:
+        """Of the iteration.
+
+        Args:
+            parameters: Of the generator.
+
+        Raises:
+            PlannerError: The schedule cannot run this shape.
+        """
+        try:
+            return max([part.seconds(parameters) for part in self._parts])
+        except ValueError as error:
+            raise PlannerError("plan", "schedule.parameters", parameters, str(error)) from None
+
+
+def pipelines_of(schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs) -> Pipelines | None:
+    """The pipelines; None for other schedules, for costs that are not so simple, and without a compiler.
+
+    Args:
+        speeds: Of the generator.
     """
     wiring = costs.link
     plain = schedule == "1f1b" and shape.slices == 1 and all(len(chunks) == 1 for chunks in shape.layers)
@@ -73,13 +99,22 @@ def pipelines_s(
     compiled = loops()
     if compiled is None or sum(a * b for a, b in zip(shape.replicas, shape.replicas[1:])) > MOST_LINKS:
         return None
-    try:
-        return max(
-            _part_s(compiled, part, [speeds[d] for d in part.devices], costs, wiring, parameters)
-            for part in _different(shape, parts_of(shape), speeds, costs, wiring)
-        )
-    except ValueError as error:
-        raise PlannerError("plan", "schedule.parameters", parameters, str(error)) from None
+    return Pipelines(compiled, shape, speeds, costs)
+
+
+def pipelines_s(
+    schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs, parameters: Mapping[str, Any]
+) -> float | None:
+    """Seconds of the iteration; None where :func:`pipelines_of` says so.
+
+    Args:
+        speeds, parameters: Of the generator.
+
+    Raises:
+        PlannerError: The schedule cannot run this shape.
+    """
+    found = pipelines_of(schedule, shape, speeds, costs)
+    return None if found is None else found.seconds(parameters)
 
 
 def _different(shape: Shape, parts: list[Part], speeds: Sequence[float], costs: Costs, wiring: Wiring) -> list[Part]:
@@ -105,45 +140,45 @@ def _different(shape: Shape, parts: list[Part], speeds: Sequence[float], costs: 
     return list(known.values())
 
 
-def _part_s(
-    compiled: ctypes.CDLL,
-    part: Part,
-    speeds: Sequence[float],
-    costs: Costs,
-    wiring: Wiring,
-    parameters: Mapping[str, Any],
-) -> float:
-    shape, devices = part.shape, part.devices
-    layout = _Layout(shape)
+class _Part:
+    """One part of the pipelines, as the compiled loops want it."""
 
-    def merge(
-        shape: Shape, limits: Sequence[int], forward_s: Sequence[float], backward_s: Sequence[float], order: str
+    def __init__(
+        self, compiled: ctypes.CDLL, part: Part, speeds: Sequence[float], costs: Costs, wiring: Wiring
+    ) -> None:
+        shape, devices = part.shape, part.devices
+        self._compiled, self._shape, self._speeds = compiled, shape, speeds
+        self._layout = _Layout(shape)
+        tails = costs.tail_s or (0.0,) * len(wiring.groups)
+        own = costs.operation_s
+        forward, backward = ([rows[d][0] + own for d in devices] for rows in (costs.forward_s, costs.backward_s))
+        kinds = {kind: i for i, kind in enumerate(dict.fromkeys(wiring.groups[d] for d in devices))}
+        nodes: dict[object, int] = {}
+        links = [wiring.between(a, b, local) for local in (False, True) for a in kinds for b in kinds]
+        self._first = _ints((*shape.first_device, len(devices)))
+        self._costs = (
+            _doubles(forward),
+            _doubles(backward),
+            _doubles([tails[d] for d in devices]),
+            _ints([kinds[wiring.groups[d]] for d in devices]),
+            _ints([nodes.setdefault(wiring.places[d], len(nodes)) for d in devices]),
+            len(kinds),
+            _doubles([costs.message_bytes / link.bytes_per_s for link in links]),
+            _doubles([link.latency_s for link in links]),
+        )
+
+    def seconds(self, parameters: Mapping[str, Any]) -> float:
+        orders = ways(self._shape, self._speeds, merge=self._merge, **parameters)
+        flat = (c_uint8 * sum(map(len, orders))).from_buffer_copy(b"".join(map(bytes, orders)))
+        seconds = self._compiled.het_makespan(*self._layout.arguments, self._first, flat, *self._costs)
+        if seconds < 0:
+            raise MemoryError if seconds != _STUCK else ValueError("its operations wait for each other")
+        return float(seconds)
+
+    def _merge(
+        self, shape: Shape, limits: Sequence[int], forward_s: Sequence[float], backward_s: Sequence[float], order: str
     ) -> Ways:
-        return layout.merge(compiled, limits, forward_s, backward_s, order)
-
-    orders = ways(shape, speeds, merge=merge, **parameters)
-    tails = costs.tail_s or (0.0,) * len(wiring.groups)
-    own = costs.operation_s
-    passes = [[rows[d][0] + own for d in devices] for rows in (costs.forward_s, costs.backward_s)]
-    kinds = list(dict.fromkeys(wiring.groups[d] for d in devices))
-    nodes: dict[object, int] = {}
-    links = [wiring.between(a, b, local) for local in (False, True) for a in kinds for b in kinds]
-    seconds = compiled.het_makespan(
-        *layout.arguments,
-        _ints((*shape.first_device, len(devices))),
-        (c_uint8 * sum(map(len, orders)))(*chain.from_iterable(orders)),
-        _doubles(passes[0]),
-        _doubles(passes[1]),
-        _doubles([tails[d] for d in devices]),
-        _ints([kinds.index(wiring.groups[d]) for d in devices]),
-        _ints([nodes.setdefault(wiring.places[d], len(nodes)) for d in devices]),
-        len(kinds),
-        _doubles([costs.message_bytes / link.bytes_per_s for link in links]),
-        _doubles([link.latency_s for link in links]),
-    )
-    if seconds < 0:
-        raise MemoryError if seconds != _STUCK else ValueError("its operations wait for each other")
-    return float(seconds)
+        return self._layout.merge(self._compiled, limits, forward_s, backward_s, order)
 
 
 class _Layout:
@@ -187,8 +222,8 @@ class _Layout:
 
 
 def _ints(values: Sequence[int]) -> ctypes.Array[c_int32]:
-    return (c_int32 * len(values))(*values)
+    return (c_int32 * len(values)).from_buffer(array("i", values)) if values else (c_int32 * 0)()
 
 
 def _doubles(values: Sequence[float]) -> ctypes.Array[c_double]:
-    return (c_double * len(values))(*values)
+    return (c_double * len(values)).from_buffer(array("d", values)) if values else (c_double * 0)()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .candidate import Candidate, Group
 from .estimate import Estimate, Estimator
 from .search.goal import Goal
 from .search.outcome import Found, Outcome
+from .search.overlap import blocking_ratio
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -107,7 +108,7 @@ def summary(
         n * estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).peak(model.precision)
         for p, n in candidate.gpus().items()
     )
-    blocking = _blocking(estimator, candidate, estimate)
+    blocking = blocking_ratio(estimator, candidate, estimate)
     watts = [estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).power_w for p in candidate.gpus()]
     joules = None
     if all(w is not None for w in watts):
@@ -173,17 +174,6 @@ def host_memory_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"{row['gpu']}: offloads {row['bytes_per_node'] / GIB:.0f} GiB to main memory per node, of {known}"
         )
     return lines
-
-
-def _blocking(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float | None:
-    """How much longer an iteration takes where transfers wait for compute; None where nothing overlaps anyway."""
-    runtime = estimator.runtime
-    if len(candidate.stages) == 1 or runtime.transfers_in_turn or runtime.host_blocks:
-        return None
-    in_turn = replace(runtime, transfers_in_turn=True)
-    other = Estimator(estimator.cluster, estimator.model, estimator.costs, in_turn, estimator.memory_margin)
-    found = other.estimate(candidate)
-    return None if found is None else max(1.0, found.iteration_s / estimate.iteration_s)
 
 
 def _unpriced(estimator: Estimator, candidate: Candidate) -> list[str]:
@@ -290,12 +280,17 @@ def extras_in_words(c: Candidate) -> list[str]:
 
 
 def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
-    """How far the plan is from what no plan can beat."""
-    gap = outcome.gap(goal)
-    if gap is None:
-        return []
-    least = f"USD {outcome.bound:.4g}" if goal.objective == "cost" else f"{outcome.bound:.4g} s"
-    return [f"at most {100 * gap:.1f} % from the best possible: no plan on these GPUs takes less than {least}"]
+    """How far the plan is from what no plan can beat, and which faster plan was passed over."""
+    lines, gap, other = [], outcome.gap(goal), outcome.passed_over
+    if gap is not None:
+        least = f"USD {outcome.bound:.4g}" if goal.objective == "cost" else f"{outcome.bound:.4g} s"
+        lines.append(f"at most {100 * gap:.1f} % from the best possible: no plan on these GPUs takes less than {least}")
+    if other is not None:
+        lines.append(
+            f"chosen over a plan of {other.iteration_s:.4g} s, because it depends less on transfers beside compute: "
+            f"without them {other.chosen_blocking_s:.4g} s, the other one {other.blocking_s:.4g} s"
+        )
+    return lines
 
 
 def search_body(outcome: Outcome, goal: Goal) -> dict[str, Any]:
@@ -309,4 +304,5 @@ def search_body(outcome: Outcome, goal: Goal) -> dict[str, Any]:
         "interrupted": outcome.interrupted,
         "bound": outcome.bound,
         "gap_to_bound": outcome.gap(goal),
+        "passed_over": None if outcome.passed_over is None else asdict(outcome.passed_over),
     }

@@ -50,7 +50,7 @@ def stages_of(
     out: list[StageTimes] = []
     for s, stage in enumerate(c.stages):
         waits = 2 * transfers[s - 1] if in_turn and s else 0.0
-        mine = stage, s == 0, s == last, waits
+        mine = stage, s == 0, s == last, waits, c.chunks_of(s)
         if mine not in known:
             known[mine] = _stage(estimator, c, s, blocks, total, waits)
         found = known[mine]
@@ -98,7 +98,8 @@ def _stage(
     first, last = s == 0, s == candidate.head_stage
     if layers < 1 or not groups:
         return None
-    fixed = estimator.runtime.operation_s * candidate.chunks * candidate.slices
+    chunks = candidate.chunks_of(s)
+    fixed = estimator.runtime.operation_s * chunks * candidate.slices
     units: list[Unit] = []
     forward: list[float] = []
     backward: list[float] = []
@@ -107,8 +108,8 @@ def _stage(
         if u is None:
             return None
         units.append(u)
-        forward.append(u.forward_s(layers, first, last, candidate.chunks) + fixed)
-        backward.append(u.backward_s(layers, first, last, candidate.chunks) + fixed)
+        forward.append(u.forward_s(layers, first, last, chunks) + fixed)
+        backward.append(u.backward_s(layers, first, last, chunks) + fixed)
     if candidate.zero_stage >= 2 and not schedule_of(candidate).shards_parameters:
         least_f, least_b = sharding_s(estimator, candidate, units, s)
         overlap = estimator.runtime.gather_overlap

@@ -7,7 +7,9 @@ from megatron_het.schedule.generators.listing import (
     Speeds,
     alternate,
     compute_ops,
+    equal_chunks,
     merge,
+    most_chunks,
     require,
     require_order,
     single_replicas,
@@ -35,22 +37,25 @@ def interleaved(
     Replicas that fall into separate pipelines, each with microbatches for whole groups, get the order of
     their pipeline alone, as Megatron's data-parallel replicas do.
 
+    Stages may have different numbers of chunks: microbatches leave a stage out in the sweeps that it has no chunk
+    for.  Its order then comes from the simulation, and it may hold as many forwards as if it had all the chunks: a
+    group is under way through the chunks of others while it waits for the way back.
+
     Args:
-        shape: the same number of chunks on every stage, no slices.
+        shape: no slices.
         forward_only: forwards only.
         group: microbatches of a pipeline per group, at least the number of stages (the default).
         speeds: relative speed of each device, used with several replicas.
         order: how the simulation decides, one of :data:`~megatron_het.schedule.generators.listing.ORDERS`.
 
     Raises:
-        ValueError: unequal chunk counts, slices, an unknown ``order``, or a number of microbatches that leaves
+        ValueError: slices, an unknown ``order``, or a number of microbatches that leaves
             a group smaller than the number of stages.
     """
-    chunks, stages = len(shape.layers[0]), shape.stages
+    chunks, stages = most_chunks(shape), shape.stages
     group = stages if group is None else group
     require(NAME, shape.slices == 1, f"slices = {shape.slices}: sequences are not cut into slices here")
     require(NAME, shape.placement == "loop", f"placement = {shape.placement}: must be loop")
-    require(NAME, all(len(c) == chunks for c in shape.layers), f"layers = {shape.layers}: unequal chunk counts")
     require(NAME, group >= stages, f"group = {group}: must be at least the {stages} stages")
     require_order(NAME, order)
     parts = parts_of(shape)
@@ -70,18 +75,22 @@ def interleaved(
         if forward_only:
             return tuple(map(tuple, forward))
         backward = [_order(part, d, group, Kind.BACKWARD) for d in range(len(part.devices))]
-        if single_replicas(part):
-            warm = [(chunks - 1) * group * (chunks > 1) + (1 + (chunks > 1)) * (stages - 1 - s) for s in range(stages)]
-            return tuple(alternate(f, b, w) for f, b, w in zip(forward, backward, warm))
+        if single_replicas(part) and equal_chunks(part):
+            return tuple(alternate(f, b, w) for f, b, w in zip(forward, backward, _warmup(stages, chunks, group)))
         return merge(part, forward, backward, _limits(part, chunks, group), Speeds.of(part, own), order)
 
     return Program(NAME, shape, by_part(shape, parts, given, make), forward_only)
 
 
+def _warmup(stages: int, chunks: int, group: int) -> list[int]:
+    """Megatron's forwards before the first backward, by stage."""
+    return [(chunks - 1) * group * (chunks > 1) + (1 + (chunks > 1)) * (stages - 1 - s) for s in range(stages)]
+
+
 def _whole_groups(shape: Shape, group: int) -> bool:
     """Whether the last group of microbatches has at least as many as there are stages."""
     rest = shape.microbatches % group
-    return len(shape.layers[0]) == 1 or rest == 0 or rest >= shape.stages
+    return most_chunks(shape) == 1 or rest == 0 or rest >= shape.stages
 
 
 def _limits(shape: Shape, chunks: int, group: int) -> list[int]:
@@ -98,7 +107,7 @@ def _limits(shape: Shape, chunks: int, group: int) -> list[int]:
 
 def _order(shape: Shape, device: int, group: int, kind: Kind) -> list[Op]:
     own = shape.microbatches_of(device)
-    chunks = range(len(shape.layers[0]))
+    chunks = range(len(shape.layers[shape.devices[device].stage]))
     order: list[Op] = []
     for first in range(0, shape.microbatches, group):
         members = [m for m in own if first <= m < first + group]

@@ -19,6 +19,16 @@ def single_replicas(shape: Shape) -> bool:
     return all(count == 1 for count in shape.replicas)
 
 
+def most_chunks(shape: Shape) -> int:
+    """The number of chunks of the stage that has most."""
+    return max(map(len, shape.layers))
+
+
+def equal_chunks(shape: Shape) -> bool:
+    """Every stage has as many chunks as the others."""
+    return len(set(map(len, shape.layers))) == 1
+
+
 def forward_program(name: str, shape: Shape, orders: Sequence[Sequence[Op]]) -> Program:
     """The evaluation program of given forward orders."""
     return Program(name, shape, tuple(tuple(order) for order in orders), forward_only=True)

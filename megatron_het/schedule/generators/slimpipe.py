@@ -7,8 +7,10 @@ from megatron_het.schedule.generators.listing import (
     Speeds,
     alternate,
     compute_ops,
+    equal_chunks,
     forward_program,
     merge,
+    most_chunks,
     require,
     require_order,
     single_replicas,
@@ -41,9 +43,8 @@ def slice_orders(shape: Shape, device: int) -> tuple[list[Op], list[Op]]:
 
 
 def _check_chunks(name: str, shape: Shape) -> int:
-    chunks = len(shape.layers[0])
+    chunks = most_chunks(shape)
     require(name, shape.placement == "loop", f"placement = {shape.placement}: must be loop")
-    require(name, all(len(c) == chunks for c in shape.layers), f"layers = {shape.layers}: unequal chunk counts")
     require(
         name,
         chunks == 1 or shape.slices % shape.stages == 0,
@@ -60,7 +61,11 @@ def _sliced(
     speeds: Sequence[float] | None,
     order: str = "greedy",
 ) -> Program:
-    """Merges the slice orders; ``warmup`` per stage, for one replica per stage and for separate pipelines."""
+    """Merges the slice orders; ``warmup`` per stage, for one replica per stage and for separate pipelines.
+
+    Where stages have different numbers of chunks, the order comes from a simulation.  Every stage may then hold a group
+    of slices more for each chunk that it lacks: these are under way through the chunks of others.
+    """
     require_order(name, order)
     if forward_only:
         return forward_program(name, shape, [forward for forward, _ in _all_orders(shape)])
@@ -69,14 +74,15 @@ def _sliced(
 
     def make(part: Shape, own: Sequence[float]) -> tuple[tuple[Op, ...], ...]:
         orders = _all_orders(part)
-        if single_replicas(part):
+        if single_replicas(part) and equal_chunks(part):
             return tuple(alternate(f, b, w) for (f, b), w in zip(orders, warmup))
-        chunks, limits = len(part.layers[0]), []
+        most, limits = most_chunks(part), []
         for d, (stage, _) in enumerate(part.devices):
-            share = len(part.microbatches_of(d)) / part.microbatches
+            share, chunks = len(part.microbatches_of(d)) / part.microbatches, len(part.layers[stage])
             ahead = math.ceil(share * sum(part.replicas[stage + 1 :]) - 1e-9)
-            per_step = (warmup[stage] + 1 - part.slices * chunks) // max(part.stages - 1 - stage, 1)
-            limits.append(part.slices * chunks + max(per_step, 1) * ahead)
+            per_step = (warmup[stage] + 1 - part.slices * most) // max(part.stages - 1 - stage, 1)
+            away = min(2 * part.stages, part.slices) * (most - chunks)
+            limits.append(part.slices * chunks + away + max(per_step, 1) * ahead)
         forward, backward = zip(*orders)
         return merge(part, forward, backward, limits, Speeds.of(part, own), order)
 
@@ -84,7 +90,7 @@ def _sliced(
 
 
 def _all_orders(shape: Shape) -> list[tuple[list[Op], list[Op]]]:
-    if single_replicas(shape):  # the same for every stage: build it once
+    if single_replicas(shape) and equal_chunks(shape):  # the same for every stage: build it once
         return [slice_orders(shape, 0)] * shape.stages
     return [slice_orders(shape, d) for d in range(len(shape.devices))]
 
@@ -99,8 +105,7 @@ def slimpipe(
     hides the latency of transfers.
 
     Args:
-        shape: the same number of chunks on every stage; with several chunks ``slices`` must be a multiple
-            of the number of stages.
+        shape: where a stage has several chunks, ``slices`` must be a multiple of the number of stages.
         forward_only: forwards only.
         speeds: relative speed of each device, used with several replicas.
         order: with stages that divide the microbatches differently, one of

@@ -66,6 +66,7 @@ def timed_inserts(
     moments: Callable[[Graph, Sequence[float], Sequence[float]], Iterable[Moment]],
     forward: Place,
     backward: Place,
+    bounds: Sequence[tuple[int, int]] | None = None,
 ) -> Inserts:
     """Inserts at moments of a replay of the program with plain durations.
 
@@ -77,6 +78,7 @@ def timed_inserts(
         moments: from the graph, and start and end of its operations.
         forward: where the inserts of forward moments go.
         backward: where those of backward moments go.
+        bounds: per device, the first and the last position at which there may be one; None: anywhere.
     """
     graph = Graph(program, open_sends=True)
     graph.check_complete()
@@ -97,6 +99,8 @@ def timed_inserts(
                 place = 0 if ahead else bisect_left(starts[d], moment.time - _CLOSE)
             if not ahead or d != owner or own is None:  # behind inserts of that moment, on all devices alike
                 place = max(place, bisect_right(ends[d], moment.time + _CLOSE))
+            if bounds is not None:
+                place = min(max(place, bounds[d][0]), bounds[d][1])
             latest[d] = place = max(place, latest[d])
             inserts[d].setdefault(place, []).append(Op(kind, op.microbatch, op.slice))
     return inserts

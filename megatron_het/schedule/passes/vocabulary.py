@@ -28,7 +28,9 @@ def add_vocabulary(program: Program, *, speeds: Sequence[float] | None = None) -
     """
     if program.splits_output or program.has_transfers:
         raise ValueError(f"program {program.name}: the vocabulary is split once, before transfers are added")
-    inserts = _by_slot(program) or timed_inserts(program, speeds, _last_chunk, _FORWARD, _BACKWARD)
+    inserts = _by_slot(program) or timed_inserts(
+        program, speeds, _last_chunk, _FORWARD, _BACKWARD, _between_the_sweeps(program)
+    )
     return replace(with_inserts(program, inserts), splits_output=True)
 
 
@@ -54,6 +56,26 @@ def _by_slot(program: Program) -> Inserts | None:
         if program.devices[d].stage == stage and op.chunk == chunk
     ]
     return slot_inserts(program, wanted)
+
+
+def _between_the_sweeps(program: Program) -> list[tuple[int, int]] | None:
+    """Where parts may be on stages that have no chunk in the last sweep, if microbatches go sweep by sweep.
+
+    Parts are in the middle of the last sweep.  A stage that takes part in it has ended the sweeps before, and a stage
+    that does not must have as well: replicas elsewhere may open the chunks of the last sweep together, and wait for all
+    microbatches of the sweep before.  Likewise in the backward.
+    """
+    most = max(map(len, program.shape.layers))
+    rows = [[op.chunk for op in ops if op.kind is Kind.FORWARD] for ops in program.ops]
+    if min(map(len, program.shape.layers)) == most or any(row != sorted(row) for row in rows):
+        return None
+    bounds = []
+    for ops, device in zip(program.ops, program.devices):
+        backwards = [i for i, op in enumerate(ops) if op.kind in COMPUTE and op.kind is not Kind.FORWARD]
+        forwards = [i + 1 for i, op in enumerate(ops) if op.kind is Kind.FORWARD]
+        lacks = len(program.shape.layers[device.stage]) < most
+        bounds.append((max(forwards, default=0), min(backwards, default=len(ops))) if lacks else (0, len(ops)))
+    return bounds
 
 
 def _last_chunk(graph: Graph, start: Sequence[float], end: Sequence[float]) -> Iterator[Moment]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,3 +51,31 @@ def test_the_same_layers_in_a_v_are_another_topology() -> None:
     """Random-number states belong to the layers of a rank."""
     assert topology_hash(tied_plan("zb-v")) == topology_hash(tied_plan("v-half"))
     assert topology_hash(tied_plan("zb-v")) != topology_hash(tied_plan("interleaved"))
+
+
+def test_parameters_that_are_not_whole_are_written_from_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer's entries find their parameters before; an asynchronous save copies only what is no copy yet."""
+    closed, whole = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(2))
+    content, asked = torch.tensor([3.0, 4.0]), []
+
+    def copies(parameters: Any) -> dict[torch.Tensor, torch.Tensor]:
+        asked.extend(parameters)
+        return {closed: content}
+
+    groups = PlanGroups(Placement(tied_plan("interleaved")), 0, "gloo", "world", PairGroups(0, 1.0))  # type: ignore[arg-type]
+    hook = StateDictHook(groups, False, copies)
+    state = {
+        "model0": {"a": ShardedTensor.from_rank_offsets("a", closed)},
+        "model1": {"b": ShardedTensor.from_rank_offsets("b", whole)},
+        "optimizer": {"a": entry("optimizer.a", 0)},
+    }
+    closed.data.untyped_storage().resize_(0)
+    monkeypatch.setattr("megatron_het.checkpoint.asynchronous.watch", lambda: None)
+    for is_async in (False, True):
+        args = SimpleNamespace(no_save_rng=True, async_save=is_async)
+        found = hook._for_saving(state, args)
+        assert found["model0"]["a"].data is content and state["model0"]["a"].data is closed
+        assert (found["model1"]["b"].data is whole) is not is_async
+    assert [id(parameter) for parameter in asked] == 2 * [id(closed), id(whole)]
+    with pytest.raises(AssertionError, match="freed"):
+        StateDictHook(groups, False)._for_saving(state, SimpleNamespace(no_save_rng=True, async_save=False))

@@ -232,7 +232,8 @@ def devices(
         lowered = lower(program, boundaries, device, rank)
         firsts = [first_layers(placement)[where.stage, chunk] for chunk in range(chunks)]
         reach = lambda c, layer, m, firsts=firsts: Reach(starts(m), layers[firsts[c] + layer])  # noqa: E731
-        found.append(Device(lowered, rank, 2, units, slices, wires, keep, rank * alone, limits, reach))
+        limited = () if limits is None else (limits, reach)
+        found.append(Device(lowered, rank, 2, units, slices, wires, keep, rank * alone, *limited))
     return found
 
 

@@ -27,7 +27,9 @@ LAYERS, LENGTH, MICROBATCHES = 12, 48, 6
 
 
 def plan_of(schedule: str, parameters: dict[str, Any], stages: int = 2, chunks: int = 1, **more: Any) -> Plan:
-    """Equal stages of single replicas; ``cps`` are sizes of which the replicas take turns, ``shares`` their parts."""
+    """Equal stages of single replicas; ``counts`` are the chunks of each, ``cps`` sizes of which the replicas take
+    turns, ``shares`` their parts.
+    """
     widths, sizes = more.get("widths", (1,) * stages), more.get("sizes", (1,) * stages)
     cps, shares, rank, made = more.get("cps", (1,)), more.get("shares", ()), 0, []
     for s in range(stages):
@@ -39,7 +41,8 @@ def plan_of(schedule: str, parameters: dict[str, Any], stages: int = 2, chunks: 
             ranks = tuple(range(rank, rank + count))
             replicas.append(Replica(ranks, ids, speed=1 / (1 + q), cp=cp, cp_shares=shares[:cp]))
             rank += count
-        made.append(Stage((LAYERS // stages // chunks,) * chunks, tuple(replicas)))
+        own = more["counts"][s] if "counts" in more else chunks
+        made.append(Stage((LAYERS // stages // own,) * own, tuple(replicas)))
     training = TrainingShape(
         1, MICROBATCHES, sequence_parallel=more.get("sequence_parallel", False), distributed_optimizer=True
     )
@@ -66,7 +69,8 @@ def plans(draw: st.DrawFn) -> Plan:
     stages = draw(st.integers(1, 3))
     chunks = draw(st.sampled_from((1, 2, 2))) if name not in ("1f1b", "gpipe", "zb-h1") else 1
     widths = tuple(draw(st.integers(1, 2)) for _ in range(stages))
-    counts = stages, sum(widths), sum(widths) * chunks
+    own = tuple(draw(st.sampled_from((chunks, chunks, 3 - chunks))) if chunks > 1 else 1 for _ in range(stages))
+    counts = stages, sum(widths), sum(width * count for width, count in zip(widths, own, strict=True))
     for feature in FEATURES:
         if not feature.goes_with(name) or not draw(st.booleans()):
             continue
@@ -84,6 +88,7 @@ def plans(draw: st.DrawFn) -> Plan:
         stages,
         chunks,
         widths=widths,
+        counts=own,
         sizes=tuple(draw(st.sampled_from((alike, alike, alike, 1, 2))) for _ in range(stages)),
         cps=draw(st.sampled_from(((1,), (1,), (2,), (1, 2), (2, 3)))),
         shares=draw(st.sampled_from(((), (1, 2, 4)))),
@@ -97,7 +102,7 @@ def pieces_meet(plan: Plan, program: Program) -> None:
     sent: Counter[tuple[Any, ...]] = Counter()
     received: Counter[tuple[Any, ...]] = Counter()
     placement = Placement(plan)
-    boundaries = boundary_map(placement, program.shape.slices)
+    boundaries = boundary_map(placement)
     for rank in range(plan.world_size):
         where = placement.locate(rank)
         d = program.shape.device(where.stage, where.replica)
@@ -210,7 +215,7 @@ def test_one_ranks_programs_are_those_of_the_whole(plan: Plan) -> None:
     placement = Placement(plan)
     shape = whole[False].shape
     parts = parts_of(shape)
-    boundaries = boundary_map(placement, shape.slices)
+    boundaries = boundary_map(placement)
     for rank in range(plan.world_size):
         where = placement.locate(rank)
         device = shape.device(where.stage, where.replica)

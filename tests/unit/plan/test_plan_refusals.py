@@ -13,7 +13,7 @@ from megatron_het.config import pipeline_layout
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
 from megatron_het.features.zero_bubble import ZeroBubble
 from megatron_het.lowering.programs import build
-from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape
+from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, TrainingShape
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators import GENERATORS
@@ -43,6 +43,12 @@ def with_shares(plan: Plan) -> Plan:
     n = plan.world_size
     two = tuple(Replica((n - 1 + i,), tuple(range(i, 8, 2)), state_share=1.0 + i) for i in range(2))
     return replace(plan, stages=(*rest, replace(last, replicas=two)))
+
+
+def with_joined_chunks(plan: Plan) -> Plan:
+    """The last stage has all of its layers in one chunk."""
+    *rest, last = plan.stages
+    return replace(plan, stages=(*rest, replace(last, layers=(sum(last.layers),))))
 
 
 def mixed(plan: Plan, shares: tuple[float, float] = (1.0, 1.0)) -> Plan:
@@ -107,12 +113,7 @@ REFUSED = [
     (scheduled("slimpipe", slices=1), "fewer slices than the 2 stages"),
     (scheduled("slimpipe", slices="x"), "needs a number of slices"),
     (scheduled("1f1b", offload_activations=None), "a share above 0"),
-    (
-        replace(
-            scheduled("1f1b"), stages=(Stage((1, 1), scheduled("1f1b").stages[0].replicas), scheduled("1f1b").stages[1])
-        ),
-        "the same number of chunks",
-    ),
+    (with_joined_chunks(scheduled("slimpipe", chunks=2, slices=4, context_exchange=True)), "stages have .1, 2. chunks"),
 ]
 
 

@@ -3,6 +3,7 @@
 import os
 import random
 import stat
+from ctypes import c_double, c_int32
 
 import pytest
 
@@ -16,6 +17,7 @@ from tools.planner.candidate import Group
 from tools.planner.errors import PlannerError
 from tools.planner.plain import Wiring, pipelines_s
 from tools.planner.quick import makespan_s
+from tools.planner.search.sketch import _FIGURES, _Stage, divide, stages_s
 
 
 @pytest.fixture
@@ -95,13 +97,41 @@ def test_time_is_that_of_python(built, order):
     assert told > 75
 
 
+def test_stages_are_those_of_python(built):
+    """Layers of stages that lack room, that get a layer although they are slow, and that are divided as they like."""
+    rng, few, slow = random.Random(5), 0, 0
+    for _ in range(400):
+        count = rng.randint(1, 9)
+        stages = [
+            _Stage(rng.choice((0.1, 1.0, rng.random() * 9)), rng.random() * 3, rng.random(), rng.random(), 1, 0.0)
+            for _ in range(count)
+        ]
+        found = [(stage, rng.random()) for stage in stages]
+        caps = [rng.choice((rng.randint(1, 9), 1 << 30)) for _ in stages]
+        wanted = rng.randint(count, max(count, min(40, sum(caps))))
+        if wanted > sum(caps):
+            continue
+        figures = b"".join(_FIGURES.pack(s.layer_s, s.ends, s.pass_s, s.ends_size, tail) for s, tail in found)
+        out, drain = (c_double * 3)(), rng.random()
+        assert built.het_stages(count, figures, (c_int32 * count)(*caps), wanted, drain, out)
+        assert tuple(out) == stages_s(found, caps, wanted, drain)
+        layers = divide([s.layer_s for s in stages], [s.ends for s in stages], caps, wanted)
+        few += any(n == cap for n, cap in zip(layers, caps))
+        slow += layers.count(1) > 1
+    assert few > 50 and slow > 50
+
+
+def test_too_many_stages_are_left_to_python(built):
+    assert not built.het_stages(257, bytes(5 * 8 * 257), (c_int32 * 257)(), 300, 0.0, (c_double * 3)())
+
+
 def test_equal_parts_are_timed_once_and_different_ones_all(built, monkeypatch):
     """Two pipelines of one shape; the second one's link is slower."""
     shape = Shape(((2,), (2,)), ((0, 1) * 4, (0, 1) * 4), (2, 2))
     slow, fast = Group(0, 1, 1), Group(1, 1, 1)
     seen = []
-    real = plain._part_s
-    monkeypatch.setattr(plain, "_part_s", lambda *a: seen.append(1) or real(*a))
+    real = plain._Part
+    monkeypatch.setattr(plain, "_Part", lambda *a: seen.append(1) or real(*a))
 
     def time_s(groups):
         def price(a, b, local):

@@ -3,17 +3,22 @@
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from benchmarks.planner_cases import with_catalog
+from benchmarks.planner_pools import random_pool
 from tools.planner import commands
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
 from tools.planner.report import MOST_ROWS, summary_tables
-from tools.planner.search import limit
+from tools.planner.search import limit, thorough
+from tools.planner.search.auto import search_auto
+from tools.planner.search.goal import Goal
 from tools.planner.search.limit import AT_LEAST_S, WRITING_S, cpu_limit, each_s, left_s, searching_s
 from tools.planner.search.outcome import Outcome, Progress
 
@@ -126,3 +131,21 @@ def test_thousands_of_stages_and_kinds_are_not_all_shown() -> None:
     assert more == f"and {5000 - MOST_ROWS} rows more: --json prints all"
     body["stages"] = [row] * MOST_ROWS
     assert summary_tables(body)[-1].row_count == MOST_ROWS
+
+
+def test_a_search_that_has_no_time_left_evaluates_what_it_has_sketched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On clusters of hundreds of pools a sketch takes a part of the time that a search has after its limit."""
+    looked_at: list[int] = []
+    seeds = thorough.seeds
+
+    def counted(*words: Any) -> Iterator[Any]:
+        looked_at.append(0)
+        for seed in seeds(*words):
+            looked_at[-1] += 1
+            yield seed
+
+    monkeypatch.setattr(thorough, "seeds", counted)
+    cluster, model = random_pool(0)
+    found = search_auto(with_catalog(cluster, model), Goal(), Progress(limit_s=0.0))
+    assert found.best is not None
+    assert looked_at[0] == 1

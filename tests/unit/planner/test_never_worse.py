@@ -69,7 +69,7 @@ def test_more_schedules_kinds_and_nodes_are_never_worse(seed):
 @pytest.mark.parametrize("seed", [5, 7])
 def test_a_node_more_of_a_large_cluster_is_never_worse(seed):
     """139 and 153 GPUs of several kinds, searched as ``plan`` does; ``--only nodes`` compares more of them."""
-    found = nodes(1, seed)
+    found = nodes([seed])
     assert found["clusters"] == 1 and found["worse"] == 0
     assert 100 < found["cases"][0]["gpus"] <= 200
 

@@ -1,10 +1,12 @@
 """The time that a search promises is the simulated time of the plan that is written."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from benchmarks.planner_quality import estimator_of, random_case
+from megatron_het.features.plan_checks import check_plan_alone
 from tools.planner.build import build_plan, candidate_of
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup, load_cluster
@@ -147,3 +149,25 @@ def test_a_pipeline_sits_where_it_sits_among_the_others():
     whole = simulate_candidate(estimator, candidate, estimate, plan).iteration_s
     assert block_s(estimator, candidate, estimate) == pytest.approx(whole, rel=1e-9)
     assert simulate_block(estimator, candidate, estimate).iteration_s == pytest.approx(whole, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "ministage", "slimpipe"])
+def test_stages_with_different_numbers_of_chunks(schedule):
+    """A plan that asks for them is read, priced, simulated and written as it is."""
+    estimator, candidate = irregular()
+    even = candidate.with_(schedule=schedule, chunks=2, slices=2 if schedule == "slimpipe" else 1, zero_stage=1)
+    plan = build_plan(estimator, even, estimator.estimate(even))
+    first, last = plan.stages
+    joined = dataclasses.replace(plan, stages=(first, dataclasses.replace(last, layers=(sum(last.layers),))))
+    check_plan_alone(joined)
+    again, seated = candidate_of(joined, estimator.cluster)
+    assert (again.chunks, again.chunk_counts, again.head_stage) == (2, (2, 1), 0)
+    estimate = estimator.estimate(again)
+    written = build_plan(estimator, again, estimate)
+    assert [stage.layers for stage in written.stages] == [(3, 3), (2,)]
+    found = simulate_candidate(estimator, again, estimate, joined, seated)
+    assert found.iteration_s > 0 and len(found.peak_bytes) == 8
+    # The loss follows the second chunk of the first stage, which has the output layer's time.
+    forward = found.result.program.shape
+    assert forward.path[-1] == (0, 1) and forward.layers == ((3, 3), (2,))
+    assert again.with_(chunks=2).chunk_counts == () and again.with_(micro_batch_size=1).chunk_counts == (2, 1)

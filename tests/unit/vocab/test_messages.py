@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape
+from megatron_het.runtime.batches import Batches
+from megatron_het.schedule.ir import Kind
 from megatron_het.vocab.embedding import token_edges
 from megatron_het.vocab.layers import VocabularyShard
 from megatron_het.vocab.messages import Team, edges, sides_of
@@ -76,17 +79,20 @@ def test_replicas_of_different_tp_hand_over_all_rows(
     ends = placement.replica(0, placement.route[0][microbatch]), placement.replica(1, 0)
     ranks = [replica.ranks for replica in ends]
     whole = torch.arange(TOKENS * 3.0).view(TOKENS, 3)
+    op = RankOp(Kind.VOCAB_FORWARD, microbatch, 0, 0, "part of the output layer")
 
     def local(rank: int, stage: int) -> torch.Tensor:
         return whole.chunk(len(ranks[stage]))[ranks[stage].index(rank)] if divided else whole
 
     for rank in ranks[senders]:
         links: Any = Links(rank, pairs, mail)
-        Team(placement, rank, TOKENS).send(links, local(rank, senders), receivers, microbatch, "", divided=divided)
+        team = Team(placement, rank, TOKENS, Batches())
+        team.send(links, local(rank, senders), receivers, op, divided=divided)
     for rank in ranks[receivers]:
         links = Links(rank, pairs, mail)
         found = torch.full_like(local(rank, receivers), -1.0)
-        Team(placement, rank, TOKENS).expect(links, found, senders, microbatch, "", divided=divided)
+        team = Team(placement, rank, TOKENS, Batches())
+        team.expect(links, found, senders, op, divided=divided)
         assert torch.equal(found, local(rank, receivers))
     assert not mail
 

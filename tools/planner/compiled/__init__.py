@@ -84,4 +84,6 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     links: list[Any] = [ints, ints, ctypes.c_int32, doubles, doubles]
     found.het_makespan.argtypes = [*shape, ints, octets, doubles, doubles, doubles, *links]
     found.het_makespan.restype = ctypes.c_double
+    found.het_stages.argtypes = [ctypes.c_int32, ctypes.c_char_p, ints, ctypes.c_int32, ctypes.c_double, doubles]
+    found.het_stages.restype = ctypes.c_int32
     return found

@@ -1,12 +1,14 @@
-/* The two loops of plain 1F1B pipelines that take a search longest: the merge of forwards and backwards
- * (megatron_het/schedule/generators/fast_merge.py) and the time of the merged orders (quick.py).
+/* The loops that take a search longest: of plain 1F1B pipelines the merge of forwards and backwards
+ * (megatron_het/schedule/generators/fast_merge.py) and the time of the merged orders (quick.py); and the division of
+ * layers over stages with the guess at their time (search/sketch.py).
  *
- * Both do what the Python code does, operation by operation, with the same additions in the same order, so that
+ * All do what the Python code does, operation by operation, with the same additions in the same order, so that
  * results are equal to the last bit.  Compile without -ffast-math and without fused multiply-add.
  *
  * Devices are numbered stage by stage.  `runner[stage * microbatches + m]` is the device that runs microbatch m in a
  * stage; the microbatches of device d are `mine[at[d]] ... mine[at[d + 1] - 1]`, ascending.
  */
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -315,4 +317,76 @@ double het_makespan(int32_t devices, int32_t stages, int32_t microbatches, const
     free(times);
     free(places);
     return result;
+}
+
+#define FIGURES 5
+#define MOST_STAGES 256
+
+/* Layers of each stage so that the slowest ends as early as possible: `divide` of search/sketch.py. */
+static void divide(int32_t count, const double *stages, const int32_t *caps, int32_t wanted, int32_t *layers) {
+    double now[MOST_STAGES], ends = 0.0, rate = 0.0;
+    for (int32_t i = 0; i < count; i++) {
+        ends += stages[FIGURES * i + 1];
+        rate += 1.0 / stages[FIGURES * i];
+    }
+    double level = (wanted + ends) / rate;
+    int32_t missing = wanted;
+    for (int32_t i = 0; i < count; i++) {
+        int32_t n = (int32_t)(level / stages[FIGURES * i] - stages[FIGURES * i + 1]);
+        n = n < 1 ? 1 : n;
+        layers[i] = n > caps[i] ? caps[i] : n;
+        missing -= layers[i];
+    }
+    for (int32_t i = 0; i < count; i++) {
+        double t = stages[FIGURES * i], end = stages[FIGURES * i + 1];
+        if (missing < 0)
+            now[i] = layers[i] > 1 ? (layers[i] + end) * t : 0.0;
+        else
+            now[i] = layers[i] < caps[i] ? (layers[i] + 1 + end) * t : HUGE_VAL;
+    }
+    for (; missing < 0; missing++) {
+        int32_t at = 0;
+        for (int32_t i = 1; i < count; i++)
+            if (now[i] > now[at]) at = i;
+        layers[at]--;
+        now[at] = layers[at] > 1 ? now[at] - stages[FIGURES * at] : 0.0;
+    }
+    for (; missing > 0; missing--) {
+        int32_t at = 0;
+        for (int32_t i = 1; i < count; i++)
+            if (now[i] < now[at]) at = i;
+        if (now[at] == HUGE_VAL) return;
+        layers[at]++;
+        now[at] = layers[at] < caps[at] ? now[at] + stages[FIGURES * at] : HUGE_VAL;
+    }
+}
+
+/* What the stages take with the layers that suit them best: `stages_s` of search/sketch.py.
+ *
+ * stages: by stage, seconds of a layer with all microbatches, embedding and head as layers, seconds of a pass through
+ * a layer, parameters of embedding and head as layers, seconds of the sum of a layer's gradients.
+ * out: the slowest stage, the sum of passes through the others, what follows the last backward.
+ * Returns 0 if there are too many stages.
+ */
+int32_t het_stages(int32_t count, const double *stages, const int32_t *caps, int32_t wanted, double drain,
+                   double *out) {
+    int32_t layers[MOST_STAGES];
+    double busy = 0.0, passes = 0.0, worst_pass = 0.0, tail = 0.0;
+    if (count > MOST_STAGES) return 0;
+    divide(count, stages, caps, wanted, layers);
+    for (int32_t i = 0; i < count; i++) {
+        const double *s = stages + FIGURES * i;
+        double all = (layers[i] + s[1]) * s[0], pass = (layers[i] + s[1]) * s[2];
+        double rest = (layers[i] + s[3]) * s[4] - passes * drain;
+        passes += pass;
+        if (all > busy) {
+            busy = all;
+            worst_pass = pass;
+        }
+        if (rest > tail) tail = rest;
+    }
+    out[0] = busy;
+    out[1] = passes - worst_pass;
+    out[2] = tail;
+    return 1;
 }

@@ -40,4 +40,4 @@ class Interleaved(Schedule):
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
         """SlimPipe, Table 2."""
         count, v = len(candidate.stages), candidate.chunks
-        return min(float(stage.microbatches[i]), (2 * (count - 1 - s) + (v - 1) * count + 1) / v)
+        return min(float(stage.microbatches[i]), (2 * (count - 1 - s) + (v - 1) * count + 1) / candidate.chunks_of(s))

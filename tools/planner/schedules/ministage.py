@@ -159,13 +159,15 @@ def _figures(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes
     """Forward and backward of a stage, and the gathers that its compute does not cover."""
     if "laps" in stage.memo:
         return stage.memo["laps"]
-    chunk = chunk_layers(candidate.stages[s].layers, candidate.chunks)
-    first, last = s == 0, s == len(candidate.stages) - 1
+    chunk = chunk_layers(candidate.stages[s].layers, candidate.chunks_of(s))
+    first, last = s == 0, s == candidate.head_stage
     slowest, laps = stage.slowest, []
+    lacking = [0.0] * (candidate.chunks - len(chunk))  # at the end of the forward, at the start of the backward
     for back in (False, True):
         times = [u.chunks_s(chunk, first, last, back, estimator.runtime.operation_s) for u in stage.units]
         times = [t[::-1] for t in times] if back else times
-        laps.append((mean_s(times, stage.microbatches), [t * stage.microbatches[slowest] for t in times[slowest]]))
+        one, every = mean_s(times, stage.microbatches), [t * stage.microbatches[slowest] for t in times[slowest]]
+        laps.append((lacking + one, lacking + every) if back else (one + lacking, every + lacking))
     found = laps[0], laps[1], _exposed_s(estimator, candidate, stage, s)
     stage.memo["laps"] = found
     return found
@@ -173,7 +175,7 @@ def _figures(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes
 
 def _exposed_s(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes, s: int) -> float:
     """Gathers of one stage that its compute does not cover."""
-    groups, chunks = candidate.stages[s].groups, candidate.chunks
+    groups, chunks = candidate.stages[s].groups, candidate.chunks_of(s)
     element = float(estimator.model.element_bytes)
     ranks = candidate.reducing(s)
     size = rank_bytes(candidate, stage.units, s, element)

@@ -66,7 +66,7 @@ class SlimPipe(Schedule):
 
     def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
         """SlimPipe, equation (1)."""
-        cut = candidate.slices * candidate.chunks
+        cut = candidate.slices * candidate.chunks_of(s)
         return min(float(stage.microbatches[i]), (cut + 2 * (len(candidate.stages) - 1 - s)) / cut)
 
     def expected_in_flight(self, like: Candidate, share: float, total: int, later: int) -> float:

@@ -20,13 +20,14 @@ MOST_OPERATIONS = 20_000
 """Plans with more compute operations are not simulated for every trial."""
 
 
-def deeper(estimator: Estimator, goal: Goal, found: Found) -> Found:
+def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False) -> Found:
     """The finalist with as many microbatches in flight as make it fastest and fit into memory.
 
     Trials are simulated.  Of large plans only two are: what the closed form chooses, and what hides every transfer.
 
     Args:
         found: Simulated, in the order that suits it best.
+        briefly: Where hiding every transfer brings nothing, nothing else is tried.
     """
     candidate = found.candidate
     if len(candidate.stages) < 2 or not schedule_of(candidate).has_depths or candidate.depths:
@@ -54,6 +55,10 @@ def deeper(estimator: Estimator, goal: Goal, found: Found) -> Found:
         return None if estimate is None else estimate.iteration_s
 
     passes, transfers = _passes_s(estimator, candidate), estimator.transfer_times(candidate)
+    if briefly:
+        hidden_s = simulated(_hiding(passes, transfers))
+        if hidden_s is None or hidden_s >= found.iteration_s:
+            return found
     if operations_of(estimator, candidate) <= MOST_OPERATIONS:
         chosen = choose_depths(passes, transfers, simulated)
         return tried[chosen] if chosen else found

@@ -157,7 +157,7 @@ def _improve_best(
         hope = least_s(estimator, entry.candidate, entry.estimate) / entry.iteration_s * entry.value(goal)
         if i >= DEEPENED and (is_large or hope >= best):
             continue
-        found[i] = deeper(estimator, goal, entry)
+        found[i] = deeper(estimator, goal, entry, briefly=i >= DEEPENED)
         best = min(best, found[i].value(goal))
     found.sort(key=lambda f: f.value(goal))
     simulate = partial(_simulated, estimator, goal, tries=1)

@@ -16,7 +16,7 @@ _GRACE_S = 0.3
 """How long after its limit a search is interrupted: it notices by itself almost always."""
 AT_LEAST_S = 1.0
 """So much of the limit a search has at least, however long the command took to start and to read."""
-WRITING_S = 2e-5
+WRITING_S = 2.4e-5
 """CPU seconds per GPU of the cluster that the last finalist and the plan take when the search is over, about."""
 
 

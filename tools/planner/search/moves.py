@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 from ..candidate import Candidate, Group
 from ..estimate import Estimator
@@ -12,6 +12,8 @@ from ..search.book import Groups
 from ..search.goal import Goal
 from ..search.pools import Limits
 
+MOST_CUTS = 10
+"""Stages into which neighbouring stages of one kind are cut anew, at most."""
 Stages = list[dict[tuple[int, int], int]]
 
 
@@ -57,6 +59,7 @@ def neighbours(
         _replaced(stages, spare),
         _reordered(stages),
         _recut(stages, spare, estimator),
+        _respread(estimator, stages, limits),
         _equalised(stages, spare),
         _without(stages),
     ):
@@ -202,6 +205,25 @@ def _reordered(stages: Stages) -> Iterator[Stages]:
         yield stages[::-1]
 
 
+def _respread(estimator: Estimator, stages: Stages, limits: Limits) -> Iterator[Stages]:
+    """As many stages of equal width, or one more or less, in place of those that are of one pool alone."""
+    own: dict[int, list[int]] = {}
+    for i, stage in enumerate(stages):
+        pools = {pool for pool, _ in stage}
+        if len(pools) == 1:
+            own.setdefault(pools.pop(), []).append(i)
+    for pool, at in own.items():
+        node = estimator.cluster.nodes[pool].gpus_per_node
+        others = [(i, stage) for i, stage in enumerate(stages) if i not in at]
+        before, after = [s for i, s in others if i < at[0]], [s for i, s in others if i > at[0]]
+        elsewhere = sum([n * t for _, stage in others for (p, t), n in stage.items() if p == pool])
+        for tp in sorted({t for i in at for _, t in stages[i]}):
+            units = (limits[pool] - elsewhere) // node * (node // tp)
+            for count in (len(at) - 1, len(at), len(at) + 1):
+                if 0 < count <= units:
+                    yield [*before, *[{(pool, tp): units // count} for _ in range(count)], *after]
+
+
 def _recut(stages: Stages, spare: dict[int, int], estimator: Estimator) -> Iterator[Stages]:
     for i in range(len(stages) - 1):
         joined = dict(stages[i])
@@ -225,3 +247,44 @@ def _recut(stages: Stages, spare: dict[int, int], estimator: Estimator) -> Itera
                 for n in {1, count}:
                     yield [{(pool, tp): n}, *stages]
                     yield [*stages, {(pool, tp): n}]
+
+
+def cut_anew(estimator: Estimator, candidate: Candidate, limits: Limits) -> Iterator[Groups]:
+    """Other cuts of neighbouring stages that have replicas of one kind only.
+
+    As many layers and replicas are divided into other numbers of stages, with replicas in proportion to layers: into
+    equal stages, of which those with a layer less come first, and with a first stage that is half as long.  A
+    microbatch is sooner through short stages, so that the stages after them begin sooner.
+    """
+    spare = dict(enumerate(limits))
+    for pool, used in candidate.gpus().items():
+        spare[pool] -= used
+    groups = tuple(s.groups for s in candidate.stages)
+    first = 0
+    while first < len(groups):
+        after = first + 1
+        kinds = {(g.pool, g.tp) for g in groups[first]}
+        while after < len(groups) and {(g.pool, g.tp) for g in groups[after]} == kinds:
+            after += 1
+        if len(kinds) == 1:
+            ((pool, tp),) = kinds
+            node = estimator.cluster.nodes[pool].gpus_per_node
+            unused = spare[pool] // node * (node // tp)
+            units = unused + sum([g.count for stage in groups[first:after] for g in stage])
+            layers = sum([stage.layers for stage in candidate.stages[first:after]])
+            for counts in _cuts(layers):
+                until = [0, *accumulate(counts)]
+                widths = [units * b // layers - units * a // layers for a, b in pairwise(until)]
+                if all(widths):
+                    yield (*groups[:first], *[(Group(pool, tp, n),) for n in widths], *groups[after:])
+        first = after
+
+
+def _cuts(layers: int) -> Iterator[tuple[int, ...]]:
+    """Layers of so many stages as there may be: nearly equal, and with a short first and a long last one."""
+    for count in range(1, min(layers, MOST_CUTS) + 1):
+        each, more = divmod(layers, count)
+        yield (*[each] * (count - more), *[each + 1] * more)
+        short = -(-each // 2)
+        if count > 2 and short < each:
+            yield (short, *[each] * (count - 2), layers - short - each * (count - 2))

@@ -48,6 +48,21 @@ class Found:
         return self.usd_per_iteration if goal.objective == "cost" else self.iteration_s
 
 
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """The fastest plan, where another one was chosen that depends less on transfers beside compute.
+
+    Attributes:
+        iteration_s: Of the fastest plan.
+        blocking_s: The same where transfers wait for compute.
+        chosen_blocking_s: That of the chosen plan.
+    """
+
+    iteration_s: float
+    blocking_s: float
+    chosen_blocking_s: float
+
+
 @dataclass(slots=True)
 class Outcome:
     """Result of a search: the best first.
@@ -58,6 +73,7 @@ class Outcome:
         exact: The optimum of the search space is proven (small clusters).
         cpu_s: CPU time of the search, simulations included.
         bound: What no plan on these GPUs can beat, in seconds or USD (``bounds.Bounds``).
+        passed_over: The fastest plan, where it is not the first (``overlap.py``).
     """
 
     method: str
@@ -69,6 +85,7 @@ class Outcome:
     simulations: int = 0
     cpu_s: float = 0.0
     bound: float = 0.0
+    passed_over: PassedOver | None = None
 
     def gap(self, goal: Goal) -> float | None:
         """How far the best plan is from the bound at most, relative; None without a plan or a bound."""

@@ -7,12 +7,15 @@ dividing the layers by these rates.
 
 from __future__ import annotations
 
+from ctypes import c_double, c_int32
 from math import inf
+from struct import Struct
 from typing import NamedTuple
 
 from megatron_het.plan.limits import most_chunks
 
 from ..candidate import Candidate, Group, Stage
+from ..compiled import loops
 from ..estimate import Estimator, allocate
 from ..schedules import schedule_of
 from ..search.balance import Rooms, layer_rooms, stage_load
@@ -55,17 +58,23 @@ class _Known:
     Attributes:
         stage: What it is taken for.
         tail_s: Gradient reduction and update of a layer.
+        figures: Both as the compiled loops want them.
+        rate: Layers per second.
+        width: Replicas.
         rooms: What fits into memory.
         caps: Most layers that fit, by the number of replicas of later stages.
     """
 
-    __slots__ = ("caps", "rooms", "stage", "tail_s")
+    __slots__ = ("caps", "figures", "rate", "rooms", "stage", "tail_s", "width")
 
     def __init__(self, stage: _Stage, tail_s: float, rooms: Rooms) -> None:
         self.stage, self.tail_s, self.rooms = stage, tail_s, rooms
+        self.rate, self.width = 1.0 / stage.layer_s, stage.width
+        self.figures = _FIGURES.pack(stage.layer_s, stage.ends, stage.pass_s, stage.ends_size, tail_s)
         self.caps: dict[int, int] = {}
 
 
+_FIGURES = Struct("5d")
 _UNMET = _Known.__new__(_Known)
 """In place of a stage that has not been met."""
 
@@ -78,7 +87,7 @@ class _Point:
         mismatch: Of its schedule.
         most_stages: Stages of a plan that has no more passes than a plan may have.
         total: Microbatches.
-        known: By groups, and whether they are the first and the last stage; None where they cannot run.
+        known: For stages in the middle, the first, the last and single ones: by groups; None where they cannot run.
         values: Guesses that were made, by the groups of all stages.
     """
 
@@ -88,7 +97,7 @@ class _Point:
         self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
         self.mismatch = self.schedule.mismatch(like)
         self.most_stages = most_chunks(total, like.slices) // like.chunks
-        self.known: dict[tuple[tuple[Group, ...], bool, bool], _Known | None] = {}
+        self.known: tuple[dict[tuple[Group, ...], _Known | None], ...] = ({}, {}, {}, {})
         self.values: dict[Groups, float] = {}
 
 
@@ -102,6 +111,8 @@ class Sketch:
         self._last: tuple[Candidate | None, _Point | None] = None, None
         self.stages: dict[object, _Stage | None] = {}
         self.tails: dict[object, float] = {}
+        self._compiled = loops()
+        self._out = (c_double * 3)()
 
     def value(self, groups: Groups, like: Candidate, most: float = inf) -> float:
         """About the seconds or USD of the best layers for these stages.
@@ -145,47 +156,45 @@ class Sketch:
 
     def _stages(self, point: _Point, groups: Groups) -> tuple[list[_Known], float]:
         """What is known of the stages, and layers per second of all; 0 where one cannot run."""
-        known, last, rate = point.known, len(groups) - 1, 0.0
+        last, rate = len(groups) - 1, 0.0
+        middle = point.known[0]
         found: list[_Known] = []
         for s, groups_of in enumerate(groups):
-            key = groups_of, s == 0, s == last
-            entry = known.get(key, _UNMET)
+            known = middle if 0 < s < last else point.known[(s == 0) + 2 * (s == last)]
+            entry = known.get(groups_of, _UNMET)
             if entry is _UNMET:
-                entry = known[key] = self._meet(point, *key)
+                entry = known[groups_of] = self._meet(point, groups_of, s == 0, s == last)
             if entry is None:
                 return found, 0.0
             found.append(entry)
-            rate += 1.0 / entry.stage.layer_s
+            rate += entry.rate
         return found, rate
 
     def _seconds(self, groups: Groups, point: _Point, found: list[_Known], caps: list[int], most: float) -> float:
         """Infinite where the slowest stage alone takes longer than ``most``."""
         like, schedule = point.like, point.schedule
-        stages = [k.stage for k in found]
-        layers = divide([s.layer_s for s in stages], [s.ends for s in stages], caps, self.estimator.model.num_layers)
-        busy_s = passes = worst_pass_s = tail = 0.0
-        drain = BACKWARD / (like.chunks * like.slices)
-        for n, k in zip(layers, found):
-            s = k.stage
-            all_s, pass_s, tail_s = (n + s.ends) * s.layer_s, (n + s.ends) * s.pass_s, (n + s.ends_size) * k.tail_s
-            tail_s -= passes * drain  # earlier stages still compute
-            passes += pass_s
-            if all_s > busy_s:
-                busy_s, worst_pass_s = all_s, pass_s
-            if tail_s > tail:
-                tail = tail_s
+        cut = like.chunks * like.slices
+        busy_s, passes, tail = self._stages_s(found, caps, BACKWARD / cut)
         if busy_s + tail > most:
             return inf
-        passes -= worst_pass_s
         if len(groups) == 1:
-            return busy_s + passes / (like.chunks * like.slices) + tail
+            return busy_s + passes / cut + tail
         ways = self.estimator.ways_s(groups, like.micro_batch_size, like.cp)
-        widths = [s.width for s in stages]
+        widths = [k.width for k in found]
         each = point.total * like.chunks
         link_s = max([way * each / (a if a < b else b) for way, a, b in zip(ways, widths, widths[1:])])
         loss = schedule.loss_of(point.mismatch, widths, any(len(g) > 1 for g in groups))
-        fill_s = passes / (like.chunks * like.slices) + 2 * sum(ways) / like.slices
+        fill_s = passes / cut + 2 * sum(ways) / like.slices
         return max(busy_s * (1 + loss), link_s) + fill_s + tail
+
+    def _stages_s(self, found: list[_Known], caps: list[int], drain: float) -> tuple[float, float, float]:
+        """What ``stages_s`` says, by the compiled loops where they are there."""
+        count, wanted = len(found), self.estimator.model.num_layers
+        if self._compiled is not None:
+            figures, out = b"".join([k.figures for k in found]), self._out
+            if self._compiled.het_stages(count, figures, (c_int32 * count)(*caps), wanted, drain, out):
+                return out[0], out[1], out[2]
+        return stages_s([(k.stage, k.tail_s) for k in found], caps, wanted, drain)
 
     def _meet(self, point: _Point, groups: tuple[Group, ...], first: bool, last: bool) -> _Known | None:
         """A stage that has not been met at this point."""
@@ -226,6 +235,33 @@ class Sketch:
         return tail_s(self.estimator, like.with_(stages=(Stage(1, groups),) * 3), load.units, 1)
 
 
+def stages_s(
+    found: list[tuple[_Stage, float]], caps: list[int], wanted: int, drain: float
+) -> tuple[float, float, float]:
+    """What stages take with the layers that suit them best.
+
+    Args:
+        found: Each with the seconds that summing a layer's gradients takes.
+        caps: Most layers of each.
+        wanted: Layers in all.
+        drain: Of a pass forward and back, what earlier stages still compute when a stage ends.
+
+    Returns:
+        Seconds of the slowest stage, of one microbatch through all the others, and of what follows the last backward.
+    """
+    layers = divide([s.layer_s for s, _ in found], [s.ends for s, _ in found], caps, wanted)
+    busy_s = passes = worst_pass_s = tail = 0.0
+    for n, (s, layer_tail_s) in zip(layers, found):
+        all_s, pass_s = (n + s.ends) * s.layer_s, (n + s.ends) * s.pass_s
+        tail_s = (n + s.ends_size) * layer_tail_s - passes * drain
+        passes += pass_s
+        if all_s > busy_s:
+            busy_s, worst_pass_s = all_s, pass_s
+        if tail_s > tail:
+            tail = tail_s
+    return busy_s, passes - worst_pass_s, tail
+
+
 def _caps(found: list[_Known]) -> list[int]:
     """Most layers of each stage."""
     later, out = 0, []
@@ -234,7 +270,7 @@ def _caps(found: list[_Known]) -> list[int]:
         if cap is None:
             cap = entry.caps[later] = entry.rooms.cap(later)
         out.append(cap)
-        later += entry.stage.width
+        later += entry.width
     out.reverse()
     return out
 
@@ -248,7 +284,11 @@ def divide(seconds: list[float], ends: list[float], caps: list[int], wanted: int
         caps: Most layers of each stage.
         wanted: Layers in all, at most the sum of ``caps``.
     """
-    level = (wanted + sum(ends)) / sum([1.0 / t for t in seconds])
+    all_ends = rate = 0.0
+    for t, e in zip(seconds, ends):  # one after the other, as the compiled loop does
+        all_ends += e
+        rate += 1.0 / t
+    level = (wanted + all_ends) / rate
     layers = []
     for t, e, cap in zip(seconds, ends, caps):
         n = int(level / t - e)

@@ -16,7 +16,7 @@ from ..search.effort import Effort, effort_for
 from ..search.exact import branch_and_bound
 from ..search.finish import finish
 from ..search.goal import Goal
-from ..search.moves import neighbours, schedule_variants
+from ..search.moves import cut_anew, neighbours, schedule_variants
 from ..search.outcome import Outcome, Progress
 from ..search.pools import MOST_POOLS, Limits, all_gpus, parts
 from ..search.regions import Merged, expand, merge
@@ -103,6 +103,7 @@ def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | 
         if limits == ground.whole:
             _bandwidth_groups(merged.estimator, book, effort, limits)
         _variants(book, effort, limits)
+        _cut_anew(book, limits)
         _polish(book)
     except KeyboardInterrupt:
         outcome.interrupted = True
@@ -168,7 +169,7 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
         if value < inf:
             sketched.append((value, i, groups, like))
             hope[0] = min(hope[0], value)
-        if book.progress.out_of_time:
+        if book.progress.spent:
             break
     sketched.sort(key=lambda item: item[:2])
     scored: list[tuple[float, int, Candidate]] = []
@@ -182,7 +183,7 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
             score, candidate = book.try_groups(groups, like)
             if candidate is not None:
                 scored.append((score, i, candidate))
-        if book.progress.out_of_time:
+        if book.progress.spent:
             break
     scored.sort(key=lambda item: item[:2])
     return _starts(scored, effort)
@@ -332,6 +333,18 @@ def _bandwidth_groups(estimator: Estimator, book: Book, effort: Effort, limits: 
     configure_groups(book, 1, few=True)
     if book.best < before:
         _climb(book, effort, book.top(1)[0][0], limits)
+
+
+def _cut_anew(book: Book, limits: Limits) -> None:
+    """Stages of one kind cut anew, for the best 1F1B plan, as long as that makes it better."""
+    for plan, _ in book.top(1, PLAIN.name):
+        current, score = plan, book.try_candidate(plan)
+        while score < POLISHED * book.to_beat:
+            tried = [book.try_groups(groups, current) for groups in cut_anew(book.estimator, current, limits)]
+            found, best = min(tried, key=lambda item: item[0], default=(inf, None))
+            if best is None or found >= score * (1 - 1e-9):
+                break
+            current, score = best, found
 
 
 def _polish(book: Book) -> None:

@@ -1,0 +1,90 @@
+"""Of plans that are about as fast, the one that depends less on transfers beside compute is chosen."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.planner_quality import estimator_of
+from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.model import Model
+from tools.planner.report import bound_lines, search_body
+from tools.planner.runtime import MEGATRON_HET
+from tools.planner.search.goal import Goal
+from tools.planner.search.methods import search
+from tools.planner.search.outcome import Found, Outcome
+from tools.planner.search.overlap import SMALL, blocking_ratio, prefer_independent
+
+MODEL = Model(
+    num_layers=12,
+    hidden_size=2048,
+    ffn_hidden_size=8192,
+    num_attention_heads=16,
+    vocab_size=32000,
+    seq_length=2048,
+    global_batch_size=64,
+    distributed_optimizer=True,
+)
+CLUSTER = Cluster(nodes=(NodeGroup(gpu="A100-40", count=4, gpus_per_node=1, network_bytes_per_s=1.25e9),))
+
+
+def found(estimator, stages: int, seconds: float) -> Found:
+    """A plan of so many equal stages that is said to take so long."""
+    candidate = Candidate(tuple(Stage(12 // stages, (Group(0, 1, 4 // stages),)) for _ in range(stages)), 1, "full")
+    estimate = estimator.estimate(candidate)
+    assert estimate is not None
+    return Found(candidate, estimate, seconds, confirmed=True)
+
+
+@pytest.mark.parametrize(("longer", "chosen"), [(SMALL / 2, 1), (SMALL * 1.1, 4)])
+def test_a_plan_without_transfers_is_chosen_where_it_takes_hardly_longer(longer: float, chosen: int):
+    estimator = estimator_of(CLUSTER, MODEL)
+    fast, other = found(estimator, 4, 10.0), found(estimator, 1, 10.0 * (1 + longer))
+    assert blocking_ratio(estimator, fast.candidate, fast.estimate) > 1.05
+    assert blocking_ratio(estimator, other.candidate, other.estimate) is None
+    outcome = Outcome("auto", [fast, other])
+    prefer_independent(estimator, Goal(), outcome)
+    assert len(outcome.best.candidate.stages) == chosen
+    assert len(outcome.found) == 2
+    lines = bound_lines(outcome, Goal())
+    if chosen == 4:
+        assert outcome.passed_over is None and not lines
+        assert search_body(outcome, Goal())["passed_over"] is None
+        return
+    assert "chosen over a plan of 10 s" in lines[0]
+    told = search_body(outcome, Goal())["passed_over"]
+    assert told["iteration_s"] == 10.0 and told["blocking_s"] > told["chosen_blocking_s"] == other.iteration_s
+
+
+def test_what_gains_less_than_it_loses_is_not_chosen():
+    """Two plans of the same stages: the slower one depends on overlap as much."""
+    estimator = estimator_of(CLUSTER, MODEL)
+    outcome = Outcome("auto", [found(estimator, 4, 10.0), found(estimator, 4, 10.01)])
+    prefer_independent(estimator, Goal(), outcome)
+    assert outcome.passed_over is None and outcome.best.iteration_s == 10.0
+
+
+def test_where_nothing_overlaps_and_under_a_goal_of_cost_the_best_stays():
+    estimator = estimator_of(CLUSTER, MODEL)
+    in_turn = estimator_of(CLUSTER, MODEL)
+    in_turn.runtime = replace(MEGATRON_HET, transfers_in_turn=True)
+    for estimators, goal in ((in_turn, Goal()), (estimator, Goal(objective="cost"))):
+        outcome = Outcome("auto", [found(estimator, 4, 10.0), found(estimator, 1, 10.01)])
+        prefer_independent(estimators, goal, outcome)
+        assert len(outcome.best.candidate.stages) == 4 and outcome.passed_over is None
+
+
+def test_the_search_of_the_commands_prefers_it():
+    """The first plan of a search is never one that another beats without overlap and equals with it."""
+    estimator, goal = estimator_of(CLUSTER, MODEL), Goal()
+    outcome = search("auto", estimator, goal)
+    best = outcome.best
+    assert best is not None
+    fastest = min(f.iteration_s for f in outcome.found if f.runnable)
+    assert best.iteration_s <= fastest * (1 + SMALL)
+
+    def blocked(f: Found) -> float:
+        return f.iteration_s * (blocking_ratio(estimator, f.candidate, f.estimate) or 1.0)
+
+    near = [f for f in outcome.found if f.runnable and f.iteration_s <= best.iteration_s]
+    assert all(blocked(f) >= blocked(best) for f in near)
