@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     alone_s, back_s = (report[key] - report["killed_s"] for key in ("goes_on_s", "back_s"))
     screen.line(
         f"killed after {report['killed_s']:.1f} s; the others went on {alone_s:.1f} s later, and the worker was back "
-        f"{back_s:.1f} s after its death; {report['repeated_iterations']} iterations were done twice"
+        f"{back_s:.1f} s after its death; iterations that were done twice: {report['repeated_iterations']}"
     )
     three, two, again = report["tokens_per_s"]
     screen.line(f"tokens per second: {three:.0f} on three nodes, {two:.0f} on two, {again:.0f} on three again")

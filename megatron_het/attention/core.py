@@ -8,6 +8,7 @@ attention treats as no packing at all.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.latent import Expansion, LatentCache, attend_by_latents, widths_of
 from megatron_het.attention.layer_exchange import NO_EXCHANGE, LayerExchange
 from megatron_het.attention.reach import Reach
+from megatron_het.attention.rotary import Rotation, Rotations
 from megatron_het.attention.slice_attention import SharedSlices, slice_attention
 from megatron_het.plan.parts import Blocks, part_tokens
 from megatron_het.schedule.cutting import Bounds, Starts
@@ -37,6 +39,7 @@ class SliceParams(PackedSeqParams):
         blocks: The tokens of the sequence that it is, for this context-parallel rank.
         starts: Where the documents of each sequence begin; None if documents do not matter.
         parts: Tokens of the slice on each context-parallel rank.
+        rotation: Of queries and keys by attention; None where there is none, or the layers do it.
     """
 
     microbatch: int = 0
@@ -44,6 +47,7 @@ class SliceParams(PackedSeqParams):
     blocks: Blocks = ()
     parts: tuple[int, ...] = ()
     starts: tuple[Starts, ...] | None = None
+    rotation: Rotation | None = None
 
     @classmethod
     def make(
@@ -82,6 +86,7 @@ class SliceCoreAttention(torch.nn.Module):
         softmax_offset: ``[heads]`` of this TP rank, as the layer had it; None without.
         tp_group: Over which the heads are cut.
         expansion: What makes keys and values of latents; None where the layer gives keys and values.
+        rotates: Whether the layer's queries and keys have rotary positions.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class SliceCoreAttention(torch.nn.Module):
         softmax_offset: torch.Tensor | None = None,
         tp_group: Any = None,
         expansion: Expansion | None = None,
+        rotates: bool = True,
     ) -> None:
         super().__init__()
         self.cache = KVCache(slots, batch) if expansion is None else LatentCache(slots, batch, expansion)
@@ -108,6 +114,7 @@ class SliceCoreAttention(torch.nn.Module):
         self._kernel_name = kernel
         self._kernel: Kernel | None = None
         self._tp_group = tp_group
+        self._rotates = rotates
 
     def forward(
         self,
@@ -123,7 +130,7 @@ class SliceCoreAttention(torch.nn.Module):
         """Attention of the slice that ``packed_seq_params`` names.
 
         Args:
-            query: ``[s, b, heads, d]``, positions applied.
+            query: ``[s, b, heads, d]``, without positions if ``packed_seq_params`` has their rotation.
             key: ``[s, b, groups, d]``, or latents.
             value: ``[s, b, groups, d]``, or nothing beside latents.
             attention_mask: Ignored: slices are causal, and documents are known by where they begin.
@@ -153,6 +160,7 @@ class SliceCoreAttention(torch.nn.Module):
             parallel=None if self.sharing is None else self.sharing(packed_seq_params.parts),
             reach=Reach(packed_seq_params.starts, self.window_tokens, packed_seq_params.max_seqlen_q),
             sink=self.softmax_offset,
+            rotation=packed_seq_params.rotation if self._rotates else None,
         )
         return out[..., : self._value_width].reshape(*out.shape[:2], -1)
 
@@ -225,6 +233,7 @@ def replace_core_attention(
             softmax_offset=getattr(replaced, "softmax_offset", None),
             tp_group=getattr(getattr(attention, "pg_collection", None), "tp", None),
             expansion=attend_by_latents(attention) if _is_latent(attention) else None,
+            rotates=not _is_without_positions(attention),
         )
         placed.append(attention.core_attention)
     return placed
@@ -256,6 +265,12 @@ def _window_of(attention: Any) -> int | None:
     return int(size[0])
 
 
+def _is_without_positions(attention: Any) -> bool:
+    """Whether a layer is one of those that Megatron gives no rotary positions (``--no-rope-freq``)."""
+    skipped = getattr(attention.config, "no_rope_freq", None)
+    return bool(skipped and skipped[attention.layer_number - 1])
+
+
 class CurrentSlice:
     """The slice that runs now on this rank, put into the model's calls by forward hooks.
 
@@ -269,7 +284,8 @@ class CurrentSlice:
         """Hook into model chunks (GPTModel, not wrapped)."""
         for model in models:
             model.register_forward_pre_hook(self._add_params, with_kwargs=True)
-            model.decoder.register_forward_pre_hook(_cut_positions, with_kwargs=True)  # type: ignore[union-attr]
+            cut = functools.partial(_cut_positions, Rotations.of(model))
+            model.decoder.register_forward_pre_hook(cut, with_kwargs=True)  # type: ignore[union-attr]
 
     def _add_params(
         self, _model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -280,12 +296,17 @@ class CurrentSlice:
 
 
 def _cut_positions(
-    _decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    rotations: Rotations | None, _decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Rotary embeddings of the slice, out of those of the sequence (first dimension)."""
+    """Rotary embeddings of the slice, out of those of the sequence (first dimension).
+
+    Attention gets them where it can rotate, and then the layers get none.
+    """
     table, params = kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params")
     if isinstance(table, torch.Tensor) and isinstance(params, SliceParams):
-        kwargs = {**kwargs, "rotary_pos_emb": take_blocks(table, params.blocks, dim=0)}
+        params.rotation = None if rotations is None else rotations.part(table, params.blocks)
+        own = take_blocks(table, params.blocks, dim=0) if params.rotation is None else None
+        kwargs = {**kwargs, "rotary_pos_emb": own}
     return args, kwargs
 
 

@@ -101,7 +101,7 @@ class CpuFlash:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Kernel`."""
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
-            *(t.permute(1, 2, 0, 3) for t in (q, k, v)), 0.0, causal, scale=scale
+            q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), 0.0, causal, scale=scale
         )
         return out.permute(2, 0, 1, 3), lse
 

@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_het.attention.kv_gradients import GradientTotals, Part
 from megatron_het.attention.kv_pool import CacheError, KVPool, Place
 
 __all__ = ["CacheError", "KVCache", "Run"]
-
-Part = tuple[int, int, int]
-"""Slice, first and end row of its chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,6 @@ class Run:
         return tuple(piece for piece, _, _ in self.parts)
 
 
-def _widened(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of keys and values in the type in which they are added up."""
-    keys, values = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts)
-    return keys, values
-
-
 @dataclass(slots=True)
 class _Chunk:
     """What is held of the slice of tokens ``[begin, end)``: those from ``first`` on."""
@@ -57,7 +49,8 @@ class _Chunk:
     first: int
     end: int
     place: Place | None
-    gradients: tuple[torch.Tensor, torch.Tensor] | None = None
+    before: Sequence[Run] | None = None
+    """The runs of all chunks before it, once they have been asked for."""
 
 
 @dataclass(slots=True)
@@ -67,6 +60,11 @@ class _Sequence:
     grows_up: bool
     batch: int
     chunks: list[_Chunk] = field(default_factory=list)
+    totals: GradientTotals = field(init=False)
+
+    def __post_init__(self) -> None:
+        chunks = self.chunks  # not this object, which would refer to itself
+        self.totals = GradientTotals(self.batch, lambda piece: chunks[piece].end - chunks[piece].first)
 
 
 class KVCache:
@@ -97,8 +95,8 @@ class KVCache:
 
     def tensors(self) -> list[torch.Tensor]:
         """The pool and the gradients collected so far."""
-        chunks = [chunk for sequence in self._sequences.values() for chunk in sequence.chunks]
-        return [*self._pool.tensors(), *(t for chunk in chunks for t in chunk.gradients or ())]
+        totals = [tensor for sequence in self._sequences.values() for tensor in sequence.totals.tensors()]
+        return [*self._pool.tensors(), *totals]
 
     def reserve(self, rows: int) -> None:
         """Have room for so many tokens at once, in place of equal slots; nothing may be held."""
@@ -171,8 +169,9 @@ class KVCache:
 
     def own(self, microbatch: int, index: int) -> Run:
         """What is held of one slice."""
-        ((_, run),) = self._by_chunk(microbatch, *self._held(microbatch, index))
-        return run
+        place = self._sequences[microbatch].chunks[index].place
+        assert place is not None
+        return Run(place.keys, place.values, ((index, 0, place.keys.shape[0]),))
 
     def joined(
         self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor
@@ -200,7 +199,13 @@ class KVCache:
             index: Index of the slice.
             skipped_tokens: Tokens at the start of the sequence to leave out.
         """
-        return self.runs(microbatch, skipped_tokens, self.begin_of(microbatch, index))
+        chunks = self._sequences[microbatch].chunks if microbatch in self._sequences else ()
+        if skipped_tokens or index >= len(chunks):
+            return self.runs(microbatch, skipped_tokens, self.begin_of(microbatch, index))
+        found = chunks[index].before
+        if found is None:  # in the forward; the backward finds the same chunks
+            found = chunks[index].before = self.runs(microbatch, 0, chunks[index].begin)
+        return found
 
     def runs(self, microbatch: int, start: int, stop: int) -> Sequence[Run]:
         """Tokens ``[start, stop)`` of a sequence, all of them held, as few contiguous runs as they form, in any order.
@@ -250,10 +255,6 @@ class KVCache:
             rows = slice(first - start, first - start + keys.shape[0])
             out[0, rows].copy_(keys[:, :, groups])
             out[1, rows].copy_(values[:, :, groups])
-
-    def _held(self, microbatch: int, index: int) -> tuple[int, int]:
-        chunk = self._sequences[microbatch].chunks[index]
-        return chunk.first, chunk.end
 
     def _parts(self, microbatch: int, start: int, stop: int, gaps: bool = False) -> Iterator[Part]:
         """The rows of every chunk that tokens ``[start, stop)`` touch; with ``gaps`` some of them may not be held."""
@@ -306,24 +307,7 @@ class KVCache:
             grad_values: The same of the values.
             sequences: Of the microbatch, those that the gradients are of; None for all.
         """
-        sequence, sizes = self._sequences[microbatch], [hi - lo for _, lo, hi in run.parts]
-        whole, batch = grad_keys.shape[1] == sequence.batch, sequences or slice(None)
-        # All chunks in one call: there are many, and each is small.
-        totals: list[torch.Tensor] = []
-        added: list[torch.Tensor] = []
-        parts = zip(grad_keys.split(sizes), grad_values.split(sizes), strict=True)
-        for (piece, lo, hi), part in zip(run.parts, parts, strict=True):
-            chunk = sequence.chunks[piece]
-            rows = chunk.end - chunk.first
-            if chunk.gradients is None:
-                if whole and hi - lo == rows:
-                    chunk.gradients = _widened(*part)
-                    continue
-                chunk.gradients = _widened(*(p.new_zeros((rows, sequence.batch, *p.shape[2:])) for p in part))
-            totals += (total[lo:hi, batch] for total in chunk.gradients)
-            added += part
-        if totals:
-            torch._foreach_add_(totals, added)
+        self._sequences[microbatch].totals.add(run.parts, grad_keys, grad_values, sequences)
 
     def add_token_gradient(
         self, microbatch: int, start: int, stop: int, grad_keys: torch.Tensor, grad_values: torch.Tensor
@@ -345,12 +329,13 @@ class KVCache:
         """
         self.check_last(microbatch, index)
         sequence = self._sequences[microbatch]
+        gradients = sequence.totals.take(index)
         chunk = sequence.chunks.pop()
         if chunk.place is not None:
             self._pool.give(chunk.place)
         if not sequence.chunks:
             del self._sequences[microbatch]
-        return chunk.gradients
+        return gradients
 
     def settle(
         self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor
@@ -360,14 +345,18 @@ class KVCache:
         Args:
             microbatch: Global index of the microbatch.
             run: The whole slice, as ``own`` gave it.
-            grad_keys: What the slice itself adds to the gradient of its keys.
+            grad_keys: What the slice itself adds to the gradient of its keys; may be changed.
             grad_values: The same of the values.
 
         Returns:
             The gradients of what was appended, from this slice and all later ones.
         """
         later = self.release(microbatch, run.parts[0][0])
-        return (grad_keys, grad_values) if later is None else (grad_keys + later[0], grad_values + later[1])
+        if later is None:
+            return grad_keys, grad_values
+        if grad_keys.dtype is later[0].dtype:  # they are new tensors of the kernel's
+            return grad_keys.add_(later[0]), grad_values.add_(later[1])
+        return grad_keys + later[0], grad_values + later[1]
 
     def drop(self, microbatch: int) -> None:
         """Give all chunks of a microbatch back, without a backward pass (evaluation)."""

@@ -22,8 +22,9 @@ from megatron_het.attention.blocks import held_before
 from megatron_het.attention.kernels import Gradients, Kernel
 from megatron_het.attention.kv_cache import KVCache, Run
 from megatron_het.attention.layer_exchange import NO_EXCHANGE, Given, LayerExchange
-from megatron_het.attention.merge import merge_
+from megatron_het.attention.merge import in_type, merge_
 from megatron_het.attention.reach import Form, Reach, Span
+from megatron_het.attention.rotary import Rotation
 from megatron_het.attention.sink import add_sink, sink_gradient
 from megatron_het.plan.parts import Blocks
 
@@ -182,7 +183,8 @@ class _Place:
 
 
 class LimitedAttention(torch.autograd.Function):
-    """Apply it to query, key, value, sink, cache, kernel, microbatch, index, scale, exchange, sharing and reach."""
+    """Apply it to query, key, value, sink, cache, kernel, microbatch, index, scale, exchange, sharing, reach and
+    rotation."""
 
     @staticmethod
     def forward(
@@ -199,8 +201,11 @@ class LimitedAttention(torch.autograd.Function):
         exchange: LayerExchange,
         sharing: Sharing | None,
         reach: Reach,
+        rotation: Rotation | None,
     ) -> torch.Tensor:
         """See ``slice_attention``."""
+        if rotation is not None:
+            query, key = rotation.turn(query), rotation.turn(key)
         begins = (*cache.begins(microbatch)[:index], cache.begin_of(microbatch, index))
         queries, held, first, blocks, whole = _spans(begins, query.shape[0], sharing)
         unread = held_before(blocks, reach.unread(*whole))
@@ -222,14 +227,14 @@ class LimitedAttention(torch.autograd.Function):
         out = out.to(query.dtype)
         kept = (_alone(query), out, lse, _alone(key[:unread]), _alone(value[:unread]))
         ctx.save_for_backward(*kept, *(() if sink is None else (sink,)))
-        ctx.place = place, exchange, sharing
+        ctx.place = place, exchange, sharing, rotation
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Of query, key, value and sink; those of earlier slices' keys and values go to the cache."""
         query, out, lse, key, value, *sinks = ctx.saved_tensors
-        place, exchange, sharing = ctx.place
+        place, exchange, sharing, rotation = ctx.place
         cache, microbatch, index = place.cache, place.microbatch, place.index
         cache.check_last(microbatch, index)
         mine = grad, query, out, lse
@@ -254,7 +259,10 @@ class LimitedAttention(torch.autograd.Function):
             dk[-later[0].shape[0] :] += later[0]
             dv[-later[1].shape[0] :] += later[1]
         ds = sink_gradient(grad, out, lse, *sinks) if sinks and ctx.needs_input_grad[3] else None
-        return dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype), ds, *[None] * 8
+        dq, dk, dv = (in_type(part, query.dtype) for part in (dq, dk, dv))
+        if rotation is not None:
+            dq, dk = rotation.turn_back(dq), rotation.turn_back(dk)
+        return dq, dk, dv, ds, *[None] * 9
 
 
 def _forward_shared(

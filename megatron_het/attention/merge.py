@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def in_type(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a type; itself, without a call, if it has it: a slice asks many times, and seldom needs it."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
 def merge_(
     out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor, *, both_empty: bool = False
 ) -> torch.Tensor:
@@ -26,5 +31,5 @@ def merge_(
     weight = torch.sigmoid(other_lse - lse)
     if both_empty:
         weight = weight.masked_fill(other_lse == -torch.inf, 0.0)
-    out.lerp_(other.to(out.dtype), weight.permute(2, 0, 1).unsqueeze(-1).to(out.dtype))
+    out.lerp_(in_type(other, out.dtype), in_type(weight.permute(2, 0, 1).unsqueeze(-1), out.dtype))
     return torch.logaddexp(lse, other_lse)

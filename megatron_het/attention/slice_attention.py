@@ -22,8 +22,9 @@ from megatron_het.attention.kernels import Gradients, Kernel
 from megatron_het.attention.kv_cache import KVCache, Run
 from megatron_het.attention.layer_exchange import NO_EXCHANGE, LayerExchange
 from megatron_het.attention.limited import LimitedAttention, Sharing, joined_rows
-from megatron_het.attention.merge import merge_
+from megatron_het.attention.merge import in_type, merge_
 from megatron_het.attention.reach import Reach
+from megatron_het.attention.rotary import Rotation
 from megatron_het.attention.sink import add_sink, sink_gradient
 
 UNLIMITED = Reach()
@@ -64,7 +65,7 @@ class _Rows:
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Add attention to other keys."""
-        self.out = self.out.to(torch.promote_types(self.query.dtype, torch.float32))
+        self.out = in_type(self.out, torch.promote_types(self.query.dtype, torch.float32))
         self.lse = merge_(self.out, self.lse, out, lse)
 
     def attend(self, runs: Iterable[Run], kernel: Kernel, scale: float) -> None:
@@ -108,7 +109,10 @@ class _SliceAttention(torch.autograd.Function):
         scale: float,
         exchange: LayerExchange,
         parallel: SharedSlices | None,
+        rotation: Rotation | None,
     ) -> torch.Tensor:
+        if rotation is not None:
+            query, key = rotation.turn(query), rotation.turn(key)
         # A recomputed forward attends to everything itself: the slot of its helpers is over.
         now = exchange if cache.append(microbatch, index, key, value) else NO_EXCHANGE
         key, value = cache.shown(key, value)
@@ -137,17 +141,17 @@ class _SliceAttention(torch.autograd.Function):
         if sink is not None:
             own.out, own.lse = add_sink(own.out, own.lse, sink)
         # Contiguous, so that the output projection keeps this very storage and not a copy.
-        out = own.out.to(query.dtype).contiguous()
+        out = in_type(own.out, query.dtype).contiguous()
         # A view would keep the fused projection of queries, keys and values alive.
         kept = query if query.untyped_storage().nbytes() == query.nbytes else query.clone()
         ctx.save_for_backward(kept, out, own.lse, *(() if sink is None else (sink,)))
-        ctx.place = cache, kernel, microbatch, index, scale, exchange, parallel
+        ctx.place = cache, kernel, microbatch, index, scale, exchange, parallel, rotation
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, out, lse, *sinks = ctx.saved_tensors
-        cache, kernel, microbatch, index, scale, exchange, parallel = ctx.place
+        cache, kernel, microbatch, index, scale, exchange, parallel, rotation = ctx.place
         cache.check_last(microbatch, index)
         wide = torch.promote_types(query.dtype, torch.float32)
         chunk = cache.own(microbatch, index)
@@ -155,11 +159,11 @@ class _SliceAttention(torch.autograd.Function):
         if parallel is None:
             _, given_tokens = exchange.begin_backward(*mine)
             dq, dk, dv = kernel.backward(grad, query, chunk.keys, chunk.values, out, lse, True, scale)
-            rows = own = _RowGradients(*mine, dq.to(wide))
+            rows = own = _RowGradients(*mine, in_type(dq, wide))
         else:  # in the order of the forward
             gathering = parallel.gather(*mine)
             dq, *grads = kernel.backward(grad, query, chunk.keys, chunk.values, out, lse, True, scale)
-            own = _RowGradients(*mine, dq.to(wide))
+            own = _RowGradients(*mine, in_type(dq, wide))
             theirs = gathering()
             _, given_tokens = exchange.begin_backward(*joined_rows(theirs, mine))
             dq, *parts = parallel.causal_backward(*theirs, chunk.keys, chunk.values, kernel, scale)
@@ -183,7 +187,10 @@ class _SliceAttention(torch.autograd.Function):
                 own.dq += part
         dk, dv = cache.settle(microbatch, chunk, dk, dv)
         ds = sink_gradient(grad, out, lse, *sinks) if sinks and ctx.needs_input_grad[3] else None
-        return own.dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype), ds, *[None] * 7
+        dq, dk, dv = (in_type(part, query.dtype) for part in (own.dq, dk, dv))
+        if rotation is not None:
+            dq, dk = rotation.turn_back(dq), rotation.turn_back(dk)
+        return dq, dk, dv, ds, *[None] * 8
 
 
 def slice_attention(
@@ -200,6 +207,7 @@ def slice_attention(
     parallel: SharedSlices | None = None,
     reach: Reach = UNLIMITED,
     sink: torch.Tensor | None = None,
+    rotation: Rotation | None = None,
 ) -> torch.Tensor:
     """Attention of slice ``index`` of a microbatch.
 
@@ -217,6 +225,7 @@ def slice_attention(
         parallel: The ranks that share the slice, None for this one alone.
         reach: Documents and window that limit what queries see.
         sink: Score of a further key of value zero, for each of ``heads``; None without.
+        rotation: What queries and keys are rotated by first; None if they are.
 
     Returns:
         ``[s, b, heads, d]``, contiguous.
@@ -226,5 +235,5 @@ def slice_attention(
     """
     place = cache, kernel, microbatch, index, scale
     if reach.is_limited:
-        return LimitedAttention.apply(query, key, value, sink, *place, exchange, parallel, reach)
-    return _SliceAttention.apply(query, key, value, sink, *place, exchange, parallel)
+        return LimitedAttention.apply(query, key, value, sink, *place, exchange, parallel, reach, rotation)
+    return _SliceAttention.apply(query, key, value, sink, *place, exchange, parallel, rotation)

@@ -16,6 +16,7 @@ from megatron_het.schedule.cutting import Cutting
 SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
 """Schedules that cut sequences; their plans have the schedule parameter ``slices``."""
 _SLICES = "slices"
+_ROPE, _LINEAR = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.tensor_parallel.layers"
 EQUAL, WORK = "equal", "work"
 """How long slices are: as long as each other, or as long as equal work makes them."""
 
@@ -83,6 +84,11 @@ class Slices(Feature):
         "megatron.core.transformer.attention.Attention.forward": (
             "c84fa46b7757cd01bbbb910cdd8312050d20d53247cba482804ce4155261d089"
         ),
+        # What attention and light linear layers compute in their place.
+        f"{_ROPE}.apply_rotary_pos_emb": "15e756684316d7ee517a00023412ddb9e903ce5c489f2522be8880f9f0877c01",
+        f"{_ROPE}._apply_rotary_pos_emb_bshd": "24d6e448efc03d547a75fa68b5f6122560edb5d9cf5699cac073d750dc8d112a",
+        f"{_LINEAR}.ColumnParallelLinear.forward": "b3d148e587f2cecb4dbe23818c884fd9c280b710f2590c4b10d017fd7c1d0993",
+        f"{_LINEAR}.RowParallelLinear.forward": "235bf36cfa11fcf973d6752ef8639cf5a3e1f16a9a464c966dcf465f690849e4",
     }
     refused = (*ATTENTION_REFUSED, Refusal("logits_load_dir", "saved logits are read by whole sequences"))
 

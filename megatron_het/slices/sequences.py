@@ -89,6 +89,7 @@ class SlicedSequences(Batches):
         """
         from megatron_het.attention.core import replace_core_attention
         from megatron_het.attention.kernels import kernel_of_backend
+        from megatron_het.layers.light import lighten_linear_layers
 
         first = len(self._models)
         self._models += models
@@ -96,6 +97,7 @@ class SlicedSequences(Batches):
         for chunk, model in enumerate(models, first):
             slots = max(most_held(passes[chunk]) for passes in self._passes.values())
             replace_core_attention(model, slots, self._device, kernel, self._largest)
+        lighten_linear_layers(models)
         self._current.attach(models)
 
     def begin(self) -> None:

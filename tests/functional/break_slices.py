@@ -13,9 +13,11 @@ def positions(**options: Any) -> None:
 
     original = core._cut_positions
 
-    def first(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def first(rotations: Any, decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         params = kwargs["packed_seq_params"]
-        _, cut = original(decoder, args, {**kwargs, "packed_seq_params": _at_zero(params)})
+        moved = _at_zero(params)
+        _, cut = original(rotations, decoder, args, {**kwargs, "packed_seq_params": moved})
+        params.rotation = moved.rotation
         return args, {**cut, "packed_seq_params": params}
 
     core._cut_positions = first

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.lab import Lab
-from benchmarks.runner import Runner
+from benchmarks.runner import Finished, Runner
+from tests.functional.selected import run_selected
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +22,9 @@ def runner() -> Iterator[Runner]:
 def lab(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """Shared data, start checkpoints and references."""
     return Lab(runner, tmp_path_factory.mktemp("lab"))
+
+
+@pytest.fixture(scope="module")
+def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
+    """The runs of all selected cases of the file's ``BY_NAME``, two at a time."""
+    return run_selected(request.module.BY_NAME, lab, request)

@@ -1,4 +1,4 @@
-"""Runs the cases of one file that a session has selected, side by side."""
+"""The cases of one file that a session has selected: run side by side, and compared with one process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from benchmarks.cases import Case
+from benchmarks.compare import Differences, compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished
 
@@ -23,3 +24,8 @@ def run_selected(by_name: Mapping[str, Case], lab: Lab, request: pytest.FixtureR
         lab.reference(case)
     jobs = [lab.job(case) for case in selected]
     return {done.job.name: done for done in lab.runner.run_all(jobs, at_once=2)}
+
+
+def compared(case: Case, done: Finished, lab: Lab) -> Differences:
+    """How far a run of a case is from one process of stock Megatron."""
+    return compare(done.check().job.log_dir, case.plan, lab.reference(case))

@@ -12,10 +12,9 @@ import pytest
 
 from benchmarks.combination_cases import PARAMETERS, are_of_two_schedules, case_of, pair_row, pairs
 from benchmarks.combinations import markdown, refusals
-from benchmarks.compare import compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished
-from tests.functional.selected import run_selected
+from tests.functional.selected import compared
 
 BAR = 1e-5
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "combinations.md"
@@ -95,7 +94,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "recompute": "full",
     },
 }
-CASES = {name: case_of(pair_row(row.items()), name, 0) for name, row in ROWS.items()}
+BY_NAME = {name: case_of(pair_row(row.items()), name, 0) for name, row in ROWS.items()}
 
 
 def test_values_are_of_the_table() -> None:
@@ -109,14 +108,8 @@ def test_the_table_is_true(tmp_path: Path) -> None:
     assert markdown(refusals(wanted, 0, tmp_path)) == TABLE.read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
-    """The runs of all selected cases, two at a time."""
-    return run_selected(CASES, lab, request)
-
-
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", list(BY_NAME))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    case, done = CASES[name], finished[name].check()
-    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    case = BY_NAME[name]
+    found = compared(case, finished[name], lab)
     assert max(found.loss, found.validation, found.gradient) <= BAR, found

@@ -211,7 +211,7 @@ def test_a_rank_that_hangs_is_left_behind(lab: Lab, tmp_path: Path, undisturbed:
     assert job.error is None, job.error
     assert [entry["why"] for entry in job.controller.history] == ["start", "1 rank was lost"], job.lines
     assert "no iteration has ended for 8 s: all ranks leave their session" in job.lines
-    assert finished.returncodes == [0, 0, 0]  # no agent is here to end it
+    assert set(finished.returncodes) == {0}, "no agent is here to end it"
     check_losses(losses_of(tmp_path), undisturbed)
 
 

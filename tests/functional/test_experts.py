@@ -21,7 +21,7 @@ from benchmarks.nccl_order import in_nccl_order, transports
 from benchmarks.runner import Finished
 from benchmarks.slimpipe_cases import with_context_parallel_sizes
 from megatron_het.plan import ScheduleSpec
-from tests.functional.selected import run_selected
+from tests.functional.selected import compared
 
 BAR = 1e-5
 _ITERATION = re.compile(r" iteration +(\d+)/(.*)")
@@ -107,16 +107,10 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.fixture(scope="module")
-def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
-    """The runs of all selected cases, two at a time."""
-    return run_selected(BY_NAME, lab, request)
-
-
 @pytest.mark.parametrize("name", list(BY_NAME))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    case, done = BY_NAME[name], finished[name].check()
-    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    case = BY_NAME[name]
+    found = compared(case, finished[name], lab)
     assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases import Case, build_plan, with_schedule
-from benchmarks.compare import compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
-from tests.functional.selected import run_selected
+from tests.functional.selected import compared
 
 BAR = 1e-5
 # Under the fused cross entropy, gradients of logits are rounded to bf16, which enlarges rounding elsewhere.
@@ -77,16 +76,10 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.fixture(scope="module")
-def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
-    """The runs of all selected cases, two at a time."""
-    return run_selected(BY_NAME, lab, request)
-
-
 @pytest.mark.parametrize("name", list(BY_NAME))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
-    case, done = BY_NAME[name], finished[name].check()
-    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    case = BY_NAME[name]
+    found = compared(case, finished[name], lab)
     fused = "--cross-entropy-loss-fusion" in case.extra
     assert max(found.loss, found.validation) <= BAR, found
     assert found.gradient <= (ROUNDED_BAR if fused else BAR), found

@@ -14,13 +14,12 @@ import pytest
 from benchmarks.cases import TRAINING_FLAGS, machine_flags
 from benchmarks.combination_cases import pair_row
 from benchmarks.combinations import start_problems
-from benchmarks.compare import compare
 from benchmarks.expert_cases import is_routed
 from benchmarks.lab import Lab
 from benchmarks.model_families import FOLDER, MODELS, printed
 from benchmarks.models import case_for
 from benchmarks.runner import Finished, words
-from tests.functional.selected import run_selected
+from tests.functional.selected import compared
 
 BAR = 1e-5
 # Different parts of the product; the families under all of them are in the table.
@@ -37,23 +36,17 @@ ROWS: dict[str, dict[str, Any]] = {
     "qwen3": {"schedule": "v-half", "tp": "by stage", "layers": "uneven"},
     "qwen3_moe": {"schedule": "ministage", "window": "exact", "distributed_optimizer": True},
 }
-CASES = {name: case_for(name, pair_row(row.items()), name, 0) for name, row in ROWS.items()}
+BY_NAME = {name: case_for(name, pair_row(row.items()), name, 0) for name, row in ROWS.items()}
 
 
 def test_every_family_is_trained() -> None:
     assert sorted(ROWS) == list(MODELS)
 
 
-@pytest.fixture(scope="module")
-def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
-    """The runs of all selected cases, two at a time."""
-    return run_selected(CASES, lab, request)
-
-
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", list(BY_NAME))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    case, done = CASES[name], finished[name].check()
-    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    case = BY_NAME[name]
+    found = compared(case, finished[name], lab)
     assert max(found.gradient, found.norm) <= BAR, found
     # Two scores of experts that are equal up to rounding may be ordered otherwise in a later step.
     assert found.loss <= (1e-3 if is_routed(case) else BAR), found

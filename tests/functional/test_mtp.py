@@ -15,7 +15,6 @@ from benchmarks.expert_cases import divided
 from benchmarks.families import ALL_FAMILIES
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished
-from tests.functional.selected import run_selected
 
 BAR = 1e-5
 
@@ -29,7 +28,7 @@ def make(name: str, sizes: list[list[int]], layers: list[int], family: str = "la
     return Case(name, replace(plan, model=replace(plan.model, mtp_num_layers=later)), family=family, **of_case)
 
 
-CASES = {
+BY_NAME = {
     case.name: case
     for case in (
         make("mixed-tp", [[1], [2, 1]], [2, 3], sequence_parallel=True, distributed_optimizer=True),
@@ -45,22 +44,16 @@ CASES = {
         make("experts", [[1], [2, 1]], [2, 3], "later-tokens-experts", sequence_parallel=True),
     )
 }
-CASES["experts"] = replace(CASES["experts"], plan=divided(CASES["experts"].plan, [[1], [2, 1]]))
-
-
-@pytest.fixture(scope="module")
-def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
-    """The runs of all selected cases, two at a time."""
-    return run_selected(CASES, lab, request)
+BY_NAME["experts"] = replace(BY_NAME["experts"], plan=divided(BY_NAME["experts"].plan, [[1], [2, 1]]))
 
 
 def logged(log: str) -> list[float]:
     return [float(value) for value in re.findall(r"mtp_\d loss: (\S+)", log)]
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", list(BY_NAME))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
-    case, done = CASES[name], finished[name].check()
+    case, done = BY_NAME[name], finished[name].check()
     reference = lab.reference(case)
     found = compare(done.job.log_dir, case.plan, reference)
     assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found

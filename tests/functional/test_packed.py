@@ -16,7 +16,7 @@ from benchmarks.lab import Lab
 from benchmarks.packed_cases import packed
 from benchmarks.runner import Finished
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
-from tests.functional.selected import run_selected
+from tests.functional.selected import compared
 
 BAR = 1e-5
 _SLICED = {**PLAIN, "layers": 5}
@@ -90,16 +90,10 @@ _CASES = [
 BY_NAME = {case.name: case for case in _CASES}
 
 
-@pytest.fixture(scope="module")
-def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
-    """The runs of all selected cases, two at a time."""
-    return run_selected(BY_NAME, lab, request)
-
-
 @pytest.mark.parametrize("name", list(BY_NAME))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    case, done = BY_NAME[name], finished[name].check()
-    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    case = BY_NAME[name]
+    found = compared(case, finished[name], lab)
     assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found
 
 

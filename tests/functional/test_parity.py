@@ -16,7 +16,7 @@ from benchmarks.cases import Case, build_plan, common_flags, with_schedule
 from benchmarks.compare import Differences, compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job
-from tests.functional.selected import run_selected
+from tests.functional.selected import compared
 
 FP32_BAR = 1e-5
 # In bf16 a sum over TP ranks rounds elsewhere than the sum of one process does: one part in 2^8 per
@@ -90,16 +90,10 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.fixture(scope="module")
-def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
-    """The runs of all selected cases, two at a time."""
-    return run_selected(BY_NAME, lab, request)
-
-
 @pytest.mark.parametrize("name", list(BY_NAME))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
-    case, done = BY_NAME[name], finished[name].check()
-    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    case = BY_NAME[name]
+    found = compared(case, finished[name], lab)
     if case.plan.training.precision == "bf16":
         assert found.loss <= BF16_LOSS_BAR and found.validation <= BF16_LOSS_BAR, found
         assert found.gradient <= BF16_GRADIENT_BAR, found

@@ -10,12 +10,11 @@ import random
 import pytest
 
 from benchmarks.cases import Case, build_plan, with_schedule
-from benchmarks.compare import compare
 from benchmarks.lab import Lab
 from benchmarks.poplar_cases import with_sizes
 from benchmarks.runner import Finished
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
-from tests.functional.selected import run_selected
+from tests.functional.selected import compared
 
 BAR = 1e-5
 _ROW = {**PLAIN, "microbatches": 3}
@@ -37,17 +36,11 @@ def made() -> list[Case]:
     ]
 
 
-CASES = {case.name: case for case in made()}
+BY_NAME = {case.name: case for case in made()}
 
 
-@pytest.fixture(scope="module")
-def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
-    """The runs of all selected cases, two at a time."""
-    return run_selected(CASES, lab, request)
-
-
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", list(BY_NAME))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    case, done = CASES[name], finished[name].check()
-    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    case = BY_NAME[name]
+    found = compared(case, finished[name], lab)
     assert max(found.loss, found.validation, found.gradient) <= BAR, found

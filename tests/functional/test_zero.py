@@ -11,11 +11,10 @@ import random
 import pytest
 
 from benchmarks.cases import Case
-from benchmarks.compare import compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished
 from benchmarks.zero_cases import zero_case
-from tests.functional.selected import run_selected
+from tests.functional.selected import compared
 
 BAR = 1e-5
 
@@ -31,26 +30,20 @@ def made() -> list[Case]:
     ]
 
 
-CASES = {case.name: case for case in made()}
+BY_NAME = {case.name: case for case in made()}
 
 
-@pytest.fixture(scope="module")
-def finished(lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
-    """The runs of all selected cases, two at a time."""
-    return run_selected(CASES, lab, request)
-
-
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", list(BY_NAME))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
-    case, done = CASES[name], finished[name].check()
-    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    case = BY_NAME[name]
+    found = compared(case, finished[name], lab)
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.chosen["zero"] > 1])
+@pytest.mark.parametrize("name", [name for name, case in BY_NAME.items() if case.chosen["zero"] > 1])
 def test_collectives_are_per_pass(name: str, finished: dict[str, Finished]) -> None:
     """As many on every replica, however few passes it has."""
-    case, done = CASES[name], finished[name].check()
+    case, done = BY_NAME[name], finished[name].check()
     reports = [json.loads((done.job.log_dir / f"rank-{r}.json").read_text()) for r in range(case.plan.world_size)]
     layers = sum(max(1, n) for n in case.plan.stages[0].layers)
     passes = max(len(replica.microbatches) for replica in case.plan.stages[0].replicas)

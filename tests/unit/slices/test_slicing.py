@@ -80,6 +80,7 @@ class Layer(torch.nn.Module):
 
 def chunk(layers: int) -> torch.nn.Module:
     model = torch.nn.Module()
+    model.config = SimpleNamespace(apply_rope_fusion=True)
     model.decoder = torch.nn.Module()
     model.decoder.layers = torch.nn.ModuleList(Layer() for _ in range(layers))
     return model

@@ -1,0 +1,105 @@
+"""Gradients of cached keys and values, added up until the backward of their own slice.
+
+Every later slice adds to the gradients of all chunks before it.  Chunks that lie next to each other keep theirs in one
+tensor, in the order of the pool: a later slice adds with one call for the keys and one for the values, however
+many chunks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Part = tuple[int, int, int]
+"""Slice, first and end row of its chunk."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Of keys and of values, ``[rows, b, ...]``."""
+
+
+def _widened(keys: torch.Tensor, values: torch.Tensor) -> Pair:
+    """Gradients in the type in which they are added up."""
+    return (
+        keys.to(torch.promote_types(keys.dtype, torch.float32)),
+        values.to(torch.promote_types(values.dtype, torch.float32)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Total:
+    """Gradients of neighbouring rows of chunks, in the order of ``parts``."""
+
+    parts: tuple[Part, ...]
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def rows_of(self, parts: tuple[Part, ...], rows: int) -> slice | None:
+        """Where so many rows are that other parts have; None if they are not here, next to each other."""
+        if parts[0] not in self.parts:
+            return None
+        first = self.parts.index(parts[0])
+        if self.parts[first : first + len(parts)] != parts:
+            return None
+        start = sum(hi - lo for _, lo, hi in self.parts[:first])
+        return slice(start, start + rows)
+
+
+class GradientTotals:
+    """What the later slices of one microbatch have added up, by slice.
+
+    Args:
+        batch: Sequences of the microbatch.
+        rows_of: How many rows the chunk of a slice has.
+    """
+
+    def __init__(self, batch: int, rows_of: Callable[[int], int]) -> None:
+        self._batch = batch
+        self._rows_of = rows_of
+        self._of: dict[int, Pair] = {}
+        self._totals: list[_Total] = []
+
+    def add(
+        self, parts: tuple[Part, ...], grad_keys: torch.Tensor, grad_values: torch.Tensor, sequences: slice | None
+    ) -> None:
+        """Add a later slice's contribution; the first one to whole chunks is kept as it is.
+
+        Args:
+            parts: Rows of chunks, in the order of the gradients.
+            grad_keys: ``[rows, b, ...]``.
+            grad_values: The same of the values.
+            sequences: Of the microbatch, those that the gradients are of; None for all.
+        """
+        if grad_keys.shape[1] == self._batch:
+            for total in self._totals:
+                rows = total.rows_of(parts, grad_keys.shape[0])
+                if rows is not None:
+                    total.keys[rows].add_(grad_keys)
+                    total.values[rows].add_(grad_values)
+                    return
+        sizes = [hi - lo for _, lo, hi in parts]
+        if grad_keys.shape[1] == self._batch and all(
+            piece not in self._of and rows == self._rows_of(piece)
+            for (piece, _, _), rows in zip(parts, sizes, strict=True)
+        ):
+            total = _Total(parts, *_widened(grad_keys, grad_values))
+            self._totals.append(total)
+            pairs = zip(total.keys.split(sizes), total.values.split(sizes), strict=True)
+            self._of.update(zip((piece for piece, _, _ in parts), pairs, strict=True))
+            return
+        batch = sequences or slice(None)
+        for (piece, lo, hi), *pair in zip(parts, grad_keys.split(sizes), grad_values.split(sizes), strict=True):
+            if piece not in self._of:
+                shape = self._rows_of(piece), self._batch
+                keys, values = (part.new_zeros((*shape, *part.shape[2:])) for part in pair)
+                self._of[piece] = _widened(keys, values)
+            for whole, added in zip(self._of[piece], pair, strict=True):
+                whole[lo:hi, batch].add_(added)
+
+    def take(self, piece: int) -> Pair | None:
+        """The gradients of a slice's chunk, which goes; None if there are none."""
+        return self._of.pop(piece, None)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is held."""
+        return [tensor for pair in self._of.values() for tensor in pair]

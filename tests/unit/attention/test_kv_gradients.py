@@ -1,0 +1,52 @@
+"""Gradients of cached keys and values: however they come, each chunk gets its sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_het.attention.kv_gradients import GradientTotals, Part
+
+ROWS, BATCH = (2, 3, 4), 2
+Runs = list[tuple[tuple[Part, ...], slice | None]]
+WHOLE: tuple[Part, ...] = tuple((piece, 0, rows) for piece, rows in enumerate(ROWS))
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [(WHOLE, None), (WHOLE[:2], None), (WHOLE[:1], None)],
+        [(WHOLE[::-1], None), (WHOLE[1::-1], None), (WHOLE[:1], None)],  # grown from the other end
+        [(WHOLE, None), (WHOLE[1:2], None), (WHOLE[1:], None)],
+        [(((0, 1, 2), *WHOLE[1:]), None), (WHOLE, None), (WHOLE[:2], None)],  # a part was given away first
+        [(WHOLE, slice(1, 2)), (WHOLE, None), (WHOLE[:1], slice(0, 1))],
+    ],
+    ids=["up", "down", "middle", "given", "sequences"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums(runs: Runs, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    totals = GradientTotals(BATCH, ROWS.__getitem__)
+    wanted = [[torch.zeros(rows, BATCH, 4) for _ in range(2)] for rows in ROWS]
+    for parts, sequences in runs:
+        batch = sequences or slice(0, BATCH)
+        count = sum(hi - lo for _, lo, hi in parts)
+        pair = [torch.randn(count, batch.stop - batch.start, 4).to(dtype) for _ in range(2)]
+        for which, whole in enumerate(pair):
+            for (piece, lo, hi), part in zip(parts, whole.split([hi - lo for _, lo, hi in parts]), strict=True):
+                wanted[piece][which][lo:hi, batch] += part
+        totals.add(parts, *(part.clone() for part in pair), sequences)
+    for piece in reversed(range(len(ROWS))):
+        found = totals.take(piece)
+        assert found is not None and found[0].dtype == torch.float32
+        for a, b in zip(found, wanted[piece], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert totals.take(0) is None and not totals.tensors()
+
+
+def test_a_run_is_added_to_with_one_call_for_keys() -> None:
+    totals = GradientTotals(BATCH, ROWS.__getitem__)
+    for parts in (WHOLE, WHOLE[:2]):
+        totals.add(parts, *(torch.ones(sum(ROWS[: len(parts)]), BATCH, 4) for _ in range(2)), None)
+    found = [totals.take(piece) for piece in range(3)]
+    assert len({pair[0].untyped_storage().data_ptr() for pair in found if pair is not None}) == 1
