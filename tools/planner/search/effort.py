@@ -49,7 +49,7 @@ class Effort:
     part_sketches: int = 300
     part_seeds: int = 20
     part_steps: int = 80
-    near_gpus: int = 100
+    near_gpus: int = 200
     cut_nodes: int = 16
     exact_gpus: int = 8
     exact_nodes: int = 60_000
