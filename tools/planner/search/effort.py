@@ -18,6 +18,8 @@ class Effort:
         near: Neighbours that look worse than a candidate by this share are not evaluated.
         neighbours: Neighbours of a candidate that are evaluated at most.
         hasty: A neighbour that looks much better is evaluated before all neighbours have been looked at.
+        spread: Neighbours have a pool spread anew over its stages, too.  On few GPUs smaller steps reach as much, and
+            such a large one leads away from better plans that are near.
         steps: Evaluations of the local search per starting point.
         parts: Parts of the cluster to search in the same way, of those that can hold a better plan.
         part_sketches, part_seeds, part_steps: Starting points to look at and to evaluate on a part, and evaluations
@@ -44,6 +46,7 @@ class Effort:
     near: float = 0.12
     neighbours: int = 48
     hasty: bool = False
+    spread: bool = False
     steps: int = 250
     parts: int = 12
     part_sketches: int = 300
@@ -63,7 +66,7 @@ class Effort:
 
 
 NORMAL = Effort()
-MEDIUM = Effort(seeds=60, alike=6, counts=4, near=0.03, neighbours=24, steps=160, hasty=True)
+MEDIUM = Effort(seeds=60, alike=6, counts=4, near=0.03, neighbours=24, steps=160, hasty=True, spread=True)
 """For clusters of more than 64 GPUs, whose sketches are more exact: there are more microbatches for each stage."""
 LARGE = replace(MEDIUM, sketches=800, seeds=80, steps=200, parts=3, simulated_operations=30_000, refined=4)
 """For clusters of more than 160 GPUs, where a better plan is worth a few seconds."""

@@ -42,9 +42,13 @@ def _amounts(count: int) -> set[int]:
 
 
 def neighbours(
-    estimator: Estimator, goal: Goal, candidate: Candidate, bottleneck: int, limits: Limits
+    estimator: Estimator, goal: Goal, candidate: Candidate, bottleneck: int, limits: Limits, spread: bool = False
 ) -> Iterator[tuple[Groups, Candidate]]:
-    """Changed candidates (stages and everything else); layers are balanced anew by the caller."""
+    """Changed candidates (stages and everything else); layers are balanced anew by the caller.
+
+    Args:
+        spread: With a pool spread anew over its stages, which changes many of them at once.
+    """
     stages = _open(candidate)
     groups = tuple(s.groups for s in candidate.stages)
     for like in _settings(estimator, goal, candidate):
@@ -59,7 +63,7 @@ def neighbours(
         _replaced(stages, spare),
         _reordered(stages),
         _recut(stages, spare, estimator),
-        _respread(estimator, stages, limits),
+        _respread(estimator, stages, limits) if spread else (),
         _equalised(stages, spare),
         _without(stages),
     ):

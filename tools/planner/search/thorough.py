@@ -264,7 +264,7 @@ def _promising(
     clear = here * (1 - 3 * CLEAR) if hasty and current in book.good else 0.0
     found = []
     for i, (groups, like) in enumerate(
-        neighbours(book.estimator, book.goal, current, _bottleneck(book, current), limits)
+        neighbours(book.estimator, book.goal, current, _bottleneck(book, current), limits, effort.spread)
     ):
         value = book.sketch.value(groups, like, most)
         if value < most:
