@@ -102,7 +102,10 @@ CASES = [
         1,
         {"slices": 8},
     ),
-    sharing(make("balance-in-context-parallelism", "qwen3-moe", [[2, 1]], [5]), (3, 1)),
+    # At the usual rate the scores of two experts are equal up to rounding in the seventh step, and chance orders them.
+    replace(
+        sharing(make("balance-in-context-parallelism", "qwen3-moe", [[2, 1]], [5]), (3, 1)), extra=("--lr", "9e-4")
+    ),
 ]
 BY_NAME = {case.name: case for case in CASES}
 
