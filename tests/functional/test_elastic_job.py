@@ -22,6 +22,7 @@ from megatron_het.elastic.board import Board
 from megatron_het.elastic.controller import Bounds, Controller, JobError
 from megatron_het.elastic.pool import GivenPlans, Planner
 from megatron_het.plan import Plan, save_plan
+from tests.functional.test_checkpoint import with_ministages
 
 STEPS, TOKEN = 16, "0123456789abcdef"
 LIMIT_S = 240.0
@@ -35,6 +36,7 @@ def plan(sizes: list[list[int]], layers: list[int]) -> Plan:
 
 
 PLANS = [plan([[1], [1, 1, 1]], [2, 3]), plan([[1], [1, 1]], [3, 2]), plan([[1], [1]], [2, 3])]
+UNDER_A_WINDOW = with_ministages(PLANS[1], ((2, 1), (1, 1)), offload=True, offload_optimizer=True, update="undo")
 
 
 class Running:
@@ -214,11 +216,13 @@ def test_a_rank_that_hangs_is_left_behind(lab: Lab, tmp_path: Path, undisturbed:
 
 
 def test_asynchronous_saves_go_on_through_a_death(lab: Lab, tmp_path: Path, undisturbed: dict[int, float]):
-    # A save is being written while the rank dies, and others begin in the generation after it.
+    # A save is being written under a window while the rank dies, and others begin in the generation after it.
     saved, every = tmp_path / "saved", 4
     saves = ("--save", str(saved), "--save-interval", str(every), *ASYNC)
     own = (*common_flags(Weights(), steps=STEPS), *lab.start_flags(Weights()))
-    job = Running(lab, tmp_path, [("a", ""), ("b", ""), ("c", "")], kill=(1, every + 1, 0), flags=(*own, *saves))
+    nodes = [("a", ""), ("b", ""), ("c", "")]
+    plans = GivenPlans([UNDER_A_WINDOW, PLANS[2]])
+    job = Running(lab, tmp_path, nodes, kill=(1, every + 1, 0), flags=(*own, *saves), planner=plans)
     job.until(lambda: len(job.controller.history) >= 2, "death")
     finished = job.end()
     assert job.error is None, job.error
