@@ -20,6 +20,7 @@ from megatron_het.doctor.expectations import Expectations
 from megatron_het.doctor.links import Links
 from megatron_het.doctor.stress import Stress
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+from megatron_het.platform import activate
 
 WORLD = 4
 _LIMIT_S = 120
@@ -53,6 +54,7 @@ def run(rank: int, port: int, folder: Path, spoil: bool) -> None:
 
 def main() -> None:
     folder, spoil = Path(sys.argv[1]), "spoil" in sys.argv
+    activate()  # imports for seconds, with others waiting for the rank
     server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     children = []
     for rank in range(WORLD):
