@@ -1,10 +1,12 @@
-"""Everything that the environment of ``make venv`` is asked for has one pinned version."""
+"""Everything that the environment of ``make venv`` is asked for has one pinned version; guides name the extras."""
 
 from __future__ import annotations
 
 import ast
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -13,17 +15,35 @@ def _name(requirement: str) -> str:
     return re.split(r"[<>=!\[ ]", requirement)[0].lower().replace("_", "-")
 
 
+def _lists() -> dict[str, list[str]]:
+    """The lists of requirements in ``setup.py``, by name."""
+    return {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in ast.parse((ROOT / "setup.py").read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.List)
+    }
+
+
+@pytest.mark.parametrize(
+    ("guide", "extra", "requirement"),
+    [
+        ("patches/README.md", "checkout", "pybind11"),  # a Megatron-LM checkout compiles its dataset helpers
+        ("examples/llama/README.md", "huggingface", "transformers"),  # its tokenizer
+    ],
+)
+def test_what_a_guide_needs_besides_is_an_extra(guide: str, extra: str, requirement: str) -> None:
+    text = (ROOT / guide).read_text()
+    assert f"megatron-het[{extra}]" in text and requirement in text
+    assert _lists()[extra.upper()] == [requirement]
+
+
 def test_every_dependency_is_pinned() -> None:
     lines = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
     pinned = [line.split("==") for line in lines if line and not line.startswith("#")]
     assert all(len(pair) == 2 and pair[1] for pair in pinned)
     names = [_name(name) for name, _ in pinned]
     assert len(set(names)) == len(names)
-    lists = {
-        node.targets[0].id: ast.literal_eval(node.value)
-        for node in ast.parse((ROOT / "setup.py").read_text()).body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.List)
-    }
+    lists = _lists()
     asked = {key: lists[key] for key in ("RUNTIME", "PLANNER", "TEST", "LINT")}
     missing = {key: [r for r in rows if _name(r) not in names] for key, rows in asked.items()}
     assert not any(missing.values()), missing
