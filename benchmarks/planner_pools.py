@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -151,19 +151,31 @@ def nodes(seeds: Sequence[int], known: Sequence[dict[str, Any]] = ()) -> dict[st
         seeds: Of the clusters.
         known: Rows of other clusters, which are kept.
     """
+    rows = _rows(_with_a_node, seeds, known)
+    return {"clusters": len(rows), "worse": sum(row["worse"] > TOLERANCE for row in rows), "cases": rows}
+
+
+def _with_a_node(seed: int) -> dict[str, Any]:
+    """The plan of a cluster against that of one node less."""
+    cluster, model = random_pool(seed)
+    rng, goal = random.Random(seed), Goal()
+    less = rng.randrange(len(cluster.nodes))
+    mine = _best_s(cluster.nodes, model, goal)
+    row = {"seed": seed, "gpus": cluster.total_gpus, "iteration_s": mine, "worse": 0.0}
+    if mine < inf:
+        row["worse"] = mine / _best_s(_without_one(cluster.nodes, less), model, goal) - 1
+    return row
+
+
+def _rows(
+    compare: Callable[[int], dict[str, Any]], seeds: Sequence[int], known: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Comparisons of these clusters, beside known rows of others, by seed."""
     rows = [row for row in known if row["seed"] not in seeds]
     for seed in seeds:
-        cluster, model = random_pool(seed)
-        rng, goal = random.Random(seed), Goal()
-        less = rng.randrange(len(cluster.nodes))
-        mine = _best_s(cluster.nodes, model, goal)
-        row = {"seed": seed, "gpus": cluster.total_gpus, "iteration_s": mine, "worse": 0.0}
-        if mine < inf:
-            row["worse"] = mine / _best_s(_without_one(cluster.nodes, less), model, goal) - 1
-        rows.append(row)
-        print(f"  pool {seed}: {row}", file=sys.stderr, flush=True)
-    rows.sort(key=lambda row: row["seed"])
-    return {"clusters": len(rows), "worse": sum(row["worse"] > TOLERANCE for row in rows), "cases": rows}
+        rows.append(compare(seed))
+        print(f"  pool {seed}: {rows[-1]}", file=sys.stderr, flush=True)
+    return sorted(rows, key=lambda row: row["seed"])
 
 
 def _without_one(found: Sequence[NodeGroup], less: int) -> list[NodeGroup]:
@@ -179,11 +191,7 @@ def pools(seeds: Sequence[int], known: Sequence[dict[str, Any]] = ()) -> dict[st
         seeds: Of the clusters.
         known: Rows of other clusters, which are kept.
     """
-    rows = [row for row in known if row["seed"] not in seeds]
-    for seed in seeds:
-        rows.append(compare_pool(seed))
-        print(f"  pool {seed}: {rows[-1]}", file=sys.stderr, flush=True)
-    rows.sort(key=lambda row: row["seed"])
+    rows = _rows(compare_pool, seeds, known)
     planned = [r for r in rows if r["iteration_s"] is not None]
     out: dict[str, Any] = {key: sum(r[key] > TOLERANCE for r in planned) for key in COUNTS}
     ratios = [r["promised_over_emitted"] for r in planned if r["promised_over_emitted"] is not None]

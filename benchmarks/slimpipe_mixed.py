@@ -12,10 +12,7 @@ simulator says so (None where it does not).
 from __future__ import annotations
 
 import json
-import os
-import signal
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from typing import Any
 from benchmarks.runner import Runner
 from benchmarks.slimpipe_bubble import fitted_costs
 from benchmarks.slimpipe_runs import Model, Setting, job
+from examples.llama.slowed import slow_down
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.schedule.cost import Costs
@@ -41,20 +39,8 @@ def slowed_watch(*, rank: int, slow: int, out: str, memory: bool, fused: bool) -
     from benchmarks.slimpipe_probe import watch
 
     if rank == slow:
-        _stop_again_and_again()
+        slow_down(_STOPPED_S, _RUNNING_S)
     watch(rank=rank, out=out, memory=memory, fused=fused)
-
-
-def _stop_again_and_again() -> None:
-    me = os.getpid()
-    if os.fork():
-        return
-    while os.getppid() == me:
-        os.kill(me, signal.SIGSTOP)
-        time.sleep(_STOPPED_S)
-        os.kill(me, signal.SIGCONT)
-        time.sleep(_RUNNING_S)
-    os._exit(0)
 
 
 def plan_of(model: Model, tokens: int, **parameters: Any) -> Plan:

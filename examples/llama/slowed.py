@@ -16,17 +16,22 @@ SLOWED_VARIABLE = "HET_DEMO_SLOWED"
 _STOPPED_S, _RUNNING_S = 0.08, 0.04
 
 
-def slow_down() -> None:
-    """Fork a process that stops this one again and again, as long as this one lives."""
+def slow_down(stopped_s: float = _STOPPED_S, running_s: float = _RUNNING_S) -> None:
+    """Fork a process that stops this one again and again, as long as this one lives.
+
+    Args:
+        stopped_s: How long each time.
+        running_s: How long it runs in between.
+    """
     me = os.getpid()
     if os.fork():
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while os.getppid() == me:
         os.kill(me, signal.SIGSTOP)
-        time.sleep(_STOPPED_S)
+        time.sleep(stopped_s)
         os.kill(me, signal.SIGCONT)
-        time.sleep(_RUNNING_S)
+        time.sleep(running_s)
     os._exit(0)
 
 
