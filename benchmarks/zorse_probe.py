@@ -1,4 +1,4 @@
-"""Looks into ministage runs from inside: live bytes of activations, of everything at once, at the start, in a save.
+"""Looks into ministage runs from inside: live bytes of activations, of everything, at the start, in a save, in a load.
 
 One meter sees whatever operators allocate and has been shown the state that was there before: its
 peak is that of the rank.  A second one overlooks what the parameter window allocates: its peak is
@@ -31,6 +31,7 @@ def watch(*, rank: int, out: str) -> None:
     RunReport._meter = lambda self: contextlib.nullcontext()  # meters one more time, and differently
     watcher = WindowWatcher(Path(out) / f"watch-{rank}.json", memory=True)
     HetSession.forward_backward = watcher.wrap(HetSession.forward_backward)
+    HetSession.before_loading = watcher.load_begins(HetSession.before_loading)
     HetSession.settle = watcher.save_begins(HetSession.settle)
     HetSession.copies = watcher.save_ends(HetSession.copies)
     training.setup_model_and_optimizer = watcher.start(training.setup_model_and_optimizer)
@@ -40,9 +41,11 @@ class WindowWatcher(Watcher):
     """Meters an iteration in which all state exists from the start: updates have been made before."""
 
     metered_iteration = 2
+    _loads: Any = None
+    """The session into which a checkpoint is loaded."""
 
     def start(self, setup: Step) -> Step:
-        """The building of model and optimizer, with its peak put into ``found``."""
+        """The building of model and optimizer and the loading of a checkpoint, with their peaks put into ``found``."""
 
         @functools.wraps(setup)
         def metered(*positional: Any, **keywords: Any) -> Any:
@@ -51,9 +54,23 @@ class WindowWatcher(Watcher):
             with CpuMemoryMeter() as meter, _resizes_shown(), meter.region("start") as visit:
                 result = setup(*positional, **keywords)
             self.found["start_bytes"] = visit.peak_bytes
+            if self._loads is not None:
+                self.found["loading"] = self._loads.feature("window").window.use.as_json()
             return result
 
         return metered
+
+    def load_begins(self, prepare: Step) -> Step:
+        """What comes first when a checkpoint is loaded."""
+
+        @functools.wraps(prepare)
+        def begun(session: Any, models: Any, optimizer: Any) -> Any:
+            result = prepare(session, models, optimizer)
+            self._loads = session
+            session.feature("window").window.use.restart()
+            return result
+
+        return begun
 
     def save_begins(self, settle: Step) -> Step:
         """What comes first when a checkpoint is taken."""

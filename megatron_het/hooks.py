@@ -182,7 +182,7 @@ def _install_plan(
             "plan_schedule": pretrain.wrap_schedule_getter,
             "plan_pretrain": pretrain.wrap,
             "plan_save": pretrain.wrap_generate_state_dict,
-            "plan_load": LoadHook(config.plan, pretrain.restore).wrap,
+            "plan_load": LoadHook(config.plan, pretrain.restore, pretrain.before_loading).wrap,
         },
     )
 

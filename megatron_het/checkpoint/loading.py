@@ -35,10 +35,13 @@ class LoadHook:
     Args:
         plan: The plan.
         restore: Called first with model, optimizer and scheduler; where it returns something, that is it.
+        prepare: Called with model and optimizer before a checkpoint is loaded into them.
     """
 
-    def __init__(self, plan: Plan, restore: Callable[..., tuple[int, float] | None]) -> None:
-        self._restore = restore
+    def __init__(
+        self, plan: Plan, restore: Callable[..., tuple[int, float] | None], prepare: Callable[..., None]
+    ) -> None:
+        self._restore, self._prepare = restore, prepare
         self._shown_tp = plan.stages[0].replicas[0].tp
         self._topology = topology_hash(plan)
 
@@ -60,6 +63,8 @@ class LoadHook:
             shown: dict[str, Any] = {"tensor_model_parallel_size": self._shown_tp, "no_load_rng": True}
             if args.load and keywords.get("load_arg", "load") == "load":
                 shown |= whole_checkpoint(args)
+            if positional:  # in any other way it is called for a model that is not the one that trains
+                self._prepare(*positional[:2])
             with _set(args, **shown):
                 iteration, flops = original(*positional, **keywords)
                 path = loaded_path(args, iteration) if iteration and wants_random_state else None

@@ -59,7 +59,7 @@ class StateDictHook:
             if metadata is not None and not loading:
                 metadata["non_homogeneous_layers"] = True
             state = original(args, model, optimizer, opt_param_scheduler, None, **keywords)
-            return state if loading else self._for_saving(state, args)
+            return self._with_copies(state, freed=True)[0] if loading else self._for_saving(state, args)
 
         return generate_state_dict
 
@@ -79,10 +79,17 @@ class StateDictHook:
         asynchronous.watch()
         return asynchronous.staged(kept, copies)
 
-    def _with_copies(self, state: dict[str, Any]) -> tuple[dict[str, Any], Sequence[torch.Tensor]]:
+    def _with_copies(
+        self, state: dict[str, Any], *, freed: bool = False
+    ) -> tuple[dict[str, Any], Sequence[torch.Tensor]]:
         """The state with copies of parameters that are not whole, and these copies.
 
         The optimizer has found its parameters by the tensors of the model's entries, so that the copies come last.
+        What is loaded goes into the copies, and from there into the model.
+
+        Args:
+            state: Megatron's, by part.
+            freed: Only where a parameter has no memory at all.
         """
         from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -93,9 +100,9 @@ class StateDictHook:
 
         model = {key: part for key, part in state.items() if key.startswith("model")}
         found = [tensor for value in nested_values(model) if (tensor := tensor_of(value)) is not None]
-        copies = self._copies(found)
-        freed = [tensor for tensor in found if tensor.numel() and not tensor.untyped_storage().size()]
-        assert all(tensor in copies for tensor in freed), "a checkpoint has entries whose memory is freed"
+        without = [tensor for tensor in found if tensor.numel() and not tensor.untyped_storage().size()]
+        copies = self._copies(without if freed else found)
+        assert all(tensor in copies for tensor in without), "a checkpoint has entries whose memory is freed"
 
         def replaced(value: Any) -> Any:
             tensor = tensor_of(value)

@@ -182,6 +182,9 @@ class RuntimeFeature:
     def finish(self, call: Call, state: Iteration) -> None:
         """All operations of the iteration have been issued."""
 
+    def before_loading(self, models: Sequence[torch.nn.Module], optimizer: Any) -> None:
+        """A checkpoint is about to be loaded into Megatron's model chunks and optimizer; None without one."""
+
     def materialise(self) -> None:
         """Make whatever is due and show whole parameters, until the next iteration starts."""
 
@@ -189,10 +192,10 @@ class RuntimeFeature:
         """Make whatever is due before a checkpoint is taken; parameters need not be whole."""
 
     def copies(self, parameters: Iterable[torch.Tensor]) -> Mapping[torch.Tensor, torch.Tensor]:
-        """Copies in host memory of those parameters that are not whole when a checkpoint is written.  Collective.
+        """Copies in host memory of parameters that are not whole when a checkpoint is written or read.  Collective.
 
         Args:
-            parameters: What this rank may write; all ranks that hold the same parameters ask alike.
+            parameters: What this rank may write, or reads; all ranks that hold the same parameters ask alike.
         """
         return {}
 

@@ -191,6 +191,11 @@ class HetSession:
         for feature in self._features:
             feature.materialise()
 
+    def before_loading(self, models: Sequence[torch.nn.Module], optimizer: Any) -> None:
+        """A checkpoint is about to be loaded into Megatron's model and optimizer; see :class:`RuntimeFeature`."""
+        for feature in self._features:
+            feature.before_loading(models, optimizer)
+
     def settle(self) -> None:
         """Make whatever is due before a checkpoint is taken."""
         for feature in self._features:

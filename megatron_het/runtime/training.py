@@ -140,9 +140,7 @@ class PretrainHook:
         @functools.wraps(original)
         def generate_state_dict(*positional: Any, **keywords: Any) -> Any:
             assert self._state_dict is not None, "no checkpoint before the session is open"
-            if (keywords.get("optim_sd_kwargs") or {}).get("is_loading", False):
-                self._session.materialise_parameters()
-            else:
+            if not (keywords.get("optim_sd_kwargs") or {}).get("is_loading", False):
                 self._session.settle()
                 self._note_save(positional[0] if positional else keywords["args"], keywords.get("iteration"))
             return self._state_dict.wrap(original)(*positional, **keywords)
@@ -160,6 +158,10 @@ class PretrainHook:
     def restore(self, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
         """Whether the boundary put a state into a new model; where it goes on then."""
         return self._boundary.load(self._session, _get_args(), models, optimizer, scheduler)
+
+    def before_loading(self, models: Any, optimizer: Any) -> None:
+        """Megatron is about to load a checkpoint."""
+        self._session.before_loading(models, optimizer)
 
     def _note_save(self, args: Any, iteration: int | None) -> None:
         """A checkpoint of an iteration is about to be written."""

@@ -1,8 +1,9 @@
-"""torch's LayerNorm and RMSNorm under sequence parallelism.
+"""torch's LayerNorm and RMSNorm under sequence parallelism, and with weights that are centred at zero.
 
-Upstream refuses the combination in the local layer specs, because a norm weight's gradient is then
-a partial sum per tensor-parallel rank.  Marking the weight ``sequence_parallel`` is all that
-``finalize_model_grads`` needs to sum it, as upstream's own fused norms do.
+Upstream refuses both in the local layer specs.  Under sequence parallelism a norm weight's gradient is a partial
+sum per tensor-parallel rank: marking the weight ``sequence_parallel`` is all that ``finalize_model_grads`` needs to
+sum it, as upstream's own fused norms do.  Of a weight that is centred at zero (``--apply-layernorm-1p``) those norms
+add one before they scale.
 """
 
 from __future__ import annotations
@@ -20,17 +21,43 @@ _TARGET = "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__"
 def _build(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def new_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not config.sequence_parallel:
+        if not (config.sequence_parallel or config.layernorm_zero_centered_gamma):
             return original(cls, config, *args, **kwargs)
         # A plain copy: dataclasses.replace() would run the checks of the whole config again.
         without = copy.copy(config)
-        without.sequence_parallel = False
+        without.sequence_parallel = without.layernorm_zero_centered_gamma = False
         norm = original(cls, without, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True
+        if config.layernorm_zero_centered_gamma:
+            norm = _centred(type(norm))(norm.normalized_shape, eps=norm.eps)
+        if config.sequence_parallel:
+            for parameter in norm.parameters():
+                parameter.sequence_parallel = True
         return norm
 
     return new_norm
+
+
+@functools.cache
+def _centred(kind: type) -> type:
+    """One of torch's norms whose weight is what its scale has above one."""
+    import torch
+    from torch.nn import functional
+
+    class ZeroCentred(kind):
+        """Scales by ``weight + 1``; the weight starts at zero."""
+
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            torch.nn.init.zeros_(self.weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Normalise ``[..., normalized_shape]``."""
+            if isinstance(self, torch.nn.LayerNorm):
+                return functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+            return functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+
+    ZeroCentred.__name__ = ZeroCentred.__qualname__ = f"ZeroCentred{kind.__name__}"
+    return ZeroCentred
 
 
 PATCHES = (
@@ -39,8 +66,8 @@ PATCHES = (
         group="stock",
         target=_TARGET,
         reason=(
-            "the local layer specs refuse sequence parallelism with torch norms; four modules "
-            "have bound the class by name, so its constructor is the one place that serves all"
+            "the local layer specs refuse sequence parallelism and zero-centred weights with torch norms; four "
+            "modules have bound the class by name, so its constructor is the one place that serves all"
         ),
         sources={
             _TARGET: "cc9c1081725484cdd806a4a1b1bff6dc1e0ce87fe05e818807400dd24f19b24b",

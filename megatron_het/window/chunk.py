@@ -62,6 +62,7 @@ class ChunkWindow:
     is_open: bool = False
     has_gradients: bool = False
     _hooks: list[Any] = field(default_factory=list)
+    _is_loading: bool = False
 
     def __post_init__(self) -> None:
         self.group: dist.ProcessGroup = self.ddp.intra_dp_cp_group
@@ -81,6 +82,7 @@ class ChunkWindow:
             setattr(buffer, _ATTRIBUTE, self)
         self.buckets.sort(key=lambda bucket: bucket.layer)
         self._wait_before_use()
+        self._open_while_loading()
         for bucket in self.buckets:
             if not self.is_resident:
                 bucket.shard = bucket.shard.clone()
@@ -155,6 +157,14 @@ class ChunkWindow:
         if self.is_open:
             yield
             return
+        self._show_own()
+        yield
+        self.close()
+        self.store()
+
+    @torch.no_grad()
+    def _show_own(self) -> None:
+        """Open with the contents of this rank's parts alone."""
         self.fetch()
         self.open()
         for bucket in self.buckets:
@@ -162,13 +172,10 @@ class ChunkWindow:
                 bucket.host.wait()
             if not self.is_resident:
                 self.parts.own(bucket.source.param_data).copy_(bucket.shard)
-        yield
-        self.close()
-        self.store()
 
     @torch.no_grad()
     def take_shards(self) -> None:
-        """Make the shards what the open parameters are: a checkpoint has been loaded into those."""
+        """Make the shards what the open parameters are: a state has been loaded into those."""
         if not self.is_open or self.is_resident:
             return
         for bucket in self.buckets:
@@ -279,6 +286,27 @@ class ChunkWindow:
             mine = {id(b): b for p in module.parameters(recurse=False) if (b := owner.get(p))}
             if mine:
                 self._hooks.append(module.register_forward_pre_hook(_Waiter(list(mine.values()))))
+
+    def _open_while_loading(self) -> None:
+        """Let the module be whole while its ``load_state_dict`` runs, and take this rank's parts afterwards."""
+        module = self.ddp.module
+        while hasattr(module, "module"):  # of 16 bits
+            module = module.module
+
+        def begin(*_unused: Any) -> None:
+            self._is_loading = not self.is_open
+            if self._is_loading:
+                self._show_own()
+
+        def end(*_unused: Any) -> None:
+            if self._is_loading:
+                self._is_loading = False
+                self.take_shards()
+                self.close()
+                self.store()
+
+        self._hooks.append(module.register_load_state_dict_pre_hook(begin))
+        self._hooks.append(module.register_load_state_dict_post_hook(end))
 
 
 def window_of(buffer: Any) -> ChunkWindow | None:

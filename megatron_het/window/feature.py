@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,11 @@ class WindowFeature(RuntimeFeature):
     def before_part(self, op: RankOp, state: Iteration) -> None:
         """See :class:`RuntimeFeature`; the rows of a split vocabulary are in the first and the last chunk."""
         self.window.before_part(op)
+
+    def before_loading(self, models: Sequence[Any], optimizer: Any) -> None:
+        """See :class:`RuntimeFeature`; from here on state is where it is between updates, one ministage at a time."""
+        if optimizer is not None:
+            self.window.attach(models, optimizer)
 
     def materialise(self) -> None:
         """See :class:`RuntimeFeature`."""

@@ -17,6 +17,7 @@ the old state comes back when the ministage is next opened, and a clipped update
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,10 @@ _REPLACED = (
     "step_with_ready_grads",
     "get_grads_for_grad_norm",
     "_get_main_param_and_optimizer_states",
+    "_set_main_param_and_optimizer_states",
+    "_copy_model_params_to_main_params",
+    "_allocate_states",
+    "load_state_dict",
 )
 
 
@@ -80,6 +85,10 @@ class ChunkedOptimizer:
         # For checkpoints, parameter by parameter in the order of the chunks.
         self._lent: int | None = None
         self._optimizer._get_main_param_and_optimizer_states = self._lend
+        self._optimizer._set_main_param_and_optimizer_states = self._take
+        self._optimizer._copy_model_params_to_main_params = self._reload
+        self._optimizer._allocate_states = self._make_states
+        self._optimizer.load_state_dict = self._load
         if options.update in ("at-once", "per-ministage"):
             self._optimizer.get_grads_for_grad_norm = self._norm_so_far
 
@@ -155,21 +164,61 @@ class ChunkedOptimizer:
 
     def _lend(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The main parameter and its state, on the device until those of another chunk are asked for."""
-        chunk = self._owner[parameter]
-        if chunk != self._lent:
-            self.give_back()
-            self._lent = chunk
-            self._chunks[chunk].fetch()
-            for bucket in self._chunks[chunk].buckets:
-                if bucket.host is not None:
-                    bucket.host.wait()
-            state = self._states[chunk]
-            if state is not None:
-                state.fetch()
-                state.wait()
+        self._bring(self._owner[parameter])
         method = type(self._optimizer)._get_main_param_and_optimizer_states
         found: dict[str, torch.Tensor] = method(self._optimizer, parameter)
         return found
+
+    def _take(self, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        """What a checkpoint has of a main parameter and its state."""
+        self._bring(self._owner[parameter])
+        type(self._optimizer)._set_main_param_and_optimizer_states(self._optimizer, parameter, tensors)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """In place of the loading that allocates all state at once: there is state already, and its tensors stay.
+
+        Fused optimizers would make new ones from tensors whose memory may be freed by now.
+        """
+        self._make_states()
+        inner = self._optimizer.optimizer
+        inner.load_state_dict = functools.partial(torch.optim.Optimizer.load_state_dict, inner)
+        try:
+            type(self._optimizer).load_state_dict(self._optimizer, state_dict)
+        finally:
+            del inner.load_state_dict
+        self.give_back()
+
+    @torch.no_grad()
+    def _make_states(self) -> None:
+        """The state that a first step would make, chunk by chunk."""
+        inner = self._optimizer.optimizer
+        counts_each = isinstance(inner, torch.optim.Adam)
+        for c, entries in enumerate(self._entries):
+            missing = [entry.main for entry in entries if not inner.state.get(entry.main)]
+            if not missing:
+                continue
+            self._bring(c)
+            for main in missing:
+                made = {key: torch.zeros_like(main.data) for key in self._optimizer.optimizer_state_keys}
+                inner.state[main] = {"step": torch.tensor(0.0), **made} if counts_each else made
+            self.give_back()
+
+    @torch.no_grad()
+    def _reload(self, state_dict: dict[str, Any] | None = None) -> None:
+        """In place of the copy from whole parameters: main parameters become what the shards, or given ones, are."""
+        if state_dict is not None:  # read from there, written to all main parameters at once
+            for c in range(len(self._chunks)):
+                self._hold(c)
+            type(self._optimizer)._copy_model_params_to_main_params(self._optimizer, state_dict)
+            for c in range(len(self._chunks)):
+                self._let_go(c)
+            return
+        for c, entries in enumerate(self._entries):
+            self._bring(c)
+            for entry in entries:
+                if not entry.in_shard:
+                    entry.main.copy_(entry.of(entry.bucket.shard))
+        self.give_back()
 
     # -- what the window calls -----------------------------------------------------------------
 
@@ -182,15 +231,10 @@ class ChunkedOptimizer:
                 chunk.drop_gradient_shards()
 
     def give_back(self) -> None:
-        """Bring what a checkpoint has read of a chunk to where it lives between updates."""
-        if self._lent is None:
-            return
-        chunk, self._lent = self._lent, None
-        state = self._states[chunk]
-        if state is not None:
-            state.store()
-        if not self._chunks[chunk].is_open:
-            self._chunks[chunk].store()
+        """Bring what a checkpoint has read or written of a chunk to where it lives between updates."""
+        if self._lent is not None:
+            chunk, self._lent = self._lent, None
+            self._let_go(chunk)
 
     def store_all(self) -> None:
         """Bring all state to where it lives between updates."""
@@ -205,7 +249,7 @@ class ChunkedOptimizer:
             state.fetch()
 
     def fetch_all(self) -> None:
-        """Bring all state to the device, e.g. for a checkpoint."""
+        """Bring all state to the device."""
         for state in self._states:
             if state is not None:
                 state.fetch()
@@ -257,6 +301,30 @@ class ChunkedOptimizer:
         self._undo[chunk].store_gradients()
 
     # -- helpers -------------------------------------------------------------------------------
+
+    def _bring(self, chunk: int) -> None:
+        """Have a chunk's shards and state on the device, and those of the one that was there before back in place."""
+        if chunk != self._lent:
+            self.give_back()
+            self._lent = chunk
+            self._hold(chunk)
+
+    def _hold(self, chunk: int) -> None:
+        self._chunks[chunk].fetch()
+        for bucket in self._chunks[chunk].buckets:
+            if bucket.host is not None:
+                bucket.host.wait()
+        state = self._states[chunk]
+        if state is not None:
+            state.fetch()
+            state.wait()
+
+    def _let_go(self, chunk: int) -> None:
+        state = self._states[chunk]
+        if state is not None:
+            state.store()
+        if not self._chunks[chunk].is_open:
+            self._chunks[chunk].store()
 
     def _is_due(self, chunk: int) -> bool:
         return chunk in self._pending or bool(self._undo and self._undo[chunk].is_open)

@@ -29,9 +29,9 @@ from megatron_het.window.optimizer import ChunkedOptimizer
 class ParameterWindow:
     """All chunks of a rank, with the operations on them.
 
-    Chunks are closed as soon as they have been built (``adopt``).  Before ``attach``, which comes with
-    the first iteration of training, operations do nothing: what needs whole parameters before then, as
-    the loading of a checkpoint, opens all of them (``open_all``).
+    Chunks are closed as soon as they have been built (``adopt``).  Before ``attach``, which comes with the loading of
+    a checkpoint or the first iteration of training, operations do nothing: what needs whole parameters before then,
+    as an evaluation without training, opens all of them (``open_all``).
 
     Args:
         options: From the plan.
@@ -88,7 +88,7 @@ class ParameterWindow:
         return models
 
     def attach(self, models: Sequence[Any], optimizer: Any) -> None:
-        """Take over the optimizer, and what a checkpoint has brought, once, and close all chunks."""
+        """Take over the optimizer, and what open chunks have been given, once, and close all chunks."""
         if self._optimizer is not None:
             return
         from megatron.core.utils import get_model_config
@@ -108,7 +108,7 @@ class ParameterWindow:
         return self._optimizer is not None
 
     def open_all(self) -> None:
-        """Make every update that is due and materialise all parameters, e.g. for a checkpoint."""
+        """Make every update that is due and materialise all parameters."""
         for c, chunk in enumerate(self._chunks):
             chunk.fetch()
             if not chunk.is_open:

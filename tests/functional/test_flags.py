@@ -72,6 +72,7 @@ CASES = [
     make("gpt", [[1], [2, 1]], [2, 3], family="gpt", even_routing=False, sequence_parallel=True),
     make("qkv-bias", [[2], [1]], [2, 3], family="qkv-bias", distributed_optimizer=True),
     make("sgd", [[1], [1, 1]], [2, 3], "--optimizer sgd", even_routing=False),
+    make("layernorm-1p", [[1], [2, 1]], [2, 3], family="layernorm-1p", even_routing=False, sequence_parallel=True),
 ]
 BY_NAME = {case.name: case for case in CASES}
 

@@ -154,7 +154,10 @@ def test_undone_updates_are_bit_equal_to_exact_ones(lab: MinistageLab, exact: Pa
 
 
 def test_killed_in_the_middle_of_an_update(lab: MinistageLab, exact: Path, tmp_path: Path):
-    """The optimizer has stepped, half of its state has left: the last checkpoint goes on as if nothing was."""
+    """The optimizer has stepped, half of its state has left: the last checkpoint goes on as if nothing was.
+
+    It is loaded ministage by ministage.
+    """
     # The second ministage's update of the fifth iteration, made in the sixth; two per iteration before.
     victim, update = 1, 9
     setup = ("benchmarks.zorse_cases:die_in_update", {"which": victim, "update": update})
@@ -164,8 +167,20 @@ def test_killed_in_the_middle_of_an_update(lab: MinistageLab, exact: Path, tmp_p
     assert all(code > 0 for rank, code in enumerate(killed.returncodes) if rank != victim)
     checkpoints = tmp_path / "killed" / "checkpoints"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(2 * SAVED_AT)
-    train(lab, plan, tmp_path / "again", "--clip-grad", CLIP, "--load", str(checkpoints))
+    watch = ("benchmarks.zorse_probe:watch", {"out": str(tmp_path)})
+    train(lab, plan, tmp_path / "again", "--clip-grad", CLIP, "--load", str(checkpoints), setup=watch)
     assert_equal_at_the_end(lab, exact, tmp_path / "again", tmp_path)
+    for rank in range(plan.world_size):
+        loading = json.loads((tmp_path / f"watch-{rank}.json").read_text(encoding="utf-8"))["loading"]
+        report = json.loads((tmp_path / "again" / f"rank-{rank}.json").read_text(encoding="utf-8"))
+        assert_held_one_at_a_time(loading, report["window"])
+
+
+def assert_held_one_at_a_time(loading: dict[str, int], training: dict[str, int]) -> None:
+    """A stage of two ministages, both of which are open at the turn of an iteration, was loaded one after the other."""
+    assert 0 < loading["peak_parameter_bytes"] < training["peak_parameter_bytes"]
+    assert 0 < loading["peak_optimizer_bytes"] <= training["peak_optimizer_bytes"]
+    assert loading["peak_bytes"] < training["peak_bytes"]
 
 
 def test_start_and_save_never_hold_the_whole_stage(lab: MinistageLab, tmp_path: Path):

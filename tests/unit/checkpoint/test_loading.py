@@ -80,7 +80,7 @@ def test_states_of_the_loaded_checkpoint(
     )
     monkeypatch.setattr(loading, "restore_random_state", seen.append)
     monkeypatch.setattr(loading, "whole_checkpoint", lambda args: {})  # nothing but trackers is here
-    assert loading.LoadHook(plan, lambda *_: None).wrap(lambda: (loaded, 0))() == (loaded, 0)
+    assert loading.LoadHook(plan, lambda *_: None, lambda *_: None).wrap(lambda: (loaded, 0))() == (loaded, 0)
     assert seen == [str(tmp_path / expected)] * 3
 
 

@@ -124,6 +124,30 @@ def test_norms_without_sequence_parallel_are_unmarked_and_other_checks_stay(clea
         WrappedTorchNorm(_norm_config(persist_layer_norm=True), 8)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_norm_weights_centred_at_zero_scale_by_one_more(clean, kind, sequence_parallel):
+    import torch
+    from megatron.core.models.backends import WrappedTorchNorm
+
+    config = _norm_config(normalization=kind, sequence_parallel=sequence_parallel, layernorm_zero_centered_gamma=True)
+    upstream.uninstall("torch_norm")
+    with pytest.raises(AssertionError, match="zero_centered_gamma"):
+        WrappedTorchNorm(config=config, hidden_size=8)
+    upstream.install("torch_norm")
+    norm = WrappedTorchNorm(config=config, hidden_size=8, eps=1e-3)
+    assert not any(parameter.any() for parameter in norm.parameters())
+    assert all(hasattr(p, "sequence_parallel") is sequence_parallel for p in norm.parameters())
+    plain = getattr(torch.nn, kind)(8, eps=1e-3)
+    assert list(norm.state_dict()) == list(plain.state_dict())
+    x = torch.randn(3, 8)
+    assert torch.equal(norm(x), plain(x))
+    with torch.no_grad():
+        norm.weight += torch.arange(8.0)
+        plain.weight += torch.arange(8.0)
+    assert torch.equal(norm(x), plain(x))
+
+
 def test_dataset_helpers_are_not_compiled_again(clean, monkeypatch):
     from megatron.core.datasets import utils
 

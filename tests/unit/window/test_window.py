@@ -306,6 +306,27 @@ def test_shards_follow_what_was_loaded_into_open_parameters() -> None:
         assert chunk.ddp.buffers[0].param_data.tolist() == list(range(1, 13))
 
 
+def test_a_closed_chunk_is_whole_only_while_a_state_is_loaded_into_it() -> None:
+    """Only this rank's part of what was loaded stays; an open chunk is left open."""
+    from megatron_het.window.memory import WindowUse
+
+    use = WindowUse()
+    chunk = closed_chunk(use)
+    use.restart()
+    layers = chunk.ddp.module.layers
+    loaded = {f"layers.{i}.weight": torch.full((2, 3), 5.0 + i) for i in range(2)}
+    chunk.ddp.module.load_state_dict(loaded)
+    assert use.held_bytes == {"parameter": 0, "shard": 0, "gradient": 0}
+    assert use.peak_bytes == {"parameter": 48, "shard": 48, "gradient": 0}
+    assert layers[0].weight.untyped_storage().size() == 0
+    with chunk.lent():
+        assert all(torch.equal(layers[i].weight, loaded[f"layers.{i}.weight"]) for i in range(2))
+        chunk.ddp.module.load_state_dict({name: weight + 1.0 for name, weight in loaded.items()})
+        assert chunk.is_open and torch.equal(layers[1].weight, torch.full((2, 3), 7.0))
+    chunk.dispose()
+    assert not chunk.ddp.module._load_state_dict_pre_hooks and not chunk.ddp.module._load_state_dict_post_hooks
+
+
 def test_main_parameters_are_taken_with_one_chunk_open_at_a_time() -> None:
     """The result is that of one pass over everything, in upstream's order."""
     from megatron_het.window.closed_chunks import chunk_by_chunk

@@ -58,28 +58,39 @@ class Training:
 
     Args:
         options: Of the window.
+        outer: The kind of distributed optimizer.
+        inner: The kind of optimizer in it.
+        in_shard: Whether main parameters live in the shards, as those of fp32 do.
     """
 
-    def __init__(self, options: WindowOptions) -> None:
+    def __init__(
+        self,
+        options: WindowOptions,
+        outer: type = DistributedOptimizer,
+        inner: type[GroupCountingAdam] = GroupCountingAdam,
+        in_shard: bool = True,
+    ) -> None:
+        self.use = WindowUse()
         ddps = (empty_chunk(), fake_chunk(), fake_chunk(), empty_chunk())
-        self.chunks = [ChunkWindow(ddp, False, WindowUse()) for ddp in ddps]
+        self.chunks = [ChunkWindow(ddp, False, self.use) for ddp in ddps]
         for chunk in self.chunks:
             chunk.drop_gradients()
         (a, b), (c, d) = ([layer.weight for layer in chunk.ddp.module.layers] for chunk in self.chunks[1:3])
         self.models = [[a, c, d], [b]]
         self.mains = [[torch.nn.Parameter(p.detach().flatten()) for p in group] for group in self.models]
         self.plain = [[torch.nn.Parameter(p.detach().clone()) for p in group] for group in self.mains]
-        self.inner = GroupCountingAdam([{"params": list(group)} for group in self.mains])
+        self.inner = inner([{"params": list(group)} for group in self.mains])
         self.reference = GroupCountingAdam([{"params": list(group)} for group in self.plain])
-        self.outer = object.__new__(DistributedOptimizer)
+        self.outer = object.__new__(outer)
+        none: list[Any] = []
         vars(self.outer).update(
             optimizer=self.inner,
             config=SimpleNamespace(clip_grad=0.0),
             grad_scaler=None,
-            model_float16_groups=[],
-            shard_fp32_from_float16_groups=[],
-            model_fp32_groups=self.models,
-            shard_fp32_groups=self.mains,
+            model_float16_groups=none if in_shard else self.models,
+            shard_fp32_from_float16_groups=none if in_shard else self.mains,
+            model_fp32_groups=self.models if in_shard else none,
+            shard_fp32_groups=self.mains if in_shard else none,
             _get_model_param_range_map=lambda p: {"gbuf_local": SimpleNamespace(start=0, end=p.numel())},
             _filter_grads_for_norm=lambda mains: [],
         )
@@ -145,3 +156,66 @@ def test_skipped_and_clipped_steps_are_not_counted_twice(update: str) -> None:
     for factor in (None, 0.5, 1.0, None, 0.25, 1.0):
         training.iterate(factor)
         training.check()
+
+
+class Fused(GroupCountingAdam):
+    """As Transformer Engine's: what it loads becomes tensors of its own."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise AssertionError("state that lives in host memory would be read")
+
+
+class Loading(DistributedOptimizer):
+    """Loads as Megatron's does: groups and state of the inner optimizer first, then their content."""
+
+    optimizer_state_keys = ("exp_avg", "exp_avg_sq")
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+        for parameter, tensors in state_dict.items():
+            self._set_main_param_and_optimizer_states(parameter, tensors)
+
+    def _set_main_param_and_optimizer_states(self, model_param: Any, tensors: Any) -> None:
+        main = self.main_of[model_param]
+        main.data.copy_(tensors["param"])
+        for key in self.optimizer_state_keys:
+            self.optimizer.state[main][key].copy_(tensors[key])
+
+
+@pytest.mark.parametrize("offload_optimizer", [False, True])
+def test_a_checkpoint_is_loaded_with_the_state_of_one_ministage_on_the_device(offload_optimizer: bool) -> None:
+    training = Training(WindowOptions(offload_optimizer=offload_optimizer), Loading, Fused)
+    models, mains = sum(training.models, []), sum(training.mains, [])
+    training.outer.main_of = dict(zip(models, mains, strict=True))
+    training.use.restart()
+    names = ("param", "exp_avg", "exp_avg_sq")
+    content = {p: {name: torch.full((6,), i + j / 4) for j, name in enumerate(names)} for i, p in enumerate(models)}
+    in_order = [p for chunk in training.chunks for p in chunk.ddp.module.parameters()]
+    training.outer.load_state_dict({p: content[p] for p in in_order})
+    if offload_optimizer:
+        one = 2 * 6 * 2 * 4  # two moments of two weights of 6 elements
+        assert training.use.peak_bytes["optimizer"] == one and training.use.held_bytes["optimizer"] == 0
+        assert all(moment.untyped_storage().size() == 0 for m in mains for moment in training.inner.state[m].values())
+        training.window.fetch_all()
+    for parameter, main in training.outer.main_of.items():
+        found = {"param": main, **training.inner.state[main]}
+        assert all(torch.equal(found[name], content[parameter][name]) for name in names)
+    assert "load_state_dict" not in vars(training.inner)
+    training.window.detach()
+    assert "load_state_dict" not in vars(training.outer)
+
+
+def test_main_parameters_follow_new_weights_without_whole_ones() -> None:
+    """``--finetune`` in 16 bits: no optimizer state is loaded."""
+    training = Training(WindowOptions(offload_optimizer=True), Loading, in_shard=False)
+    for chunk in training.chunks:
+        for bucket in chunk.buckets:
+            bucket.shard += 3.0
+        chunk.close()
+    training.use.restart()
+    training.outer._copy_model_params_to_main_params()
+    assert training.use.peak_bytes["optimizer"] == 2 * 6 * 4
+    training.window.fetch_all()
+    for model, main in zip(sum(training.models, []), sum(training.mains, []), strict=True):
+        bucket = next(b for c in training.chunks for b in c.buckets if model in set(b.source.params_list))
+        assert torch.equal(main, bucket.shard)
