@@ -28,7 +28,8 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
         without.sequence_parallel = without.layernorm_zero_centered_gamma = False
         norm = original(cls, without, *args, **kwargs)
         if config.layernorm_zero_centered_gamma:
-            norm = _centred(type(norm))(norm.normalized_shape, eps=norm.eps)
+            kind: Any = type(norm)
+            norm = _centred(kind)(norm.normalized_shape, eps=norm.eps)
         if config.sequence_parallel:
             for parameter in norm.parameters():
                 parameter.sequence_parallel = True
