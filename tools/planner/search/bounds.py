@@ -18,9 +18,11 @@ What is left out, and why a plan can only be slower for it:
 - **Waiting.**  Slices may be as small as one likes, so that nobody waits.  Without slices and chunks a replica waits
   while a whole microbatch passes the layers of earlier stages, and for their backward, unless the sum of its own
   gradients takes longer.  With chunks it waits for the first layer of every earlier stage.
-- **The context exchange.**  Attention of any layer may run on any GPU.  A layer counts ``w`` without its attention, and
-  its attention ``1 - w``; a GPU spends its time on whichever it computes faster, and whole sequences count for the rest
-  of a layer only.  Each ``w`` gives a bound.
+- **The context exchange.**  Attention of any layer may run on any GPU, and who gives it away waits for queries and
+  outputs to travel.  A layer counts ``w`` without its attention, and its attention ``1 - w``.  A GPU does what counts
+  most in its time: layers with attention, layers whose attention GPUs of other pools do, or such attention.  Whole
+  sequences count for what cannot be given away.  Each ``w`` gives a bound; the best one is taken.  Where documents
+  share sequences, some have less attention than others, and a GPU may get those: giving it away takes no time then.
 - **Memory.**  Activations that can wait in main memory do.  Keys and values of sliced sequences stay, and so do three
   passes of whole sequences.  Optimizer states are divided over any number of replicas.
 - **Sums of gradients.**  So many ranks must share a stage that they do its work in ``T``.  Under a parameter window
@@ -117,8 +119,7 @@ class Bounds:
         pieces = float(max(s.most_pieces(self.estimator) for s in schedules))
         if not scope.is_whole:
             return Family(sharded, sliced, pieces)
-        exchanges = sliced and self.estimator.model.document_lengths is None
-        return Family(sharded, sliced, inf if sharded or sliced else pieces, exchanges, True)
+        return Family(sharded, sliced, inf if sharded or sliced else pieces, exchanges=sliced, is_uneven=True)
 
     def ideal(self, limits: Limits) -> float:
         """A weaker bound that takes no time, in the goal's terms: all GPUs compute all the time."""
@@ -159,7 +160,14 @@ class Bounds:
         return self.seconds(limits) if self.goal.objective != "cost" else self._least_usd(limits)
 
     def _least_usd(self, limits: Limits) -> float:
-        return min((r.usd(limits) for chain in self._chains for r in chain if r.usable), default=inf)
+        best = inf
+        for chain in self._chains:
+            for relaxation in chain:
+                if relaxation.least_usd(limits) >= best:
+                    break
+                if relaxation.usable:
+                    best = min(best, relaxation.usd(limits))
+        return best
 
 
 def _seconds_of(relaxation: Relaxation, limits: Limits, most: int | None) -> float:

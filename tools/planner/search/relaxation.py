@@ -32,7 +32,7 @@ class Relaxation:
         share: The same; 1 where nobody does.
         rates: Per pool, layers times sequences per second of one GPU at its best.
         fastest: The same of GPUs with memory for everything.
-        prices: Per pool, USD of one layer of one sequence.
+        prices: Per pool, USD of one GPU and second.
         ends: Embedding and head, as the fewest layers that they take anywhere.
     """
 
@@ -51,7 +51,7 @@ class Relaxation:
         self.used_by = [found[row] for row in self._rows]
         self._fill_in()
         self.rates = self._rates({row: found[row] for row in self._rows})
-        self.prices = [price / rate if rate else inf for price, rate in zip(estimator.price, self.rates)]
+        self.prices = estimator.price
         self._known: tuple[float, list[tuple[Floats, Floats]]] = (-1.0, [])
 
     def _rates(self, found: dict[Row, set[int]]) -> list[float]:
@@ -122,8 +122,15 @@ class Relaxation:
 
     def usd(self, limits: Limits) -> float:
         """The work where it is cheapest."""
-        prices = [price for price, n, rate in zip(self.prices, limits, self.rates) if n and rate]
-        return self._work * min(prices) if prices else inf
+        return self._work * self._price(self.rates, limits)
+
+    def least_usd(self, limits: Limits) -> float:
+        """The same as :meth:`least_s`."""
+        return self.sequences * self.layers * self._price(self.fastest, limits)
+
+    def _price(self, rates: list[float], limits: Limits) -> float:
+        """USD of one layer of one sequence."""
+        return min((price / rate for price, n, rate in zip(self.prices, limits, rates) if n and rate), default=inf)
 
     @property
     def _work(self) -> float:

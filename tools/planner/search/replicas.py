@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import accumulate, product
 from math import floor, gcd, inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..documents import shares_left
 from ..estimate import Estimator, Unit
 from ..layer import pool_size
 from ..model import Model
@@ -178,6 +179,7 @@ class Replicas:
         self._of_passes = cache(self._find_of_passes)
         described = [node.model_dump_json(include=_OF_A_RANK) for node in nodes]
         self._alike = [described.index(text) for text in described]
+        self._least_attention = _least_attention(estimator.model)
 
     def rows(self, point: Point, is_roomy: bool = False) -> dict[Row, set[int]]:
         """The kinds of replicas, and the pools that have so many GPUs.
@@ -269,7 +271,7 @@ class Replicas:
         attention, near_s, far_s = 0.0, 0.0, inf
         forward, backward = times.forward_s, times.backward_s
         if point.family.exchanges:
-            attention = times.attention_f + times.attention_b
+            attention = (times.attention_f + times.attention_b) * self._least_attention
             forward, backward = forward - times.attention_f, backward - times.attention_b
             near_s, far_s = (s / high for s in self._merge_s(kind.pool, kind.tp))
         distributed = estimator.model.distributed_optimizer
@@ -317,6 +319,8 @@ class Replicas:
         last slices have no more than twice their share of the attention.  By GPUs anywhere, and of other pools.
         """
         estimator, nodes = self.estimator, self.estimator.cluster.nodes
+        if estimator.model.document_lengths is not None:
+            return 0.0, 0.0
         size = estimator.boundary_bytes_per_sequence
         longest = size * estimator.model.global_batch_size  # long messages lose the least
         latency = estimator.runtime.transfer_latency_s
@@ -329,6 +333,15 @@ class Replicas:
                     rates[other == pool] = max(rates[other == pool], rate)
         far = 2 * size / own_tp / rates[False] if rates[False] else inf
         return min(far, 2 * size / own_tp / rates[True]), far
+
+
+def _least_attention(model: Model) -> float:
+    """Of the first sequences of documents, however many, over the mean of all."""
+    if model.document_lengths is None:
+        return 1.0
+    shares = shares_left(model.document_lengths, model.seq_length, model.attention_window, model.windowed_layers)
+    means = [total / (i + 1) for i, total in enumerate(accumulate(shares))]
+    return min(means) / model.attention_share
 
 
 def _gradient_s(estimator: Estimator, pool: int, tp: int, unit: Unit, sharded: bool) -> tuple[float, float]:
