@@ -24,7 +24,8 @@ What is left out, and why a plan can only be slower for it:
   sequences count for what cannot be given away.  Each ``w`` gives a bound; the best one is taken.  Where documents
   share sequences, some have less attention than others, and a GPU may get those: giving it away takes no time then.
 - **Memory.**  Activations that can wait in main memory do.  Keys and values of sliced sequences stay, and so do three
-  passes of whole sequences.  Optimizer states are divided over any number of replicas.
+  passes of whole sequences.  Optimizer states are divided over any number of replicas.  All replicas
+  together hold every layer once.
 - **Sums of gradients.**  So many ranks must share a stage that they do its work in ``T``.  Under a parameter window
   gradients are summed beside the passes: only their whole time counts.
 - **Everything else** takes no time: transfers, gathers of parameters, embedding and head where they are slower than

@@ -48,6 +48,7 @@ class Relaxation:
         self.share = self._own_share(found) if share is None else share
         self.fastest = self._rates(replicas.rows(point, is_roomy=True) if self.batch is None else found)
         self._rows = [row for row in found if self._room(row).any()]
+        self._most_layers = [float((self._room(row) * self.counts).max()) for row in self._rows]
         self.used_by = [found[row] for row in self._rows]
         self._fill_in()
         self.rates = self._rates({row: found[row] for row in self._rows})
@@ -139,7 +140,7 @@ class Relaxation:
 
     def possible(self, seconds: float, limits: Limits, most_gpus: int | None) -> bool:
         """Whether the relaxation has a plan of this time on these GPUs."""
-        if seconds < self.pass_s:
+        if seconds < self.pass_s or not self._hold_the_model(limits):
             return False
         if len(self._rows) * len(self.places) * len(self.counts) > MOST_CELLS:
             return True  # for all that is known
@@ -158,6 +159,15 @@ class Relaxation:
             if there < float((needed / mean).sum()):
                 return False
         return True
+
+    def _hold_the_model(self, limits: Limits) -> bool:
+        """Whether replicas on all these GPUs have memory for every layer once."""
+        held = [0.0 for _ in limits]
+        for row, most, pools in zip(self._rows, self._most_layers, self.used_by):
+            for pool in pools:
+                if row.gpus <= limits[pool]:
+                    held[pool] = max(held[pool], most * limits[pool] / row.gpus)
+        return sum(held) >= self.layers * (1 - 1e-9)
 
     def _tables(self, seconds: float) -> list[tuple[Floats, Floats]]:
         """(sequences of a layer that a GPU of each pool can compute, by layer; sequences that each layer needs).
