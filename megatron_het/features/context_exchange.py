@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_het.features.base import Feature, Figures, Option, ViewFlag, option
-from megatron_het.features.slices import SLICED_SCHEDULES, has_even_slices, not_sliced, slice_tokens
+from megatron_het.features.slices import SLICED_SCHEDULES, not_sliced, slice_tokens
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.cutting import Parts
@@ -155,13 +155,6 @@ class ContextExchange(Feature):
 
     def check_plan(self, plan: Plan, options: ExchangeOptions) -> None:
         """Refuse stages that cannot attend for each other."""
-        if not has_even_slices(plan):
-            raise PlanError(
-                _SWITCH,
-                True,
-                "what devices attend to for each other is planned in equal parts of equal slices",
-                "Use --het-slice-lengths equal, and slices that divide --seq-length and over the ranks of a replica",
-            )
         counts = sorted({len(stage.layers) for stage in plan.stages})
         if len(counts) > 1:
             raise PlanError(

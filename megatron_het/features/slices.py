@@ -119,8 +119,9 @@ class Slices(Feature):
             raise PlanError(
                 "--het-slices",
                 options.slices,
-                f"the ranks of a replica share every slice, so --seq-length = {length} must be a multiple of "
-                f"{unit} tokens, and have {options.slices} of them at least",
+                "the ranks of a replica share every slice"
+                f"{', in exchange units' if _exchange_units(plan) > 1 else ''}, so --seq-length = {length} must be a "
+                f"multiple of {unit} tokens, and have {options.slices} of them at least",
             )
 
     def named(self, plan: Plan) -> str:
@@ -159,13 +160,21 @@ def slices_of(plan: Plan) -> int:
 def token_unit(plan: Plan) -> int:
     """What the tokens of slices of different length are a multiple of.
 
-    All ranks that share a slice then hold parts of it that are in proportion to its length.
+    All ranks that share a slice then hold parts of it that are in proportion to its length, in whole exchange units.
     """
-    found = 1
+    found, units = 1, _exchange_units(plan)
     for replica in (replica for stage in plan.stages for replica in stage.replicas):
-        grain = replica.tp if plan.training.sequence_parallel else 1
+        grain = math.lcm(units, replica.tp if plan.training.sequence_parallel else 1)
         found = math.lcm(found, least_tokens(sum(replica.shares), grain) if replica.cp > 1 else grain)
     return found
+
+
+def _exchange_units(plan: Plan) -> int:
+    """Parts of a slice that devices attend to for each other; 1 also where the plan says nonsense of them."""
+    from megatron_het.features.context_exchange import ContextExchange  # which is about slices itself
+
+    options = ContextExchange().options_of(plan)
+    return options.units if options is not None and isinstance(options.units, int) and options.units > 0 else 1
 
 
 def _can_be_even(plan: Plan, slices: int) -> bool:
