@@ -85,8 +85,7 @@ class ContextExchange:
     ) -> None:
         self._units, self._rank, self._layers = units, rank, layers
         self._channels, self._timeline = channels, timeline
-        self._device = device
-        self._keep, self._keys_channels = keep, keys_channels
+        self._device, self._keep, self._keys_channels = device, keep, keys_channels
         self._modes = {mode: self._held_keys(program) for mode, program in programs.items()}
         self._keys = self._modes[False]
         self._returned = returned_units(programs[False], Kind.ATTEND_GIVE_BACKWARD, keep)
@@ -140,8 +139,8 @@ class ContextExchange:
         """What the layers work on in an operation's pass: the heads that two ranks have in common."""
         whole, groups = self._shape, op.hi - op.lo
         assert whole is not None, "the models are not attached"
-        heads = groups * (whole.heads // whole.groups)
-        tokens, batch = self._units.slice_tokens(op.microbatch, op.slice), self._sequences(op.microbatch)
+        heads, batch = groups * whole.heads // whole.groups, self._sequences(op.microbatch)
+        tokens = self._units.slice_tokens(op.microbatch, op.slice)
         return replace(whole, slice_tokens=tokens, batch=batch, groups=groups, heads=heads)
 
     def first_token(self, op: RankOp, unit: int) -> int:
@@ -378,13 +377,12 @@ class _Layer:
 
     def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
         """Gradients of the parts given away."""
-        first_token = self._exchange.first_token
+        at = self._exchange.first_token
         for parts in self._results(lambda op: self._exchange.shape(op).backward_result(self._tokens(op))):
             dq, dk, dv = joined_heads([tensors for _, tensors in parts])
             found, row = [], 0
-            give = parts[0][0]
-            for start, stop in self._exchange.returned[give]:
-                first, end = first_token(give, start), first_token(give, stop)
+            for units in self._exchange.returned[parts[0][0]]:
+                first, end = (at(parts[0][0], unit) for unit in units)
                 rows = slice(row, row + end - first)
                 found.append((first, end, dk[rows], dv[rows]))
                 row = rows.stop
@@ -398,5 +396,5 @@ class _Layer:
 
     def _tokens(self, op: RankOp) -> int:
         """Tokens whose gradients come back."""
-        first = self._exchange.first_token
-        return sum(first(op, stop) - first(op, start) for start, stop in self._exchange.returned[op])
+        at = self._exchange.first_token
+        return sum(at(op, stop) - at(op, start) for start, stop in self._exchange.returned[op])

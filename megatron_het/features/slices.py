@@ -17,6 +17,8 @@ SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
 """Schedules that cut sequences; their plans have the schedule parameter ``slices``."""
 _SLICES = "slices"
 _ROPE, _LINEAR = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.tensor_parallel.layers"
+EXCHANGE, UNITS, DEFAULT_UNITS = "context_exchange", "exchange_units", 2
+"""The context exchange cuts slices into units; its feature has the rest."""
 EQUAL, WORK = "equal", "work"
 """How long slices are: as long as each other, or as long as equal work makes them."""
 
@@ -171,10 +173,8 @@ def token_unit(plan: Plan) -> int:
 
 def _exchange_units(plan: Plan) -> int:
     """Parts of a slice that devices attend to for each other; 1 also where the plan says nonsense of them."""
-    from megatron_het.features.context_exchange import ContextExchange  # which is about slices itself
-
-    options = ContextExchange().options_of(plan)
-    return options.units if options is not None and isinstance(options.units, int) and options.units > 0 else 1
+    units = plan.schedule.parameters.get(UNITS, DEFAULT_UNITS) if plan.schedule.parameters.get(EXCHANGE) else 1
+    return units if isinstance(units, int) and units > 0 else 1
 
 
 def _can_be_even(plan: Plan, slices: int) -> bool:
