@@ -85,7 +85,7 @@ def _check_whole_matrices(plan: Plan, args: Any) -> None:
             raise PlanError(
                 "--muon-fp32-matmul-prec",
                 precision,
-                f"every replica of a stage makes the update itself, and stage {number} has replicas of different {found}: "
+                f"every replica makes the update itself, and stage {number} has replicas of different {found}: "
                 "they would round products of bf16 otherwise, and their weights would drift apart",
                 "Add --muon-fp32-matmul-prec high, or give the replicas of each stage one TP size and kind of device",
             )
