@@ -11,6 +11,7 @@ import torch
 from megatron_het.features.documents import CONVERSATIONS, PACKING, asked_by
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
+from megatron_het.runtime.losses import Reports
 from megatron_het.schedule.kinds import Kind
 from megatron_het.slices.feature import open_sequences
 from megatron_het.slices.sequences import SlicedSequences
@@ -78,10 +79,13 @@ class DocumentsFeature(RuntimeFeature):
             vars(self._args).update(asked)
 
     def finish(self, call: Call, state: Iteration) -> None:
-        """Evaluation of conversations is a mean over microbatches, whatever their tokens; Megatron takes it later."""
+        """See :class:`RuntimeFeature`."""
         self._whole.finish(call, state)
+
+    def weigh_losses(self, call: Call, state: Iteration) -> None:
+        """Evaluation of conversations is a mean over microbatches, whatever their tokens; Megatron takes it later."""
         if call.forward_only and not call.collect_non_loss_data and getattr(self._args, CONVERSATIONS, False):
-            state.reports = [{name: _mean(pair) for name, pair in entry.items()} for entry in state.reports]
+            state.reports = of_microbatches(state.reports, state.reported)
 
     def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
         """See :class:`RuntimeFeature`."""
@@ -92,9 +96,27 @@ class DocumentsFeature(RuntimeFeature):
         self._args.reset_position_ids = self._asked_positions
 
 
-def _mean(pair: torch.Tensor) -> torch.Tensor:
-    """The loss of a microbatch as one of so many, from its (sum, tokens)."""
-    return torch.stack([pair[0] / pair[1].clamp(min=1), torch.ones_like(pair[1])]) if pair.numel() == 2 else pair
+def of_microbatches(reports: Reports, microbatches: Sequence[int]) -> Reports:
+    """The losses of microbatches, each one of so many, from those of their passes.
+
+    A pass may be over a slice.  Its tokens count as such within the microbatch, so a slice without any counts nothing.
+
+    Args:
+        reports: (sum, tokens) by name, or a mean, of every pass.
+        microbatches: That each of them is of.
+    """
+    found: dict[int, list[dict[str, torch.Tensor]]] = {}
+    for entry, microbatch in zip(reports, microbatches, strict=True):
+        found.setdefault(microbatch, []).append(entry)
+    return [{name: _mean([entry[name] for entry in passes]) for name in passes[0]} for passes in found.values()]
+
+
+def _mean(passes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The loss of a microbatch as one of so many."""
+    total = torch.stack([values.view(-1) for values in passes]).sum(dim=0)
+    if total.numel() != 2:
+        return total / len(passes)
+    return torch.stack([total[0] / total[1].clamp(min=1), torch.ones_like(total[1])])
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
