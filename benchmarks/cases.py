@@ -139,6 +139,11 @@ def common_flags(
 
 # -- plans -------------------------------------------------------------------------------------
 
+# Lion takes the sign of a momentum: where that is zero but for rounding, an element goes the other way by twice the
+# learning rate.  With the smaller steps that Lion wants in any case this does not show.
+SMALL_STEPS = words("--lr 1e-5 --min-lr 1e-6")
+# Products in bf16, the default, would round by more than the bar; blocks of matrices would depend on TP.
+MUON_FLAGS = words("--optimizer muon --muon-tp-mode duplicated --muon-fp32-matmul-prec high")
 # More flags of a run: (of the reference too, of the run under the plan only).
 MORE_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "none": ((), ()),

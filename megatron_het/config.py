@@ -15,6 +15,7 @@ from typing import Any
 from megatron_het.checkpoint import asynchronous
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
+from megatron_het.optimizers import check_optimizer
 from megatron_het.plan import Placement, Plan, PlanError
 
 LATENT_SPEC = ("megatron_het.latent_attention", "layer_spec")
@@ -120,7 +121,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_parallelism(plan, args)
     _check_recompute(args)
     check_skipping(plan, args)
-    _check_optimizer(plan, args)
+    check_optimizer(plan, args)
     _check_checkpoint(plan, args)
     asynchronous.check(args)
     for feature, options in features_of(plan):
@@ -221,28 +222,6 @@ def check_skipping(plan: Plan, args: Any) -> None:
             " ".join(map(str, args.iterations_to_skip)),
             f"Megatron cannot skip iterations with {plan.most_chunks} chunks per stage",
             "Use one chunk per stage, or leave the flag out",
-        )
-
-
-_OF_WHOLE_MATRICES = ("muon", "dist_muon", "adaptive_muon", "soap")
-
-
-def _check_optimizer(plan: Plan, args: Any) -> None:
-    name = getattr(args, "optimizer", None) or "adam"
-    if plan.training.distributed_optimizer and name != "adam":
-        raise PlanError(
-            "--optimizer",
-            name,
-            "the distributed optimizer of a plan shards the state of adam only",
-            "Use adam, or make the plan without training.distributed_optimizer",
-        )
-    sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
-    if name in _OF_WHOLE_MATRICES and sizes != [1]:
-        raise PlanError(
-            "--optimizer",
-            name,
-            f"its update of a matrix depends on how TP cuts the matrix, and the plan has TP sizes {sizes}",
-            "Use adam, or TP size 1 everywhere",
         )
 
 
