@@ -212,7 +212,7 @@ def is_valid(row: Row) -> bool:
 
 def flags_fit(row: Row) -> bool:
     """Whether a row's flags go with the rest of it."""
-    if row["flags"] in ("sgd", *OF_MATRICES):
+    if row["flags"] in ("sgd", "muon"):
         return not row["distributed_optimizer"]
     return row["flags"] != "gathered late" or (row["distributed_optimizer"] and row["overlap"])
 
