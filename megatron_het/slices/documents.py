@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_het.features.documents import CONVERSATIONS, PACKING, asked_by
 from megatron_het.lowering.ranks import RankOp, RankProgram
@@ -27,7 +28,10 @@ class DocumentsFeature(RuntimeFeature):
         whole: Runs whole sequences over that attention; None where slices do already.
         first_chunk: Chunk of this rank that reads the tokens; None on a rank that does not.
         programs: This rank's programs.
+        sharing: The ranks that share sequences with this one; None for this one alone.
     """
+
+    roles = ("cp",)
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class DocumentsFeature(RuntimeFeature):
         whole: RuntimeFeature | None,
         first_chunk: int | None,
         programs: Mapping[bool, RankProgram],
+        sharing: dist.ProcessGroup | None = None,
     ) -> None:
         self._args = args
         self._asked_positions = args.reset_position_ids
@@ -48,6 +53,7 @@ class DocumentsFeature(RuntimeFeature):
         self._whole = whole or RuntimeFeature()
         self._first_chunk = first_chunk
         self._programs = programs
+        self._sharing = sharing
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """See :class:`RuntimeFeature`."""
@@ -85,7 +91,7 @@ class DocumentsFeature(RuntimeFeature):
     def weigh_losses(self, call: Call, state: Iteration) -> None:
         """Evaluation of conversations is a mean over microbatches, whatever their tokens; Megatron takes it later."""
         if call.forward_only and not call.collect_non_loss_data and getattr(self._args, CONVERSATIONS, False):
-            state.reports = of_microbatches(state.reports, state.reported)
+            state.reports = of_microbatches(state.reports, state.reported, self._sharing)
 
     def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
         """See :class:`RuntimeFeature`."""
@@ -96,27 +102,34 @@ class DocumentsFeature(RuntimeFeature):
         self._args.reset_position_ids = self._asked_positions
 
 
-def of_microbatches(reports: Reports, microbatches: Sequence[int]) -> Reports:
+def of_microbatches(reports: Reports, microbatches: Sequence[int], sharing: dist.ProcessGroup | None = None) -> Reports:
     """The losses of microbatches, each one of so many, from those of their passes.
 
-    A pass may be over a slice.  Its tokens count as such within the microbatch, so a slice without any counts nothing.
+    A pass may be over a slice, or a rank's part of one.  Its tokens count as such within the microbatch, so a pass
+    without any counts nothing.
 
     Args:
         reports: (sum, tokens) by name, or a mean, of every pass.
         microbatches: That each of them is of.
+        sharing: Ranks that have other parts of the same passes; the first one reports for all.
     """
     found: dict[int, list[dict[str, torch.Tensor]]] = {}
     for entry, microbatch in zip(reports, microbatches, strict=True):
         found.setdefault(microbatch, []).append(entry)
-    return [{name: _mean([entry[name] for entry in passes]) for name in passes[0]} for passes in found.values()]
+    return [
+        {name: _mean([entry[name] for entry in passes], sharing) for name in passes[0]} for passes in found.values()
+    ]
 
 
-def _mean(passes: Sequence[torch.Tensor]) -> torch.Tensor:
+def _mean(passes: Sequence[torch.Tensor], sharing: dist.ProcessGroup | None) -> torch.Tensor:
     """The loss of a microbatch as one of so many."""
-    total = torch.stack([values.view(-1) for values in passes]).sum(dim=0)
-    if total.numel() != 2:
-        return total / len(passes)
-    return torch.stack([total[0] / total[1].clamp(min=1), torch.ones_like(total[1])])
+    total, count = torch.stack([values.view(-1) for values in passes]).sum(dim=0), len(passes)
+    if sharing is not None:
+        dist.all_reduce(total, group=sharing)
+        count *= sharing.size()
+    pair = total.numel() == 2
+    mean = torch.stack([total[0] / total[1].clamp(min=1), torch.ones_like(total[1])]) if pair else total / count
+    return mean if sharing is None or sharing.rank() == 0 else torch.zeros_like(mean)
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
@@ -128,4 +141,5 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     where = context.placement.locate(context.rank)
     stage, chunk = context.plan.path[0]
     reads = where.stage == stage and where.tp_rank == 0
-    return DocumentsFeature(context.args, context.batches, whole, chunk if reads else None, context.lowered)
+    sharing = context.groups.get("cp")
+    return DocumentsFeature(context.args, context.batches, whole, chunk if reads else None, context.lowered, sharing)

@@ -18,12 +18,20 @@ from benchmarks.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.conversations import write_conversations
 
 BAR = 1e-5
+_SHARED = {"layers": 5, "cp": 2, "uneven": True, "microbatches": 3}
 CASES = {
     case.name: case
     for case in (
         Case("three-stages", build_plan([[1], [2, 1], [1]], [2, 2, 1], random.Random(0), even_routing=False)),
         sliced_case({**PLAIN, "layers": 5, "chunks": 2}, "in-slices", random.Random(0)),
         sliced_case({**PLAIN, "layers": 5, "vocabulary": True}, "vocabulary", random.Random(0)),
+        sliced_case({**PLAIN, **_SHARED, "chunks": 2}, "shared-slices", random.Random(0)),
+        sliced_case({**PLAIN, **_SHARED, "schedule": "1f1b", "tp": 2}, "shared-sequences", random.Random(0)),
+        sliced_case(
+            {**PLAIN, "layers": 5, "exchange": {"context_exchange": True}, "parameters": {"slice_lengths": "work"}},
+            "of-equal-work-exchanged",
+            random.Random(0),
+        ),
     )
 }
 

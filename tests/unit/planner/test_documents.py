@@ -101,6 +101,24 @@ def test_the_exchange_is_planned_by_documents() -> None:
     assert any(not share for row in parts for part in row for share in part.units)
 
 
+@pytest.mark.parametrize("lengths", [None, LONG_TAILED], ids=["whole", "packed"])
+def test_an_exchange_between_slices_of_equal_work_is_priced(lengths: tuple[int, ...] | None) -> None:
+    """It leaves them as they are: there is little left to even out, and nothing gets longer."""
+    priced = estimator(document_lengths=lengths)
+    estimate = priced.estimate(SLICED)
+    assert estimate is not None
+    plan, _ = planned(priced, SLICED)
+
+    def iteration_s(**given: object) -> float:
+        parameters = {**plan.schedule.parameters, "slice_lengths": "work", **given}
+        made = replace(plan, schedule=replace(plan.schedule, parameters=parameters))
+        candidate = replace(SLICED, exchange="context_exchange" in given)
+        return simulate_candidate(priced, candidate, estimate, made).iteration_s
+
+    without = iteration_s()
+    assert 0.8 * without < iteration_s(context_exchange=True, exchange_idle=True) <= 1.05 * without
+
+
 def test_lengths_from_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "lengths"
     file.write_text("12\n7, 100\n")
