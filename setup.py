@@ -24,7 +24,17 @@ GPU = ["transformer-engine[pytorch]>=2.3"]
 CHECKOUT = ["pybind11"]
 # --tokenizer-type HuggingFaceTokenizer
 HUGGINGFACE = ["transformers"]
-EXTRAS = {"planner": PLANNER, "test": TEST, "lint": LINT, "gpu": GPU, "checkout": CHECKOUT, "huggingface": HUGGINGFACE}
+# --optimizer lion and muon
+OPTIMIZERS = ["emerging-optimizers==0.3.0"]
+EXTRAS = {
+    "planner": PLANNER,
+    "test": TEST,
+    "lint": LINT,
+    "gpu": GPU,
+    "checkout": CHECKOUT,
+    "huggingface": HUGGINGFACE,
+    "optimizers": OPTIMIZERS,
+}
 
 # A checkout has the planner under tools/, a name that other projects use too; installed, it is a package of its
 # own.  The git patches travel inside megatron_het.

@@ -37,8 +37,9 @@ from megatron_het.plan import Plan, load_plan, save_plan
 from tools.planner.profile import default_environment, free_port
 
 BARS = {"speedup": 1.25, "idle_fraction": 0.05, "allocation_error": 0.10, "parity": 1e-5}
-# With 48 sequences one sequence is a tenth of what a slow process computes: shares cannot be finer than that.
-_BATCH, _LAYERS, _SEQUENCE, _WIDTH = 48, 4, 128, 128
+# With 96 sequences one sequence is about a twentieth of what a slow process computes, so that rounding the shares costs
+# little; and the update and the collectives, which do not grow with the batch, are a small part of an iteration.
+_BATCH, _LAYERS, _SEQUENCE, _WIDTH = 96, 4, 128, 128
 _RUN_S = 900.0
 _MODEL = (
     *("--num-layers", str(_LAYERS), "--hidden-size", str(_WIDTH), "--num-attention-heads", "4"),

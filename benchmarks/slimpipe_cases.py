@@ -139,6 +139,16 @@ _LENGTHS: dict[str, dict[str, Any]] = {
         "parameters": {**_WORK, "slice_keys_per_token": 20.0},
         "vocabulary": True,
     },
+    "lengths-exchange-n5-tp2": {"exchange": _ALL, "slices": 5, "tp": 2, "uneven": True, "vocabulary": True},
+    "lengths-exchange-p4-n8-v2-work": {
+        "exchange": _ALL,
+        "parameters": _WORK,
+        "stages": 4,
+        "slices": 8,
+        "chunks": 2,
+        "microbatches": 3,
+        "recompute": "full",
+    },
 }
 """Slices of different length: of equal work, and whose number does not divide the length."""
 _UNSLICED = {"schedule": "1f1b", "slices": 1}

@@ -33,6 +33,8 @@ class HetConfig:
     trace_iteration: int = 3
     auto_batch: Path | None = None
     least_zero: int = 0
+    measured_cp_shares: bool = False
+    """Whether the plan gets its context-parallel parts from measurements at the start."""
     turns: tuple[Plan, ...] = ()
     """All plans of the job, where several take turns, one for each global batch size."""
     turn_files: tuple[str, ...] = ()
@@ -120,7 +122,6 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_parallelism(plan, args)
     _check_recompute(args)
     check_skipping(plan, args)
-    _check_optimizer(plan, args)
     _check_checkpoint(plan, args)
     asynchronous.check(args)
     for feature, options in features_of(plan):
@@ -221,28 +222,6 @@ def check_skipping(plan: Plan, args: Any) -> None:
             " ".join(map(str, args.iterations_to_skip)),
             f"Megatron cannot skip iterations with {plan.most_chunks} chunks per stage",
             "Use one chunk per stage, or leave the flag out",
-        )
-
-
-_OF_WHOLE_MATRICES = ("muon", "dist_muon", "adaptive_muon", "soap")
-
-
-def _check_optimizer(plan: Plan, args: Any) -> None:
-    name = getattr(args, "optimizer", None) or "adam"
-    if plan.training.distributed_optimizer and name != "adam":
-        raise PlanError(
-            "--optimizer",
-            name,
-            "the distributed optimizer of a plan shards the state of adam only",
-            "Use adam, or make the plan without training.distributed_optimizer",
-        )
-    sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
-    if name in _OF_WHOLE_MATRICES and sizes != [1]:
-        raise PlanError(
-            "--optimizer",
-            name,
-            f"its update of a matrix depends on how TP cuts the matrix, and the plan has TP sizes {sizes}",
-            "Use adam, or TP size 1 everywhere",
         )
 
 

@@ -25,5 +25,5 @@ install() {
 touch "${unfinished}"
 echo "Installing the pinned dependencies into ${venv} (5 GB, some minutes the first time)"
 install setuptools
-install --no-build-isolation --editable '.[planner,test,lint]'
+install --no-build-isolation --editable '.[planner,test,lint,optimizers]'
 rm "${unfinished}"

@@ -3,6 +3,8 @@
 # starts processes of its own, which wait for each other. At last one at a time the files whose tests judge how fast a
 # process is, or wait for Slurm.
 #
+# A worker that crashes ends its part as failed: with another one in its place pytest-xdist may wait forever.
+#
 # usage: run_tests.sh PYTHON [arguments of pytest for all parts]
 set -uo pipefail
 python="$1"
@@ -22,13 +24,13 @@ run() {
     fi
 }
 
-run tests/unit --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
+run tests/unit --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0 "$@"
 if [[ ${status} -eq 2 ]]; then # interrupted
     exit 2
 fi
 # These judge speed, or wait for what Slurm's daemons do in time.
 alone=(tests/functional/test_{doctor,elastic_drift,watch,elastic_slurm,emit_slurm,init_slurm}.py)
-run tests/functional "${alone[@]/#/--ignore=}" --numprocesses auto --maxprocesses 2 --dist loadfile "$@"
+run tests/functional "${alone[@]/#/--ignore=}" --numprocesses auto --maxprocesses 2 --dist loadfile --max-worker-restart 0 "$@"
 if [[ ${status} -eq 2 ]]; then
     exit 2
 fi

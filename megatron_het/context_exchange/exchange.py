@@ -41,6 +41,7 @@ from megatron_het.attention.messages import pack, unpack
 from megatron_het.context_exchange.keys import ExchangedKeys, returned_units
 from megatron_het.context_exchange.limits import Limits
 from megatron_het.context_exchange.slot import ExchangeError, Message, Slot
+from megatron_het.context_exchange.units import Units
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels
@@ -59,7 +60,7 @@ class ContextExchange:
 
     Args:
         programs: This rank's programs, by whether they only run forwards.
-        unit_tokens: Tokens of an exchange unit on each rank: context-parallel ranks hold parts of slices.
+        units: Which tokens of each rank exchange units are: context-parallel ranks hold parts of slices.
         rank: This rank.
         layers: Layers of every chunk that exchange, from its first.
         keys_channels: Carry keys and values.
@@ -73,7 +74,7 @@ class ContextExchange:
     def __init__(
         self,
         programs: Mapping[bool, RankProgram],
-        unit_tokens: Mapping[int, int],
+        units: Units,
         rank: int,
         layers: int,
         keys_channels: Channels,
@@ -82,12 +83,9 @@ class ContextExchange:
         device: torch.device,
         keep: bool = False,
     ) -> None:
-        self.unit_tokens, self._layers = unit_tokens[rank], layers
-        """Of this rank."""
+        self._units, self._rank, self._layers = units, rank, layers
         self._channels, self._timeline = channels, timeline
-        self._device = device
-        self._keep, self._keys_channels = keep, keys_channels
-        self._tokens_of = lambda op: unit_tokens[rank if op.kind in OWNERS else op.peer]
+        self._device, self._keep, self._keys_channels = device, keep, keys_channels
         self._modes = {mode: self._held_keys(program) for mode, program in programs.items()}
         self._keys = self._modes[False]
         self._returned = returned_units(programs[False], Kind.ATTEND_GIVE_BACKWARD, keep)
@@ -108,7 +106,6 @@ class ContextExchange:
         self,
         modules: Sequence[list[SliceCoreAttention]],
         models: Sequence[torch.nn.Module],
-        slice_tokens: int,
         sequences: Callable[[int], int],
         kernel: str | None = None,
     ) -> None:
@@ -117,7 +114,6 @@ class ContextExchange:
         Args:
             modules: Slice attention of every chunk, in layer order.
             models: The chunks (GPTModel, not wrapped).
-            slice_tokens: Tokens per slice.
             sequences: Sequences of a microbatch.
             kernel: Name of the attention kernel, None for the best one.
         """
@@ -130,7 +126,7 @@ class ContextExchange:
         self._sequences = sequences
         self._scale = score_scale(attention)
         self._shape = AttentionShape(
-            slice_tokens,
+            1,
             1,
             attention.num_attention_heads_per_partition,
             attention.num_query_groups_per_partition,
@@ -140,11 +136,16 @@ class ContextExchange:
         )
 
     def shape(self, op: RankOp) -> AttentionShape:
-        """What the layers work on in an operation's microbatch: the heads that two ranks have in common."""
+        """What the layers work on in an operation's pass: the heads that two ranks have in common."""
         whole, groups = self._shape, op.hi - op.lo
         assert whole is not None, "the models are not attached"
-        heads = groups * (whole.heads // whole.groups)
-        return replace(whole, batch=self._sequences(op.microbatch), groups=groups, heads=heads)
+        heads, batch = groups * whole.heads // whole.groups, self._sequences(op.microbatch)
+        tokens = self._units.slice_tokens(op.microbatch, op.slice)
+        return replace(whole, slice_tokens=tokens, batch=batch, groups=groups, heads=heads)
+
+    def first_token(self, op: RankOp, unit: int) -> int:
+        """Where a unit of what an operation moves or attends to begins, as the rank counts that owns it."""
+        return self._units.first(self._rank if op.kind in OWNERS else op.peer, op.microbatch, unit)
 
     def of_heads(self, op: RankOp, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The message with an operation's heads of tensors ``[s, b, heads, d]`` and log-sum-exps ``[b, heads, s]``."""
@@ -175,7 +176,7 @@ class ContextExchange:
         self.returned = returned_units(program, Kind.ATTEND_GIVE_BACKWARD, self._keep)
 
     def _held_keys(self, program: RankProgram) -> ExchangedKeys:
-        return ExchangedKeys(program, self._tokens_of, self._keys_channels, self._keep)
+        return ExchangedKeys(program, self.first_token, self._keys_channels, self._keep)
 
     def handle(self, op: RankOp) -> None:
         """Run one operation of the exchange."""
@@ -252,7 +253,7 @@ class ContextExchange:
             slot.results.append(Message(buffer, pending))
             self._channels.send(self.of_heads(op, tensors), op.peer, op.label)
         first, end = min(op.start for op in slot.gives), max(op.stop for op in slot.gives)
-        return first * self.unit_tokens, end * self.unit_tokens
+        return self.first_token(slot.gives[0], first), self.first_token(slot.gives[0], end)
 
     def results(self) -> Iterator[tuple[RankOp, torch.Tensor]]:
         """Wait for what comes back in this layer."""
@@ -376,13 +377,14 @@ class _Layer:
 
     def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
         """Gradients of the parts given away."""
-        unit = self._exchange.unit_tokens
+        at = self._exchange.first_token
         for parts in self._results(lambda op: self._exchange.shape(op).backward_result(self._tokens(op))):
             dq, dk, dv = joined_heads([tensors for _, tensors in parts])
             found, row = [], 0
-            for start, stop in self._exchange.returned[parts[0][0]]:
-                rows = slice(row, row + (stop - start) * unit)
-                found.append((start * unit, stop * unit, dk[rows], dv[rows]))
+            for units in self._exchange.returned[parts[0][0]]:
+                first, end = (at(parts[0][0], unit) for unit in units)
+                rows = slice(row, row + end - first)
+                found.append((first, end, dk[rows], dv[rows]))
                 row = rows.stop
             yield dq, found
         self._done()
@@ -394,4 +396,5 @@ class _Layer:
 
     def _tokens(self, op: RankOp) -> int:
         """Tokens whose gradients come back."""
-        return sum(stop - start for start, stop in self._exchange.returned[op]) * self._exchange.unit_tokens
+        at = self._exchange.first_token
+        return sum(at(op, stop) - at(op, start) for start, stop in self._exchange.returned[op])

@@ -13,7 +13,9 @@ from megatron_het.attention.core import SliceCoreAttention
 from megatron_het.attention.kernels import kernel_of_backend
 from megatron_het.context_exchange.exchange import ContextExchange
 from megatron_het.context_exchange.limits import Limits
+from megatron_het.context_exchange.units import Units
 from megatron_het.features.documents import asked_by
+from megatron_het.features.slices import cutting_of
 from megatron_het.lowering.programs import program_of
 from megatron_het.lowering.ranks import RankProgram, exchange_edges, lower
 from megatron_het.lowering.transports import posted_for
@@ -40,24 +42,22 @@ class ContextExchangeFeature(RuntimeFeature):
 
     Args:
         exchange: Does the work.
-        slice_tokens: Tokens of a slice of the context-parallel group.
         sequences: Sequences of a microbatch.
         args: Megatron's arguments.
         device: Where the models are.
-        limited: Makes the program of an iteration in which documents or windows limit what slices see; None where
-            nothing does.
+        limited: Makes the program of an iteration in which documents or windows limit what slices see, or slices are of
+            unequal length; None where all slices of all iterations are alike.
     """
 
     def __init__(
         self,
         exchange: ContextExchange,
-        slice_tokens: int,
         sequences: Callable[[int], int],
         args: Any,
         device: torch.device,
         limited: LimitedPrograms | None,
     ) -> None:
-        self._exchange, self._slice_tokens, self._sequences = exchange, slice_tokens, sequences
+        self._exchange, self._sequences = exchange, sequences
         self._args, self._device, self._limited = args, device, limited
 
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -68,14 +68,14 @@ class ContextExchangeFeature(RuntimeFeature):
         """See :class:`RuntimeFeature`; slice attention is in the models already."""
         placed = [[m for m in model.modules() if isinstance(m, SliceCoreAttention)] for model in models]
         kernel = kernel_of_backend(self._args.attention_backend.name, self._device.type)
-        self._exchange.attach(placed, models, self._slice_tokens, self._sequences, kernel)
+        self._exchange.attach(placed, models, self._sequences, kernel)
 
     def begin(self, call: Call, state: Iteration) -> None:
         """See :class:`RuntimeFeature`."""
         self._exchange.begin(call.forward_only)
 
     def program(self, call: Call, program: RankProgram) -> RankProgram:
-        """With documents and windows, that of what the slices of this iteration see."""
+        """With documents, windows and slices of unequal length, that of what the slices of this iteration see."""
         if self._limited is None:
             return program
         made = self._limited.program(call.forward_only)
@@ -112,19 +112,17 @@ class LimitedPrograms:
 
     Args:
         context: What the feature is opened with; its batches know how sequences are cut, and where documents begin.
+        units: Which tokens exchange units are.
     """
 
-    def __init__(self, context: OpenContext) -> None:
+    def __init__(self, context: OpenContext, units: Units) -> None:
         self._context, self._batches = context, context.batches
         where = context.placement.locate(context.rank)
         self._device = context.programs[False].shape.device(where.stage, where.replica)
-        self._units = context.options.units
+        self._units = units.units
         self._made: dict[bool, tuple[Parts, RankProgram]] = {}
-        tokens = context.args.seq_length // context.programs[False].shape.slices
         windows = windows_of(context.args)
-        self.limits = Limits(
-            context.placement, context.boundaries.side, tokens, self._units, windows, self._batches.starts
-        )
+        self.limits = Limits(context.placement, context.boundaries.side, units, windows, self._batches.starts)
         """What slices see, for those who attend for others."""
         self.pairs = self._pairs()
         """Ranks that may attend for each other, both ways: all of a pipeline that share heads."""
@@ -166,15 +164,16 @@ def windows_of(args: Any) -> list[int | None]:
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """This rank's part of the feature."""
     plan, options, args = context.plan, context.options, context.args
-    slices = context.programs[False].shape.slices
+    part_lengths, nominal = context.boundaries.part_lengths(), context.boundaries.tokens
+    units = Units(options.units, part_lengths, nominal, context.batches.bounds)
     limited, keys_channels = None, context.channels
     pairs = exchange_edges(list(context.programs.values()), context.boundaries)
-    if asked_by(args) or getattr(args, "window_size", None):
-        limited = LimitedPrograms(context)
+    if asked_by(args) or getattr(args, "window_size", None) or not cutting_of(plan, args).is_even:
+        limited = LimitedPrograms(context, units)
         pairs, keys_channels = limited.pairs, limited.channels
     exchange = ContextExchange(
         context.lowered,
-        {rank: tokens // options.units for rank, tokens in context.boundaries.part_lengths().items()},
+        units,
         context.rank,
         exchanged_layers([stage.layers for stage in plan.stages]),
         keys_channels,
@@ -183,6 +182,4 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
         context.platform.device,
         options.keep,
     )
-    return ContextExchangeFeature(
-        exchange, args.seq_length // slices, plan.training.sequences, args, context.platform.device, limited
-    )
+    return ContextExchangeFeature(exchange, plan.training.sequences, args, context.platform.device, limited)

@@ -82,8 +82,8 @@ def _cover(op: RankOp, received: Sequence[RankOp]) -> tuple[Use, ...]:
     return tuple(Use(source, units[0], units[-1] + 1) for source, units in runs)
 
 
-UnitTokens = Callable[[RankOp], int]
-"""Tokens of an exchange unit of the rank that owns what an operation moves or attends to."""
+FirstToken = Callable[[RankOp, int], int]
+"""Where a unit of what an operation moves or attends to begins, as the rank counts that owns it."""
 Ranges = tuple[tuple[int, int], ...]
 """Ranges ``[start, stop)`` of units."""
 
@@ -115,14 +115,14 @@ class ExchangedKeys:
 
     Args:
         program: This rank's training or evaluation program.
-        unit_tokens: Tokens of an exchange unit of the rank that owns the keys, by operation.
+        first_token: Where units begin among the tokens of the rank that owns the keys.
         channels: Carry them.
         keep: Whether gradients are added up here until the last pass.
     """
 
-    def __init__(self, program: RankProgram, unit_tokens: UnitTokens, channels: Channels, keep: bool = False) -> None:
+    def __init__(self, program: RankProgram, first_token: FirstToken, channels: Channels, keep: bool = False) -> None:
         self._plan = KeyUses.of(program)
-        self._unit_tokens = unit_tokens
+        self._first_token = first_token
         self._channels = channels
         self._keep = keep
         self._returned = returned_units(program, Kind.ATTEND_HELP_BACKWARD, keep)
@@ -134,8 +134,7 @@ class ExchangedKeys:
 
     def send(self, op: RankOp, modules: Sequence[SliceCoreAttention], shape: AttentionShape) -> None:
         """Send what an operation names, of all layers of the chunk ``modules``."""
-        unit = self._unit_tokens(op)
-        start, stop = op.start * unit, op.stop * unit
+        start, stop = self._first_token(op, op.start), self._first_token(op, op.stop)
         tensor = self._empty(op, len(modules), shape)
         for layer, module in enumerate(modules):
             module.cache.copy_tokens(op.microbatch, start, stop, tensor[layer], slice(op.lo, op.hi))
@@ -196,8 +195,8 @@ class ExchangedKeys:
 
     def _rows(self, use: Use, start: int, stop: int) -> slice:
         """Rows of units ``[start, stop)`` in what a use's source brought."""
-        first, unit = use.source.start, self._unit_tokens(use.source)
-        return slice((start - first) * unit, (stop - first) * unit)
+        first = self._first_token(use.source, use.source.start)
+        return slice(self._first_token(use.source, start) - first, self._first_token(use.source, stop) - first)
 
     def drop(self, op: RankOp) -> None:
         """Let go of what nothing after an ATTEND_HELP needs."""
@@ -222,5 +221,5 @@ class ExchangedKeys:
 
     def _empty(self, op: RankOp, layers: int, shape: AttentionShape) -> torch.Tensor:
         """``[layers, 2, tokens, b, groups, d]``."""
-        tokens = (op.stop - op.start) * self._unit_tokens(op)
+        tokens = self._first_token(op, op.stop) - self._first_token(op, op.start)
         return torch.empty((layers, 2, *shape.keys(tokens)), dtype=shape.dtype, device=shape.device)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron_het.attention.helped import Reached
 from megatron_het.attention.reach import Reach, Span
+from megatron_het.context_exchange.units import Units
 from megatron_het.lowering.boundary import Side
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Placement
-from megatron_het.plan.parts import Blocks, part_tokens
+from megatron_het.plan.parts import part_tokens
 from megatron_het.schedule.cutting import Starts
 
 
@@ -19,8 +20,7 @@ class Limits:
     Args:
         placement: The plan's lookup tables.
         side: How the replica of a world rank divides a slice.
-        slice_tokens: Tokens of a slice.
-        units: Exchange units of a slice.
+        units: Which tokens slices and their exchange units are.
         windows: By layer of the model, how many earlier tokens a query sees; None for all.
         starts: Where the documents of each sequence of a microbatch begin; None if documents do not matter.
     """
@@ -29,14 +29,12 @@ class Limits:
         self,
         placement: Placement,
         side: Callable[[int], Side],
-        slice_tokens: int,
-        units: int,
+        units: Units,
         windows: Sequence[int | None],
         starts: Callable[[int], tuple[Starts, ...] | None],
     ) -> None:
         self._placement, self._side = placement, side
-        self._slice_tokens, self._units = slice_tokens, units
-        self._windows, self._starts = windows, starts
+        self._units, self._windows, self._starts = units, windows, starts
         self._first_layers = first_layers(placement)
 
     def reached(self, op: RankOp, layer: int, ranges: Sequence[Span]) -> Reached:
@@ -48,23 +46,25 @@ class Limits:
             ranges: Units of the owner, in the order of their keys and values.
         """
         where = self._placement.locate(op.peer)
-        blocks = self._side(op.peer).blocks(self._slice_tokens)
-        own, count = blocks[where.cp_rank], len(blocks)
+        first, end = self._units.slice(op.microbatch, op.slice)
+        blocks = self._side(op.peer).blocks(end - first)
+        count = len(blocks)
         # Rows are those of the other ranks that share the slice, from the next one on, and then the owner's.
         ranks = [(where.cp_rank + k) % count for k in range(1, count + 1)]
-        first = op.slice * self._slice_tokens
         rows = tuple((first + a, first + b) for rank in ranks for a, b in blocks[rank])
-        keys = tuple(span for start, stop in ranges for span in self._spans(own, start, stop))
+        keys = tuple(span for units in ranges for span in self._spans(op, where.cp_rank, units))
         window = self._windows[self._first_layers[where.stage, op.chunk] + layer]
         return Reached(Reach(self._starts(op.microbatch), window), rows, keys)
 
-    def _spans(self, own: Blocks, start: int, stop: int) -> Iterator[Span]:
-        """Tokens of the sequence in units ``[start, stop)`` of a rank that has these blocks of every slice."""
-        held = part_tokens(own)
-        unit = held // self._units
-        for index in range(start // self._units, -(-stop // self._units)):
-            lo, hi = max(start * unit - index * held, 0), min(stop * unit - index * held, held)
-            before, first = 0, index * self._slice_tokens
+    def _spans(self, op: RankOp, part: int, units: Span) -> Iterator[Span]:
+        """Tokens of the sequence that are in some units of an operation's owner, which is a context-parallel rank."""
+        each, side = self._units.units, self._side(op.peer)
+        start, stop = (self._units.first(op.peer, op.microbatch, unit) for unit in units)
+        for index in range(units[0] // each, -(-units[1] // each)):
+            first, end = self._units.slice(op.microbatch, index)
+            own, begin = side.blocks(end - first)[part], self._units.first(op.peer, op.microbatch, index * each)
+            lo, hi = max(start - begin, 0), min(stop - begin, part_tokens(own))
+            before = 0
             for a, b in own:
                 left, right = max(lo - before, 0), min(hi - before, b - a)
                 if left < right:

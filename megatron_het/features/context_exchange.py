@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_het.features.base import Feature, Figures, Option, ViewFlag, option
-from megatron_het.features.slices import SLICED_SCHEDULES, has_even_slices, not_sliced, slice_tokens
+from megatron_het.features.slices import DEFAULT_UNITS, EXCHANGE, SLICED_SCHEDULES, UNITS, not_sliced, slice_tokens
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.cutting import Parts
@@ -60,11 +60,11 @@ class ExchangeOptions:
     """
 
     units: int = option(
-        "exchange_units",
-        2,
+        UNITS,
+        DEFAULT_UNITS,
         flag="--het-exchange-units",
         metavar="Q",
-        help="the context exchange moves attention in units of 1/Q of a slice (default: 2)",
+        help=f"the context exchange moves attention in units of 1/Q of a slice (default: {DEFAULT_UNITS})",
         accepts=lambda value, plan: value >= 1 and slice_tokens(plan) % value == 0,
         problem=lambda plan: f"must be a whole number that divides the {slice_tokens(plan)} tokens of a slice",
         where="--het-exchange-units",
@@ -110,7 +110,7 @@ class ContextExchange(Feature):
     title = "attention context exchange"
     options = ExchangeOptions
     switch = Option(
-        "context_exchange",
+        EXCHANGE,
         flag=_SWITCH,
         help="devices with short prefixes attend for those with long ones, so that slices take equal "
         "time on all stages (SlimPipe, section 4.2)",
@@ -126,7 +126,7 @@ class ContextExchange(Feature):
     """What slices see, by microbatch and slice; empty where each sees all before it."""
 
     def limited(self, parts: Parts) -> ContextExchange:
-        """Who attends for whom, by what slices see."""
+        """Who attends for whom, by what slices see and how long they are."""
         found = copy.copy(self)
         found.parts = parts
         return found
@@ -155,13 +155,6 @@ class ContextExchange(Feature):
 
     def check_plan(self, plan: Plan, options: ExchangeOptions) -> None:
         """Refuse stages that cannot attend for each other."""
-        if not has_even_slices(plan):
-            raise PlanError(
-                _SWITCH,
-                True,
-                "what devices attend to for each other is planned in equal parts of equal slices",
-                "Use --het-slice-lengths equal, and slices that divide --seq-length and over the ranks of a replica",
-            )
         counts = sorted({len(stage.layers) for stage in plan.stages})
         if len(counts) > 1:
             raise PlanError(

@@ -44,8 +44,6 @@ class ContextParallel(Feature):
         Refusal("hierarchical_context_parallel_sizes", "sequences are shared by the plan's own context parallelism"),
     )
 
-    refused = (Refusal("sft", "conversations have not been tried where ranks attend for each other"),)
-
     def options_of(self, plan: Plan) -> ContextParallelOptions | None:
         """The sizes of the plan's replicas."""
         sizes = tuple(sorted({r.cp for stage in plan.stages for r in stage.replicas}))

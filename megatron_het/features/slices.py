@@ -17,6 +17,8 @@ SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
 """Schedules that cut sequences; their plans have the schedule parameter ``slices``."""
 _SLICES = "slices"
 _ROPE, _LINEAR = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.tensor_parallel.layers"
+EXCHANGE, UNITS, DEFAULT_UNITS = "context_exchange", "exchange_units", 2
+"""The context exchange cuts slices into units; its feature has the rest."""
 EQUAL, WORK = "equal", "work"
 """How long slices are: as long as each other, or as long as equal work makes them."""
 
@@ -119,8 +121,9 @@ class Slices(Feature):
             raise PlanError(
                 "--het-slices",
                 options.slices,
-                f"the ranks of a replica share every slice, so --seq-length = {length} must be a multiple of "
-                f"{unit} tokens, and have {options.slices} of them at least",
+                "the ranks of a replica share every slice"
+                f"{', in exchange units' if _exchange_units(plan) > 1 else ''}, so --seq-length = {length} must be a "
+                f"multiple of {unit} tokens, and have {options.slices} of them at least",
             )
 
     def named(self, plan: Plan) -> str:
@@ -159,13 +162,19 @@ def slices_of(plan: Plan) -> int:
 def token_unit(plan: Plan) -> int:
     """What the tokens of slices of different length are a multiple of.
 
-    All ranks that share a slice then hold parts of it that are in proportion to its length.
+    All ranks that share a slice then hold parts of it that are in proportion to its length, in whole exchange units.
     """
-    found = 1
+    found, units = 1, _exchange_units(plan)
     for replica in (replica for stage in plan.stages for replica in stage.replicas):
-        grain = replica.tp if plan.training.sequence_parallel else 1
+        grain = math.lcm(units, replica.tp if plan.training.sequence_parallel else 1)
         found = math.lcm(found, least_tokens(sum(replica.shares), grain) if replica.cp > 1 else grain)
     return found
+
+
+def _exchange_units(plan: Plan) -> int:
+    """Parts of a slice that devices attend to for each other; 1 also where the plan says nonsense of them."""
+    units = plan.schedule.parameters.get(UNITS, DEFAULT_UNITS) if plan.schedule.parameters.get(EXCHANGE) else 1
+    return units if isinstance(units, int) and units > 0 else 1
 
 
 def _can_be_even(plan: Plan, slices: int) -> bool:

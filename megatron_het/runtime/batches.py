@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_het.lowering.ranks import RankOp
-from megatron_het.schedule.cutting import SlicePart, Starts
+from megatron_het.schedule.cutting import Bounds, SlicePart, Starts
 
 
 class Batches:
@@ -39,6 +39,10 @@ class Batches:
     def starts(self, microbatch: int) -> tuple[Starts, ...] | None:
         """Where the documents of each sequence of a microbatch begin; None if it does not matter."""
         return None
+
+    def bounds(self, microbatch: int) -> Bounds:
+        """Where the slices of a microbatch begin, and its end; none without slices."""
+        return ()
 
     def slice_parts(self, microbatch: int, units: int) -> tuple[SlicePart, ...]:
         """What every slice of a microbatch is of it, with so many exchange units per slice; none without slices."""

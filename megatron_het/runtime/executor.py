@@ -124,6 +124,8 @@ class Executor:
                 self._handlers[op.kind](op, call, state)
         for feature in self._features:
             feature.finish(call, state)
+        for feature in self._features:
+            feature.weigh_losses(call, state)
         self._channels.wait_sends()
         self._check_nothing_left(state)
         self._batches.finish()
@@ -180,6 +182,7 @@ class Executor:
         get_attr_wrapped_model(model, "set_input_tensor")(None)
         state.forwarded.add(chunk)
         state.num_tokens += num_tokens
+        state.note_reports(forward.op.microbatch)
         return output
 
     def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:

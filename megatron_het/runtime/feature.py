@@ -87,7 +87,12 @@ def optimizer_of(model_config: Any) -> Any:
 
 @dataclass(slots=True)
 class Iteration:
-    """Everything that lives for one iteration."""
+    """Everything that lives for one iteration.
+
+    Attributes:
+        reports: The script's loss entries, one per pass that ends in the loss.
+        reported: The microbatch of each of them.
+    """
 
     inputs: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
@@ -97,6 +102,11 @@ class Iteration:
     num_tokens: torch.Tensor | None = None
     forwarded: set[int] = field(default_factory=set)
     no_sync: dict[int, contextlib.ExitStack] = field(default_factory=dict)
+    reported: list[int] = field(default_factory=list)
+
+    def note_reports(self, microbatch: int) -> None:
+        """The entries of ``reports`` that are new are those of a pass of this microbatch."""
+        self.reported += [microbatch] * (len(self.reports) - len(self.reported))
 
 
 Handler = Callable[[RankOp, Call, Iteration], None]
@@ -181,6 +191,9 @@ class RuntimeFeature:
 
     def finish(self, call: Call, state: Iteration) -> None:
         """All operations of the iteration have been issued."""
+
+    def weigh_losses(self, call: Call, state: Iteration) -> None:
+        """All features have finished, so ``state.reports`` are complete; change how much each of them counts."""
 
     def before_loading(self, models: Sequence[torch.nn.Module], optimizer: Any) -> None:
         """A checkpoint is about to be loaded into Megatron's model chunks and optimizer; None without one."""

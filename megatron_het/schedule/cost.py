@@ -189,6 +189,13 @@ class Costs:
             return whole * sum(self.parts[op.microbatch][op.slice].units[op.start : op.stop])
         return (op.stop - op.start) * whole / (units * self.attention_total(slices))
 
+    def of_unit_tokens(self, whole: float, op: Op, slices: int, units: int) -> float:
+        """What the exchange units of an operation have of a figure of a microbatch that is the same for all tokens."""
+        if not self.parts:
+            return whole * (op.stop - op.start) / (units * slices)
+        row = self.parts[op.microbatch]
+        return whole * sum(row[unit // units].tokens for unit in range(op.start, op.stop)) / units
+
     def check_units(self, units: int) -> None:
         """Raises ValueError unless ``parts`` say what every slice attends to in each exchange unit before it."""
         for microbatch, row in enumerate(self.parts):

@@ -27,11 +27,13 @@ class SlicePart:
         tokens: Share of the tokens.
         attention: Share of the attention of a sequence that is one document.
         units: The same of its attention to each exchange unit before the slice, from the start of the sequence.
+        rest: What the rest of its layers takes, in the same measure; 0 where slices are not cut by it.
     """
 
     tokens: float
     attention: float
     units: tuple[float, ...] = ()
+    rest: float = 0.0
 
 
 Parts = Sequence[Sequence[SlicePart]]
@@ -110,7 +112,8 @@ class Cutting:
             ]
             spans = itertools.pairwise((*edges, first))
             seen = tuple(sum(self.seen(own, (first, end), span) for own in documents) / whole for span in spans)
-            found.append(SlicePart((end - first) / self.length, done[i + 1] - done[i], seen))
+            rest = (end - first) * self.keys_per_token * len(documents) / whole
+            found.append(SlicePart((end - first) / self.length, done[i + 1] - done[i], seen, rest))
         return tuple(found)
 
     def seen(self, starts: Starts, rows: tuple[int, int], keys: tuple[int, int]) -> float:

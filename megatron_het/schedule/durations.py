@@ -161,6 +161,6 @@ def message_bytes(costs: Costs, program: Program, source: int, op: Op) -> float:
     shape = program.shape
     size = shape.sizes[op.microbatch] / max(shape.sizes) if shape.sizes else 1.0
     if op.kind in _KEYS:
-        share = (op.stop - op.start) / (program.attention_units * shape.slices)
-        return _at(costs.kv_message_bytes, source, op.peer_chunk) * share * size
+        whole = _at(costs.kv_message_bytes, source, op.peer_chunk)
+        return costs.of_unit_tokens(whole, op, shape.slices, program.attention_units) * size
     return costs.of_tokens(costs.message_bytes, op, shape.slices) * size

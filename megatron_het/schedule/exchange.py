@@ -12,6 +12,7 @@ Where devices differ in speed or in layers, what passes take decides, not units 
 Given away are always the earliest keys and values that a slice sees: they need no mask of their own and can be sent
 ahead of time ("early key-value exchange", section 5).  Where documents or sliding windows limit what slices see, units
 count by the attention that they are (``cutting.SlicePart``), and those that a slice does not see stay where they are.
+Units of slices of unequal length count in the same way.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -232,8 +233,9 @@ def plan_exchange(
         for owner, helper, amount in offers.agreed:
             op, start = passes[owner], given.get(owner, offers.first.get(owner, 0))
             given[owner] = start + amount
-            after[owner] -= amount * offers.work.get(owner, 1)
-            after[helper] += amount * offers.work.get(owner, 1)
+            work = offers.work_of(owner, start, start + amount)
+            after[owner] -= work
+            after[helper] += work
             have = kept.setdefault((owner, helper, op.microbatch, op.chunk), set()) if keep else set()
             sent = _ranges(u for u in range(start, start + amount) if u not in have)
             have.update(range(start, start + amount))
@@ -251,13 +253,20 @@ class _Offers:
         loads: units per device.
         agreed: (giver, taker, units).
         first: the first unit that a device gives away, if not the first of all.
-        work: how much of a whole unit each unit of a device is, if not 1.
+        work: how much of a whole unit each unit of a device is, from its first on, if not 1.
     """
 
     loads: dict[int, float]
     agreed: list[tuple[int, int, int]]
     first: dict[int, int] = field(default_factory=dict)
-    work: dict[int, float] = field(default_factory=dict)
+    work: dict[int, Sequence[float]] = field(default_factory=dict)
+
+    def work_of(self, device: int, start: int, stop: int) -> float:
+        """Whole units that some units of a device are."""
+        if device not in self.work:
+            return stop - start
+        first = self.first[device]
+        return sum(self.work[device][start - first : stop - first])
 
 
 def _offers(
@@ -284,24 +293,31 @@ def _offers(
 def _limited_offers(
     program: Program, passes: Mapping[int, Op], busy: Sequence[int], units: int, costs: PassCosts | None, parts: Parts
 ) -> _Offers:
-    """Where documents and windows limit what slices see; the units of a slice count by their mean."""
+    """Where documents and windows limit what slices see, or slices are of unequal length.
+
+    Without ``costs`` slices of equal work are leveled with the rest of their passes: longer ones have less attention.
+    """
     slices = program.shape.slices
     whole = 2 / (slices * slices * units)  # share of a sequence's attention that a unit is which all of a slice sees
-    counts, first, work = dict.fromkeys(busy, 0), dict[int, int](), dict.fromkeys(busy, 0.0)
-    before, own = dict.fromkeys(busy, 0.0), dict.fromkeys(busy, 0.0)
+    first = dict[int, int]()
+    work: dict[int, Sequence[float]] = dict.fromkeys(busy, ())
+    before, own, rest = (dict.fromkeys(busy, 0.0) for _ in range(3))
+    tokens: dict[int, float] = {}
     for d, op in passes.items():
         part = parts[op.microbatch][op.slice]
         seen = [unit for unit, share in enumerate(part.units) if share]
         before[d] = sum(part.units) / whole
         own[d] = part.attention / whole - before[d]
+        rest[d], tokens[d] = part.rest / whole, part.tokens * slices
         if seen:
-            first[d], counts[d] = seen[0], op.slice * units - seen[0]
-            work[d] = before[d] / counts[d]
+            first[d] = seen[0]
+            work[d] = [share / whole for share in part.units[seen[0] :]]
     if costs is None:
-        times = {d: (own[d], 1.0) for d in busy}
+        times = {d: (own[d] + rest[d], 1.0) for d in busy}
     else:
-        slices_seen = {d: (before[d] / units, own[d] / units) for d in passes}
-        times = costs.times(program.shape, passes, exchanged_layers(program.shape.layers), units, slices_seen)
+        seen_by = {d: (before[d] / units, own[d] / units, tokens[d]) for d in passes}
+        times = costs.times(program.shape, passes, exchanged_layers(program.shape.layers), units, seen_by)
+    counts = {d: len(work[d]) for d in busy}
     return _Offers({d: before[d] + own[d] for d in busy}, level(counts, times, work), first, work)
 
 

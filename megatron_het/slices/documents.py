@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_het.features.documents import CONVERSATIONS, PACKING, asked_by
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
+from megatron_het.runtime.losses import Reports
 from megatron_het.schedule.kinds import Kind
 from megatron_het.slices.feature import open_sequences
 from megatron_het.slices.sequences import SlicedSequences
@@ -26,7 +28,10 @@ class DocumentsFeature(RuntimeFeature):
         whole: Runs whole sequences over that attention; None where slices do already.
         first_chunk: Chunk of this rank that reads the tokens; None on a rank that does not.
         programs: This rank's programs.
+        sharing: The ranks that share sequences with this one; None for this one alone.
     """
+
+    roles = ("cp",)
 
     def __init__(
         self,
@@ -35,6 +40,7 @@ class DocumentsFeature(RuntimeFeature):
         whole: RuntimeFeature | None,
         first_chunk: int | None,
         programs: Mapping[bool, RankProgram],
+        sharing: dist.ProcessGroup | None = None,
     ) -> None:
         self._args = args
         self._asked_positions = args.reset_position_ids
@@ -47,6 +53,7 @@ class DocumentsFeature(RuntimeFeature):
         self._whole = whole or RuntimeFeature()
         self._first_chunk = first_chunk
         self._programs = programs
+        self._sharing = sharing
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """See :class:`RuntimeFeature`."""
@@ -78,10 +85,13 @@ class DocumentsFeature(RuntimeFeature):
             vars(self._args).update(asked)
 
     def finish(self, call: Call, state: Iteration) -> None:
-        """Evaluation of conversations is a mean over microbatches, whatever their tokens; Megatron takes it later."""
+        """See :class:`RuntimeFeature`."""
         self._whole.finish(call, state)
+
+    def weigh_losses(self, call: Call, state: Iteration) -> None:
+        """Evaluation of conversations is a mean over microbatches, whatever their tokens; Megatron takes it later."""
         if call.forward_only and not call.collect_non_loss_data and getattr(self._args, CONVERSATIONS, False):
-            state.reports = [{name: _mean(pair) for name, pair in entry.items()} for entry in state.reports]
+            state.reports = of_microbatches(state.reports, state.reported, self._sharing)
 
     def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
         """See :class:`RuntimeFeature`."""
@@ -92,9 +102,34 @@ class DocumentsFeature(RuntimeFeature):
         self._args.reset_position_ids = self._asked_positions
 
 
-def _mean(pair: torch.Tensor) -> torch.Tensor:
-    """The loss of a microbatch as one of so many, from its (sum, tokens)."""
-    return torch.stack([pair[0] / pair[1].clamp(min=1), torch.ones_like(pair[1])]) if pair.numel() == 2 else pair
+def of_microbatches(reports: Reports, microbatches: Sequence[int], sharing: dist.ProcessGroup | None = None) -> Reports:
+    """The losses of microbatches, each one of so many, from those of their passes.
+
+    A pass may be over a slice, or a rank's part of one.  Its tokens count as such within the microbatch, so a pass
+    without any counts nothing.
+
+    Args:
+        reports: (sum, tokens) by name, or a mean, of every pass.
+        microbatches: That each of them is of.
+        sharing: Ranks that have other parts of the same passes; the first one reports for all.
+    """
+    found: dict[int, list[dict[str, torch.Tensor]]] = {}
+    for entry, microbatch in zip(reports, microbatches, strict=True):
+        found.setdefault(microbatch, []).append(entry)
+    return [
+        {name: _mean([entry[name] for entry in passes], sharing) for name in passes[0]} for passes in found.values()
+    ]
+
+
+def _mean(passes: Sequence[torch.Tensor], sharing: dist.ProcessGroup | None) -> torch.Tensor:
+    """The loss of a microbatch as one of so many."""
+    total, count = torch.stack([values.view(-1) for values in passes]).sum(dim=0), len(passes)
+    if sharing is not None:
+        dist.all_reduce(total, group=sharing)
+        count *= sharing.size()
+    pair = total.numel() == 2
+    mean = torch.stack([total[0] / total[1].clamp(min=1), torch.ones_like(total[1])]) if pair else total / count
+    return mean if sharing is None or sharing.rank() == 0 else torch.zeros_like(mean)
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
@@ -106,4 +141,5 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     where = context.placement.locate(context.rank)
     stage, chunk = context.plan.path[0]
     reads = where.stage == stage and where.tp_rank == 0
-    return DocumentsFeature(context.args, context.batches, whole, chunk if reads else None, context.lowered)
+    sharing = context.groups.get("cp")
+    return DocumentsFeature(context.args, context.batches, whole, chunk if reads else None, context.lowered, sharing)

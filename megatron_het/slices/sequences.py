@@ -130,7 +130,7 @@ class SlicedSequences(Batches):
         return self._cutting.parts(self.starts(microbatch), units)
 
     def bounds(self, microbatch: int) -> Bounds:
-        """Where the slices of a microbatch begin, and its end."""
+        """See :class:`Batches`."""
         found = self._bounds.get(microbatch)
         if found is None:
             found = self._bounds[microbatch] = self._cutting.bounds(self.starts(microbatch))

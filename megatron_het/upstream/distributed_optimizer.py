@@ -1,7 +1,8 @@
 """Megatron's distributed optimizer as this project needs it: one patch, for several subclasses.
 
-``torch_adam.py`` repairs it for torch's Adam.  What features need of it they say themselves
-(``Feature.optimizer_layers``): buffers that are divided unequally, chunks that are not all whole at once.
+``torch_adam.py`` repairs it for torch's Adam, ``bucket_padding.py`` its checkpoints.  What features need of it they
+say themselves (``Feature.optimizer_layers``): buffers that are divided unequally, chunks that are not all whole at
+once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 
 from megatron_het.features import FEATURES
+from megatron_het.upstream.bucket_padding import placed
 from megatron_het.upstream.registry import Patch
 from megatron_het.upstream.torch_adam import repaired, uses_torch_adam
 
@@ -16,7 +18,7 @@ _CLASS = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 
 def _build(original: type) -> type:
-    found = repaired(original) if uses_torch_adam() else original
+    found = placed(repaired(original) if uses_torch_adam() else original)
     for layer in (layer for feature in FEATURES for layer in feature.optimizer_layers):
         module, _, name = layer.rpartition(".")
         found = getattr(importlib.import_module(module), name)(found)
@@ -30,8 +32,9 @@ PATCHES = (
         target="megatron.core.optimizer.DistributedOptimizer",
         reason=(
             "torch's Adam under the distributed optimizer cannot resume, or resumes with wrong "
-            "bias corrections; it divides its buffers into equal parts only; and it reads all "
-            "parameters at once. The optimizer class is not configurable"
+            "bias corrections; checkpoints take state from the wrong place after a padded bucket; it "
+            "divides its buffers into equal parts only; and it reads all parameters at once. "
+            "The optimizer class is not configurable"
         ),
         sources={
             f"{_CLASS}.state_dict": ("bced2858fb20321b7a5a019a8a2f669f56cf0578b1c547333de022864dd1943b"),
@@ -48,6 +51,9 @@ PATCHES = (
             ),
             f"{_CLASS}.get_parameter_state_dp_zero": (
                 "a7537986df345b2e851319557f67e93d1135b32c62d422cd42e061a887dbf0d0"
+            ),
+            f"{_CLASS}.sharded_param_state_fully_reshardable": (
+                "bf472bb565068290a4707a1d000ebf63cc9257b57ea44cc19d52aa26ebc6f7b4"
             ),
             f"{_CLASS}.sharded_state_dict": ("1c6a18684e96c6cdf981b5277eebe0c0e8775a4fc38881ab9a1e0896f4f9dd9e"),
             f"{_CLASS}.load_parameter_state_from_fully_reshardable": (

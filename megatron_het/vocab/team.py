@@ -268,6 +268,7 @@ class SplitVocabulary:
             work = self._work.pop(key)
             losses, _ = self._losses(work)
             self._run_loss(work, losses, call, state)
+            state.note_reports(key[0])
         self._channels.wait_sends()
         self._embedding.finish()
         left = [*self._ready, *self._work, *self._gradients]

@@ -62,10 +62,7 @@ def layered_layout(chunk: torch.nn.Module, shards: int, ddp_config: DistributedD
                 index_map[parameter] = (base + start, base + end, len(buckets) + bucket)
             # One bucket, or two: upstream gives a copy of tied embeddings one of its own.
             buckets += [(base + start, base + end) for start, end in part.bucket_indices]
-            # Fully reshardable checkpoints put the buckets together without their padding, but look
-            # parameters up at their offsets in the buffer: only the last bucket may count as padded.
-            unpadded = [end - start for start, end in buckets[:-1]]
-            unpadded.append(part.per_bucket_numel_unpadded[-1])
+            unpadded += part.per_bucket_numel_unpadded
             base = buckets[-1][1]
         layouts[key] = PerBufferParamLayout(
             param_index_map=index_map,

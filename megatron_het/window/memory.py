@@ -100,7 +100,9 @@ class HostCopy:
                 torch.cuda.current_stream().wait_stream(self._stream)
         self._is_ordered = self._stream is None or not free
         if free:
-            tensor.untyped_storage().resize_(0)
+            memory = tensor.untyped_storage()
+            assert memory.size() == tensor.nbytes, "memory that other tensors share cannot be freed for one of them"
+            memory.resize_(0)
 
     @torch.no_grad()
     def fetch(self, tensor: torch.Tensor) -> None:

@@ -63,13 +63,46 @@ def _replace_packages() -> None:
     sft_dataset.SFTLowLevelDataset.__init__ = read
 
 
-def packed(**options: Any) -> None:
+def _keep_evaluations(out: str, rank: int, *, as_conversations: bool) -> None:
+    """Write what Megatron's evaluations find into ``out``.
+
+    Args:
+        out: Folder of the file.
+        rank: This rank.
+        as_conversations: Whether Megatron is to evaluate as with ``--sft``, which the rest of the run does not know.
+    """
+    from megatron.training import training
+
+    evaluate, get_args, kept = training.evaluate, training.get_args, list[float]()
+
+    class Told:
+        sft = True
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(get_args(), name)
+
+    def observed(*given: Any, **named: Any) -> Any:
+        training.get_args = Told if as_conversations else get_args
+        try:
+            result = evaluate(*given, **named)
+        finally:
+            training.get_args = get_args
+        if result[0]:
+            kept.append(float(result[0]["lm loss"]))
+            (Path(out) / f"evaluations-{rank}.json").write_text(json.dumps(kept), encoding="utf-8")
+        return result
+
+    training.evaluate = observed
+
+
+def packed(*, rank: int, out: str, **options: Any) -> None:
     """With Megatron's dataset."""
     _replace_packages()
-    observe(**options)
+    _keep_evaluations(out, rank, as_conversations=False)
+    observe(rank=rank, out=out, **options)
 
 
-def masked(**options: Any) -> None:
+def masked(*, rank: int, out: str, **options: Any) -> None:
     """The same samples for stock Megatron without Transformer Engine: a dense mask says which tokens see each other."""
     import torch
     from megatron.core.datasets import gpt_dataset
@@ -88,4 +121,5 @@ def masked(**options: Any) -> None:
             return {**item, "attention_mask": ~seen.unsqueeze(0)}
 
     gpt_dataset.GPTDataset = Masked
-    observe(**options)
+    _keep_evaluations(out, rank, as_conversations=True)
+    observe(rank=rank, out=out, **options)

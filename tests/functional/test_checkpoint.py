@@ -90,6 +90,11 @@ KINDS = {
         ),
     ),
     "tied": _kind(([[1], [2, 1]], [2, 3]), ([[2, 1], [1], [1]], [1, 2, 2]), tied=True),
+    # The offsets, one number per head, are padded, and tied embeddings are in a bucket after an odd number of them.
+    "padded-bucket": replace(
+        _kind(([[1], [2, 1]], [1, 4]), ([[1], [1]], [3, 2]), tied=True, distributed_optimizer=True),
+        family="softmax-offset",
+    ),
     "distributed-optimizer": _kind(
         ([[1, 1], [2, 1]], [2, 3]), ([[1], [4], [1, 1]], [1, 3, 1]), distributed_optimizer=True, sequence_parallel=True
     ),

@@ -74,6 +74,15 @@ _CASES = [
         "softmax-offset",
     ),
     packed(
+        sliced_case(
+            {**_SLICED, "tp": 2, "recompute": "full", "exchange": _KEEPING, "parameters": {"slices": 7, **_WORK}},
+            "documents-of-equal-work-exchanged",
+            random.Random(0),
+        ),
+        "by dataset",
+        "llama",
+    ),
+    packed(
         with_schedule(
             Case(
                 "documents-of-equal-work-mixed-tp",

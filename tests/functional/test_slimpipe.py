@@ -62,6 +62,20 @@ ROWS: dict[str, dict[str, Any]] = {
         "slices": 8,
         "microbatches": 4,
     },
+    "exchange-slices-that-do-not-divide": {
+        "exchange": {**_EXCHANGE, "exchange_keep": True, "exchange_idle": True},
+        "slices": 5,
+        "tp": 2,
+        "uneven": True,
+    },
+    "exchange-equal-work": {
+        "exchange": {**_EXCHANGE, "exchange_idle": True, "exchange_attention": [1, 2], "exchange_rest": [9, 9, 30, 9]},
+        "slices": 6,
+        "chunks": 2,
+        "cp": 2,
+        "recompute": "selective",
+        "parameters": {"slice_lengths": "work"},
+    },
     "context-parallel": {"schedule": "1f1b", "slices": 1, "cp": 2, "uneven": True},
     "context-parallel-slices-exchange": {
         "exchange": _EXCHANGE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,13 +22,14 @@ from megatron_het.attention.slice_attention import UNLIMITED, slice_attention
 from megatron_het.context_exchange.exchange import ContextExchange
 from megatron_het.context_exchange.limits import Limits, first_layers
 from megatron_het.context_exchange.slot import ExchangeError
+from megatron_het.context_exchange.units import Units
 from megatron_het.lowering.programs import build, program_of
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram, lower
 from megatron_het.plan import Placement
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.schema import ScheduleSpec
 from megatron_het.report.timeline import Timeline
-from megatron_het.schedule.cutting import Cutting, Starts
+from megatron_het.schedule.cutting import Bounds, Cutting, Starts
 from megatron_het.schedule.ir import EXCHANGE, Kind
 from megatron_het.schedule.validate import check
 from megatron_het.slices.sequences import most_held, passes_of
@@ -81,13 +83,15 @@ class Sample:
     leaves: list[list[torch.Tensor]]
     grad: torch.Tensor
     outs: dict[int, torch.Tensor]
+    lengths: list[int]
 
     @classmethod
-    def make(cls, slices: int, seed: int) -> Sample:
+    def make(cls, bounds: Bounds, seed: int) -> Sample:
         generator = torch.Generator().manual_seed(seed)
-        draw = lambda h: torch.randn(slices * TOKENS, 1, h, CHANNELS, dtype=torch.float64, generator=generator)  # noqa: E731
+        draw = lambda h: torch.randn(bounds[-1], 1, h, CHANNELS, dtype=torch.float64, generator=generator)  # noqa: E731
         whole = [draw(h) for h in (HEADS, GROUPS, GROUPS)]
-        return cls([[p.clone().requires_grad_() for p in t.chunk(slices)] for t in whole], draw(HEADS), {})
+        lengths = lengths_of(bounds)
+        return cls([[p.clone().requires_grad_() for p in t.split(lengths)] for t in whole], draw(HEADS), {}, lengths)
 
     def error(self, reach: Reach = UNLIMITED) -> float:
         whole = [torch.cat(leaf).detach().requires_grad_() for leaf in self.leaves]
@@ -100,6 +104,11 @@ class Sample:
         pairs = [(found, out.detach())]
         pairs += [(torch.cat([p.grad for p in leaf]), w.grad) for leaf, w in zip(self.leaves, whole, strict=True)]
         return max(float((f - w).norm() / w.norm()) for f, w in pairs)
+
+
+def lengths_of(bounds: Bounds) -> list[int]:
+    """Tokens of every slice."""
+    return [end - first for first, end in itertools.pairwise(bounds)]
 
 
 def seen(reach: Reach, tokens: int) -> torch.Tensor:
@@ -122,15 +131,15 @@ class Device:
         program: RankProgram,
         rank: int,
         layers: int,
-        units: int,
-        slices: int,
+        units: Units,
+        bounds: Callable[[int], Bounds],
         wires: list[Wires],
         keep: bool,
         alone: int = 0,
         limits: Limits | None = None,
         reach: Callable[[int, int, int], Reach] = lambda chunk, layer, microbatch: UNLIMITED,
     ) -> None:
-        self.program, self.rank, self.slices, self.reach = program, rank, slices, reach
+        self.program, self.rank, self.bounds, self.reach = program, rank, bounds, reach
         chunks = len(program.backwards)
         self.modules = [
             [
@@ -148,15 +157,15 @@ class Device:
         )
         model = SimpleNamespace(decoder=SimpleNamespace(layers=[SimpleNamespace(self_attention=attention)]))
         ends = [Ends(w, rank) for w in wires]
-        everywhere = defaultdict(lambda: TOKENS // units)
         self.exchange = ContextExchange(
-            {False: program}, everywhere, rank, layers, *ends, Timeline(), torch.device("cpu"), keep
+            {False: program}, units, rank, layers, *ends, Timeline(), torch.device("cpu"), keep
         )
-        self.exchange.attach(self.modules, [model], TOKENS, lambda microbatch: 1)
+        self.exchange.attach(self.modules, [model], lambda microbatch: 1)
         if limits is not None:
             self.exchange.begin_limited(program, limits)
             for module in (m for modules in self.modules for m in modules):
-                module.cache.reserve(module.cache.slots * TOKENS)
+                longest = max(max(lengths_of(bounds(m))) for m in range(self.program.num_microbatches))
+                module.cache.reserve(module.cache.slots * longest)
 
     def run(self) -> float:
         for op in self.program.ops:
@@ -169,7 +178,7 @@ class Device:
                 with self.exchange.joint(op):
                     for layer in reversed(range(len(self.modules[op.chunk]))):
                         sample = self.samples[op.microbatch, op.chunk, layer]
-                        sample.outs[op.slice].backward(sample.grad.chunk(self.slices)[op.slice])
+                        sample.outs[op.slice].backward(sample.grad.split(sample.lengths)[op.slice])
         self.exchange.finish()
         for module in (m for modules in self.modules for m in modules):
             module.cache.check_empty()
@@ -180,7 +189,7 @@ class Device:
             key = op.microbatch, op.chunk, layer
             if key not in self.samples:
                 seed = (self.rank + 1) * 1000 + op.microbatch * 100 + op.chunk * 10 + layer
-                self.samples[key] = Sample.make(self.slices, seed)
+                self.samples[key] = Sample.make(self.bounds(op.microbatch), seed)
             sample = self.samples[key]
             q, k, v = (leaf[op.slice] for leaf in sample.leaves)
             place = {"microbatch": op.microbatch, "index": op.slice, "scale": SCALE, "kernel": KERNEL}
@@ -196,12 +205,13 @@ def devices(
     replicas: int = 1,
     alone: int = 0,
     seen_by: tuple[Sequence[Starts] | None, int | None] = (None, None),
+    keys_per_token: float = 0.0,
     **options: Any,
 ) -> list[Device]:
     """All devices; the chunks of rank r have ``r * alone`` layers more than those of rank 0.
 
     ``seen_by`` says where the documents of each microbatch begin, and how many earlier tokens the queries of every
-    second layer see.
+    second layer see.  With ``keys_per_token`` slices have equal work.
     """
     words = (
         f"--num-layers {2 * stages * chunks} --hidden-size 64 --num-attention-heads {HEADS} "
@@ -210,20 +220,26 @@ def devices(
         f"--num-virtual-stages-per-pipeline-rank {chunks}"
     )
     parameters = {"slices": slices, "context_exchange": True, **options}
+    if keys_per_token:
+        parameters |= {"slice_lengths": "work", "slice_keys_per_token": keys_per_token}
     plan, _ = plan_from_flags(words.split(), stages * replicas, ScheduleSpec("slimpipe", parameters))
     placement = Placement(plan)
     units, keep = parameters.get("exchange_units", 2), parameters.get("exchange_keep", False)
     program = build(placement.plan)[False]
     boundaries = BoundaryMap(placement, TOKENS, False)
+    length = slices * TOKENS
+    cutting = Cutting(length, slices, units if keys_per_token else TOKENS, keys_per_token)
     limits, documents, windows = None, *seen_by
     layers = [None if number % 2 else windows for number in range(plan.model.num_layers)]
     starts = lambda m: None if documents is None else (documents[m],)  # noqa: E731
-    if documents is not None or windows is not None:
-        cutting = Cutting(slices * TOKENS, slices, TOKENS, window_tokens=windows, window_share=0.5 if windows else 0.0)
+    bounds = lambda m: cutting.bounds(starts(m))  # noqa: E731
+    where_units = Units(units, boundaries.part_lengths(), TOKENS, bounds)
+    if documents is not None or windows is not None or keys_per_token:
+        cutting = replace(cutting, window_tokens=windows, window_share=0.5 if windows else 0.0)
         parts = [cutting.parts(starts(m), units) for m in range(microbatches)]
         program = program_of(plan, parts=parts)
         check(program)
-        limits = Limits(placement, boundaries.side, TOKENS, units, layers, starts)
+        limits = Limits(placement, boundaries.side, where_units, layers, starts)
     wires = [Wires(), Wires()]
     found = []
     for rank in range(plan.world_size):
@@ -233,7 +249,7 @@ def devices(
         firsts = [first_layers(placement)[where.stage, chunk] for chunk in range(chunks)]
         reach = lambda c, layer, m, firsts=firsts: Reach(starts(m), layers[firsts[c] + layer])  # noqa: E731
         limited = () if limits is None else (limits, reach)
-        found.append(Device(lowered, rank, 2, units, slices, wires, keep, rank * alone, *limited))
+        found.append(Device(lowered, rank, 2, where_units, bounds, wires, keep, rank * alone, *limited))
     return found
 
 
@@ -271,6 +287,19 @@ def test_documents_and_windows(
     """Helpers attend to what the owner's queries see, and to nothing else."""
     made = devices(*shape, seen_by=seen_by, **options)
     assert seen_by[1] == 3 or any(op.kind == Kind.ATTEND_HELP for d in made for op in d.program.ops)
+    assert max(run_all(made)) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{}, {"exchange_units": 4, "exchange_idle": True}, ALL], ids=str)
+@pytest.mark.parametrize("seen_by", [(None, None), (DOCUMENTS, None), (DOCUMENTS, 19)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 2, 2), (4, 8, 1, 3)], ids=str)
+def test_slices_of_equal_work(
+    shape: tuple[int, int, int, int], seen_by: tuple[Sequence[Starts] | None, int | None], options: dict[str, Any]
+) -> None:
+    """Units of long slices have more tokens, and slices are cut anew where documents begin elsewhere."""
+    made = devices(*shape, seen_by=seen_by, keys_per_token=30.0, **options)
+    assert len({*lengths_of(made[0].bounds(1))}) > 1
+    assert "exchange_idle" not in options or any(op.kind == Kind.ATTEND_HELP for d in made for op in d.program.ops)
     assert max(run_all(made)) < 1e-12
 
 

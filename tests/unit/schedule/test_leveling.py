@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_het.schedule.cost import Costs
+from megatron_het.schedule.cutting import Cutting
 from megatron_het.schedule.exchange import plan_exchange
 from megatron_het.schedule.generators import generate
 from megatron_het.schedule.ir import Program, Shape
@@ -100,6 +101,55 @@ def test_slots_end_together() -> None:
         ends = [times[d][0] + (slot.after[d] - units) * times[d][1] for d in slot.passes]
         assert max(ends) - min(ends) <= max(unit for _, unit in times.values())
         assert slot.after[0] > slot.after[1]
+
+
+LENGTH = 4096
+_PACKED = [((0, 7, 900, 910, 2000),), ((0, 3000, 3100),), ((0,),), ((0, 64, 128, 2500, 4000),)]
+
+
+@pytest.mark.parametrize("keys_per_token", [200.0, 2000.0])
+@pytest.mark.parametrize("documents", [[((0,),)] * 4, _PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize(("stages", "slices", "chunks"), [(4, 8, 1), (4, 16, 1), (2, 4, 1), (4, 8, 2)])
+def test_equal_work_is_left_as_it_is(
+    stages: int, slices: int, chunks: int, documents: list[tuple[tuple[int, ...], ...]], keys_per_token: float
+) -> None:
+    """Slices of equal work have unequal attention; an exchange that evened that out would make passes unequal."""
+    shape = Shape.uniform(stages, 4, slices=slices, chunks=chunks)
+    cutting = Cutting(LENGTH, slices, 8, keys_per_token)
+    parts = tuple(cutting.parts(starts, 2) for starts in documents)
+    attention = cutting.keys((0,), LENGTH) / keys_per_token
+    costs = Costs.of(
+        shape,
+        layer_forward_s=[LENGTH] * stages,
+        layer_backward_s=[2 * LENGTH] * stages,
+        attention_forward_s=[attention] * stages,
+        attention_backward_s=[2 * attention] * stages,
+        parts=parts,
+    )
+    program = generate("slimpipe", shape)
+
+    def iteration_s(program: Program) -> float:
+        complete = add_transfers(program)
+        check(complete)
+        return simulate(complete, costs).makespan_s
+
+    without = iteration_s(program)
+    assert iteration_s(add_exchange(program, helping=False, parts=parts)) <= 1.05 * without
+    assert iteration_s(add_exchange(program, helping=True, parts=parts)) <= 1.02 * without
+    for slot in plan_exchange(program, parts=parts).slots:  # the work of the very units that move
+        after = list(slot.loads)
+        for move in slot.moves:
+            units = parts[move.microbatch][move.slice].units[move.start : move.stop]
+            work = sum(units) * slices * slices  # in units of which all of a slice is seen, two per slice
+            after[move.owner] -= work
+            after[move.helper] += work
+        assert after == pytest.approx(slot.after)
+
+
+def test_units_of_unequal_work_are_given_in_runs() -> None:
+    """Each helper gets neighbouring units, and about as much work as makes all ends equal."""
+    moves = level({0: 6, 1: 0, 2: 0}, dict.fromkeys(range(3), (0.0, 1.0)), {0: [1, 1, 3, 4, 2, 2], 1: (), 2: ()})
+    assert moves == [(0, 1, 3), (0, 2, 1)]  # 5, 4 and 4 of 13
 
 
 def test_figures_have_to_fit() -> None:

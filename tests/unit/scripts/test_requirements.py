@@ -29,6 +29,7 @@ def _lists() -> dict[str, list[str]]:
     [
         ("patches/README.md", "checkout", "pybind11"),  # a Megatron-LM checkout compiles its dataset helpers
         ("examples/llama/README.md", "huggingface", "transformers"),  # its tokenizer
+        ("docs/plan.md", "optimizers", "emerging-optimizers==0.3.0"),  # Lion and Muon
     ],
 )
 def test_what_a_guide_needs_besides_is_an_extra(guide: str, extra: str, requirement: str) -> None:
@@ -44,6 +45,6 @@ def test_every_dependency_is_pinned() -> None:
     names = [_name(name) for name, _ in pinned]
     assert len(set(names)) == len(names)
     lists = _lists()
-    asked = {key: lists[key] for key in ("RUNTIME", "PLANNER", "TEST", "LINT")}
+    asked = {key: lists[key] for key in ("RUNTIME", "PLANNER", "TEST", "LINT", "OPTIMIZERS")}
     missing = {key: [r for r in rows if _name(r) not in names] for key, rows in asked.items()}
     assert not any(missing.values()), missing

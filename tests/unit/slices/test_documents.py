@@ -14,7 +14,7 @@ from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.runtime.feature import Call, ForwardPass, Iteration, RuntimeFeature
 from megatron_het.schedule.cutting import Cutting
 from megatron_het.schedule.kinds import Kind
-from megatron_het.slices.documents import DocumentsFeature, _mean
+from megatron_het.slices.documents import DocumentsFeature, of_microbatches
 from megatron_het.slices.sequences import SlicedSequences
 from megatron_het.slices.starts import DocumentStarts, starts_of
 
@@ -84,5 +84,15 @@ def test_a_feature_reads_ahead_and_restores_the_flags(alone: None) -> None:
 def test_the_loss_of_conversations_is_a_mean_over_microbatches() -> None:
     """However many tokens count in each, as Megatron evaluates them."""
     pairs = [torch.tensor([6.0, 2.0]), torch.tensor([4.0, 4.0]), torch.tensor([0.0, 0.0])]
-    total = torch.stack([_mean(pair) for pair in pairs]).sum(dim=0)
-    assert total.tolist() == [3 + 1 + 0, 3]
+    found = of_microbatches([{"loss": pair} for pair in pairs], [0, 1, 2])
+    assert torch.stack([entry["loss"] for entry in found]).sum(dim=0).tolist() == [3 + 1 + 0, 3]
+
+
+def test_the_loss_of_a_microbatch_in_slices_is_that_of_its_tokens() -> None:
+    """Slices have different numbers of tokens that count, and the passes of microbatches may alternate."""
+    entries = [
+        {"loss": torch.tensor([float(a), b]), "mean": torch.tensor(a)} for a, b in ((6, 2), (1, 1), (0, 0), (5, 3))
+    ]
+    found = of_microbatches(entries, [0, 1, 0, 1])
+    assert [entry["loss"].tolist() for entry in found] == [[6 / 2, 1], [6 / 4, 1]]
+    assert [entry["mean"].tolist() for entry in found] == [[3], [3]]

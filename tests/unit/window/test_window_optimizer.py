@@ -77,7 +77,8 @@ class Training:
             chunk.drop_gradients()
         (a, b), (c, d) = ([layer.weight for layer in chunk.ddp.module.layers] for chunk in self.chunks[1:3])
         self.models = [[a, c, d], [b]]
-        self.mains = [[torch.nn.Parameter(p.detach().flatten()) for p in group] for group in self.models]
+        flat = [[p.detach().flatten() for p in group] for group in self.models]
+        self.mains = [[torch.nn.Parameter(p if in_shard else p.clone()) for p in group] for group in flat]
         self.plain = [[torch.nn.Parameter(p.detach().clone()) for p in group] for group in self.mains]
         self.inner = inner([{"params": list(group)} for group in self.mains])
         self.reference = GroupCountingAdam([{"params": list(group)} for group in self.plain])

@@ -96,7 +96,7 @@ class SlimPipe(Schedule):
         return {"slices": candidate.slices} | super().parameters(candidate, estimate, alike)
 
     def cut(self, estimator: OperatingPoints, candidate: Candidate) -> dict[str, object]:
-        """Slices of equal work where documents share sequences; the context exchange is between equal slices."""
+        """Slices of equal work where documents share sequences; the context exchange evens out equal ones as well."""
         if candidate.slices == 1 or candidate.exchange or estimator.model.document_lengths is None:
             return {}
         return {"slice_lengths": WORK, "slice_keys_per_token": _keys_per_token(estimator, candidate)}

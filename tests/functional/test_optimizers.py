@@ -1,0 +1,106 @@
+"""Optimizers of matrices (Lion, Muon) under plans: training and checkpoints are those of one process."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import MUON_FLAGS, SMALL_STEPS, Case, Weights
+from benchmarks.expert_cases import divided
+from benchmarks.lab import Lab
+from benchmarks.runner import Finished
+from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from benchmarks.zorse_cases import with_shares
+from megatron_het.plan import Plan
+from tests.functional.selected import compared
+from tests.functional.test_checkpoint import KINDS, SAVED_AT, STEPS, Train, plan, train, with_ministages
+from tests.functional.test_elastic_state import run
+from tests.functional.test_flags import make
+
+pytest.importorskip("emerging_optimizers", reason="megatron-het[optimizers] is not installed")
+__all__ = ["train"]  # a fixture
+BAR = 1e-5
+LION = f"--optimizer lion {' '.join(SMALL_STEPS)}"
+MUON = " ".join(MUON_FLAGS)
+SLICED = sliced_case({**PLAIN, "vocabulary": True}, "lion-split-vocabulary", random.Random(0))
+
+
+DIVIDED = {"distributed_optimizer": True}
+
+
+def in_a_window(case: Case) -> Case:
+    window = with_ministages(case.plan, ((1, 1), (2, 1)), offload=True, offload_optimizer=True)
+    return replace(case, plan=with_shares(window, ((0, 1), (3, 1))))
+
+
+def with_divided_experts(case: Case, sizes: list[list[int]]) -> Case:
+    return replace(case, plan=divided(case.plan, sizes), family="deepseek")
+
+
+CASES = [
+    make("lion-mixed-tp", [[1], [2, 1]], [2, 3], LION, even_routing=False, tied=True, sequence_parallel=True),
+    replace(SLICED, extra=tuple(LION.split())),
+    make("lion-shards", [[1, 1], [2, 1]], [2, 3], LION, overlap=True, own=("--overlap-param-gather",), **DIVIDED),
+    in_a_window(make("lion-window", [[1, 1], [2, 1]], [2, 3], LION, even_routing=False, **DIVIDED)),
+    make("muon", [[1], [1, 1]], [2, 3], MUON, even_routing=False, tied=True),
+    make("muon-mixed-tp", [[1], [2, 1]], [2, 3], MUON, even_routing=False, overlap=True),
+    make("muon-distributed", [[2], [1]], [2, 3], f"{MUON} --muon-tp-mode distributed", sequence_parallel=True),
+    make("muon-beside-lion", [[1], [1, 1]], [2, 3], f"{MUON} --muon-scalar-optimizer lion", family="gpt"),
+    with_divided_experts(
+        make("muon-experts", [[1], [2, 2]], [2, 3], MUON, even_routing=False, sequence_parallel=True), [[1], [2, 2]]
+    ),
+]
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
+    found = compared(BY_NAME[name], finished[name], lab)
+    assert max(found.loss, found.validation, found.gradient) <= BAR, found
+
+
+PLANS = {
+    "whole": (
+        plan("first", [[1], [2, 1]], [2, 3], tied=True),
+        plan("second", [[2, 1], [1], [1]], [1, 2, 2], tied=True),
+    ),
+    # Updates inside the iteration, some of which are taken back, on shares of which one is empty.
+    "shards": (KINDS["ministages"].first, plan("second", [[1], [2, 1]], [3, 2], **DIVIDED)),
+}
+TRAININGS = {"lion": ("whole", LION), "muon": ("whole", MUON), "lion-shards": ("shards", LION)}
+
+
+@pytest.fixture(params=list(TRAININGS))
+def training(request: pytest.FixtureRequest) -> tuple[Plan, Plan, Weights, list[str]]:
+    """Two plans, their weights, and more flags."""
+    kind, flags = TRAININGS[request.param]
+    first, second = PLANS[kind]
+    return first, second, Weights(tied=first.model.tied_embeddings), flags.split()
+
+
+def test_a_checkpoint_is_resumed_anywhere(training: tuple[Plan, Plan, Weights, list[str]], train: Train) -> None:
+    first, second, weights, words = training
+    whole = train(first, weights, *words)
+    # Stock Megatron has Lion's state in another form than shards.
+    for under in (second, None) if not first.training.distributed_optimizer else (second,):
+        resumed = train(under, weights, *words, "--ckpt-step", str(SAVED_AT), load=whole.checkpoints)
+        assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
+        for iteration, loss in resumed.losses.items():
+            assert loss == pytest.approx(whole.losses[iteration], rel=BAR, abs=0.0), iteration
+    fresh = train(second, weights, *words, "--ckpt-step", str(SAVED_AT), "--no-load-optim", load=whole.checkpoints)
+    assert fresh.losses[STEPS] != pytest.approx(whole.losses[STEPS], rel=BAR, abs=0.0), "there was no state to load"
+
+
+def test_state_moves_between_plans(training: tuple[Plan, Plan, Weights, list[str]], lab: Lab, tmp_path: Path) -> None:
+    first, second, weights, words = training
+    more = tuple(words)
+    (whole,) = run(lab, tmp_path / "whole", weights, [(first, list(range(first.world_size)), None)], more=more)
+    changes = [(first, list(range(first.world_size)), 3), (second, list(range(1, 1 + second.world_size)), None)]
+    found = run(lab, tmp_path / "changed", weights, changes, more=more)
+    assert [min(losses) for losses in found] == [1, 4]
+    for losses in found:
+        for iteration, loss in losses.items():
+            assert loss == pytest.approx(whole[iteration], rel=BAR, abs=0.0), iteration

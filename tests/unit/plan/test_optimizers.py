@@ -1,0 +1,164 @@
+"""Which optimizers a plan can train with, and what is said of the others."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_het.config import apply_plan, check_arguments
+from megatron_het.features.optimizers import PACKAGE, TESTED, name_of
+from megatron_het.plan import Placement, Plan, PlanError, Replica
+from tests.unit.plan.test_refusals import arguments, made
+
+EMERGING = ("lion", "muon")
+ALL = ("adam", "sgd", *EMERGING, "dist_muon", "adaptive_muon", "soap")
+NEEDED = ("emerging_optimizers", "absl", "triton")
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is there, whatever this machine has."""
+    pretend(monkeypatch, TESTED)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None, *missing: str) -> None:
+    found, find = importlib.metadata.version, importlib.util.find_spec
+
+    def version_of(name: str) -> str:
+        if name != PACKAGE:
+            return found(name)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return (None if name in missing else object()) if name in NEEDED else find(name, package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+
+
+def staged(*stages: Sequence[tuple[int, str]], **training: Any) -> Plan:
+    """A plan of two stages, from the TP size and the device of every replica."""
+    plan, first = made(), 0
+    found = []
+    for stage, replicas in zip(plan.stages, stages, strict=True):
+        made_of = []
+        for i, (tp, device) in enumerate(replicas):
+            microbatches = tuple(range(i, plan.training.num_microbatches, len(replicas)))
+            made_of.append(Replica(tuple(range(first, first + tp)), microbatches, device=device))
+            first += tp
+        found.append(replace(stage, replicas=tuple(made_of)))
+    return replace(plan, stages=tuple(found), training=replace(plan.training, **training))
+
+
+def check(plan: Plan, **given: Any) -> None:
+    check_arguments(plan, arguments(**given), plan.world_size)
+
+
+ONE = staged([(1, "a")], [(1, "b")])
+WITH_TP = staged([(2, "a")], [(1, "b"), (1, "b")])
+MIXED = staged([(1, "a")], [(2, "b"), (1, "b")])
+DEVICES = staged([(1, "a")], [(1, "a"), (1, "b")])
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", *EMERGING])
+def test_stages_of_equal_replicas_without_tp_train_with_any(name: str) -> None:
+    check(ONE, optimizer=name)
+    check(staged([(1, "a"), (1, "a")], [(1, "b")]), optimizer=name)
+
+
+@pytest.mark.parametrize("plan", [WITH_TP, MIXED, DEVICES], ids=["tp", "mixed tp", "devices"])
+@pytest.mark.parametrize("name", ["adam", "sgd", "lion"])
+def test_elementwise_updates_do_not_mind_how_weights_are_cut(plan: Plan, name: str) -> None:
+    check(plan, optimizer=name)
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+def test_muon_puts_matrices_together(mode: str) -> None:
+    with pytest.raises(PlanError, match=r"--muon-tp-mode = 'blockwise'.*TP sizes \[1, 2\].*--muon-tp-mode duplicated"):
+        check(WITH_TP, optimizer="muon")
+    check(WITH_TP, optimizer="muon", muon_tp_mode=mode)
+
+
+@pytest.mark.parametrize(("plan", "what"), [(MIXED, "TP or EP sizes"), (DEVICES, "devices")])
+def test_replicas_that_round_otherwise_need_exact_products(plan: Plan, what: str) -> None:
+    given = {"optimizer": "muon", "muon_tp_mode": "duplicated"}
+    with pytest.raises(
+        PlanError, match=f"--muon-fp32-matmul-prec = 'medium'.*stage 1 has replicas of different {what}.*drift"
+    ):
+        check(plan, **given)
+    check(plan, **given, muon_fp32_matmul_prec="high")
+
+
+DIVIDED = staged([(1, "a")], [(2, "b"), (1, "b")], distributed_optimizer=True)
+
+
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_shards_are_those_of_adam_and_lion(name: str) -> None:
+    check(DIVIDED, optimizer="adam")
+    check(DIVIDED, optimizer="lion")
+    with pytest.raises(PlanError, match=f"--optimizer = '{name}'.*shards the state of adam and lion only"):
+        check(DIVIDED, optimizer=name)
+
+
+@pytest.mark.parametrize("flag", ["use_precision_aware_optimizer", "optimizer_cpu_offload"])
+def test_lion_has_plain_shards(flag: str) -> None:
+    check(DIVIDED, optimizer="adam", **{flag: True})
+    with pytest.raises(PlanError, match=f"--{flag.replace('_', '-')}.*with lion"):
+        check(DIVIDED, optimizer="lion", **{flag: True})
+
+
+def test_to_megatron_sharded_lion_is_adam() -> None:
+    shown = {}
+    for plan in (ONE, DIVIDED):
+        args = arguments(optimizer="lion", make_vocab_size_divisible_by=128)
+        apply_plan(plan, Placement(plan), args, 0)
+        shown[plan.training.distributed_optimizer] = args.optimizer, name_of(args)
+    assert shown == {False: ("lion", "lion"), True: ("adam", "lion")}
+
+
+@pytest.mark.parametrize("name", EMERGING)
+def test_losses_are_not_scaled(name: str) -> None:
+    check(staged([(1, "a")], [(1, "b")], precision="bf16"), optimizer=name)
+    with pytest.raises(PlanError, match=f"--optimizer = '{name}'.*fp16.*Use bf16"):
+        check(staged([(1, "a")], [(1, "b")], precision="fp16"), optimizer=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("dist_muon", "Use muon"), ("adaptive_muon", "fails in its first update"), ("soap", "zero but for rounding")],
+)
+def test_optimizers_that_no_plan_trains_with(name: str, reason: str) -> None:
+    with pytest.raises(PlanError, match=f"--optimizer = '{name}'.*{reason}"):
+        check(ONE, optimizer=name)
+
+
+@pytest.mark.parametrize("name", EMERGING)
+def test_the_package_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = f'pip install "{PACKAGE}=={TESTED}"'
+    for version, missing, reason in (
+        (None, (), f"which is not installed.*{command}"),
+        ("0.1.9", (), f"0.2 or later; 0.1.9 is installed.*{command}"),
+        (TESTED, ("triton",), "cannot be imported without triton. Install triton too"),
+        (TESTED, ("absl", "triton"), "cannot be imported without absl-py and triton"),
+    ):
+        pretend(monkeypatch, version, *missing)
+        check(ONE, optimizer="sgd")
+        with pytest.raises(PlanError, match=f"--optimizer = '{name}'.*{reason}"):
+            check(ONE, optimizer=name)
+
+
+def test_every_optimizer_of_megatron_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # Megatron looks for the package as well
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    action = next(a for a in parser._actions if "--optimizer" in a.option_strings)
+    assert sorted(action.choices or ()) == sorted(ALL)
