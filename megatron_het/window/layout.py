@@ -16,14 +16,14 @@ from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParam
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
 
 
 def layer_of(name: str, num_layers: int) -> int:
     """The layer of a chunk whose bucket a parameter belongs to.
 
-    Embeddings go with the first layer, the final norm and the output layer with the last one, so
-    that a chunk of L layers has L buckets.
+    Embeddings go with the first layer; the final norm, layers for multi-token prediction and the output layer with the
+    last one, so that a chunk of L layers has L buckets.
     """
     found = _LAYER.search(name)
     if found:
