@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megatron_het.checkpoint import choice as choosing
 from megatron_het.checkpoint.checksums import ChecksumWriter, problems, read_checksums, write_checksums
 from megatron_het.checkpoint.choice import TRACKER, CheckpointError, choose, repair_tracker
 
@@ -113,6 +114,31 @@ def test_without_a_tracker(tmp_path: Path) -> None:
     assert chosen(folder, exit_on_missing_checkpoint=False) == (None, 3)
     with pytest.raises(CheckpointError, match="iter_0000002"):
         chosen(folder)
+
+
+@pytest.mark.parametrize(
+    ("form", "changed", "is_refused"),
+    [
+        ("dp_reshardable", {}, True),
+        ("dp_zero_gather_scatter", {}, True),
+        ("fully_reshardable", {}, False),
+        (None, {}, False),
+        ("dp_reshardable", {"no_load_optim": True}, False),
+    ],
+)
+def test_the_form_of_the_optimizer_state(
+    form: str | None, changed: dict[str, Any], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored by the number of a rank would be read by another one."""
+    saved = {"args": SimpleNamespace(use_distributed_optimizer=True, no_save_optim=False)}
+    common = saved | ({"content_metadata": {"distrib_optim_sharding_type": form}} if form else {})
+    monkeypatch.setattr(choosing, "common_state", lambda folder: common)
+    given = {"no_load_optim": False, "finetune": False, "use_distributed_optimizer": True, **changed}
+    if not is_refused:
+        choosing.check_optimizer_state(SimpleNamespace(**given), Path("folder"))
+        return
+    with pytest.raises(CheckpointError, match=f"'{form}'.*--dist-ckpt-optim-fully-reshardable.*--no-load-optim"):
+        choosing.check_optimizer_state(SimpleNamespace(**given), Path("folder"))
 
 
 def test_nothing_to_load(tmp_path: Path) -> None:
