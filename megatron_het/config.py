@@ -15,7 +15,6 @@ from typing import Any
 from megatron_het.checkpoint import asynchronous
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
-from megatron_het.optimizers import check_optimizer
 from megatron_het.plan import Placement, Plan, PlanError
 
 LATENT_SPEC = ("megatron_het.latent_attention", "layer_spec")
@@ -132,7 +131,6 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_parallelism(plan, args)
     _check_recompute(args)
     check_skipping(plan, args)
-    check_optimizer(plan, args)
     _check_checkpoint(plan, args)
     asynchronous.check(args)
     for feature, options in features_of(plan):

@@ -15,6 +15,8 @@ CONVERSATIONS, BY_DATASET, BY_TOKEN = "sft", "dataloader_inter_document_masking"
 """Megatron's arguments: packed conversations, documents as the dataset knows them, or up to their last token."""
 PACKING = (CONVERSATIONS, BY_DATASET)
 """Those with which Megatron packs sequences, and positions begin anew with each."""
+DOCUMENT_FLAGS = frozenset(map(flag_of, (*PACKING, BY_TOKEN)))
+"""The flags that say what a document is."""
 
 
 @dataclass(frozen=True, slots=True)

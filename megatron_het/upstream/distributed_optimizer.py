@@ -1,7 +1,8 @@
 """Megatron's distributed optimizer as this project needs it: one patch, for several subclasses.
 
-``torch_adam.py`` repairs it for torch's Adam, ``bucket_padding.py`` its checkpoints.  What features need of it they say themselves
-(``Feature.optimizer_layers``): buffers that are divided unequally, chunks that are not all whole at once.
+``torch_adam.py`` repairs it for torch's Adam, ``bucket_padding.py`` its checkpoints.  What features need of it they
+say themselves (``Feature.optimizer_layers``): buffers that are divided unequally, chunks that are not all whole at
+once.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ PATCHES = (
         target="megatron.core.optimizer.DistributedOptimizer",
         reason=(
             "torch's Adam under the distributed optimizer cannot resume, or resumes with wrong "
-            "bias corrections; checkpoints take state from the wrong place after a padded bucket; it divides its buffers into equal parts only; and it reads all "
-            "parameters at once. The optimizer class is not configurable"
+            "bias corrections; checkpoints take state from the wrong place after a padded bucket; it "
+            "divides its buffers into equal parts only; and it reads all parameters at once. "
+            "The optimizer class is not configurable"
         ),
         sources={
             f"{_CLASS}.state_dict": ("bced2858fb20321b7a5a019a8a2f669f56cf0578b1c547333de022864dd1943b"),

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_het.config import environment_of
 from megatron_het.doctor.expectations import Expectations
+from megatron_het.features.documents import DOCUMENT_FLAGS
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 
@@ -242,7 +243,11 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         cpus_per_task=options.cpus_per_task,
         doctor=options.doctor,
     )
-    groups = {"MODEL": model_arguments(plan, model_options(model)), "TRAINING": training_group(options), "EXTRA": extra}
+    groups = {
+        "MODEL": model_arguments(plan, model_options(model, extra)),
+        "TRAINING": training_group(options),
+        "EXTRA": extra,
+    }
     profile = load_profile(options.profile) if options.profile else None
     expected = expectations(plan, cluster, profile) if options.doctor else None
     elastic = elastic_options(options, profile is not None)
@@ -265,8 +270,13 @@ def elastic_options(options: argparse.Namespace, has_profile: bool) -> ElasticOp
     return ElasticOptions(options.train_iters, load_more(options.plans), inputs)
 
 
-def model_options(model: Any) -> ModelOptions:
-    """What the model file says beyond the plan."""
+def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
+    """What the model file says beyond the plan.
+
+    Args:
+        model: A ``tools.planner.model.Model``.
+        extra: The user's further flags, which may say themselves what a document is.
+    """
     return ModelOptions(
         normalization="LayerNorm" if model.biases else "RMSNorm",
         swiglu=model.gated,
@@ -277,6 +287,7 @@ def model_options(model: Any) -> ModelOptions:
         experts=model.experts,
         window=None if model.attention_window is None else (model.attention_window, model.window_period or 0),
         latent=model.latent,
+        documents=model.document_lengths is not None and DOCUMENT_FLAGS.isdisjoint(extra),
     )
 
 

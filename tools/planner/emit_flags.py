@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from megatron_het.config import pipeline_layout
 from megatron_het.features import features_of
+from megatron_het.features.base import flag_of
+from megatron_het.features.documents import BY_DATASET
 from megatron_het.plan import Plan, plan_hash
 
 from .model_parts import Experts, Latent
@@ -30,6 +32,7 @@ class ModelOptions:
         window: Keys that a query sees in layers with a sliding window, and every how many layers one sees all (0:
             none does).
         latent: Multi-head latent attention.
+        documents: Whether sequences are packed documents that do not see each other.
     """
 
     normalization: str = "RMSNorm"
@@ -41,6 +44,7 @@ class ModelOptions:
     experts: Experts | None = None
     window: tuple[int, int] | None = None
     latent: Latent | None = None
+    documents: bool = False
 
 
 def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
@@ -84,8 +88,8 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
 
 
 def _attention_arguments(options: ModelOptions) -> list[str]:
-    """Flags of sliding windows and of latent attention; how positions are scaled is the user's."""
-    words = []
+    """Flags of documents, sliding windows and latent attention; how positions are scaled is the user's."""
+    words = [flag_of(BY_DATASET)] if options.documents else []
     if options.window is not None:
         keys, period = options.window
         words += ["--window-size", f"{keys - 1},0"]  # Megatron does not count a token's own key

@@ -246,6 +246,18 @@ def test_check_and_emit_refuse_what_the_runtime_refuses(files, capsys, made, key
     assert not (files / "run").exists()
 
 
+@pytest.mark.parametrize("given", [(), ("--sft",), ("--reset-attention-mask",)], ids=str)
+def test_emit_says_that_documents_do_not_see_each_other(files, capsys, given):
+    """Where they are priced so; unless the user says what a document is."""
+    path, run = hand_made(files), files / "run"
+    flag = "--dataloader-inter-document-masking"
+    for more in ((), ("--document-lengths", "9")):
+        extra = ("--extra=" + " ".join(given),) if given else ()
+        code, out = call(capsys, "emit", path, *common(files), *more, *extra, "--out", run)
+        assert code == 0, out
+        assert (flag in (run / "args.sh").read_text()) == (bool(more) and not given)
+
+
 def test_check_says_what_only_the_schedule_knows(files, capsys):
     """Two chunks of which 1F1B has one; the same plan is fine for a schedule that has several."""
     code, out = call(capsys, "check", hand_made(files, chunks=3), *common(files))
