@@ -33,6 +33,8 @@ class HetConfig:
     trace_iteration: int = 3
     auto_batch: Path | None = None
     least_zero: int = 0
+    measured_cp_shares: bool = False
+    """Whether the plan gets its context-parallel parts from measurements at the start."""
     turns: tuple[Plan, ...] = ()
     """All plans of the job, where several take turns, one for each global batch size."""
     turn_files: tuple[str, ...] = ()
