@@ -107,7 +107,7 @@ class InitialWeightsByName(RuntimeFeature):
         self._replaced.clear()
 
 
-def _memory(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two objects have in common that are the same values; also of tensors without memory, as in a dry run."""
     return StorageWeakRef(tensor.untyped_storage()).cdata, tensor.storage_offset(), tensor.shape
 
