@@ -83,6 +83,10 @@ _REFUSED = (
     Refusal("enable_cuda_graph", "it is an old name of --cuda-graph-impl, which a plan does not have"),
     Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl, which a plan does not have"),
     Refusal(
+        "defer_embedding_wgrad_compute",
+        "the output layer would get no gradient: Megatron's own schedules make it at their end",
+    ),
+    Refusal(
         "delay_wgrad_compute", "nothing makes the gradients of weights that it puts off; schedules zb-* delay them"
     ),
 )

@@ -62,6 +62,10 @@ def test_accepted() -> None:
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel.*the plan's own context parallelism"),
         ({"hierarchical_context_parallel_sizes": [1, 2]}, "--hierarchical-context-parallel-sizes.*the plan's own"),
         ({"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size.*Megatron ignores it.*--step-batch-size-schedule"),
+        (
+            {"defer_embedding_wgrad_compute": True},
+            "--defer-embedding-wgrad-compute.*output layer would get no gradient",
+        ),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute.*nothing makes the gradients"),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph.*old name of --cuda-graph-impl"),
         ({"external_cuda_graph": True}, "--external-cuda-graph.*old name"),
