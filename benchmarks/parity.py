@@ -1,9 +1,10 @@
 """Training under plans against stock Megatron in one process, from one shared checkpoint.
 
 ``python -m benchmarks.parity --json OUT``: at least 40 plans chosen pairwise from every feature,
-some of them in bf16 and fp16 too, and 20 random ones.  For each: the largest relative difference of the losses
-of 10 steps (lr 1e-3, dropout 0) and of the evaluations, of the norm and of every gradient at the first step
-(L2, per parameter, on every replica), and in fp32 of every parameter and tensor of the optimizer after the last one.
+some of them in bf16 and fp16 too, 20 random ones, and under 1F1B and GPipe plans with Lion, Muon and LayerNorm-1p.
+For each: the largest relative difference of the losses of 10 steps (lr 1e-3, Lion 1e-5, dropout 0) and of the
+evaluations, of the norm and of every gradient at the first step (L2, per parameter, on every replica), and in fp32 of
+every parameter and tensor of the optimizer after the last one.
 Top-level figures are those of fp32; bf16 stands apart.
 """
 
@@ -27,6 +28,7 @@ from benchmarks.cases import PARAMETERS, Case, case_from_row, is_valid, model_fl
 from benchmarks.compare import compare
 from benchmarks.expert_cases import is_routed, with_experts
 from benchmarks.lab import Lab
+from benchmarks.optimizer_cases import optimizer_cases
 from benchmarks.packed_cases import with_attention, with_documents
 from benchmarks.pairwise import pairwise
 from benchmarks.poplar_cases import poplar_cases
@@ -74,7 +76,7 @@ def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[s
     drawn = [random_case(f"random-{i:02}", rng) for i in range(_RANDOM)]
     if quick:
         cases, bf16, drawn = cases[:8], bf16[:2], drawn[:4]
-    cases += bf16 + drawn
+    cases += bf16 + drawn + ([] if quick else optimizer_cases(seed))
     if schedule != "1f1b":
         cases = [with_schedule(case, schedule, *SCHEDULES[schedule]) for case in cases]
     return cases, sorted(" and ".join(sorted(f"{k}={v}" for k, v in pair)) for pair in impossible)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from megatron_het.plan import Plan, ScheduleSpec
 
 _LONELY = 1000
 """One element in so many of a parameter may have had a first gradient of zero up to rounding."""
-_OPTIMIZER_BAR = 0.05  # bf16 rounds gradients; tensors that are mixed up differ by about 1
+_OPTIMIZER_BAR = 0.25  # sums of gradients in bf16 are up to 0.06 off; tensors that are mixed up differ by 1.4
 
 
 def ministage_cases(seed: int, quick: bool) -> list[Case]:
@@ -225,11 +226,13 @@ def compare_parameters(*, rank: int, first: str, second: str, out: str) -> None:
     for key, expected in b.items():
         if not expected.is_floating_point() or not expected.numel() or key.endswith("linear_qkv.bias"):
             continue
-        # Main parameters have another name in the distributed optimizer than in the plain one.
-        mine = key if key in a else key.replace(".fp32_param.", ".param.")
-        if mine not in a:
+        # Main parameters have another name in the distributed optimizer than in the plain one, which is one of several
+        # where Adam does not update everything.
+        alone = re.sub(r"^chained_\d+\.", "", key)
+        mine = next((name for name in (key, alone, alone.replace(".fp32_param.", ".param.")) if name in a), None)
+        if mine is None:
             raise ValueError(f"{first} lacks {key}")
-        of_optimizer = key.startswith("optimizer")
+        of_optimizer = alone.startswith("optimizer")
         apart = (a[mine].double() - expected.double()).abs().flatten()
         if not of_optimizer:
             apart = apart.sort().values[: apart.numel() - ceil(apart.numel() / _LONELY)]

@@ -18,7 +18,7 @@ from megatron_het.config import HetConfig
 from megatron_het.features import FEATURES
 from megatron_het.features.base import Feature, Option
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
-from megatron_het.plan import Plan, ScheduleSpec
+from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.plan.turns import check_turns, errors_of
 from megatron_het.untrusted import count
 
@@ -73,6 +73,12 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "raise the ZeRO stage until one sequence fits (beginning at --het-zero, if given), allocate passes by speed "
         "(Poplar), and train; curves and plan are kept in DIR/auto_batch, and taken from there by a later start with "
         "the same devices",
+    )
+    group.add_argument(
+        "--het-measured-cp-shares",
+        action="store_true",
+        help="time the devices at the start, and give each context-parallel rank a part of every sequence in "
+        "proportion to its speed, in place of the plan's cp_shares",
     )
     for feature in FEATURES:
         _add_feature(parser, feature)
@@ -134,6 +140,8 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         with errors_of(file, files):
             check_plan_alone(plan)
     check_turns(plans, files)
+    if namespace.het_measured_cp_shares:
+        _check_measured_shares(plans)
     config = HetConfig(
         plan=plans[0],
         plan_path=files[0],
@@ -143,8 +151,23 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         report_dir=Path(namespace.het_report) if namespace.het_report else None,
         trace_dir=Path(namespace.het_trace) if namespace.het_trace else None,
         trace_iteration=namespace.het_trace_iteration,
+        measured_cp_shares=namespace.het_measured_cp_shares,
     )
     return config, rest
+
+
+def _check_measured_shares(plans: Sequence[Plan]) -> None:
+    """Refuse to measure what no plan has, or what several plans would share."""
+    flag = "--het-measured-cp-shares"
+    if len(plans) > 1:
+        raise PlanError(flag, "given", "does not go with several plans", "Write cp_shares into the plans")
+    if all(replica.cp == 1 for stage in plans[0].stages for replica in stage.replicas):
+        raise PlanError(
+            flag,
+            "given",
+            "no replica of the plan has context parallelism",
+            "Leave the flag out, or give replicas a cp above 1 (--context-parallel-size without a plan)",
+        )
 
 
 _OF_THE_RUN = ("het_auto_batch", "het_transport", "het_report", "het_trace", "het_trace_iteration", "het_zero")

@@ -91,6 +91,8 @@ def install(
 
     device = platform.activate()
     upstream.install("stock")
+    if config.measured_cp_shares:
+        config = _with_measured_shares(config, device)
     if config.plan is not None:
         _install_plan(config, device, make_session, boundary)
     return config
@@ -122,6 +124,23 @@ def _with_measured_plan(config: HetConfig, words: list[str]) -> tuple[HetConfig,
     except PlanError as error:
         _exit_with(error)
     return replace(config, plan=plan, plan_path=file), words
+
+
+def _with_measured_shares(config: HetConfig, device: Platform) -> HetConfig:
+    """Context-parallel parts come from measurements, on all ranks at once."""
+    from megatron_het.auto_batch.cp_shares import described, measured_on
+
+    assert config.plan is not None
+    rank = int(os.environ.get("RANK", "0"))
+    plan = measured_on(config.plan, device, rank)
+    try:
+        check_plan_alone(plan)
+    except PlanError as error:
+        _exit_with(error)
+    if rank == 0:
+        sys.stderr.write(f"megatron_het: {described(plan)}\n")
+        sys.stderr.flush()
+    return replace(config, plan=plan)
 
 
 def _check_outputs(config: HetConfig) -> None:

@@ -229,6 +229,8 @@ def _check_flags(flags: Sequence[str]) -> None:
     if not flags:
         raise UsageError("no flags of the training: give those of pretrain_gpt.py after --")
     for word in flags:
+        if word == "--het-measured-cp-shares":
+            raise UsageError(f"{word}: ranks that join later could not measure; write cp_shares into the plans")
         if word.split("=")[0] in ("--het-plan", "--het-auto-batch"):
             raise UsageError(f"{word}: the plan comes from the controller; give it --plans or --cluster instead")
 

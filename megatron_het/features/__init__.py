@@ -17,6 +17,7 @@ from megatron_het.features.documents import Documents
 from megatron_het.features.experts import Experts
 from megatron_het.features.initial_weights import InitialWeights
 from megatron_het.features.mtp import MultiTokenPrediction
+from megatron_het.features.optimizers import Optimizers
 from megatron_het.features.slices import Slices
 from megatron_het.features.thrifty_layers import ThriftyLayers
 from megatron_het.features.vocabulary import Vocabulary
@@ -38,6 +39,7 @@ FEATURES: tuple[Feature, ...] = (
     MultiTokenPrediction(),
     InitialWeights(),
     Experts(),
+    Optimizers(),
     Watch(),
 )
 """All features, in the order of their flags, checks and passes."""

@@ -257,10 +257,8 @@ class Window(Feature):
         return "a parameter window"
 
     def check_arguments(self, plan: Plan, options: WindowOptions, args: Any) -> None:
-        """The table, other optimizers, and what needs all gradients at once."""
+        """The table, and what needs all gradients at once."""
         super().check_arguments(plan, options, args)
-        if getattr(args, "optimizer", "adam") != "adam":
-            raise PlanError("--optimizer", args.optimizer, "the parameter window supports adam only")
         if options.update in ("at-once", "per-ministage"):
             _check_early(plan, args, options.update)
 

@@ -13,8 +13,10 @@ from benchmarks.expert_cases import divided
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from benchmarks.zorse_cases import with_shares
+from megatron_het.plan import Plan
 from tests.functional.selected import compared
-from tests.functional.test_checkpoint import SAVED_AT, STEPS, Train, plan, train
+from tests.functional.test_checkpoint import KINDS, SAVED_AT, STEPS, Train, plan, train, with_ministages
 from tests.functional.test_elastic_state import run
 from tests.functional.test_flags import make
 
@@ -26,6 +28,14 @@ MUON = " ".join(MUON_FLAGS)
 SLICED = sliced_case({**PLAIN, "vocabulary": True}, "lion-split-vocabulary", random.Random(0))
 
 
+DIVIDED = {"distributed_optimizer": True}
+
+
+def in_a_window(case: Case) -> Case:
+    window = with_ministages(case.plan, ((1, 1), (2, 1)), offload=True, offload_optimizer=True)
+    return replace(case, plan=with_shares(window, ((0, 1), (3, 1))))
+
+
 def with_divided_experts(case: Case, sizes: list[list[int]]) -> Case:
     return replace(case, plan=divided(case.plan, sizes), family="deepseek")
 
@@ -33,6 +43,8 @@ def with_divided_experts(case: Case, sizes: list[list[int]]) -> Case:
 CASES = [
     make("lion-mixed-tp", [[1], [2, 1]], [2, 3], LION, even_routing=False, tied=True, sequence_parallel=True),
     replace(SLICED, extra=tuple(LION.split())),
+    make("lion-shards", [[1, 1], [2, 1]], [2, 3], LION, overlap=True, own=("--overlap-param-gather",), **DIVIDED),
+    in_a_window(make("lion-window", [[1, 1], [2, 1]], [2, 3], LION, even_routing=False, **DIVIDED)),
     make("muon", [[1], [1, 1]], [2, 3], MUON, even_routing=False, tied=True),
     make("muon-mixed-tp", [[1], [2, 1]], [2, 3], MUON, even_routing=False, overlap=True),
     make("muon-distributed", [[2], [1]], [2, 3], f"{MUON} --muon-tp-mode distributed", sequence_parallel=True),
@@ -50,29 +62,44 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) 
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
 
 
-PLANS = [plan("first", [[1], [2, 1]], [2, 3], tied=True), plan("second", [[2, 1], [1], [1]], [1, 2, 2], tied=True)]
-WEIGHTS = Weights(tied=True)
+PLANS = {
+    "whole": (
+        plan("first", [[1], [2, 1]], [2, 3], tied=True),
+        plan("second", [[2, 1], [1], [1]], [1, 2, 2], tied=True),
+    ),
+    # Updates inside the iteration, some of which are taken back, on shares of which one is empty.
+    "shards": (KINDS["ministages"].first, plan("second", [[1], [2, 1]], [3, 2], **DIVIDED)),
+}
+TRAININGS = {"lion": ("whole", LION), "muon": ("whole", MUON), "lion-shards": ("shards", LION)}
 
 
-@pytest.mark.parametrize("flags", [LION, MUON], ids=["lion", "muon"])
-def test_a_checkpoint_is_resumed_anywhere(flags: str, train: Train) -> None:
-    words = flags.split()
-    whole = train(PLANS[0], WEIGHTS, *words)
-    for under in (PLANS[1], None):
-        resumed = train(under, WEIGHTS, *words, "--ckpt-step", str(SAVED_AT), load=whole.checkpoints)
+@pytest.fixture(params=list(TRAININGS))
+def training(request: pytest.FixtureRequest) -> tuple[Plan, Plan, Weights, list[str]]:
+    """Two plans, their weights, and more flags."""
+    kind, flags = TRAININGS[request.param]
+    first, second = PLANS[kind]
+    return first, second, Weights(tied=first.model.tied_embeddings), flags.split()
+
+
+def test_a_checkpoint_is_resumed_anywhere(training: tuple[Plan, Plan, Weights, list[str]], train: Train) -> None:
+    first, second, weights, words = training
+    whole = train(first, weights, *words)
+    # Stock Megatron has Lion's state in another form than shards.
+    for under in (second, None) if not first.training.distributed_optimizer else (second,):
+        resumed = train(under, weights, *words, "--ckpt-step", str(SAVED_AT), load=whole.checkpoints)
         assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
         for iteration, loss in resumed.losses.items():
             assert loss == pytest.approx(whole.losses[iteration], rel=BAR, abs=0.0), iteration
-    fresh = train(PLANS[1], WEIGHTS, *words, "--ckpt-step", str(SAVED_AT), "--no-load-optim", load=whole.checkpoints)
+    fresh = train(second, weights, *words, "--ckpt-step", str(SAVED_AT), "--no-load-optim", load=whole.checkpoints)
     assert fresh.losses[STEPS] != pytest.approx(whole.losses[STEPS], rel=BAR, abs=0.0), "there was no state to load"
 
 
-@pytest.mark.parametrize("flags", [LION, MUON], ids=["lion", "muon"])
-def test_state_moves_between_plans(flags: str, lab: Lab, tmp_path: Path) -> None:
-    words = tuple(flags.split())
-    (whole,) = run(lab, tmp_path / "whole", WEIGHTS, [(PLANS[0], [0, 1, 2, 3], None)], more=words)
-    changes = [(PLANS[0], [0, 1, 2, 3], 3), (PLANS[1], [1, 2, 3, 4, 5], None)]
-    found = run(lab, tmp_path / "changed", WEIGHTS, changes, more=words)
+def test_state_moves_between_plans(training: tuple[Plan, Plan, Weights, list[str]], lab: Lab, tmp_path: Path) -> None:
+    first, second, weights, words = training
+    more = tuple(words)
+    (whole,) = run(lab, tmp_path / "whole", weights, [(first, list(range(first.world_size)), None)], more=more)
+    changes = [(first, list(range(first.world_size)), 3), (second, list(range(1, 1 + second.world_size)), None)]
+    found = run(lab, tmp_path / "changed", weights, changes, more=more)
     assert [min(losses) for losses in found] == [1, 4]
     for losses in found:
         for iteration, loss in losses.items():

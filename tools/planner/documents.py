@@ -78,8 +78,20 @@ def share_left(lengths: Lengths, seq_length: int, window: int | None, windowed_l
         window: Keys that a query sees in layers with a sliding window, its own with them; None without.
         windowed_layers: Share of such layers.
     """
+    shares = shares_left(lengths, seq_length, window, windowed_layers)
+    return sum(shares) / len(shares)
+
+
+def shares_left(lengths: Lengths, seq_length: int, window: int | None, windowed_layers: float) -> list[float]:
+    """The same of every sequence that is drawn.
+
+    Args:
+        lengths: Of the documents.
+        seq_length: Tokens of a sequence.
+        window: Keys that a query sees in layers with a sliding window, its own with them; None without.
+        windowed_layers: Share of such layers.
+    """
     share = 0.0 if window is None else windowed_layers
     cutting = Cutting(seq_length, 1, window_tokens=None if window is None else window - 1, window_share=share)
-    sequences = drawn(lengths, seq_length)
-    pairs = sum(cutting.keys(starts, seq_length) for starts in sequences)
-    return pairs / len(sequences) / cutting.keys((0,), seq_length)
+    whole = cutting.keys((0,), seq_length)
+    return [cutting.keys(starts, seq_length) / whole for starts in drawn(lengths, seq_length)]

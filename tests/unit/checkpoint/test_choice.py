@@ -13,8 +13,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megatron_het.checkpoint import choice
 from megatron_het.checkpoint.checksums import ChecksumWriter, problems, read_checksums, write_checksums
-from megatron_het.checkpoint.choice import TRACKER, CheckpointError, choose, repair_tracker
+from megatron_het.checkpoint.choice import TRACKER, CheckpointError, check_optimizer_state, choose, repair_tracker
+from megatron_het.features.optimizers import SHARDED_LION
 
 
 def checkpoint(folder: Path, iteration: int) -> Path:
@@ -115,6 +117,31 @@ def test_without_a_tracker(tmp_path: Path) -> None:
         chosen(folder)
 
 
+@pytest.mark.parametrize(
+    ("form", "changed", "is_refused"),
+    [
+        ("dp_reshardable", {}, True),
+        ("dp_zero_gather_scatter", {}, True),
+        ("fully_reshardable", {}, False),
+        (None, {}, False),
+        ("dp_reshardable", {"no_load_optim": True}, False),
+    ],
+)
+def test_the_form_of_the_optimizer_state(
+    form: str | None, changed: dict[str, Any], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored by the number of a rank would be read by another one."""
+    saved = {"args": SimpleNamespace(use_distributed_optimizer=True, no_save_optim=False)}
+    common = saved | ({"content_metadata": {"distrib_optim_sharding_type": form}} if form else {})
+    monkeypatch.setattr(choice, "common_state", lambda folder: common)
+    given = {"no_load_optim": False, "finetune": False, "use_distributed_optimizer": True, **changed}
+    if not is_refused:
+        check_optimizer_state(SimpleNamespace(**given), Path("folder"))
+        return
+    with pytest.raises(CheckpointError, match=f"'{form}'.*--dist-ckpt-optim-fully-reshardable.*--no-load-optim"):
+        check_optimizer_state(SimpleNamespace(**given), Path("folder"))
+
+
 def test_nothing_to_load(tmp_path: Path) -> None:
     assert chosen(tmp_path, exit_on_missing_checkpoint=False) == (None, 0)
     assert chosen(tmp_path, pretrained_checkpoint="elsewhere") == (None, 0)
@@ -163,3 +190,34 @@ def test_a_note_that_was_cut_short_counts_as_none(tmp_path: Path) -> None:
     assert len(whole["files"]) == 3
     note.write_text(note.read_text()[:40])
     assert problems(path) == []
+
+
+SHARDED = {"use_distributed_optimizer": True, "optimizer": "adam"}
+LION = {**SHARDED, SHARDED_LION: True}
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "reason"),
+    [
+        (SHARDED, SHARDED, None),
+        (LION, LION, None),
+        ({"use_distributed_optimizer": True}, SHARDED, None),  # it does not say which optimizer
+        (SHARDED, LION, "saved with --optimizer adam, this run trains with lion.*--no-load-optim"),
+        (LION, SHARDED, "saved with --optimizer lion, this run trains with adam"),
+        ({"optimizer": "sgd"}, {"optimizer": "muon"}, "saved with --optimizer sgd, this run trains with muon"),
+        ({"optimizer": "lion"}, LION, "saved without the distributed optimizer, this run trains with it"),
+    ],
+)
+def test_state_of_another_form_is_refused(
+    saved: dict[str, Any], given: dict[str, Any], reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "common_state", lambda folder: {"args": SimpleNamespace(**saved)})
+    kept = {"no_load_optim": False, "finetune": False, "use_distributed_optimizer": False}
+    args = SimpleNamespace(**{**kept, **given})
+    if reason is None:
+        check_optimizer_state(args, tmp_path)
+    else:
+        with pytest.raises(CheckpointError, match=reason):
+            check_optimizer_state(args, tmp_path)
+    args.no_load_optim = True
+    check_optimizer_state(args, tmp_path)

@@ -51,6 +51,14 @@ def test_a_second_controller_is_refused(
     del first
 
 
+@pytest.mark.parametrize("flag", ["--het-plan", "--het-auto-batch", "--het-measured-cp-shares"])
+def test_flags_of_the_training_that_the_controllers_plan_rules_out(
+    flag: str, place: tuple[int, list[str]], capfd: pytest.CaptureFixture[str]
+):
+    assert main([*place[1], "--node", "n1", "--workers", "1", "--", "--mock-data", flag]) != 0
+    assert f"{flag}: " in one_error(capfd)
+
+
 def test_an_unreachable_controller(place: tuple[int, list[str]], capfd: pytest.CaptureFixture[str]):
     port, words = place
     assert main([*words, "--node", "n1", "--workers", "1", "--timeout-s", "0.2", "--", "--mock-data"]) == 1

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_het.config import check_arguments
-from megatron_het.optimizers import PACKAGE, TESTED
-from megatron_het.plan import Plan, PlanError, Replica
+from megatron_het.config import apply_plan, check_arguments
+from megatron_het.features.optimizers import PACKAGE, TESTED, name_of
+from megatron_het.plan import Placement, Plan, PlanError, Replica
 from tests.unit.plan.test_refusals import arguments, made
 
 EMERGING = ("lion", "muon")
@@ -97,12 +97,31 @@ def test_replicas_that_round_otherwise_need_exact_products(plan: Plan, what: str
     check(plan, **given, muon_fp32_matmul_prec="high")
 
 
-@pytest.mark.parametrize("name", ["sgd", *EMERGING])
-def test_shards_are_those_of_adam(name: str) -> None:
-    plan = staged([(1, "a")], [(1, "b")], distributed_optimizer=True)
-    check(plan, optimizer="adam")
-    with pytest.raises(PlanError, match=f"--optimizer = '{name}'.*shards the state of adam only"):
-        check(plan, optimizer=name)
+DIVIDED = staged([(1, "a")], [(2, "b"), (1, "b")], distributed_optimizer=True)
+
+
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_shards_are_those_of_adam_and_lion(name: str) -> None:
+    check(DIVIDED, optimizer="adam")
+    check(DIVIDED, optimizer="lion")
+    with pytest.raises(PlanError, match=f"--optimizer = '{name}'.*shards the state of adam and lion only"):
+        check(DIVIDED, optimizer=name)
+
+
+@pytest.mark.parametrize("flag", ["use_precision_aware_optimizer", "optimizer_cpu_offload"])
+def test_lion_has_plain_shards(flag: str) -> None:
+    check(DIVIDED, optimizer="adam", **{flag: True})
+    with pytest.raises(PlanError, match=f"--{flag.replace('_', '-')}.*with lion"):
+        check(DIVIDED, optimizer="lion", **{flag: True})
+
+
+def test_to_megatron_sharded_lion_is_adam() -> None:
+    shown = {}
+    for plan in (ONE, DIVIDED):
+        args = arguments(optimizer="lion", make_vocab_size_divisible_by=128)
+        apply_plan(plan, Placement(plan), args, 0)
+        shown[plan.training.distributed_optimizer] = args.optimizer, name_of(args)
+    assert shown == {False: ("lion", "lion"), True: ("adam", "lion")}
 
 
 @pytest.mark.parametrize("name", EMERGING)

@@ -10,7 +10,7 @@ from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.errors import PlannerError
 from tools.planner.schedules import SCHEDULES
-from tools.planner.search import bounds as module
+from tools.planner.search import relaxation as module
 from tools.planner.search.balance import balance
 from tools.planner.search.bounds import Bounds
 from tools.planner.search.goal import Goal
@@ -87,6 +87,6 @@ def test_tables_that_are_too_large_are_left_out(monkeypatch):
     limits = all_gpus(estimator)
     with_tables = Bounds(estimator, Goal()).seconds(limits)
     monkeypatch.setattr(module, "MOST_CELLS", 0)
-    monkeypatch.setattr(module._Point, "_tables", None)  # nobody asks for them
+    monkeypatch.setattr(module.Relaxation, "_tables", None)  # nobody asks for them
     found = Bounds(estimator, Goal())
     assert 0 < found.ideal(limits) <= found.seconds(limits) < with_tables

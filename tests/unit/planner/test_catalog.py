@@ -5,6 +5,7 @@ from statistics import mean
 
 import pytest
 
+from tests.unit.planner import eight_layers
 from tools.planner.calibrate import RUNTIMES, left_out, relative_errors
 from tools.planner.catalog import catalog
 from tools.planner.catalogcost import CatalogCosts
@@ -16,16 +17,7 @@ from tools.planner.published import read_runs
 from tools.planner.reference import reference_model, reference_profile
 from tools.planner.uncertainty import catalog_uncertainty
 
-SHAPE = {
-    "num_layers": 8,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "vocab_size": 32000,
-    "seq_length": 8192,
-    "global_batch_size": 16,
-}
+SHAPE = {**eight_layers.SHAPE, "seq_length": 8192, "global_batch_size": 16}
 
 
 def costs(**changes) -> CatalogCosts:

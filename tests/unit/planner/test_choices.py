@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks.planner_quality import estimator_of
 from megatron_het.lowering.programs import build
+from tests.unit.planner import eight_layers
 from tools.planner.build import build_plan, candidate_of
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.estimate import Estimator
-from tools.planner.model import Model
 from tools.planner.model_parts import Experts
 from tools.planner.search import choices
 from tools.planner.search.choices import changes, choose
@@ -30,20 +30,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def estimator(gpu: str = "H100-SXM", nodes: int = 2, intra: float | None = None, **changed: object) -> Estimator:
     """Nodes of eight GPUs, and a model of eight layers."""
-    group = NodeGroup(gpu=gpu, count=nodes, gpus_per_node=8, network_bytes_per_s=100e9, intra_node_bytes_per_s=intra)
-    shape = {
-        "num_layers": 8,
-        "hidden_size": 4096,
-        "ffn_hidden_size": 14336,
-        "num_attention_heads": 32,
-        "num_query_groups": 8,
-        "vocab_size": 32000,
-        "seq_length": 4096,
-        "global_batch_size": 16,
-        "distributed_optimizer": True,
-        "sequence_parallel": True,
-    }
-    return estimator_of(Cluster(nodes=(group,)), Model(**{**shape, **changed}))
+    trained = {"seq_length": 4096, "global_batch_size": 16, "distributed_optimizer": True, "sequence_parallel": True}
+    return eight_layers.estimator(eight_layers.model(**{**trained, **changed}), gpu, nodes, intra)
 
 
 def chosen(priced: Estimator, candidate: Candidate) -> Found:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from benchmarks.planner_quality import estimator_of
 from megatron_het.plan import Plan
+from tests.unit.planner import eight_layers
 from tools.planner.build import build_plan
 from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.documents import drawn, read_lengths
 from tools.planner.errors import PlannerError
 from tools.planner.estimate import Estimator
@@ -28,22 +27,11 @@ SLICED = Candidate(STAGES, 1, schedule="slimpipe", slices=8)
 
 
 def model(**changed: object) -> Model:
-    shape = {
-        "num_layers": 8,
-        "hidden_size": 4096,
-        "ffn_hidden_size": 14336,
-        "num_attention_heads": 32,
-        "num_query_groups": 8,
-        "vocab_size": 32000,
-        "seq_length": LENGTH,
-        "global_batch_size": 4,
-    }
-    return Model(**{**shape, **changed})
+    return eight_layers.model(**{"seq_length": LENGTH, "global_batch_size": 4, **changed})
 
 
 def estimator(**changed: object) -> Estimator:
-    group = NodeGroup(gpu="H100-SXM", count=2, gpus_per_node=8, network_bytes_per_s=100e9)
-    return estimator_of(Cluster(nodes=(group,)), model(**changed))
+    return eight_layers.estimator(model(**changed))
 
 
 def planned(priced: Estimator, candidate: Candidate) -> tuple[Plan, float]:

@@ -44,7 +44,7 @@ def test_bad_options_are_named(parameters: dict[str, Any], field: str) -> None:
 
 
 def arguments(**more: Any) -> SimpleNamespace:
-    given = {"clip_grad": 0.0, "log_num_zeros_in_grad": False, "optimizer": "adam", "rerun_mode": "disabled"}
+    given = {"clip_grad": 0.0, "log_num_zeros_in_grad": False, "rerun_mode": "disabled"}
     return SimpleNamespace(**{**given, **more})
 
 
@@ -60,7 +60,6 @@ def test_a_window_takes_the_place_of_megatrons_overlap() -> None:
     ("options", "more", "what"),
     [
         ({}, {"log_params_norm": True}, "--log-params-norm"),
-        ({}, {"optimizer": "sgd"}, "--optimizer"),
         ({"update": "at-once"}, {"clip_grad": 1.0}, "norm of all gradients"),
         ({"update": "at-once"}, {"log_num_zeros_in_grad": True}, "log-num-zeros-in-grad"),
         ({"update": "at-once"}, {"rerun_mode": "validate_results"}, "Add --rerun-mode disabled"),

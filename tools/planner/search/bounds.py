@@ -1,278 +1,146 @@
 """What no plan on some GPUs can beat: a relaxation in which every layer of every sequence only needs capacity.
 
 A plan of a given time ``T`` gives each layer to a stage of ``n`` layers.  The replicas of that stage cannot compute all
-the time.  Before their first microbatch come the layers of earlier stages, after their last one either the backward of
-these layers or the sum of the gradients of the stage's own layers.  Few layers per stage mean much of the first, many
-layers per stage much of the second.  In the rest of ``T`` a replica computes a whole number of microbatches.  So
-every GPU has, for every layer, a capacity at the ``n`` that suits it best, and ``T`` is possible only if the
-capacities of all GPUs can cover all layers.  The least such ``T`` is the bound.
+the time.  After their last microbatch come the sum of the gradients of the stage's own layers and the optimizer's step.
+In the rest of ``T`` a replica computes whole sequences.  So every GPU has, for every layer, a capacity at the ``n``
+that suits it best, and ``T`` is possible only if the capacities of all GPUs can cover all layers.  The least such ``T``
+is the bound.  It is below every plan of the goal's schedules that keeps to the model file, searched or written by hand.
+What is left out, and why a plan can only be slower for it:
+
+- **Sizes of microbatches.**  Where the model file names none, every divisor of the global batch is one, and a plan of
+  one stage may have passes of any size that fits.  In a pipeline of unequal microbatches a small one takes its share of
+  the largest one's time.  So replicas compute a whole number of sequences, or of what all allowed sizes are multiples
+  of, at the speed of the largest microbatch.
+- **Context and expert parallelism.**  A replica of CP size ``c`` has ``c`` times as many GPUs.  It is not faster per
+  GPU, but has a ``c``-th of the activations, and of the time of one sequence.  Plans have one CP size.  Sizes between
+  two powers of two count together: as fast per GPU as the smallest of them, and otherwise as the largest.  Experts are
+  divided over any part of a TP group, in every replica differently.
+- **Waiting.**  Slices may be as small as one likes, so that nobody waits.  Without slices and chunks a replica waits
+  while a whole microbatch passes the layers of earlier stages, and for their backward, unless the sum of its own
+  gradients takes longer.  With chunks it waits for the first layer of every earlier stage.
+- **The context exchange.**  Attention of any layer may run on any GPU, and who gives it away waits for queries and
+  outputs to travel.  A layer counts ``w`` without its attention, and its attention ``1 - w``.  A GPU does what counts
+  most in its time: layers with attention, layers whose attention GPUs of other pools do, or such attention.  Whole
+  sequences count for what cannot be given away.  Each ``w`` gives a bound; the best one is taken.  Where documents
+  share sequences, some have less attention than others, and a GPU may get those: giving it away takes no time then.
+- **Memory.**  Activations that can wait in main memory do.  Keys and values of sliced sequences stay, and so do three
+  passes of whole sequences.  Optimizer states are divided over any number of replicas.  All replicas
+  together hold every layer once.
+- **Sums of gradients.**  So many ranks must share a stage that they do its work in ``T``.  Under a parameter window
+  gradients are summed beside the passes: only their whole time counts.
+- **Everything else** takes no time: transfers, gathers of parameters, embedding and head where they are slower than
+  anywhere else.
+
+The search asks a tighter bound which parts of a cluster are worth a search of their own: that of the plans which it
+tries there (``Scope.of_searched_parts``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import product
 from math import inf
 
-import numpy as np
-from numpy.typing import NDArray
+from ..estimate import Estimator
+from ..schedules import Schedule
+from .goal import Goal
+from .pools import Limits
+from .relaxation import Relaxation
+from .replicas import Family, Point, Replicas, Scope
 
-from ..estimate import Estimator, Unit
-from ..search.goal import Goal
-from ..search.pools import Limits
-
-Floats = NDArray[np.float64]
-TP_SIZES = (1, 2, 4, 8)
 EXACT = 1e-3
 """The bound is found to this share of itself, from below."""
-MOST_PLACES = 24
-"""Places among the layers that are looked at; those between two of them count as the earlier one."""
-MOST_CELLS = 20_000_000
-"""Of a table of options, places and layers; a larger one takes seconds and gigabytes, and the bound goes without."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """Replicas that a plan may use, at one micro batch size and recomputation; one entry of every array each.
+class _Chain:
+    """Relaxations that differ in the context-parallel size, in ascending order; made when they are asked for.
 
-    Attributes:
-        tp: TP size.
-        layer_s, forward_s, backward_s: Of one microbatch through a layer.
-        held: Most layers of which one has the state in memory.
-        inside_s, outside_s: Summing the gradients of a layer over very many replicas inside a node, and over nodes.
-        in_node: Replicas of a node.
+    GPUs get no faster with larger sizes, so that beyond some of them nobody asks.
     """
 
-    tp: Floats
-    layer_s: Floats
-    forward_s: Floats
-    backward_s: Floats
-    held: Floats
-    inside_s: Floats
-    outside_s: Floats
-    in_node: Floats
+    def __init__(self, replicas: Replicas, point: Point, sizes: list[tuple[int, int]]) -> None:
+        self._replicas, self._point, self._sizes = replicas, point, sizes
+        self._made: list[Relaxation] = []
 
+    def __iter__(self) -> Iterator[Relaxation]:
+        for i, sizes in enumerate(self._sizes):
+            if i == len(self._made):
+                share = self._made[0].share if self._made else None  # so that they can be compared
+                self._made.append(Relaxation(self._replicas, self._point._replace(cp=sizes), share))
+            yield self._made[i]
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Schedules with the same limits.
-
-    Attributes:
-        sharded: Parameters are gathered and gradients reduced beside the passes; replicas hold parts of the state.
-        sliced: Sequences are cut.
-        pieces: Into so many pieces at most a microbatch is cut on a stage.
-    """
-
-    sharded: bool
-    sliced: bool
-    pieces: int
-
-
-class _Point:
-    """The options at one micro batch size and recomputation, and what a family of schedules makes of them.
-
-    Attributes:
-        rates: Per pool, layers times sequences per second of one GPU at its best TP size.
-        prices: Per pool, USD of one layer of one sequence.
-        ends: Embedding and head, as the fewest layers that they take anywhere.
-        pass_s: The fastest forward and backward of a microbatch through all layers.
-    """
-
-    def __init__(self, estimator: Estimator, batch: int, recompute: str, family: _Family) -> None:
-        self.estimator, self.batch, self.family = estimator, batch, family
-        self.layers, self.sequences = estimator.model.num_layers, estimator.model.global_batch_size
-        pools = range(len(estimator.cluster.nodes))
-        self.rates, self.prices = [0.0 for _ in pools], [inf for _ in pools]
-        rows: dict[tuple[float, ...], set[int]] = {}
-        units: list[Unit] = []
-        for pool, tp in product(pools, TP_SIZES):
-            unit = estimator.unit(pool, tp, batch, recompute)
-            held = 0 if unit is None else self._held(unit)
-            if unit is None or not held:
-                continue
-            units.append(unit)
-            layer, in_node = unit.layer_f + unit.layer_b, estimator.cluster.nodes[pool].gpus_per_node // tp
-            sums = _gradient_s(estimator, pool, tp, unit, family.sharded)
-            rows.setdefault((tp, layer, unit.layer_f, unit.layer_b, held, *sums, in_node), set()).add(pool)
-            self.rates[pool] = max(self.rates[pool], batch / layer / tp)
-            self.prices[pool] = estimator.price[pool] / self.rates[pool]
-        self.options = _Options(*np.array(list(rows), dtype=float).reshape(-1, 8).T)
-        self.used_by = list(rows.values())
-        layer_s = [u.layer_f + u.layer_b for u in units]
-        ends = [[u.ends_s(first, not first) for u in units] for first in (True, False)]
-        self.ends = sum(min((e / t for e, t in zip(row, layer_s)), default=0.0) for row in ends)
-        self.pass_s = self.layers * min(layer_s, default=inf) + sum(min(row, default=0.0) for row in ends)
-        step = -(-self.layers // MOST_PLACES)
-        self.places = np.arange(1, self.layers + 1, step, dtype=float)
-        self.weights = np.minimum(step, self.layers + 1 - self.places)
-        self._known: tuple[float, list[tuple[Floats, Floats]]] = (-1.0, [])
-
-    @property
-    def usable(self) -> bool:
-        """Whether any GPU can hold a layer."""
-        return any(self.rates)
-
-    def _held(self, unit: Unit) -> int:
-        """Most layers of which a rank could hold parameters, gradients and, unless sliced, one microbatch."""
-        estimator, family = self.estimator, self.family
-        if family.sharded:
-            return self.layers
-        free = estimator.memory_margin * unit.capacity_bytes - unit.reserved_bytes
-        each = estimator.model.element_bytes + 4.0
-        if not estimator.model.distributed_optimizer:
-            each += estimator.optimizer_per_parameter
-        one = unit.layer_parameters * each + (0.0 if family.sliced else unit.layer_bytes)
-        return max(0, min(self.layers, int(free // one)))
-
-    def possible(self, seconds: float, limits: Limits, most_gpus: int | None) -> bool:
-        """Whether the relaxation has a plan of this time on these GPUs."""
-        if seconds < self.pass_s / (self.family.pieces if self.family.sliced else 1):
-            return False
-        if len(self.used_by) * len(self.places) * self.layers > MOST_CELLS:
-            return True  # for all that is known
-        gpus = np.array(limits, dtype=float)
-        for capacity, needed in self._tables(seconds):
-            mean = gpus @ capacity
-            if not mean.all():
-                return False
-            worth = (capacity / mean).max(axis=1)
-            if most_gpus is None:
-                there = float(gpus @ worth)
-            else:
-                there, left = 0.0, float(most_gpus)
-                for p in np.argsort(-worth):
-                    there, left = there + worth[p] * min(left, gpus[p]), left - min(left, gpus[p])
-            if there < float((needed / mean).sum()):
-                return False
-        return True
-
-    def _tables(self, seconds: float) -> list[tuple[Floats, Floats]]:
-        """(sequences of a layer that a GPU of each pool can compute, by layer; sequences that each layer needs).
-
-        Once with embedding and head, once with whole numbers of microbatches.
-        """
-        if self._known[0] == seconds:
-            return self._known[1]
-        idle, layers = self._idle_s(seconds)
-        o = self.options
-        each = o.layer_s[:, None, None] * layers
-        left = np.maximum(0.0, seconds - idle)
-        fits = (each <= left * (1 + 1e-9)) & (layers <= o.held[:, None, None])
-        whole = np.where(fits, left / each, 0.0)
-        needed = self.sequences * self.weights
-        tables = []
-        for rounded in (False, True):
-            passes = np.floor(whole * (1 + 1e-9)) if rounded else whole
-            best = (passes * layers).max(axis=2) * (self.batch / o.tp[:, None])
-            capacity = np.zeros((len(self.rates), len(self.places)))
-            for row, pools in zip(best, self.used_by):
-                for pool in pools:
-                    np.maximum(capacity[pool], row, out=capacity[pool])
-            demand = needed.copy()
-            if not rounded:
-                demand[0] += self.sequences * self.ends
-            tables.append((capacity, demand))
-        self._known = seconds, tables
-        return tables
-
-    def _idle_s(self, seconds: float) -> tuple[Floats, Floats]:
-        """How long a replica waits at least, ``[option, place, layers of its stage]``, and these numbers of layers."""
-        o, family = self.options, self.family
-        layers = np.arange(1, self.layers + 1, dtype=float)
-        # So many replicas must share a stage of n layers, whatever they are.
-        fewest = np.ceil(layers * self.sequences / (seconds * float((self.batch / o.layer_s).max())) - 1e-9)
-        share = np.where(fewest > 1, 1 - 1 / np.maximum(fewest, 2), 0.0)
-        sums = np.where(fewest <= o.in_node[:, None], o.inside_s[:, None], o.outside_s[:, None])
-        tail = sums * share * layers
-        runs = (tail <= seconds) & (o.layer_s[:, None] * layers <= seconds) & (layers <= o.held[:, None])
-        before = np.maximum(0.0, self.places[:, None] - layers)
-        stages = np.ceil(before / max(1, (runs * layers).max()))
-        latency = stages * self.estimator.runtime.transfer_latency_s
-        if family.sliced:
-            passed = before / family.pieces
-        else:  # the first chunk of every earlier stage, and no stage has more chunks than layers
-            passed = np.maximum(stages, before / np.minimum(layers, family.pieces))
-        first = passed * float(o.forward_s.min()) + latency
-        last = passed * float(o.backward_s.min()) + latency
-        if family.sharded:  # what is summed runs beside the passes, and takes no longer than all of it
-            return np.where(tail[:, None, :] > seconds, inf, first + last), layers
-        return first + np.maximum(last, tail[:, None, :]), layers
-
-
-def _gradient_s(estimator: Estimator, pool: int, tp: int, unit: Unit, sharded: bool) -> tuple[float, float]:
-    """Least seconds for the gradients of a layer over very many replicas, in a node and between nodes.
-
-    With the distributed optimizer gradients are scattered, and parameters gathered.
-    """
-    network, model = estimator.network, estimator.model
-    size = 4.0 * unit.layer_parameters
-    if sharded:
-        size /= 2
-    elif model.distributed_optimizer:
-        size = min(size, (4.0 + model.element_bytes) / 2 * unit.layer_parameters)
-    size *= 2 * (1 - estimator.runtime.sync_overlap)
-    gpu = estimator.cluster.nodes[pool].gpu
-    between = network.rate(pool, pool, tp) / tp
-    cap = min(estimator.cluster.nodes[pool].collective_bytes_per_s or inf, estimator.runtime.collective_bytes_per_s)
-    inside, outside = size / network.collective[pool], size * (1.0 / between + 1.0 / cap)
-    links = [k for k in network.measured if k.operation == "all_reduce" and gpu in (k.first_kind, k.second_kind)]
-    each = min([size / 2 / k.bytes_per_s / (1 - 1 / max(2, k.participants)) for k in links], default=inf)
-    return min(inside, outside, each), min(outside, each)
+    def up_to(self, seconds: float, limits: Limits, most_gpus: int | None) -> Iterator[Relaxation]:
+        """Those that might have a plan of less time on these GPUs."""
+        for relaxation in self:
+            if relaxation.least_s(limits, most_gpus) >= seconds:
+                return
+            if relaxation.usable and relaxation.ideal_s(limits, most_gpus) < seconds:
+                yield relaxation
 
 
 class Bounds:
-    """What no plan on some GPUs can beat, for one goal; see the module's text."""
+    """What no plan on some GPUs can beat, for one goal; see the module's text.
 
-    def __init__(self, estimator: Estimator, goal: Goal) -> None:
+    Args:
+        scope: Which plans; None for all that the model file allows.
+    """
+
+    def __init__(self, estimator: Estimator, goal: Goal, scope: Scope | None = None) -> None:
         self.estimator, self.goal = estimator, goal
         model = estimator.model
-        points = product(model.batch_sizes, model.recompute, self._families())
-        made = [_Point(estimator, batch, recompute, family) for batch, recompute, family in points]
-        self.points = [point for point in made if point.usable]
+        scope = scope or Scope.of_all_plans(model)
+        replicas, batches = Replicas(estimator, scope), list[int | None](reversed(scope.batches))
+        if scope.sizes is not None:
+            batches.append(None)
+        most = max(node.quota for node in estimator.cluster.nodes)
+        sizes = list(_context_parallel_sizes(most)) if scope.is_whole else [(1, 1)]
+        self._chains = [
+            _Chain(replicas, Point(family, batch, recompute), sizes)
+            for batch, family, recompute in product(batches, self._families(scope), model.recompute)
+        ]
 
-    def _families(self) -> list[_Family]:
-        """Schedules under a parameter window, those that cut sequences, and the others."""
-        most: dict[tuple[bool, bool], int] = {}
-        for schedule in self.goal.allowed:
-            kind = schedule.shards_parameters, schedule.cuts_sequences
-            if not schedule.shards_parameters or self.estimator.model.distributed_optimizer:
-                most[kind] = max(most.get(kind, 1), schedule.most_pieces(self.estimator))
-        return [_Family(*kind, pieces) for kind, pieces in most.items()]
+    def _families(self, scope: Scope) -> list[Family]:
+        """Schedules under a parameter window, those that cut sequences, and the others.
+
+        What some of them can do, those that cut them can do better, as far as a relaxation knows.
+        """
+        model = self.estimator.model
+        allowed = [s for s in self.goal.allowed if model.distributed_optimizer or not s.shards_parameters]
+        allowed = [s for s in allowed if not (s.cuts_sequences and model.mtp_num_layers)]
+        plain = [s for s in allowed if not s.shards_parameters]
+        sliced = [s for s in plain if s.cuts_sequences]
+        kinds = [[s for s in allowed if s.shards_parameters], (sliced or plain) if scope.is_whole else plain]
+        if not scope.is_whole:
+            kinds[1:] = [sliced, [s for s in plain if not s.cuts_sequences]]
+        return [self._family(scope, kind) for kind in kinds if kind]
+
+    def _family(self, scope: Scope, schedules: list[Schedule]) -> Family:
+        """Of schedules of one kind."""
+        sharded, sliced = schedules[0].shards_parameters, schedules[0].cuts_sequences
+        pieces = float(max(s.most_pieces(self.estimator) for s in schedules))
+        if not scope.is_whole:
+            return Family(sharded, sliced, pieces)
+        return Family(sharded, sliced, inf if sharded or sliced else pieces, exchanges=sliced, is_uneven=True)
 
     def ideal(self, limits: Limits) -> float:
         """A weaker bound that takes no time, in the goal's terms: all GPUs compute all the time."""
-        if self.goal.objective == "cost":
-            return min([self._usd(point, limits) for point in self.points], default=inf)
-        return min([self._ideal_s(point, limits) for point in self.points], default=inf)
+        return self._least_usd(limits) if self.goal.objective == "cost" else self._ideal_s(limits)
 
-    def _ideal_s(self, point: _Point, limits: Limits) -> float:
-        left = sum(limits) if self.goal.max_gpus is None else self.goal.max_gpus
-        rate = 0.0
-        for pool in sorted(range(len(limits)), key=lambda p: -point.rates[p]):
-            rate += point.rates[pool] * min(left, limits[pool])
-            left -= min(left, limits[pool])
-        return self._work(point) / rate if rate else inf
+    def _ideal_s(self, limits: Limits) -> float:
+        best, most = inf, self.goal.max_gpus
+        for chain in self._chains:
+            for relaxation in chain.up_to(best, limits, most):
+                best = min(best, relaxation.ideal_s(limits, most))
+        return best
 
     def seconds(self, limits: Limits) -> float:
         """No iteration on these GPUs is shorter."""
-        low = min([self._ideal_s(point, limits) for point in self.points], default=inf)
-        if low == inf:
-            return inf
-        if self._possible_s(low, limits):
-            return low
-        high = 2 * low
-        while not self._possible_s(high, limits) and high < 1e3 * low:
-            low, high = high, 2 * high
-        while high > low * (1 + EXACT):
-            middle = (low * high) ** 0.5
-            low, high = (low, middle) if self._possible_s(middle, limits) else (middle, high)
-        return low
-
-    def _possible_s(self, seconds: float, limits: Limits) -> bool:
-        most = self.goal.max_gpus
-        return any(
-            point.possible(seconds, limits, most) for point in self.points if self._ideal_s(point, limits) <= seconds
-        )
+        ideal, least, most = self._ideal_s(limits), inf, self.goal.max_gpus
+        for chain in self._chains:
+            for relaxation in chain.up_to(least, limits, most):
+                if least == inf or relaxation.possible(least * (1 - EXACT), limits, most):
+                    least = min(least, _seconds_of(relaxation, limits, most))
+        return max(ideal, least * (1 - EXACT)) if least < inf else ideal
 
     def excludes(self, limits: Limits, value: float) -> bool:
         """Whether no plan on these GPUs is better than this value."""
@@ -280,14 +148,50 @@ class Bounds:
             return True
         return self.goal.objective != "cost" and value < inf and not self._possible_s(value, limits)
 
-    def _work(self, point: _Point) -> float:
-        model = self.estimator.model
-        return model.global_batch_size * (model.num_layers + point.ends)
+    def _possible_s(self, seconds: float, limits: Limits) -> bool:
+        most = self.goal.max_gpus
+        return any(
+            relaxation.possible(seconds, limits, most)
+            for chain in self._chains
+            for relaxation in chain.up_to(seconds, limits, most)
+        )
 
     def value(self, limits: Limits) -> float:
         """The bound in the goal's terms: seconds or USD."""
-        return self.seconds(limits) if self.goal.objective != "cost" else self.ideal(limits)
+        return self.seconds(limits) if self.goal.objective != "cost" else self._least_usd(limits)
 
-    def _usd(self, point: _Point, limits: Limits) -> float:
-        prices = [price for price, n, rate in zip(point.prices, limits, point.rates) if n and rate]
-        return self._work(point) * min(prices) if prices else inf
+    def _least_usd(self, limits: Limits) -> float:
+        best = inf
+        for chain in self._chains:
+            for relaxation in chain:
+                if relaxation.least_usd(limits) >= best:
+                    break
+                if relaxation.usable:
+                    best = min(best, relaxation.usd(limits))
+        return best
+
+
+def _seconds_of(relaxation: Relaxation, limits: Limits, most: int | None) -> float:
+    """The least time that a relaxation does not exclude, from below."""
+    low = relaxation.ideal_s(limits, most)
+    if low == inf or relaxation.possible(low, limits, most):
+        return low
+    high = 2 * low
+    while not relaxation.possible(high, limits, most):
+        low, high = high, 2 * high
+        if high > 1e6 * relaxation.ideal_s(limits, most):
+            return inf
+    while high > low * (1 + EXACT):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if relaxation.possible(middle, limits, most) else (middle, high)
+    return low
+
+
+def _context_parallel_sizes(most: int) -> Iterator[tuple[int, int]]:
+    """Powers of two, and all sizes between two of them."""
+    size = 1
+    while size <= most:
+        yield size, size
+        if size > 1 and size < most:
+            yield size + 1, 2 * size - 1
+        size *= 2

@@ -88,8 +88,10 @@ class Outcome:
     passed_over: PassedOver | None = None
 
     def gap(self, goal: Goal) -> float | None:
-        """How far the best plan is from the bound at most, relative; None without a plan or a bound."""
-        return self.best.value(goal) / self.bound - 1 if self.best is not None and 0 < self.bound < inf else None
+        """How far the best plan is from the bound at most, relative; None without a plan that runs, or a bound."""
+        if self.best is None or not self.best.runnable or not 0 < self.bound < inf:
+            return None
+        return self.best.value(goal) / self.bound - 1
 
     @property
     def best(self) -> Found | None:

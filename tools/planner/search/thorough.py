@@ -20,6 +20,7 @@ from ..search.moves import cut_anew, neighbours, schedule_variants
 from ..search.outcome import Outcome, Progress
 from ..search.pools import MOST_POOLS, Limits, all_gpus, parts
 from ..search.regions import Merged, expand, merge
+from ..search.replicas import Scope
 from ..search.seeds import WORTH, even_seeds, seeds
 
 CLEAR = 0.01
@@ -57,7 +58,8 @@ class Ground:
 
     def __post_init__(self) -> None:
         self.merged = merge(self.estimator)
-        self.bounds = Bounds(self.merged.estimator, self.goal)
+        scope = Scope.of_searched_parts(self.estimator.model)
+        self.bounds = Bounds(self.merged.estimator, self.goal, scope)
 
     @property
     def whole(self) -> Limits:

@@ -1,0 +1,1 @@
+"""Lion beside Adam in Megatron's distributed optimizer."""

@@ -1,0 +1,29 @@
+"""A model of eight layers as wide as Llama 8B, and nodes of eight GPUs: what several tests of the planner price."""
+
+from __future__ import annotations
+
+from benchmarks.planner_quality import estimator_of
+from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.estimate import Estimator
+from tools.planner.model import Model
+
+SHAPE: dict[str, object] = {
+    "num_layers": 8,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "vocab_size": 32000,
+}
+"""The model without its sequences and batches."""
+
+
+def model(**more: object) -> Model:
+    """The model; ``seq_length`` and ``global_batch_size`` have to be said."""
+    return Model(**{**SHAPE, **more})
+
+
+def estimator(priced: Model, gpu: str = "H100-SXM", nodes: int = 2, intra: float | None = None) -> Estimator:
+    """What prices a model's plans on nodes of eight GPUs."""
+    group = NodeGroup(gpu=gpu, count=nodes, gpus_per_node=8, network_bytes_per_s=100e9, intra_node_bytes_per_s=intra)
+    return estimator_of(Cluster(nodes=(group,)), priced)

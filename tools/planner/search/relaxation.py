@@ -1,0 +1,254 @@
+"""What GPUs can do at most in a given time: the capacities that ``bounds.py`` compares with what a plan has to do.
+
+A :class:`Relaxation` is of plans that have something in common: the family of their schedules, micro batch size,
+recomputation, context-parallel size.  Its rows are the kinds of replicas that such a plan can have (``replicas.py``).
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .pools import Limits
+from .replicas import Floats, Point, Replicas, Row
+
+MOST_PLACES = 24
+"""Places among the layers that are looked at; those between two of them count as the earlier one."""
+MOST_CELLS = 20_000_000
+"""Of a table of rows, places and layers; a larger one takes seconds and gigabytes, and the bound goes without."""
+
+
+class Relaxation:
+    """Plans of one family, micro batch size, recomputation and (range of) context-parallel size.
+
+    Args:
+        replicas: Of the cluster.
+        point: What the plans have in common.
+        share: What a layer counts without its attention, where anybody may attend for others; None for the best.
+
+    Attributes:
+        share: The same; 1 where nobody does.
+        rates: Per pool, layers times sequences per second of one GPU at its best.
+        fastest: The same of GPUs with memory for everything.
+        prices: Per pool, USD of one GPU and second.
+        ends: Embedding and head, as the fewest layers that they take anywhere.
+    """
+
+    def __init__(self, replicas: Replicas, point: Point, share: float | None = None) -> None:
+        estimator, scope = replicas.estimator, replicas.scope
+        self.family, self.batch, _, self.cp = point
+        self.latency_s = estimator.runtime.transfer_latency_s
+        self.quotas = [node.quota for node in estimator.cluster.nodes]
+        self.layers, self.sequences = estimator.model.num_layers, estimator.model.global_batch_size
+        self.grain, self.smallest = scope.grain or self.batch or 1, scope.smallest or self.batch or 1
+        self.counts = np.array([self.layers] if self.batch is None else range(1, self.layers + 1), dtype=float)
+        found = replicas.rows(point)
+        self.share = self._own_share(found) if share is None else share
+        self.fastest = self._rates(replicas.rows(point, is_roomy=True) if self.batch is None else found)
+        self._rows = [row for row in found if self._room(row).any()]
+        self._most_layers = [float((self._room(row) * self.counts).max()) for row in self._rows]
+        self.used_by = [found[row] for row in self._rows]
+        self._fill_in()
+        self.rates = self._rates({row: found[row] for row in self._rows})
+        self.prices = estimator.price
+        self._known: tuple[float, list[tuple[Floats, Floats]]] = (-1.0, [])
+
+    def _rates(self, found: dict[Row, set[int]]) -> list[float]:
+        """Per pool, of one GPU in the replica that suits it best."""
+        rates = [0.0 for _ in self.quotas]
+        for row, pools in found.items():
+            rate = 1 / (_counted_s(row, self.share) * row.gpus)
+            for pool in pools:
+                rates[pool] = max(rates[pool], rate)
+        return rates
+
+    def _room(self, row: Row) -> NDArray[np.bool_]:
+        """For which numbers of layers there is memory."""
+        free, state, fixed, kept, most_kept = row.memory
+        return fixed + state * self.counts + kept * np.minimum(self.counts, most_kept) <= free
+
+    def _own_share(self, found: dict[Row, set[int]]) -> float:
+        """What a layer counts without its attention, when both together count one and anybody may attend.
+
+        Any share is true.  This one gives the highest bound where all GPUs compute all the time.
+        """
+        if not self.family.exchanges:
+            return 1.0
+
+        def capacity(share: float) -> float:
+            best: dict[int, float] = {}
+            for row, pools in found.items():
+                for pool in pools:
+                    best[pool] = max(best.get(pool, 0.0), 1 / (_counted_s(row, share) * row.gpus))
+            return sum(self.quotas[pool] * rate for pool, rate in best.items())
+
+        shares = {1.0}
+        for row in found:
+            if row.given_s < inf:
+                rest = row.pool_s - row.attention_s
+                turns = row.given_s / (row.given_s + row.attention_s), row.given_s / row.pool_s, rest / row.pool_s
+                shares |= {turn for turn in turns if 0 < turn < 1}
+        return min(shares, key=capacity)
+
+    def _fill_in(self) -> None:
+        """The tables of what is known without a time."""
+        rows, family = self._rows, self.family
+        slow = [_counted_s(row, self.share, row.fixed_s) for row in rows]
+        self.ends = sum(min((r.ends_s[i] / s for r, s in zip(rows, slow)), default=0.0) for i in (0, 1))
+        shortest = [min((r.ends_s[i] for r in rows), default=0.0) for i in (0, 1)]
+        self.pass_s = 0.0
+        if not family.sliced and self.batch is not None:
+            self.pass_s = self.smallest * (self.layers * min((r.own_s for r in rows), default=inf) + sum(shortest))
+        waits = family.pieces < inf and self.batch is not None
+        step = -(-self.layers // MOST_PLACES) if waits else self.layers
+        self.places = np.arange(1, self.layers + 1, step, dtype=float)
+        self.weights = np.minimum(step, self.layers + 1 - self.places)
+
+    @property
+    def usable(self) -> bool:
+        """Whether any GPU can hold a layer."""
+        return any(self.rates)
+
+    # -- the capacities ----------------------------------------------------------------------------
+
+    def ideal_s(self, limits: Limits, most_gpus: int | None) -> float:
+        """All these GPUs compute all the time."""
+        return _covered_s(self._work, self.rates, limits, most_gpus)
+
+    def least_s(self, limits: Limits, most_gpus: int | None) -> float:
+        """The same with memory for everything, and without embedding and head; no less for larger CP sizes."""
+        return _covered_s(self.sequences * self.layers, self.fastest, limits, most_gpus)
+
+    def usd(self, limits: Limits) -> float:
+        """The work where it is cheapest."""
+        return self._work * self._price(self.rates, limits)
+
+    def least_usd(self, limits: Limits) -> float:
+        """The same as :meth:`least_s`."""
+        return self.sequences * self.layers * self._price(self.fastest, limits)
+
+    def _price(self, rates: list[float], limits: Limits) -> float:
+        """USD of one layer of one sequence."""
+        return min((price / rate for price, n, rate in zip(self.prices, limits, rates) if n and rate), default=inf)
+
+    @property
+    def _work(self) -> float:
+        """Layers times sequences, with embedding and head."""
+        return self.sequences * (self.layers + self.ends)
+
+    def possible(self, seconds: float, limits: Limits, most_gpus: int | None) -> bool:
+        """Whether the relaxation has a plan of this time on these GPUs."""
+        if seconds < self.pass_s or not self._hold_the_model(limits):
+            return False
+        if len(self._rows) * len(self.places) * len(self.counts) > MOST_CELLS:
+            return True  # for all that is known
+        gpus = np.array(limits, dtype=float)
+        for capacity, needed in self._tables(seconds):
+            mean = gpus @ capacity
+            if not mean.all():
+                return False
+            worth = (capacity / mean).max(axis=1)
+            if most_gpus is None:
+                there = float(gpus @ worth)
+            else:
+                there, left = 0.0, float(most_gpus)
+                for p in np.argsort(-worth):
+                    there, left = there + worth[p] * min(left, gpus[p]), left - min(left, gpus[p])
+            if there < float((needed / mean).sum()):
+                return False
+        return True
+
+    def _hold_the_model(self, limits: Limits) -> bool:
+        """Whether replicas on all these GPUs have memory for every layer once."""
+        held = [0.0 for _ in limits]
+        for row, most, pools in zip(self._rows, self._most_layers, self.used_by):
+            for pool in pools:
+                if row.gpus <= limits[pool]:
+                    held[pool] = max(held[pool], most * limits[pool] / row.gpus)
+        return sum(held) >= self.layers * (1 - 1e-9)
+
+    def _tables(self, seconds: float) -> list[tuple[Floats, Floats]]:
+        """(sequences of a layer that a GPU of each pool can compute, by layer; sequences that each layer needs).
+
+        Once with embedding and head, once with whole numbers of sequences or microbatches.
+        """
+        if self._known[0] == seconds:
+            return self._known[1]
+        own, fixed, gpus = self._columns("own_s", "fixed_s", "gpus")
+        each = own[:, None, None] * self.counts + fixed[:, None, None]
+        idle, runs = self._idle_s(seconds)
+        left = np.maximum(0.0, seconds - idle)
+        fits = runs[:, None, :] & (each * self.grain <= left * (1 + 1e-9))
+        counted = np.array([[_counted_s(row, self.share, row.fixed_s / n) for n in self.counts] for row in self._rows])
+        needed = self.sequences * self.weights
+        with_ends = needed.copy()
+        with_ends[0] += self.sequences * self.ends
+        tables = [(self._of_pools(np.where(fits, left / counted[:, None, :], 0.0), gpus), with_ends)]
+        if self.cp[0] == self.cp[1]:
+            whole = np.floor(left / (each * self.grain) * (1 + 1e-9)) * self.grain * self.counts
+            tables.append((self._of_pools(np.where(fits, whole, 0.0), gpus), needed))
+        self._known = seconds, tables
+        return tables
+
+    def _columns(self, *names: str) -> list[Floats]:
+        return [np.array([getattr(row, name) for row in self._rows], dtype=float) for name in names]
+
+    def _of_pools(self, work: Floats, gpus: Floats) -> Floats:
+        """``[pool, place]`` of one GPU, from ``[row, place, layers of its stage]`` of a replica."""
+        best = work.max(axis=2) / gpus[:, None]
+        capacity = np.zeros((len(self.rates), len(self.places)))
+        for row, pools in zip(best, self.used_by):
+            for pool in pools:
+                np.maximum(capacity[pool], row, out=capacity[pool])
+        return capacity
+
+    def _idle_s(self, seconds: float) -> tuple[Floats, NDArray[np.bool_]]:
+        """How long a replica waits at least, ``[row, place, layers of its stage]``, and whether there may be one."""
+        family, layers = self.family, self.counts
+        own, forward, backward = self._columns("own_s", "forward_s", "backward_s")
+        update, in_node = self._columns("update_s", "in_node")
+        inside, outside = np.array([row.sums_s for row in self._rows]).T
+        # So many ranks must sum the gradients of a stage of n layers, whoever they are.
+        rate = float((1 / (own * self.cp[1])).max())
+        fewest = np.maximum(self.cp[0], np.ceil(layers * self.sequences / (seconds * rate) - 1e-9))
+        share = np.where(fewest > 1, 1 - 1 / np.maximum(fewest, 2), 0.0)
+        sums = np.where(fewest <= in_node[:, None], inside[:, None], outside[:, None])
+        tail = (sums * share + update[:, None]) * layers
+        room = np.array([self._room(row) for row in self._rows])
+        runs = room & (tail <= seconds) & (own[:, None] * layers <= seconds)
+        first = last = np.zeros((len(self.places), len(layers)))
+        if len(self.places) > 1:
+            before = np.maximum(0.0, self.places[:, None] - layers)
+            stages = np.ceil(before / max(1, (runs * layers).max()))
+            latency = stages * self.latency_s
+            passed = family.passed(before, stages, layers) * self.smallest
+            first = passed * float(forward.min()) + latency
+            last = passed * float(backward.min()) + latency
+        if family.sharded:  # what is summed runs beside the passes, and takes no longer than all of it
+            return np.broadcast_to(first + last, (len(own), *first.shape)), runs
+        return first + np.maximum(last, tail[:, None, :]), runs
+
+
+def _covered_s(work: float, rates: list[float], limits: Limits, most_gpus: int | None) -> float:
+    """How long the fastest of these GPUs take."""
+    left = sum(limits) if most_gpus is None else most_gpus
+    rate = 0.0
+    for pool in sorted(range(len(limits)), key=lambda p: -rates[p]):
+        rate += rates[pool] * min(left, limits[pool])
+        left -= min(left, limits[pool])
+    return work / rate if rate else inf
+
+
+def _counted_s(row: Row, share: float, fixed_s: float = 0.0) -> float:
+    """Seconds of what counts as one layer of one sequence, whichever way they are spent best.
+
+    On layers and their attention in the same pool; on layers whose attention other pools do; or on attention alone.
+
+    Args:
+        share: What a layer counts without its attention; 1 where nobody attends for others.
+        fixed_s: Of a pass, per layer.
+    """
+    help_s = row.attention_s / (1 - share) if share < 1 else inf
+    return min(row.pool_s + fixed_s, (row.given_s + fixed_s) / share, help_s)
