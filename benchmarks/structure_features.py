@@ -89,6 +89,9 @@ FEATURES = {
         ("megatron_het.features.context_parallel", "megatron_het.attention.context_parallel"),
         r"context_parallel(_size|_ranks)?|cp_size",
     ),
+    "Lion in shards": Feature(
+        ("megatron_het.features.optimizers", "megatron_het.lion"), r"(het_)?sharded_lion|lion_(steps|beside_adam)"
+    ),
     "zero bubble": Feature(
         (
             "megatron_het.features.zero_bubble",

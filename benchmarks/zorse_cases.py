@@ -25,7 +25,7 @@ from megatron_het.plan import Plan, ScheduleSpec
 
 _LONELY = 1000
 """One element in so many of a parameter may have had a first gradient of zero up to rounding."""
-_OPTIMIZER_BAR = 0.05  # bf16 rounds gradients; tensors that are mixed up differ by about 1
+_OPTIMIZER_BAR = 0.25  # sums of gradients in bf16 are up to 0.06 off; tensors that are mixed up differ by 1.4
 
 
 def ministage_cases(seed: int, quick: bool) -> list[Case]:

@@ -80,7 +80,21 @@ _REFUSED = (
     Refusal("account_for_loss_in_pipeline_split", "the plan says which layers go where"),
     Refusal("tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
     Refusal("optimizer_cuda_graph", "CUDA graphs capture groups that a plan rebuilds"),
+    Refusal("enable_cuda_graph", "it is an old name of --cuda-graph-impl, which a plan does not have"),
+    Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl, which a plan does not have"),
+    Refusal(
+        "defer_embedding_wgrad_compute",
+        "the output layer would get no gradient: Megatron's own schedules make it at their end",
+    ),
+    Refusal(
+        "delay_wgrad_compute", "nothing makes the gradients of weights that it puts off; schedules zb-* delay them"
+    ),
 )
+_REFUSED_WHERE_MIXED = (
+    Refusal("qk_clip", "the largest attention logit is known to replicas of one TP size, and others clip by their own"),
+    Refusal("experimental_attention_variant", "its parameters are cut into parts that the exchange does not know"),
+)
+"""Where a stage has replicas that cut weights in different ways: their weights would drift apart."""
 
 
 def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
@@ -103,6 +117,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
         )
     for refusal in _REFUSED:
         refusal.check(args, "--het-plan")
+    _check_mixed(plan, args)
     for known in FEATURES:
         known.check_any_arguments(plan, args)
     if getattr(args, "cuda_graph_impl", "none") != "none":
@@ -126,6 +141,13 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     asynchronous.check(args)
     for feature, options in features_of(plan):
         feature.check_arguments(plan, options, args)
+
+
+def _check_mixed(plan: Plan, args: Any) -> None:
+    for number, stage in enumerate(plan.stages):
+        if len({replica.cut for replica in stage.replicas}) > 1:
+            for refusal in _REFUSED_WHERE_MIXED:
+                refusal.check(args, f"replicas of different TP or EP, as stage {number} has")
 
 
 def _check_model(plan: Plan, args: Any) -> None:

@@ -19,6 +19,8 @@ from megatron_het.features.optimizers import name_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _NON_PERSISTENT = "non_persistent"
+_FREE_OF_LAYOUT = ("fully_reshardable", "fully_sharded_model_space")
+"""Forms of the distributed optimizer's state that any layout can load."""
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
@@ -187,12 +189,14 @@ def check_optimizer_state(args: Any, folder: Path) -> None:
         folder: Of one iteration.
 
     Raises:
-        CheckpointError: One was saved with the distributed optimizer and the other without, or with another optimizer.
+        CheckpointError: One was saved with the distributed optimizer and the other without, with another optimizer,
+            or by its layout.
         UnreadableError: It says nothing.
     """
     if args.no_load_optim or args.finetune:
         return
-    saved = common_state(folder).get("args")
+    common = common_state(folder)
+    saved = common.get("args")
     if saved is None or getattr(saved, "no_save_optim", False):
         return
     before, now = bool(getattr(saved, "use_distributed_optimizer", False)), bool(args.use_distributed_optimizer)
@@ -208,6 +212,13 @@ def check_optimizer_state(args: Any, folder: Path) -> None:
         raise CheckpointError(
             f"--load: {folder} was saved with --optimizer {names[0]}, this run trains with {names[1]}, whose state is "
             "another one. Load the weights alone with --no-load-optim"
+        )
+    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if now and form is not None and form not in _FREE_OF_LAYOUT:
+        raise CheckpointError(
+            f"--load: {folder} has the distributed optimizer's state as {form!r}, by the number of the rank that had "
+            "it, and a plan counts ranks in another way. Save it with --dist-ckpt-optim-fully-reshardable, or load the "
+            "weights alone with --no-load-optim"
         )
 
 

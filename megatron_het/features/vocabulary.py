@@ -81,7 +81,6 @@ class Vocabulary(Feature):
         ),
     }
     refused = (
-        Refusal("defer_embedding_wgrad_compute", "only the whole output layer of the last stage defers its gradient"),
         Refusal("fp16_lm_cross_entropy", "the split cross entropy is computed in fp32"),
         Refusal("logits_load_dir", "distillation needs whole logits"),
         Refusal("init_model_with_meta_device", "the parts replace layers that exist"),

@@ -214,14 +214,6 @@ class Window(Feature):
         """Refuse a plan that contradicts its own window."""
         if options.prefetch < 0:
             raise PlanError("schedule.parameters.prefetch", options.prefetch, "must not be negative")
-        if plan.model.mtp_num_layers:
-            raise PlanError(
-                "model.mtp_num_layers",
-                plan.model.mtp_num_layers,
-                "a parameter window gathers layer by layer, and layers for multi-token prediction read the embedding "
-                "after the last one",
-                "Leave out the window, or the layers",
-            )
         if not plan.training.distributed_optimizer:
             raise PlanError(
                 "training.distributed_optimizer",

@@ -55,8 +55,6 @@ class ZeroBubble(Feature):
         ),
     }
     refused = (
-        Refusal("defer_embedding_wgrad_compute", "the output layer's weight gradient is deferred already"),
-        Refusal("delay_wgrad_compute", "weight gradients are delayed by the schedule"),
         Refusal("overlap_moe_expert_parallel_comm", "it orders the halves of backward passes itself"),
         Refusal(
             "transformer_impl",

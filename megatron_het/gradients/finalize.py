@@ -32,6 +32,8 @@ class GradientFinalizer:
         placement = groups.placement
         self._where = placement.locate(groups.rank)
         self._has_loss = self._where.stage == placement.last[0]
+        self._class_group = groups["class"]
+        self._draws_alike = _draw_alike(placement, self._where.stage, self._where.replica)
         self._stage_exchange = class_exchange(groups)
         self._tied_exchange = tied_exchange(groups) if tied_embeddings else None
 
@@ -73,10 +75,10 @@ class GradientFinalizer:
                 scaled.scale_gradients(scale)
 
     def copy_initial_weights(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Make all classes, and both copies of tied embeddings, start from the same weights.
+        """Make all replicas, and both copies of tied embeddings, start from the same weights.
 
-        Random initialisation depends on TP size and stage.  Runs when all weights are on the device,
-        where NCCL can send them, and before the optimizer takes copies of its own.
+        Random initialisation depends on TP size and stage, and on GPUs on how many multiprocessors they have.  Runs
+        when all weights are on the device, where NCCL can send them, and before the optimizer takes copies of its own.
 
         Args:
             model: Chunks of this rank, wrapped or not.
@@ -84,6 +86,10 @@ class GradientFinalizer:
         Returns:
             The same, as Megatron expects it of a hook.
         """
+        if not self._draws_alike:
+            source = dist.get_global_rank(self._class_group, 0)
+            for weight in (parameter.data for chunk in model for parameter in chunk.parameters()):
+                dist.broadcast(weight, source, group=self._class_group)
         copies = self._tied_weights(model)
         for exchange, named, config in self._exchanges(model, copies):
             exchange.copy_weights(exchange.described(named, lambda p: p.data, config))
@@ -152,6 +158,12 @@ class GradientFinalizer:
             tied = {id(copy) for copy in copies}
             rest = ((n, p) for chunk in chunks for n, p in chunk.named_parameters() if id(p) not in tied)
             yield self._stage_exchange, rest, config
+
+
+def _draw_alike(placement: Placement, stage: int, replica: int) -> bool:
+    """Whether all replicas of a replica's class draw the same random weights: they are on one kind of device."""
+    replicas = placement.plan.stages[stage].replicas
+    return len({found.device for found in replicas if found.cut == replicas[replica].cut}) == 1
 
 
 def _reduces_early(model: list[torch.nn.Module]) -> bool:

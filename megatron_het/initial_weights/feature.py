@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_het.initial_weights.draw import Draw, fill
 from megatron_het.lowering.experts import expert_name, held_experts
@@ -69,11 +70,14 @@ class InitialWeightsByName(RuntimeFeature):
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """See :class:`RuntimeFeature`."""
+        by_memory = {_memory(tensor): draw for tensor, draw in self._noted.values()}
         for model in models:
             for name, parameter, owner in _named(model):
-                noted = self._noted.pop(id(parameter), None)
-                if noted is not None:
-                    self._fill(name, parameter, owner, noted[1])
+                noted = self._noted.get(id(parameter))
+                # Layers of Transformer Engine make parameters anew once these are filled: other objects, same memory.
+                draw = by_memory.get(_memory(parameter)) if noted is None else noted[1]
+                if draw is not None:
+                    self._fill(name, parameter, owner, draw)
         self._noted.clear()
 
     def _fill(self, name: str, parameter: torch.Tensor, owner: torch.nn.Module, draw: Draw) -> None:
@@ -101,6 +105,11 @@ class InitialWeightsByName(RuntimeFeature):
         for config, name, draw in self._replaced:
             setattr(config, name, draw)
         self._replaced.clear()
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two objects have in common that are the same values; also of tensors without memory, as in a dry run."""
+    return StorageWeakRef(tensor.untyped_storage()).cdata, tensor.storage_offset(), tensor.shape
 
 
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.nn.Module]]:

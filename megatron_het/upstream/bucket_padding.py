@@ -1,7 +1,7 @@
 """The distributed optimizer's state in checkpoints, where a bucket ends with padding.
 
 For a fully reshardable checkpoint upstream (0.19.2) puts the state of all buckets of a buffer together without their
-padding, and cuts it into parameters at their offsets in the buffer, which count the padding.  So behind every padded
+padding, and cuts it into parameters at their offsets in the buffer, which count the padding.  So after every padded
 bucket the state of a parameter is taken from a later place, and the end of the last one is zeros: a run that loads the
 checkpoint goes on with other moments, without a word.  Tied embeddings are in a bucket of their own, and a padded one
 comes before them as soon as a layer has a parameter of few elements, such as a softmax offset per head.

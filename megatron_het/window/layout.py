@@ -17,24 +17,32 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LATER = re.compile(r"(?:^|\.)mtp\.")
+"""Layers for multi-token prediction come after those of the chunk."""
 
 
 def layer_of(name: str, num_layers: int) -> int:
     """The layer of a chunk whose bucket a parameter belongs to.
 
-    Embeddings go with the first layer, the final norm and the output layer with the last one, so
-    that a chunk of L layers has L buckets.
+    Embeddings go with the first layer; the final norm, layers for multi-token prediction and the output layer with the
+    last one, so that a chunk of L layers has L buckets.
     """
-    found = _LAYER.search(name)
-    if found:
-        return int(found.group(1))
+    found = _number(name)
+    if found is not None:
+        return found
     return 0 if "embedding" in name or num_layers == 0 else num_layers - 1
 
 
 def num_layers_of(chunk: torch.nn.Module) -> int:
     """Transformer layers of a chunk, from the names of its parameters."""
-    found = (_LAYER.search(name) for name, _ in chunk.named_parameters())
-    return max((int(match.group(1)) + 1 for match in found if match), default=0)
+    found = (_number(name) for name, _ in chunk.named_parameters())
+    return max((number + 1 for number in found if number is not None), default=0)
+
+
+def _number(name: str) -> int | None:
+    """Index of the layer of the chunk that has a parameter; None where it is beside the layers."""
+    found = None if _LATER.search(name) else _LAYER.search(name)
+    return int(found.group(1)) if found else None
 
 
 def layered_layout(chunk: torch.nn.Module, shards: int, ddp_config: DistributedDataParallelConfig) -> FullParamLayout:

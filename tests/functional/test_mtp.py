@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from benchmarks.compare import compare
 from benchmarks.expert_cases import divided
 from benchmarks.families import ALL_FAMILIES
 from benchmarks.lab import Lab
-from benchmarks.runner import Finished
+from benchmarks.runner import Finished, Runner
+from benchmarks.zorse_cases import MinistageLab
+from megatron_het.plan import ScheduleSpec
 
 BAR = 1e-5
 
@@ -28,6 +31,15 @@ def make(name: str, sizes: list[list[int]], layers: list[int], family: str = "la
     return Case(name, replace(plan, model=replace(plan.model, mtp_num_layers=later)), family=family, **of_case)
 
 
+def windowed(case: Case, layers: list[tuple[int, ...]], schedule: str = "ministage", **parameters: Any) -> Case:
+    """A case with ministages of so many layers in each stage."""
+    stages = tuple(replace(s, layers=row) for s, row in zip(case.plan.stages, layers, strict=True))
+    return replace(
+        case, plan=replace(case.plan, stages=stages, schedule=ScheduleSpec(schedule, {"window": True, **parameters}))
+    )
+
+
+_WINDOW = {"even_routing": True, "distributed_optimizer": True}
 BY_NAME = {
     case.name: case
     for case in (
@@ -41,6 +53,18 @@ BY_NAME = {
             with_schedule(make("in-a-v", [[2, 1], [1]], [2, 1], distributed_optimizer=True), "zb-v", 2, {}),
             name="in-a-v",
         ),
+        windowed(
+            make("window-mixed-tp", [[1, 1], [2, 1]], [3, 2], sequence_parallel=True, **_WINDOW),
+            [(2, 1), (1, 1)],
+            offload=True,
+        ),
+        windowed(
+            make("window-tied", [[1, 1], [1, 1]], [3, 2], tied=True, recompute="full", **_WINDOW),
+            [(1, 2), (2, 0)],
+            per_layer=False,
+            offload_optimizer=True,
+        ),
+        windowed(make("window-zero-3", [[1, 1]], [5], **_WINDOW), [(5,)], "data-parallel", zero=3),
         make("experts", [[1], [2, 1]], [2, 3], "later-tokens-experts", sequence_parallel=True),
     )
 }
@@ -49,6 +73,18 @@ BY_NAME["experts"] = replace(BY_NAME["experts"], plan=divided(BY_NAME["experts"]
 
 def logged(log: str) -> list[float]:
     return [float(value) for value in re.findall(r"mtp_\d loss: (\S+)", log)]
+
+
+def test_updates_inside_the_iteration(runner: Runner, tmp_path: Path):
+    """Ministages are updated at once and saved: the copy of the embedding waits for that of the first ministage."""
+    lab, parameters = MinistageLab(runner, tmp_path / "saved"), {"update": "undo", "offload": True}
+    made = make("window-undo", [[1, 1], [1, 1]], [3, 2], **_WINDOW)
+    case = replace(windowed(made, [(2, 1), (1, 1)], **parameters), chosen={"window": parameters})
+    lab.reference(case)
+    done = lab.runner.run(lab.job(case))
+    found = compare(done.job.log_dir, case.plan, lab.reference(case), gradients=False)
+    assert max(found.loss, found.validation) <= BAR, found
+    assert lab.parameter_difference(case) <= BAR
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))

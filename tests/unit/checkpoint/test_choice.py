@@ -117,6 +117,31 @@ def test_without_a_tracker(tmp_path: Path) -> None:
         chosen(folder)
 
 
+@pytest.mark.parametrize(
+    ("form", "changed", "is_refused"),
+    [
+        ("dp_reshardable", {}, True),
+        ("dp_zero_gather_scatter", {}, True),
+        ("fully_reshardable", {}, False),
+        (None, {}, False),
+        ("dp_reshardable", {"no_load_optim": True}, False),
+    ],
+)
+def test_the_form_of_the_optimizer_state(
+    form: str | None, changed: dict[str, Any], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored by the number of a rank would be read by another one."""
+    saved = {"args": SimpleNamespace(use_distributed_optimizer=True, no_save_optim=False)}
+    common = saved | ({"content_metadata": {"distrib_optim_sharding_type": form}} if form else {})
+    monkeypatch.setattr(choice, "common_state", lambda folder: common)
+    given = {"no_load_optim": False, "finetune": False, "use_distributed_optimizer": True, **changed}
+    if not is_refused:
+        check_optimizer_state(SimpleNamespace(**given), Path("folder"))
+        return
+    with pytest.raises(CheckpointError, match=f"'{form}'.*--dist-ckpt-optim-fully-reshardable.*--no-load-optim"):
+        check_optimizer_state(SimpleNamespace(**given), Path("folder"))
+
+
 def test_nothing_to_load(tmp_path: Path) -> None:
     assert chosen(tmp_path, exit_on_missing_checkpoint=False) == (None, 0)
     assert chosen(tmp_path, pretrained_checkpoint="elsewhere") == (None, 0)

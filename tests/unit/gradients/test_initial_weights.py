@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_het.platform import activate
 
@@ -15,7 +17,7 @@ PLATFORM = activate()  # before Megatron is imported, which binds what the platf
 from megatron_het.config import HetConfig  # noqa: E402
 from megatron_het.gradients.finalize import GradientFinalizer  # noqa: E402
 from megatron_het.gradients.resharding import ShardedParameter, ShardExchange  # noqa: E402
-from megatron_het.plan import Plan  # noqa: E402
+from megatron_het.plan import Placement, Plan, Replica, Stage  # noqa: E402
 from megatron_het.runtime.session import HetSession  # noqa: E402
 from megatron_het.topology import PairGroups, PlanGroups  # noqa: E402
 from tests.unit.plan.test_plan import document, read  # noqa: E402
@@ -75,3 +77,21 @@ def test_weights_are_copied_on_the_device(rank: int, tied: bool, count: int, mon
         models = hook(models)
     assert len(models) == 1
     assert copied == ["cpu"] * count
+
+
+@pytest.mark.parametrize(("device", "is_copied"), [("H100", True), ("A100", False)])
+def test_replicas_of_one_tp_on_different_devices_get_the_weights_of_the_first(
+    device: str, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU draws for a large tensor depends on the number of its multiprocessors."""
+    sent: list[int] = []
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: 7)
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, source, group: sent.append(source))
+    replicas = (Replica((0,), (0, 1), device="A100"), Replica((1,), (2, 3), device=device))
+    alone = replace(plan(False), stages=(Stage((4,), replicas),))
+    roles = {role: Group() for role in ("tp", "class", "stage")}
+    groups = PlanGroups(Placement(alone), 0, "gloo", Group(), PairGroups(0, 1.0), roles)  # type: ignore[arg-type]
+    model = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(GradientFinalizer, "_exchanges", lambda *_: iter(()))
+    GradientFinalizer(groups, False).copy_initial_weights([model])
+    assert sent == [7, 7] * is_copied

@@ -171,7 +171,6 @@ def later(plan: Plan, layers: int = 1) -> Plan:
     [
         (scheduled("slimpipe", slices=4), "tokens that a slice is to predict are in the next one"),
         (scheduled("1f1b", vocabulary=True), "rows are spread over the stages"),
-        (scheduled("ministage", chunks=2, window=True), "a parameter window gathers layer by layer"),
         (scheduled("ministage", stages=1, chunks=2), "of a single stage are in different chunks"),
     ],
 )
@@ -179,6 +178,14 @@ def test_later_tokens_need_whole_sequences_and_whole_tables(plan: Plan, problem:
     with pytest.raises(PlanError, match=rf"model.mtp_num_layers = 1: .*{problem}"):
         check_plan_alone(later(plan))
     check_plan_alone(plan)
+
+
+def test_later_tokens_under_a_window() -> None:
+    """Both copies of the embedding are clipped by one norm."""
+    for update in ("exact", "undo", "at-once"):
+        check_plan_alone(later(scheduled("ministage", chunks=2, window=True, update=update)))
+    with pytest.raises(PlanError, match="clipped by two norms"):
+        check_plan_alone(later(scheduled("ministage", chunks=2, window=True, update="per-ministage")))
 
 
 @pytest.mark.parametrize(

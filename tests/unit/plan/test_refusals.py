@@ -62,6 +62,13 @@ def test_accepted() -> None:
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel.*the plan's own context parallelism"),
         ({"hierarchical_context_parallel_sizes": [1, 2]}, "--hierarchical-context-parallel-sizes.*the plan's own"),
         ({"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size.*Megatron ignores it.*--step-batch-size-schedule"),
+        (
+            {"defer_embedding_wgrad_compute": True},
+            "--defer-embedding-wgrad-compute.*output layer would get no gradient",
+        ),
+        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute.*nothing makes the gradients"),
+        ({"enable_cuda_graph": True}, "--enable-cuda-graph.*old name of --cuda-graph-impl"),
+        ({"external_cuda_graph": True}, "--external-cuda-graph.*old name"),
         ({"decoder_seq_length": 32}, "--decoder-seq-length = 32.*length of --seq-length = 64"),
         ({"num_experts": 2, "expert_model_parallel_size": 2}, "--expert-model-parallel-size = 2.*the plan says"),
         ({"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*tokens of a rank"),
@@ -195,6 +202,19 @@ def more_stages(stages: int, *, tp: int = 1, ep: int = 1, chunks: int = 1, **tra
         stages=tuple(Stage((layers,) * chunks, (replica,)) for replica in replicas),
         training=replace(plan.training, **training),
     )
+
+
+def of_mixed_tp() -> Plan:
+    first = more_stages(2).stages[0]
+    mixed = Stage((2,), (Replica((1, 2), tuple(range(4))), Replica((3,), tuple(range(4, 8)))))
+    return replace(more_stages(2), stages=(first, mixed))
+
+
+@pytest.mark.parametrize("flag", ["qk_clip", "experimental_attention_variant"])
+def test_what_replicas_of_different_tp_would_train_in_different_ways(flag: str) -> None:
+    check_arguments(made(), arguments(**{flag: "given"}), 2)
+    with pytest.raises(PlanError, match=f"--{flag.replace('_', '-')} = 'given'.*different TP or EP, as stage 1 has"):
+        check_arguments(of_mixed_tp(), arguments(**{flag: "given"}), 4)
 
 
 BALANCED = {"num_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}

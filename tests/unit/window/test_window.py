@@ -157,14 +157,17 @@ def test_layers_get_buckets_of_their_own_whose_offsets_need_no_padding_taken_out
 
     chunk = torch.nn.Module()
     chunk.embedding = torch.nn.Embedding(5, 7)
-    chunk.layers = torch.nn.ModuleList(torch.nn.Linear(7, 3) for _ in range(3))
+    chunk.decoder, chunk.mtp = torch.nn.Module(), torch.nn.Module()
+    chunk.decoder.layers = torch.nn.ModuleList(torch.nn.Linear(7, 3) for _ in range(3))
+    chunk.mtp.layers = torch.nn.ModuleList(torch.nn.Linear(7, 3) for _ in range(4))  # more than those of the decoder
     chunk.output_layer = torch.nn.Linear(7, 5)
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     (layout,) = layered_layout(chunk, 3, config).layouts.values()
     bucket = {name: layout.param_index_map[p][2] for name, p in chunk.named_parameters()}
-    assert bucket["output_layer.weight"] == bucket["layers.2.weight"] == 0
-    assert bucket["layers.1.bias"] == 1
-    assert bucket["embedding.weight"] == bucket["layers.0.weight"] == 2
+    assert bucket["output_layer.weight"] == bucket["decoder.layers.2.weight"] == 0
+    assert bucket["decoder.layers.1.bias"] == 1
+    assert bucket["embedding.weight"] == bucket["decoder.layers.0.weight"] == 2
+    assert bucket["mtp.layers.0.weight"] == bucket["mtp.layers.3.weight"] == 0
     begin = 0
     for (start, end), size in zip(layout.bucket_indices, layout.per_bucket_numel_unpadded, strict=True):
         assert start == begin and (end - start) % 3 == 0 and size <= end - start

@@ -172,10 +172,7 @@ class Book:
             return False  # it could, with chunks of no layers, which gain nothing
         if count == 1 and candidate.chunks > 1 and (model.tied_embeddings or model.mtp_num_layers):
             return False  # both ends of the model would be in different chunks of one rank
-        schedule = schedule_of(candidate)
-        if model.mtp_num_layers and (schedule.shards_parameters or candidate.zero_stage > 1):
-            return False  # a parameter window does not know the layers for multi-token prediction
-        return schedule.runs(self.estimator, candidate)
+        return schedule_of(candidate).runs(self.estimator, candidate)
 
     def _allowed(self, candidate: Candidate) -> bool:
         if candidate.schedule not in self.goal.schedules:
