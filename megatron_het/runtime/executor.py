@@ -21,6 +21,7 @@ from megatron_het.runtime.batches import Batches
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handler, Iteration, Key, RuntimeFeature
 from megatron_het.runtime.late_gathers import begin_gathers
+from megatron_het.schedule.columns import Direction
 from megatron_het.schedule.gradient_sync import sync_points
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import PARTS
@@ -114,8 +115,13 @@ class Executor:
             chosen = feature.program(call, program)
             if chosen is not program:
                 program, points = chosen, sync_points(chosen.ops, self._num_chunks)
+        turns = False
         for index, op in enumerate(program.ops):
             self.current = op.label
+            if not turns and op.kind.direction is Direction.BACKWARD:
+                turns = True
+                for feature in self._features:
+                    feature.before_backwards(call, state)
             for chunk in points.get(index, ()):
                 state.no_sync.pop(chunk).close()  # the gradients that follow complete those of the chunk
             with record_function(op.label), self._timeline.measure(op):

@@ -176,6 +176,9 @@ class RuntimeFeature:
         """
         return program
 
+    def before_backwards(self, call: Call, state: Iteration) -> None:
+        """The first operation of this rank whose direction is backward, a receive perhaps, is next."""
+
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
         """Around a FORWARD: entering may change ``forward``; at the end its output is there."""
         return contextlib.nullcontext()

@@ -36,7 +36,7 @@ class WindowFeature(RuntimeFeature):
 
     def handlers(self) -> Mapping[Kind, Handler]:
         """See :class:`RuntimeFeature`."""
-        return dict.fromkeys(executed_by("window"), lambda op, call, state: self.window.handle(op, state.num_tokens))
+        return dict.fromkeys(executed_by("window"), lambda op, call, state: self.window.handle(op))
 
     def prepare_config(self, model_config: Any) -> None:
         """See :class:`RuntimeFeature`; the window finalises gradients itself."""
@@ -52,6 +52,11 @@ class WindowFeature(RuntimeFeature):
         elif not self.window.is_attached:
             self.window.open_all()
         self.window.begin()
+
+    def before_backwards(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`; ministages run all forwards first, so that all losses are known."""
+        assert state.num_tokens is not None
+        self.window.count_tokens(state.num_tokens)
 
     @contextlib.contextmanager
     def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Iterator[None]:

@@ -187,12 +187,24 @@ class ParameterWindow:
 
     # -- what the executor calls ---------------------------------------------------------------
 
-    def handle(self, op: RankOp, num_tokens: torch.Tensor | None = None) -> None:
+    def count_tokens(self, num_tokens: torch.Tensor) -> None:
+        """Begin to add up the tokens of all ranks, where updates inside the iteration are divided by them.
+
+        All ranks get here after their forwards and before they wait for a gradient: an update on one stage waits for
+        all of them, and the backwards of another stage may come after that update.
+
+        Args:
+            num_tokens: Of all of this rank's losses.
+        """
+        if self._optimizer is not None and self.options.updates_early:
+            self._total_tokens = self._own_tokens(num_tokens)
+            self._counting = dist.all_reduce(self._total_tokens, async_op=True)
+
+    def handle(self, op: RankOp) -> None:
         """Run one parameter operation.
 
         Args:
             op: The operation.
-            num_tokens: Of this rank's losses up to now.  All losses are known before the first reduction.
         """
         if self._optimizer is None:
             return
@@ -209,7 +221,6 @@ class ParameterWindow:
             case Kind.PARAM_OFFLOAD:
                 chunk.store()
             case Kind.GRAD_REDUCE:
-                self._count_tokens(num_tokens)
                 self._reduce(op.chunk, op.start, op.stop)
             case Kind.OPTIMIZER_STEP:
                 self._step_at_once(op.chunk)
@@ -257,12 +268,6 @@ class ParameterWindow:
                     bucket.gradient *= scale
 
     # -- helpers -------------------------------------------------------------------------------
-
-    def _count_tokens(self, num_tokens: torch.Tensor | None) -> None:
-        """Begin to add up the tokens of all ranks, where updates inside the iteration are divided by them."""
-        if num_tokens is not None and self._total_tokens is None and self.options.updates_early:
-            self._total_tokens = self._own_tokens(num_tokens)
-            self._counting = dist.all_reduce(self._total_tokens, async_op=True)
 
     def _own_tokens(self, num_tokens: torch.Tensor) -> torch.Tensor:
         own = num_tokens.to(torch.int64)

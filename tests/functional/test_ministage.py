@@ -20,7 +20,7 @@ from benchmarks.compare import compare
 from benchmarks.runner import Finished, Job, Runner
 from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases, with_shares
 from megatron_het.lowering.programs import build
-from megatron_het.plan import Placement, Plan, ScheduleSpec, save_plan
+from megatron_het.plan import Placement, Plan, ScheduleSpec, Stage, save_plan
 from megatron_het.schedule.ir import Kind, Op
 
 FP32_BAR = 1e-5
@@ -93,17 +93,35 @@ def test_from_flags(lab: MinistageLab, tmp_path: Path):
 
 # -- updates -------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("update", ["at-once", "undo"])
+def test_updates_come_early_where_stages_have_different_numbers_of_ministages(update: str, lab: MinistageLab):
+    """The second stage updates its last ministage before its first one gives the other stage any gradient."""
+    window = {"window": True, "update": update}
+    plan = replace(under_window(**window), stages=_cut_into((3,), (1, 1)))
+    clip = 0.0 if update == "at-once" else 1.0
+    case = Case(f"fewer-ministages-{update}", plan, clip=clip, chosen={"window": window, "clip": clip})
+    lab.reference(case)
+    done = lab.runner.run(lab.job(case))
+    found = compare(done.job.log_dir, case.plan, lab.reference(case), gradients=False)
+    assert max(found.loss, found.validation) <= FP32_BAR, found
+    assert lab.parameter_difference(case) <= FP32_BAR
+
+
 STEPS, SAVED_AT = 6, 2
 CLIP = "2.7"
 _SHARDED = build_plan([[1, 1], [1]], [3, 2], random.Random(0), even_routing=False, distributed_optimizer=True)
 
 
+def _cut_into(*layers: tuple[int, ...]) -> tuple[Stage, ...]:
+    return tuple(replace(s, layers=cut) for s, cut in zip(_SHARDED.stages, layers, strict=True))
+
+
 def under_window(precision: str = "fp32", **window: Any) -> Plan:
     """Two ministages in each of two stages of 2 and 1 ranks."""
-    stages = tuple(replace(s, layers=cut) for s, cut in zip(_SHARDED.stages, ((2, 1), (1, 1)), strict=True))
     return replace(
         _SHARDED,
-        stages=stages,
+        stages=_cut_into((2, 1), (1, 1)),
         training=replace(_SHARDED.training, precision=precision),
         schedule=ScheduleSpec("ministage", {"window": True, **window}),
     )
