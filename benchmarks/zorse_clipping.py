@@ -23,14 +23,10 @@ Groups = list[list[int]]
 
 
 def groups_of(plan: Plan) -> Groups:
-    """Layers of every ministage: chunk 0 of all stages, then chunk 1 of all stages, and so on."""
-    found: Groups = []
-    first = 0
-    for chunk in range(len(plan.stages[0].layers)):
-        for stage in plan.stages:
-            found.append(list(range(first, first + stage.layers[chunk])))
-            first += stage.layers[chunk]
-    return found
+    """Layers of every ministage, in the order in which a microbatch visits them."""
+    counts = [plan.stages[stage].layers[chunk] for stage, chunk in plan.path]
+    ends = list(itertools.accumulate(counts))
+    return [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
 
 
 def group_of(name: str, groups: Groups) -> int:
@@ -54,13 +50,12 @@ def rows_of(name: str, total: int, plan: Plan) -> list[tuple[int, int, int]]:
         total: Its rows.
         plan: Its ministages are the groups.
     """
-    groups, stages = groups_of(plan), len(plan.stages)
     is_word, is_output = name.endswith("word_embeddings.weight"), name == "output_layer.weight"
     if not plan.schedule.parameters.get("vocabulary") or not (is_word or is_output):
-        return [(group_of(name, groups), 0, total)]
-    first = 0 if is_word else len(groups) - stages
+        return [(group_of(name, groups_of(plan)), 0, total)]
+    places = [(s, 0 if is_word else len(stage.layers) - 1) for s, stage in enumerate(plan.stages)]
     ends = list(itertools.accumulate(stage_rows(plan, total)))
-    return [(first + s, start, end) for s, (start, end) in enumerate(zip([0, *ends], ends))]
+    return [(plan.path.index(place), start, end) for place, start, end in zip(places, [0, *ends], ends)]
 
 
 def observe_clipping_groups(*, rank: int, out: str, plan: Row) -> None:

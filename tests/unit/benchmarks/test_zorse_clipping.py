@@ -18,6 +18,8 @@ def plan(*layers: tuple[int, ...]) -> Plan:
 def test_layers_go_round_robin_over_the_stages() -> None:
     assert groups_of(plan((2, 1), (1, 0))) == [[0, 1], [2], [3], []]
     assert groups_of(plan((1, 2, 1))) == [[0], [1, 2], [3]]
+    assert groups_of(plan((2,), (1, 1))) == [[0, 1], [2], [3]]
+    assert groups_of(plan((2, 1), (1,))) == [[0, 1], [2], [3]]
 
 
 def test_embeddings_are_in_the_first_and_the_output_layer_in_the_last_group() -> None:
@@ -44,3 +46,5 @@ def test_rows_of_a_split_vocabulary_are_in_the_ministages_of_their_stages() -> N
     assert rows_of("output_layer.weight", 8, split(vocabulary_shares=[3, 1])) == [(2, 0, 6), (3, 6, 8)]
     assert rows_of("output_layer.weight", 8, whole) == [(3, 0, 8)]
     assert rows_of("decoder.layers.2.mlp.linear_fc1.weight", 8, split()) == [(1, 0, 8)]
+    uneven = replace(plan((2,), (1, 1)), schedule=ScheduleSpec("ministage", {"vocabulary": True}))
+    assert rows_of("output_layer.weight", 8, uneven) == [(0, 0, 4), (2, 4, 8)]
