@@ -1,6 +1,7 @@
 """GPUs are left out where that is better, and more GPUs do not make a plan worse."""
 
 import random
+from math import inf
 
 import pytest
 
@@ -9,11 +10,14 @@ from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.model import Model
 from tools.planner.schedules import SCHEDULES
+from tools.planner.search import auto
 from tools.planner.search.auto import search_auto
 from tools.planner.search.bounds import Bounds
 from tools.planner.search.effort import Effort
 from tools.planner.search.goal import Goal
-from tools.planner.search.pools import all_gpus, parts
+from tools.planner.search.outcome import Outcome, Progress
+from tools.planner.search.pools import all_gpus, nodes_left_out, parts, rounded_down
+from tools.planner.search.thorough import Ground
 
 
 def fast_and_slow() -> tuple[Cluster, Model]:
@@ -153,3 +157,29 @@ def test_the_bound_knows_the_least_bubble():
     estimate = estimator.estimate(candidate)
     assert estimate is not None
     assert estimate.iteration_s >= plain.seconds((8,))
+
+
+def test_a_power_of_two_of_one_pool():
+    cluster, model = fast_and_slow()
+    estimator = estimator_of(cluster, model)
+    assert rounded_down(estimator, (24, 22)) == [(16, 22), (24, 16)]
+    assert rounded_down(estimator, (16, 2)) == [] and rounded_down(estimator, (8, 0)) == []
+    assert nodes_left_out(estimator, (16, 2)) == [(8, 2), (16, 0)]
+
+
+def test_nodes_are_left_out_as_long_as_that_is_better(monkeypatch):
+    """The best part has two nodes of one pool less; what is no better is not gone on from."""
+    times = {(24, 22): 9.0, (24, 20): 8.0, (24, 18): 7.0, (16, 18): 6.5}
+    estimator = estimator_of(*fast_and_slow())
+    searched = []
+
+    def search(ground, outcome, limits, bound_s, goal):
+        searched.append(limits)
+        before, seen[0] = seen[0], min(seen[0], times.get(limits, 10.0))
+        return seen[0] < before
+
+    seen = [9.0]
+    monkeypatch.setattr(auto, "_alone", search)
+    auto._with_less_and_less(Ground(estimator, Goal(), Progress()), Outcome("auto"), inf)
+    assert searched[:4] == [(16, 22), (24, 20), (24, 16), (16, 20)]
+    assert seen == [6.5] and len(searched) == len(set(searched)) <= 3 + 2 * (auto.MOST_LEFT_OUT - 1)

@@ -12,11 +12,13 @@ from ..search.finish import confirm
 from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
 from ..search.paused import collector_paused
-from ..search.pools import Limits, nodes_left_out
+from ..search.pools import Limits, nodes_left_out, rounded_down
 from ..search.thorough import Ground, thorough
 
 FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
+MOST_LEFT_OUT = 4
+"""Nodes that are left out one after the other."""
 LEAST_S = {True: 2.0, False: 0.3}
 """CPU seconds of a published method at least, on clusters that are not too large and on others."""
 
@@ -77,19 +79,42 @@ def _kinds_alone(ground: Ground, outcome: Outcome, bound_s: float) -> None:
 def _parts_alone(ground: Ground, outcome: Outcome, bound_s: float) -> None:
     """The plans of the cluster without one node, and under Megatron's own schedules only, join the outcome.
 
-    So one node more and more schedules never make a plan worse, on clusters that are not too large.
+    So one node more and more schedules hardly ever make a plan worse, on clusters that are not too large.
     """
-    goal = ground.goal
-    searches: list[tuple[Limits, Goal]] = []
     if not outcome.exact:  # a proof knows smaller clusters
-        searches += [(limits, goal) for limits in nodes_left_out(ground.merged.estimator)]
-    stock = tuple(s.name for s in goal.allowed if s.is_stock)
-    if 0 < len(stock) < len(goal.allowed):
-        searches.append((ground.whole, replace(goal, schedules=stock)))
-    for limits, narrow in searches:
-        if _may_be_better(ground, outcome, limits, bound_s):
-            ground.progress.text = "parts alone"
-            _join(ground, outcome, _thorough(ground, outcome, limits, bound_s, narrow))
+        _with_less_and_less(ground, outcome, bound_s)
+    stock = tuple(s.name for s in ground.goal.allowed if s.is_stock)
+    if 0 < len(stock) < len(ground.goal.allowed):
+        _alone(ground, outcome, ground.whole, bound_s, replace(ground.goal, schedules=stock))
+
+
+def _with_less_and_less(ground: Ground, outcome: Outcome, bound_s: float) -> None:
+    """Leave out one node of each pool in turn, then another one as long as that gives the best plan so far.
+
+    A pool of a power of two of GPUs may do better than any that is near the whole one, so that it is tried too.
+    """
+    estimator, seen = ground.merged.estimator, {ground.whole}
+    parts = list(dict.fromkeys(nodes_left_out(estimator, ground.whole) + rounded_down(estimator, ground.whole)))
+    for _ in range(MOST_LEFT_OUT):
+        better = None
+        for limits in parts:
+            if _alone(ground, outcome, limits, bound_s, ground.goal):
+                better = limits
+        if better is None:
+            return
+        seen |= set(parts)
+        parts = [part for part in nodes_left_out(estimator, better) if part not in seen]
+
+
+def _alone(ground: Ground, outcome: Outcome, limits: Limits, bound_s: float, goal: Goal) -> bool:
+    """Search a part of the cluster, unless its bound leaves it no chance; whether that gives a better plan."""
+    if not _may_be_better(ground, outcome, limits, bound_s):
+        return False
+    ground.progress.text = "parts alone"
+    before = outcome.best
+    _join(ground, outcome, _thorough(ground, outcome, limits, bound_s, goal))
+    best = outcome.best
+    return best is not None and (before is None or best.value(ground.goal) < before.value(ground.goal))
 
 
 def _may_be_better(ground: Ground, outcome: Outcome, limits: Limits, bound_s: float) -> bool:

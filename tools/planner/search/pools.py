@@ -35,14 +35,27 @@ def parts(estimator: Estimator, whole: Limits | None = None) -> list[Limits]:
     return [limits for limits in dict.fromkeys(out) if any(limits) and limits != most]
 
 
-def nodes_left_out(estimator: Estimator) -> list[Limits]:
-    """The cluster without one node, for every pool."""
-    most = all_gpus(estimator)
+def nodes_left_out(estimator: Estimator, most: Limits) -> list[Limits]:
+    """A part of the cluster without one node, for every pool.
+
+    Args:
+        most: GPUs of each pool in that part.
+    """
     found = []
     for p, node in enumerate(estimator.cluster.nodes):
         less = max(0, most[p] - 1) // node.gpus_per_node * node.gpus_per_node
         found.append((*most[:p], less, *most[p + 1 :]))
     return [limits for limits in dict.fromkeys(found) if any(limits) and limits != most]
+
+
+def rounded_down(estimator: Estimator, most: Limits) -> list[Limits]:
+    """A part of the cluster with a power of two of GPUs of one pool: of these, stages of one width can be made."""
+    found = []
+    for p, quota in enumerate(most):
+        power = 1 << max(0, quota.bit_length() - 1)
+        if estimator.cluster.nodes[p].gpus_per_node <= power < quota:
+            found.append((*most[:p], power, *most[p + 1 :]))
+    return found
 
 
 def _by_attribute(estimator: Estimator, most: Limits) -> set[Limits]:
