@@ -160,6 +160,10 @@ def _as_rank(settings: ProfileSettings) -> Profile | None:
     return load_profile(settings.out) if os.environ["RANK"] == "0" else None
 
 
+_TAIL = 80
+"""Lines of the workers' output in an error: torchrun's own come last, and are about thirty."""
+
+
 def run_profile(
     settings: ProfileSettings,
     processes: int,
@@ -240,7 +244,7 @@ def _stream(
             lines.append(line.rstrip())
             if on_line is not None:
                 on_line(lines[-1])
-        return process.wait(), "\n".join(lines[-30:])
+        return process.wait(), "\n".join(lines[-_TAIL:])
     except BaseException:
         process.terminate()
         try:
