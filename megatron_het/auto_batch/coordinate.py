@@ -14,11 +14,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_het.auto_batch.allocation import Allocation, allocate
 from megatron_het.auto_batch.curve import Curve
-from megatron_het.auto_batch.exchange import Exchange, ExchangeError
+from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all
 from megatron_het.auto_batch.limits import memory_limit
 from megatron_het.auto_batch.links import pass_seconds
 from megatron_het.auto_batch.plans import ZERO_STAGES, allocated, base_plan, extra_words, first_stage, with_zero
@@ -60,16 +60,7 @@ def plan_for(folder: Path, words: Sequence[str], least_zero: int = 0) -> tuple[P
         made = _Maker(base, rest, folder / "auto_batch", rank, world_size, exchange, least_zero)
         return made.plan()
     except (ExchangeError, FileError, MeasuringError, OSError, ValueError, _Problem) as error:
-        if exchange is not None:
-            exchange.fail(str(error).splitlines()[0])
-        _end(rank, error)
-
-
-def _end(rank: int, error: Exception) -> NoReturn:
-    sys.stderr.write(f"megatron_het: --het-auto-batch: rank {rank}: {error}\n")
-    sys.stderr.flush()
-    time.sleep(1.0)  # rank 0 keeps the store: the others shall read why
-    raise SystemExit(2) from None
+        end_all(exchange, "--het-auto-batch", rank, error)
 
 
 class _Maker:

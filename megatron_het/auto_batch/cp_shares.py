@@ -9,7 +9,6 @@ at the same time, because devices of one node may share what makes them fast.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from megatron_het.attention.kernels import KERNELS, Kernel, Setting
-from megatron_het.auto_batch.exchange import Exchange, ExchangeError
+from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all
 from megatron_het.plan import Placement, Plan, Replica
 from megatron_het.platform import Platform
 
@@ -40,12 +39,7 @@ def measured_on(plan: Plan, platform: Platform, rank: int) -> Plan:
         exchange = Exchange(rank, plan.world_size, _TIMEOUT_S)
         return with_measured_shares(plan, platform, rank, exchange)
     except (ExchangeError, RuntimeError) as error:  # of the store, or of torch: out of memory, no kernel
-        if exchange is not None:
-            exchange.fail(str(error).splitlines()[0])
-        sys.stderr.write(f"megatron_het: --het-measured-cp-shares: rank {rank}: {error}\n")
-        sys.stderr.flush()
-        time.sleep(1.0)  # rank 0 keeps the store: the others shall read why
-        raise SystemExit(2) from None
+        end_all(exchange, "--het-measured-cp-shares", rank, error)
 
 
 def with_measured_shares(plan: Plan, platform: Platform, rank: int, exchange: Exchange) -> Plan:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 _POLL_S = 0.05
 _LINKS_S = 300.0  # for a group of the measuring processes
@@ -84,6 +85,21 @@ class Exchange:
                 raise ExchangeError(f"nothing came from {who} within {self._timeout_s:.0f} s ({key})")
             time.sleep(_POLL_S)
         return self._store.get(key).decode()
+
+
+def end_all(exchange: Exchange | None, flag: str, rank: int, error: Exception) -> NoReturn:
+    """Say on this rank, and tell the others, why measuring has failed.
+
+    Args:
+        exchange: With the others; None if there is none yet.
+        flag: That asked for the measurements.
+    """
+    if exchange is not None:
+        exchange.fail(next(iter(str(error).splitlines()), type(error).__name__))
+    sys.stderr.write(f"megatron_het: {flag}: rank {rank}: {error}\n")
+    sys.stderr.flush()
+    time.sleep(1.0)  # rank 0 keeps the store: the others shall read why
+    raise SystemExit(2) from None
 
 
 def _connect(rank: int, world_size: int, timeout_s: float) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_all_are_told_who_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
             told.append(problem)
 
     monkeypatch.setattr(cp_shares, "Exchange", Failing)
-    monkeypatch.setattr(cp_shares.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with pytest.raises(SystemExit) as ended:
         cp_shares.measured_on(plan_of(Replica((0, 1), (0, 1), cp=2)), activate(), 0)
     assert ended.value.code == 2 and told == ["nothing came from rank 1 within 300 s"]
