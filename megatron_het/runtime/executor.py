@@ -21,8 +21,7 @@ from megatron_het.runtime.batches import Batches
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handler, Iteration, Key, RuntimeFeature
 from megatron_het.runtime.late_gathers import begin_gathers
-from megatron_het.schedule.columns import Direction
-from megatron_het.schedule.gradient_sync import sync_points
+from megatron_het.schedule.gradient_sync import last_before_losses_are_known, sync_points
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import PARTS
 from megatron_het.topology import at_chunk
@@ -115,19 +114,17 @@ class Executor:
             chosen = feature.program(call, program)
             if chosen is not program:
                 program, points = chosen, sync_points(chosen.ops, self._num_chunks)
-        turns = False
+        last = -1 if call.forward_only else last_before_losses_are_known(program.ops)
         for index, op in enumerate(program.ops):
             self.current = op.label
-            if not turns and op.kind.direction is Direction.BACKWARD:
-                turns = True
-                for feature in self._features:
-                    feature.before_backwards(call, state)
             for chunk in points.get(index, ()):
                 state.no_sync.pop(chunk).close()  # the gradients that follow complete those of the chunk
             with record_function(op.label), self._timeline.measure(op):
                 for feature in self._features if op.kind in PARTS else ():
                     feature.before_part(op, state)
                 self._handlers[op.kind](op, call, state)
+            for feature in self._features if index == last else ():
+                feature.losses_known(call, state)
         for feature in self._features:
             feature.finish(call, state)
         for feature in self._features:

@@ -176,8 +176,8 @@ class RuntimeFeature:
         """
         return program
 
-    def before_backwards(self, call: Call, state: Iteration) -> None:
-        """The first operation of this rank whose direction is backward, a receive perhaps, is next."""
+    def losses_known(self, call: Call, state: Iteration) -> None:
+        """In training: this rank has counted the tokens of all its losses; no rank waits for an update before that."""
 
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
         """Around a FORWARD: entering may change ``forward``; at the end its output is there."""

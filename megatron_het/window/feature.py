@@ -53,8 +53,8 @@ class WindowFeature(RuntimeFeature):
             self.window.open_all()
         self.window.begin()
 
-    def before_backwards(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`; ministages run all forwards first, so that all losses are known."""
+    def losses_known(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`."""
         assert state.num_tokens is not None
         self.window.count_tokens(state.num_tokens)
 

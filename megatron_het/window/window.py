@@ -190,8 +190,8 @@ class ParameterWindow:
     def count_tokens(self, num_tokens: torch.Tensor) -> None:
         """Begin to add up the tokens of all ranks, where updates inside the iteration are divided by them.
 
-        All ranks get here after their forwards and before they wait for a gradient: an update on one stage waits for
-        all of them, and the backwards of another stage may come after that update.
+        All ranks get here as soon as all their losses are known: an update on one stage waits for all of them, and the
+        backwards of another stage may come after that update.
 
         Args:
             num_tokens: Of all of this rank's losses.
