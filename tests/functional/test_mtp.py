@@ -15,7 +15,9 @@ from benchmarks.compare import compare
 from benchmarks.expert_cases import divided
 from benchmarks.families import ALL_FAMILIES
 from benchmarks.lab import Lab
+from benchmarks.packed_cases import packed
 from benchmarks.runner import Finished, Runner
+from benchmarks.slimpipe_cases import with_context_parallel
 from benchmarks.zorse_cases import MinistageLab
 from megatron_het.plan import ScheduleSpec
 
@@ -39,6 +41,13 @@ def windowed(case: Case, layers: list[tuple[int, ...]], schedule: str = "minista
     )
 
 
+def cut(case: Case, name: str, schedule: str, chunks: int = 1, cp: int = 1, **parameters: Any) -> Case:
+    """The case with sequences cut into slices, or shared by so many context-parallel ranks."""
+    shared = replace(case.plan, stages=with_context_parallel(case.plan.stages, cp)) if cp > 1 else case.plan
+    return replace(with_schedule(replace(case, plan=shared), schedule, chunks, parameters), name=name)
+
+
+_EXCHANGE = {"context_exchange": True, "exchange_keep": True, "exchange_idle": True}
 _WINDOW = {"even_routing": True, "distributed_optimizer": True}
 BY_NAME = {
     case.name: case
@@ -65,6 +74,30 @@ BY_NAME = {
             offload_optimizer=True,
         ),
         windowed(make("window-zero-3", [[1, 1]], [5], **_WINDOW), [(5,)], "data-parallel", zero=3),
+        cut(make("", [[1], [2, 1]], [3, 2], sequence_parallel=True), "slices-mixed-tp", "slimpipe", slices=5),
+        cut(
+            make("", [[1], [1]], [2, 1], tied=True, recompute="full"),
+            "slices-exchanged",
+            "slimpipe",
+            chunks=2,
+            slices=8,
+            **_EXCHANGE,
+        ),
+        cut(
+            make("", [[1], [1]], [3, 2], distributed_optimizer=True, recompute="selective"),
+            "shared-slices-of-equal-work",
+            "seq1f1b",
+            cp=2,
+            slices=3,
+            slice_lengths="work",
+        ),
+        cut(make("", [[1, 1], [2]], [3, 2], sequence_parallel=True), "context-parallel", "1f1b", cp=2),
+        packed(make("documents", [[1, 1], [2]], [3, 2], sequence_parallel=True), "by token", "later-tokens"),
+        packed(
+            cut(make("", [[1], [1]], [3, 2]), "documents-in-slices", "terapipe", slices=4),
+            "by token, with positions",
+            "later-tokens",
+        ),
         make("experts", [[1], [2, 1]], [2, 3], "later-tokens-experts", sequence_parallel=True),
     )
 }
