@@ -90,8 +90,8 @@ class MultiTokenPrediction(Feature):
             raise PlanError(
                 "--mtp-use-repeated-layer",
                 True,
-                f"with {flag_of(documents) if documents else 'parts of sequences'} a layer keeps the keys and values of "
-                "a pass, and a layer that runs several times in a pass would mix them up",
+                f"with {flag_of(documents) if documents else 'parts of sequences'} a layer keeps the keys and values "
+                "of a pass, and one that runs several times in a pass would mix them up",
                 "Leave it out, or train whole sequences without packed documents",
             )
         if args.multi_latent_attention and args.transformer_impl == "local":

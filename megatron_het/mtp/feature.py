@@ -1,9 +1,9 @@
 """Multi-token prediction as a feature of a rank.
 
 Megatron builds the layers, with a copy of the embedding, where the plan's layout says so, and scales their loss by the
-tokens of a microbatch: the gradients are sums over microbatches, as all others are.  Left to do are the log, a
-table that Megatron holds twice on the last stage, and passes that run parts of sequences or know documents by where they
-begin (``later.py``, ``passes.py``).
+tokens of a microbatch: the gradients are sums over microbatches, as all others are.  Left to do are the log, a table
+that Megatron holds twice on the last stage, and passes that run parts of sequences, or know documents by where they begin
+(``later.py``, ``passes.py``).
 """
 
 from __future__ import annotations

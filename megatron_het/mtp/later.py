@@ -25,7 +25,7 @@ class LaterTokens:
         tokens, positions: ``[layers, b, s]``: what each layer embeds.
         labels: ``[layers, b, s]``: what it predicts.
         masks: ``[layers, b, s]``: 1 where a prediction counts.
-        counts: ``[1 + layers]``: tokens of the whole microbatch that count in the loss of the model, then of each layer.
+        counts: ``[1 + layers]``: tokens of the whole microbatch that count: for the model's loss, then for each layer's.
     """
 
     tokens: torch.Tensor

@@ -324,7 +324,27 @@ def test_later_tokens_are_priced_on_the_last_stage(tied):
     weights = layer + 2 * 4096**2 + 3 * 4096 + table
     assert later.memory[1].parameter_bytes - plain.memory[1].parameter_bytes == pytest.approx(2 * weights, rel=0.01)
     assert later.memory[1].activation_bytes > deeper.memory[1].activation_bytes > plain.memory[1].activation_bytes
-    assert not SCHEDULES["slimpipe"].runs(estimator, candidate.with_(schedule="slimpipe", slices=4))
+
+
+def test_later_tokens_in_slices_are_priced():
+    """As with whole sequences the last stage has more to do, and the plan is one that runs."""
+    cluster = Cluster(nodes=(NodeGroup(gpu="A100-80", count=2, gpus_per_node=1, network_bytes_per_s=25e9),))
+    sizes = {"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32}
+    more = {"vocab_size": 32000, "seq_length": 8192, "global_batch_size": 8}
+    stage = Stage(4, (Group(0, 1, 1),))
+    candidate = Candidate((stage, stage), 1, schedule="slimpipe", slices=4)
+    found = []
+    for later in (0, 1):
+        model = Model(**sizes, **more, mtp_num_layers=later)
+        estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99)
+        assert SCHEDULES["slimpipe"].runs(estimator, candidate)
+        estimate = estimator.estimate(candidate)
+        plan = build_plan(estimator, candidate, estimate)
+        check_plan_alone(plan)
+        seconds = simulate_candidate(estimator, candidate, estimate, plan).iteration_s
+        found.append((seconds, estimate.memory[0].total_bytes, estimate.memory[1].total_bytes))
+    (plain_s, *plain), (later_s, *later) = found
+    assert later_s > 1.1 * plain_s and later[0] == plain[0] and later[1] > 1.1 * plain[1]
 
 
 def test_later_tokens_under_a_window_are_priced():
