@@ -293,7 +293,7 @@ class CurrentSlice:
             cut = functools.partial(_cut_positions, Rotations.of(model))
             for block in (model.decoder, getattr(model, "mtp", None)):
                 if block is not None:
-                    block.register_forward_pre_hook(cut, with_kwargs=True)  # type: ignore[union-attr, operator]
+                    block.register_forward_pre_hook(cut, with_kwargs=True)  # type: ignore[union-attr]
 
     def _add_params(
         self, _model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

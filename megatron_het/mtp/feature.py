@@ -2,8 +2,8 @@
 
 Megatron builds the layers, with a copy of the embedding, where the plan's layout says so, and scales their loss by the
 tokens of a microbatch: the gradients are sums over microbatches, as all others are.  Left to do are the log, a table
-that Megatron holds twice on the last stage, and passes that run parts of sequences, or know documents by where they begin
-(``later.py``, ``passes.py``).
+that Megatron holds twice on the last stage, and passes that run parts of sequences, or know documents by where these
+begin (``later.py``, ``passes.py``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MultiTokenPrediction(RuntimeFeature):
         groups: This rank's groups.
     """
 
-    roles = ("stage", "loss")
+    roles: tuple[str, ...] = ("stage", "loss")
 
     def __init__(self, layers: int, placement: Placement, groups: PlanGroups) -> None:
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper

@@ -25,7 +25,7 @@ class LaterTokens:
         tokens, positions: ``[layers, b, s]``: what each layer embeds.
         labels: ``[layers, b, s]``: what it predicts.
         masks: ``[layers, b, s]``: 1 where a prediction counts.
-        counts: ``[1 + layers]``: tokens of the whole microbatch that count: for the model's loss, then for each layer's.
+        counts: ``[1 + layers]``: tokens of the whole microbatch that count for the model's loss, then for each layer's.
     """
 
     tokens: torch.Tensor
@@ -62,8 +62,8 @@ class LaterTokens:
         Args:
             take: Gives the part's tokens of a tensor whose last dimension is that of whole sequences.
         """
-        whole = self.tokens, self.positions, self.labels, self.masks
-        return LaterTokens(*map(take, whole), self.counts)
+        tokens, positions, labels, masks = map(take, (self.tokens, self.positions, self.labels, self.masks))
+        return LaterTokens(tokens, positions, labels, masks, self.counts)
 
 
 def told(
@@ -90,4 +90,5 @@ def told(
     dist.broadcast(whole, source, group=group)
     dist.broadcast(weights, source, group=group)
     masks, counts = weights.split((weights.numel() - 1 - shape[0], 1 + shape[0]))
-    return LaterTokens(*whole, masks.view(shape), counts)
+    tokens, positions, labels = whole
+    return LaterTokens(tokens, positions, labels, masks.view(shape), counts)

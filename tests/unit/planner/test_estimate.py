@@ -313,9 +313,9 @@ def test_later_tokens_are_priced_on_the_last_stage(tied):
         model = Model(**sizes, **more, mtp_num_layers=later)
         estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99)
         candidate = Candidate((Stage(8 - layers, (Group(0, 1, 1),)), Stage(layers, (Group(0, 1, 1),))), 1)
-        return estimator, candidate, estimator.estimate(candidate)
+        return estimator.estimate(candidate)
 
-    (_, _, plain), (_, _, deeper), (estimator, candidate, later) = priced(0), priced(0, 5), priced(1)
+    plain, deeper, later = priced(0), priced(0, 5), priced(1)
     assert later.stage_busy_s[0] == plain.stage_busy_s[0] and later.memory[0] == plain.memory[0]
     layer_s = deeper.stage_busy_s[1] - plain.stage_busy_s[1]
     assert layer_s < later.stage_busy_s[1] - plain.stage_busy_s[1] < 3 * layer_s
