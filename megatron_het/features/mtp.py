@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_het.features.base import Feature, flag_of
-from megatron_het.features.documents import asked_by
-from megatron_het.features.slices import cuts_sequences
+from megatron_het.features.base import Feature
 from megatron_het.plan import Plan, PlanError
 
 _MTP = "megatron.core.transformer.multi_token_prediction"
@@ -84,15 +82,6 @@ class MultiTokenPrediction(Feature):
                 options.layers,
                 "the last stage would have learned positions of its own: Megatron copies the embedding of tokens only",
                 "Use --position-embedding-type rope, or one chunk on one stage",
-            )
-        documents = asked_by(args)
-        if getattr(args, "mtp_use_repeated_layer", False) and (documents or cuts_sequences(plan)):
-            raise PlanError(
-                "--mtp-use-repeated-layer",
-                True,
-                f"with {flag_of(documents) if documents else 'parts of sequences'} a layer keeps the keys and values "
-                "of a pass, and one that runs several times in a pass would mix them up",
-                "Leave it out, or train whole sequences without packed documents",
             )
         if args.multi_latent_attention and args.transformer_impl == "local":
             raise PlanError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, TrainingSh
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators import GENERATORS
-from tests.unit.plan.feature_checks import check_feature
 from tests.unit.plan.megatron_flags import flags
 
 FLAGS = flags("--num-layers 4 --num-attention-heads 8 --pipeline-model-parallel-size 2")
@@ -179,21 +177,6 @@ def test_later_tokens_need_whole_tables(plan: Plan, problem: str) -> None:
     with pytest.raises(PlanError, match=rf"model.mtp_num_layers = 1: .*{problem}"):
         check_plan_alone(later(plan))
     check_plan_alone(plan)
-
-
-@pytest.mark.parametrize(
-    ("plan", "documents"),
-    [(scheduled("slimpipe", slices=4), ""), (scheduled("1f1b"), "reset_attention_mask"), (scheduled("1f1b"), "")],
-)
-def test_a_repeated_layer_keeps_no_keys(plan: Plan, documents: str) -> None:
-    """A layer has one cache, which a second run of it in a pass would read as its own."""
-    given = {"mtp_use_repeated_layer": True, "position_embedding_type": "rope", "multi_latent_attention": False}
-    args = SimpleNamespace(**given, **({documents: True} if documents else {}))
-    if plan.schedule.name == "1f1b" and not documents:
-        check_feature("mtp", later(plan, 2), args)
-        return
-    with pytest.raises(PlanError, match="--mtp-use-repeated-layer.*keeps the keys and values"):
-        check_feature("mtp", later(plan, 2), args)
 
 
 def test_later_tokens_under_a_window() -> None:
