@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.schedule.kinds import Kind
 from tools.planner.accuracy import DEEPSPEED, MEMORY_GRID, TIME_GRID, compare, family_errors, predict
-from tools.planner.build import build_plan
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.catalog import catalog
 from tools.planner.cluster import Cluster, NodeGroup
@@ -21,8 +19,7 @@ from tools.planner.model import Model
 from tools.planner.network import Network
 from tools.planner.reference import measured_runs, reference_model, reference_nodes, reference_profile
 from tools.planner.report import summary, summary_tables
-from tools.planner.schedules import SCHEDULES
-from tools.planner.simulation import simulate_block, simulate_candidate
+from tools.planner.simulation import simulate_block
 
 
 def test_published_runs_are_predicted():
