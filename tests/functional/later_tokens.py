@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,9 +44,9 @@ def of_the_part(**options: Any) -> None:
 
     def part(self: LaterTokens, take: Any) -> LaterTokens:
         found = original(self, take)
-        for tensor in (found.tokens, found.labels):
-            tensor[..., -1] = 0
-        return found
+        tokens, labels = found.tokens.clone(), found.labels.clone()
+        tokens[..., -1] = labels[..., -1] = 0
+        return replace(found, tokens=tokens, labels=labels)
 
     LaterTokens.part = part
     observe(**options)
@@ -59,8 +60,7 @@ def by_part(**options: Any) -> None:
 
     def part(self: LaterTokens, take: Any) -> LaterTokens:
         found = original(self, take)
-        found.counts[1:] = found.masks.sum(dim=(1, 2))
-        return found
+        return replace(found, counts=torch.cat((found.counts[:1], found.masks.sum(dim=(1, 2)))))
 
     LaterTokens.part = part
     observe(**options)
