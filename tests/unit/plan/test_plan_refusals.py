@@ -169,12 +169,11 @@ def later(plan: Plan, layers: int = 1) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "problem"),
     [
-        (scheduled("slimpipe", slices=4), "tokens that a slice is to predict are in the next one"),
         (scheduled("1f1b", vocabulary=True), "rows are spread over the stages"),
         (scheduled("ministage", stages=1, chunks=2), "of a single stage are in different chunks"),
     ],
 )
-def test_later_tokens_need_whole_sequences_and_whole_tables(plan: Plan, problem: str) -> None:
+def test_later_tokens_need_whole_tables(plan: Plan, problem: str) -> None:
     with pytest.raises(PlanError, match=rf"model.mtp_num_layers = 1: .*{problem}"):
         check_plan_alone(later(plan))
     check_plan_alone(plan)
