@@ -188,7 +188,7 @@ def test_positions_that_layers_for_later_tokens_know(made: Plan) -> None:
         args = SimpleNamespace(position_embedding_type=positions, multi_latent_attention=False)
         check_feature("mtp", later(made), args)
     for positions in ("learned_absolute", "yarn"):
-        with pytest.raises(PlanError, match=rf"--position-embedding-type = {positions}: .*know rope and none only"):
+        with pytest.raises(PlanError, match=rf"--position-embedding-type = '{positions}': .*know rope and none only"):
             check_feature("mtp", later(made), SimpleNamespace(position_embedding_type=positions))
 
 
