@@ -10,6 +10,7 @@ from megatron_het.features.base import Feature
 from megatron_het.plan import Plan, PlanError
 
 _MTP = "megatron.core.transformer.multi_token_prediction"
+_POSITIONS = ("rope", "none")
 _LANGUAGE = "megatron.core.models.common.language_module.language_module.LanguageModule"
 
 
@@ -76,12 +77,12 @@ class MultiTokenPrediction(Feature):
     def check_arguments(self, plan: Plan, options: MtpOptions, args: Any) -> None:
         """Refuse what Megatron's layers do not do everywhere."""
         flag = "--mtp-num-layers"
-        if args.position_embedding_type == "learned_absolute" and plan.path[0] != plan.path[-1]:
+        if args.position_embedding_type not in _POSITIONS:
             raise PlanError(
-                flag,
-                options.layers,
-                "the last stage would have learned positions of its own: Megatron copies the embedding of tokens only",
-                "Use --position-embedding-type rope, or one chunk on one stage",
+                "--position-embedding-type",
+                args.position_embedding_type,
+                f"Megatron's layers of {flag} know {' and '.join(_POSITIONS)} only, in one process too",
+                f"Use one of them, or leave out {flag}",
             )
         if args.multi_latent_attention and args.transformer_impl == "local":
             raise PlanError(

@@ -49,6 +49,14 @@ def cut(case: Case, name: str, schedule: str, chunks: int = 1, cp: int = 1, **pa
 
 _EXCHANGE = {"context_exchange": True, "exchange_keep": True, "exchange_idle": True}
 _WINDOW = {"even_routing": True, "distributed_optimizer": True}
+
+
+def _shared_window() -> Case:
+    """Ministages whose sequences two ranks share."""
+    case = windowed(make("window-shared", [[1, 1], [1]], [3, 2], **_WINDOW), [(2, 1), (1, 1)], offload=True)
+    return replace(case, plan=replace(case.plan, stages=with_context_parallel(case.plan.stages, 2)))
+
+
 BY_NAME = {
     case.name: case
     for case in (
@@ -92,6 +100,15 @@ BY_NAME = {
             slice_lengths="work",
         ),
         cut(make("", [[1, 1], [2]], [3, 2], sequence_parallel=True), "context-parallel", "1f1b", cp=2),
+        cut(make("", [[1], [1]], [2, 1], tied=True), "shared-in-a-v", "zb-v", chunks=2, cp=2),
+        cut(
+            make("", [[1], [1]], [2, 3], "later-tokens-experts"),
+            "experts-in-slices",
+            "slimpipe",
+            slices=4,
+            offload_activations=0.75,
+        ),
+        _shared_window(),
         packed(make("documents", [[1, 1], [2]], [3, 2], sequence_parallel=True), "by token", "later-tokens"),
         packed(
             cut(make("", [[1], [1]], [3, 2]), "documents-in-slices", "terapipe", slices=4),
