@@ -9,7 +9,7 @@ from math import inf
 import pytest
 
 from benchmarks.planner_cases import with_catalog
-from benchmarks.planner_quality import all_plans, estimator_of, random_case
+from benchmarks.planner_quality import all_plans
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.errors import PlannerError
@@ -26,30 +26,38 @@ SLOW, FAST = 0.5e9, 50e9
 
 
 def small(
-    pools: tuple[tuple[str, int, int], ...], rate: float, zero: bool = False, batch: int = 4, hidden: int = 1024
+    pools: tuple[tuple[str, int, int], ...],
+    rate: float,
+    zero: bool = False,
+    batch: int = 4,
+    hidden: int = 1024,
+    sizes: tuple[int, ...] = (1, 2),
+    layers: int = 3,
+    words: int = 8192,
 ) -> Estimator:
-    """Nodes as (kind, number, GPUs of each), and three layers."""
+    """Nodes as (kind, number, GPUs of each), and a model of a few layers."""
     nodes = tuple(
         NodeGroup(gpu=gpu, count=count, gpus_per_node=size, network_bytes_per_s=rate) for gpu, count, size in pools
     )
     model = Model(
-        num_layers=3,
+        num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=4 * hidden,
         num_attention_heads=16,
-        vocab_size=8192,
+        vocab_size=words,
         seq_length=1024,
         global_batch_size=batch,
         precision="fp16",
         distributed_optimizer=zero,
-        micro_batch_sizes=(1, 2),
+        micro_batch_sizes=sizes,
         recompute=("none",),
     )
     return with_catalog(Cluster(nodes=nodes), model)
 
 
 CASES = {
-    "one node": small((("A100-40", 1, 4),), SLOW),
+    "one node": small((("A100-40", 1, 4),), 0.05e9, batch=32),
+    "one microbatch": small((("A100-40", 1, 2),), SLOW, batch=32, sizes=(32,)),
     "nodes of one": small((("A100-40", 4, 1),), SLOW),
     "nodes of one, fast": small((("A100-40", 4, 1),), FAST, batch=8),
     "two nodes of two": small((("T4", 2, 2),), SLOW),
@@ -106,3 +114,22 @@ def test_no_plan_is_below_the_bounds(name: str) -> None:
                 assert least[key] <= seconds * (1 + 1e-9), (names, limits, candidate)
             assert not everything[names].excludes(used(estimator, candidate), seconds * (1 + 1e-6)), candidate
     assert len(least) > 4
+
+
+@pytest.mark.parametrize("rate", [6e9, 12.5e9, 50e9])
+def test_first_gather_and_last_sum_of_a_window(rate: float) -> None:
+    """One layer on two replicas: nothing runs beside its gather and the sum of its gradients."""
+    estimator = small((("H100-SXM", 2, 1),), rate, zero=True, batch=64, layers=1, words=256)
+    candidate = Candidate((Stage(1, (Group(0, 1, 2),)),), 2, schedule="ministage", zero_stage=1)
+    [(_, seconds)] = simulated(estimator, [candidate])
+    least = Bounds(estimator, Goal(schedules=("ministage",))).seconds((2,))
+    assert least <= seconds * (1 + 1e-9)
+    assert seconds < 1.03 * least
+
+
+def test_gradients_are_summed_over_nodes() -> None:
+    """Many nodes of one GPU behind slow links, and few fast GPUs in one node: the slow ones cannot do it in a node."""
+    alone = small((("V100-16", 4, 1), ("H100-SXM", 1, 2)), 0.2e9, batch=64)
+    together = small((("V100-16", 1, 4), ("H100-SXM", 1, 2)), 0.2e9, batch=64)
+    limits = all_gpus(alone)
+    assert Bounds(alone, Goal()).seconds(limits) > 1.2 * Bounds(together, Goal()).seconds(limits)
