@@ -6,6 +6,7 @@ recomputation, context-parallel size.  Its rows are the kinds of replicas that s
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -242,11 +243,12 @@ class Relaxation:
         others = np.maximum(0.0, work - seconds / own[:, None]) * float((own * self.cp[1]).min()) / seconds
         ranks = self.cp[0] + np.ceil(others - 1e-9)
         share = np.where(ranks > 1, 1 - 1 / np.maximum(ranks, 2), 0.0)
-        is_local = work * self._fastest_s()[:, None] <= node[:, None] * seconds * (1 + 1e-9)
+        is_local = work * self._fastest_s[:, None] <= node[:, None] * seconds * (1 + 1e-9)
         sums = np.where(is_local, inside[:, None], outside[:, None]) * share
         each = sums * (1 + self.gathered) if self.family.sharded else sums
         return sums, (each + update[:, None]) * layers
 
+    @cached_property
     def _fastest_s(self) -> Floats:
         """By row, GPU seconds of one layer of one sequence in the pool where they are the fewest."""
         least = [inf for _ in self.quotas]
