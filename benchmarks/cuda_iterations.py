@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.cases import Case, build_plan, common_flags, machine_flags
+from benchmarks.cases import Case, build_plan, common_flags, machine_flags, with_schedule
 from benchmarks.combination_cases import case_of, pair_row
 from benchmarks.dry_run_cases import dry_run_cases
 from benchmarks.machine import machine
@@ -93,6 +93,9 @@ def _model_cases() -> list[Case]:
     sliced = {"schedule": "slimpipe", "tp": "by stage"}
     found = {
         "multi-token prediction": Case("", later, family="later-tokens"),
+        "multi-token prediction, slices": with_schedule(
+            Case("", later, family="later-tokens"), "slimpipe", 1, {"slices": 4}
+        ),
         "softmax offsets and sliding windows": Case("", mixed, family="gpt-oss"),
         "slimpipe, softmax offsets and sliding windows": replace(
             sliced_case({**PLAIN, "slices": 8}, "", random.Random(5)), family="gpt-oss"

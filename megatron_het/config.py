@@ -89,6 +89,11 @@ _REFUSED = (
     Refusal(
         "delay_wgrad_compute", "nothing makes the gradients of weights that it puts off; schedules zb-* delay them"
     ),
+    Refusal(
+        "fine_grained_activation_offloading",
+        "Megatron's own schedules tell it when an iteration ends and in which order passes go back; "
+        "a plan's schedule has offload of its own",
+    ),
 )
 _REFUSED_WHERE_MIXED = (
     Refusal("qk_clip", "the largest attention logit is known to replicas of one TP size, and others clip by their own"),

@@ -217,7 +217,7 @@ def replace_core_attention(
         ValueError: A kind of attention that slices cannot replace, or no kernel for this device and type.
     """
     placed = []
-    for layer in model.decoder.layers:  # type: ignore[union-attr]
+    for layer in attention_layers(model):
         attention = layer.self_attention
         if not hasattr(attention, "core_attention") or not (_is_latent(attention) or hasattr(attention, "linear_qkv")):
             raise ValueError(f"slices: {type(attention).__name__} has no core attention to replace")
@@ -237,6 +237,18 @@ def replace_core_attention(
         )
         placed.append(attention.core_attention)
     return placed
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """What of a GPTModel has transformer layers: the decoder, and what predicts later tokens where it does."""
+    later = getattr(model, "mtp", None)
+    return [model.decoder] if later is None else [model.decoder, later]
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """The transformer layers of a GPTModel: its own, then those for multi-token prediction."""
+    later = getattr(model, "mtp", None)
+    return [*model.decoder.layers, *(() if later is None else (layer.mtp_model_layer for layer in later.layers))]
 
 
 def head_width(attention: Any) -> int:
@@ -285,7 +297,8 @@ class CurrentSlice:
         for model in models:
             model.register_forward_pre_hook(self._add_params, with_kwargs=True)
             cut = functools.partial(_cut_positions, Rotations.of(model))
-            model.decoder.register_forward_pre_hook(cut, with_kwargs=True)  # type: ignore[union-attr]
+            for block in blocks_of(model):
+                block.register_forward_pre_hook(cut, with_kwargs=True)
 
     def _add_params(
         self, _model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -45,10 +45,7 @@ class ActivationOffload(Feature):
     title = "activations in host memory"
     options = OffloadOptions
     view_flags = (ViewFlag("--offload", "parameters (with --parameters) and activations to host"),)
-    refused = (
-        Refusal("fine_grained_activation_offloading", "it moves the same activations"),
-        Refusal("cpu_offloading_num_layers", "it moves the same activations"),
-    )
+    refused = (Refusal("cpu_offloading_num_layers", "it moves the same activations"),)
 
     def viewed(self, flags: Mapping[str, Any]) -> OffloadOptions | None:
         """One switch."""

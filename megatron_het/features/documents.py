@@ -61,13 +61,6 @@ class Documents(Feature):
         for refusal in ATTENTION_REFUSED:
             refusal.check(args, flag_of(flag))
         check_reach(args)
-        if plan.model.mtp_num_layers:
-            raise PlanError(
-                flag_of(flag),
-                True,
-                "the layers of --mtp-num-layers would predict tokens of the next document, and attend to it",
-                "Leave out one of the two",
-            )
         if flag == BY_TOKEN and getattr(args, "window_size", None):
             raise PlanError(
                 flag_of(flag),

@@ -106,14 +106,6 @@ class Slices(Feature):
 
     def check_plan(self, plan: Plan, options: SliceOptions) -> None:
         """Refuse numbers of slices that leave stages without work, and lengths that ranks cannot share."""
-        if plan.model.mtp_num_layers:
-            cut = "slice" if is_sliced(plan) else "context-parallel rank"
-            raise PlanError(
-                "model.mtp_num_layers",
-                plan.model.mtp_num_layers,
-                f"the tokens that a {cut} is to predict are in the next one",
-                "Use a schedule of whole sequences, without context parallelism",
-            )
         if is_sliced(plan):
             _check_number(plan)
         length, unit = plan.model.seq_length, cutting_of(plan).unit

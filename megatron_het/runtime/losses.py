@@ -25,23 +25,31 @@ def of_whole_stage(reports: Reports, placement: Placement, groups: PlanGroups) -
     replicas = placement.plan.stages[where.stage].replicas
     if len(replicas) == 1 and replicas[0].cp == 1:
         return reports
-    total = _summed(reports, placement.plan.num_microbatches)
-    for value in total.values():
+    totals = _totals(reports)
+    for value in totals.values():
         if where.tp_rank > 0:
             value.zero_()
         dist.all_reduce(value, group=groups["stage"])
-    return [total]
+    return [_entry(totals, reports[0])]
 
 
-def _summed(reports: Reports, count: int) -> dict[str, torch.Tensor]:
-    """One entry from several; of means, one per microbatch, a ``count``-th of their sum."""
+def _totals(reports: Reports) -> dict[str, torch.Tensor]:
+    """By name, what adds up over ranks: (sum, tokens), or (sum, number) of the script's means.
+
+    A microbatch has as many reports as its replica has slices of it and ranks that share it, so that means are
+    divided by the number of reports.
+    """
     found = {}
     for name in reports[0]:
-        total = torch.stack([entry[name].view(-1) for entry in reports]).sum(dim=0)
-        if total.numel() == 1:  # a mean per microbatch instead of (sum, tokens)
-            total /= count
-        found[name] = total
+        values = torch.stack([entry[name].view(-1) for entry in reports])
+        total = values.sum(dim=0)
+        found[name] = torch.cat([total, total.new_tensor([len(values)])]) if total.numel() == 1 else total
     return found
+
+
+def _entry(totals: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The entry that Megatron logs, with sums or means as the script reports them."""
+    return {name: total[:1] / total[1] if like[name].numel() == 1 else total for name, total in totals.items()}
 
 
 def passed_on(reports: Reports, placement: Placement, groups: PlanGroups, device: torch.device) -> Reports:
@@ -61,7 +69,8 @@ def passed_on(reports: Reports, placement: Placement, groups: PlanGroups, device
         return reports
     told, text = groups.rank == source, ""
     if told:
-        text = json.dumps({name: value.tolist() for name, value in _summed(reports, len(reports)).items()})
+        entry = _entry(_totals(reports), reports[0])
+        text = json.dumps({name: value.tolist() for name, value in entry.items()})
         if len(text) > MESSAGE_BYTES:
             raise RuntimeError(f"{len(reports[0])} losses do not fit into a message of {MESSAGE_BYTES} bytes")
     letters = torch.tensor(list(text.ljust(MESSAGE_BYTES).encode()), dtype=torch.uint8, device=device)

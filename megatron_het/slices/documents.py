@@ -63,7 +63,7 @@ class DocumentsFeature(RuntimeFeature):
         """Read what the iteration begins with, as far as this rank does, and learn the rest from the others."""
         self._starts.clear()
         for op in self._reading(call.forward_only):
-            self._sequences.read(op, call.data_iterators[op.chunk])
+            self._sequences.whole(op, call.data_iterators[op.chunk])
         self._starts.exchange(call.num_microbatches, call.sequences, self._args.seq_length, call.device)
         self._sequences.begin()
 

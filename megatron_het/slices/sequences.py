@@ -177,7 +177,7 @@ class SlicedSequences(Batches):
         finally:
             self._args.seq_length = shown
             self._current.params = None
-        if forward_only and op.slice == self._cutting.slices - 1:
+        if forward_only and self.is_last(op):
             for cache in slice_caches([self._models[op.chunk]]):
                 cache.drop(op.microbatch)
 
@@ -206,9 +206,17 @@ class SlicedSequences(Batches):
         """See :class:`Batches`."""
         return cut_batch(self._batch(op, data_iterator), self._blocks(op))
 
-    def read(self, op: RankOp, data_iterator: Any) -> None:
-        """Read the batch of an operation ahead of it."""
-        self._batch(op, data_iterator)
+    def whole(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
+        """The batch of an operation with all tokens of its sequences, ahead of it (first TP rank)."""
+        return self._batch(op, data_iterator)
+
+    def taken(self, op: RankOp, tensor: torch.Tensor) -> torch.Tensor:
+        """What an operation's pass has of whole sequences, which are the last dimension."""
+        return take_blocks(tensor, self._blocks(op), dim=-1)
+
+    def is_last(self, op: RankOp) -> bool:
+        """Whether an operation's pass is the last one of its chunk over its sequences."""
+        return op.slice == self._cutting.slices - 1
 
     def _batch(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
         key = op.microbatch, op.chunk
@@ -226,7 +234,7 @@ class SlicedSequences(Batches):
     def iterator(self, op: RankOp, data_iterator: Any) -> Iterator[Mapping[str, Any]]:
         """The batch of an operation: read when its first slice asks for it, kept until the last."""
         batch = self._batch(op, data_iterator)
-        if op.slice == self._cutting.slices - 1:
+        if self.is_last(op):
             del self._batches[op.microbatch, op.chunk]
         yield cut_batch(batch, self._blocks(op))
 

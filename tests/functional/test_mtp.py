@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, build_plan, with_schedule
+from benchmarks.cases import Case, build_plan, common_flags, with_schedule
 from benchmarks.compare import compare
 from benchmarks.expert_cases import divided
 from benchmarks.families import ALL_FAMILIES
 from benchmarks.lab import Lab
-from benchmarks.runner import Finished, Runner
+from benchmarks.packed_cases import packed
+from benchmarks.runner import Finished, Job, Runner
+from benchmarks.slimpipe_cases import with_context_parallel
 from benchmarks.zorse_cases import MinistageLab
 from megatron_het.plan import ScheduleSpec
 
@@ -39,7 +41,22 @@ def windowed(case: Case, layers: list[tuple[int, ...]], schedule: str = "minista
     )
 
 
+def cut(case: Case, name: str, schedule: str, chunks: int = 1, cp: int = 1, **parameters: Any) -> Case:
+    """The case with sequences cut into slices, or shared by so many context-parallel ranks."""
+    shared = replace(case.plan, stages=with_context_parallel(case.plan.stages, cp)) if cp > 1 else case.plan
+    return replace(with_schedule(replace(case, plan=shared), schedule, chunks, parameters), name=name)
+
+
+_EXCHANGE = {"context_exchange": True, "exchange_keep": True, "exchange_idle": True}
 _WINDOW = {"even_routing": True, "distributed_optimizer": True}
+
+
+def _shared_window() -> Case:
+    """Ministages whose sequences two ranks share."""
+    case = windowed(make("window-shared", [[1, 1], [1]], [3, 2], **_WINDOW), [(2, 1), (1, 1)], offload=True)
+    return replace(case, plan=replace(case.plan, stages=with_context_parallel(case.plan.stages, 2)))
+
+
 BY_NAME = {
     case.name: case
     for case in (
@@ -65,6 +82,39 @@ BY_NAME = {
             offload_optimizer=True,
         ),
         windowed(make("window-zero-3", [[1, 1]], [5], **_WINDOW), [(5,)], "data-parallel", zero=3),
+        cut(make("", [[1], [2, 1]], [3, 2], sequence_parallel=True), "slices-mixed-tp", "slimpipe", slices=5),
+        cut(
+            make("", [[1], [1]], [2, 1], tied=True, recompute="full"),
+            "slices-exchanged",
+            "slimpipe",
+            chunks=2,
+            slices=8,
+            **_EXCHANGE,
+        ),
+        cut(
+            make("", [[1], [1]], [3, 2], distributed_optimizer=True, recompute="selective"),
+            "shared-slices-of-equal-work",
+            "seq1f1b",
+            cp=2,
+            slices=3,
+            slice_lengths="work",
+        ),
+        cut(make("", [[1, 1], [2]], [3, 2], sequence_parallel=True), "context-parallel", "1f1b", cp=2),
+        cut(make("", [[1], [1]], [2, 1], tied=True), "shared-in-a-v", "zb-v", chunks=2, cp=2),
+        cut(
+            make("", [[1], [1]], [2, 3], "later-tokens-experts"),
+            "experts-in-slices",
+            "slimpipe",
+            slices=4,
+            offload_activations=0.75,
+        ),
+        _shared_window(),
+        packed(make("documents", [[1, 1], [2]], [3, 2], sequence_parallel=True), "by token", "later-tokens"),
+        packed(
+            cut(make("", [[1], [1]], [3, 2]), "documents-in-slices", "terapipe", slices=4),
+            "by token, with positions",
+            "later-tokens",
+        ),
         make("experts", [[1], [2, 1]], [2, 3], "later-tokens-experts", sequence_parallel=True),
     )
 }
@@ -96,3 +146,47 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
     expected = logged((reference / "rank-0.log").read_text())
     assert len(expected) == 10 * case.plan.model.mtp_num_layers
     assert logged(done.log()) == pytest.approx(expected, rel=BAR)
+
+
+def within_documents(lab: Lab, case: Case, folder: Path) -> Path:
+    """The folder of one process of stock Megatron that predicts nothing beyond the end of a document."""
+    weights, clip, extra = case.reference
+    flags = (*common_flags(weights, clip, extra), *lab.start_flags(weights, extra))
+    setup = ("tests.functional.later_tokens:within_documents", {"out": str(folder), "gradients": True})
+    lab.runner.run(Job("one", 1, flags, folder, setup=setup))
+    return folder
+
+
+def test_packed_documents_end_predictions(lab: Lab, tmp_path: Path):
+    """Documents as the dataset knows them, whole and in slices that TP ranks share."""
+    cases = [
+        packed(case, "by dataset", "later-tokens")
+        for case in (
+            make("packed", [[1, 1], [1]], [3, 2], recompute="full"),
+            cut(make("", [[1], [2]], [3, 2], sequence_parallel=True), "packed-in-slices", "slimpipe", slices=4),
+        )
+    ]
+    reference = within_documents(lab, cases[0], tmp_path / "one")
+    jobs = [lab.job(case) for case in (*cases, cases[1])]
+    setup = jobs[2].setup
+    assert setup is not None
+    jobs[2] = replace(jobs[2], name="broken", setup=("tests.functional.later_tokens:beyond_documents", setup[1]))
+    runs = lab.runner.run_all(jobs, at_once=2)
+    *found, beyond = (
+        compare(done.check().job.log_dir, case.plan, reference)
+        for done, case in zip(runs, [*cases, cases[1]], strict=True)
+    )
+    for differences, done in zip(found, runs, strict=False):
+        assert max(differences.loss, differences.validation, differences.gradient, differences.norm) <= BAR, differences
+        assert logged(done.log()) == pytest.approx(logged((reference / "rank-0.log").read_text()), rel=BAR)
+    assert beyond.gradient > 100 * BAR, beyond
+
+
+@pytest.mark.parametrize(("case", "accident"), [("slices-mixed-tp", "of_the_part"), ("context-parallel", "by_part")])
+def test_the_comparison_can_fail(case: str, accident: str, lab: Lab) -> None:
+    broken = replace(BY_NAME[case], name=f"{case}-broken")
+    job = lab.job(broken)
+    assert job.setup is not None
+    done = lab.runner.run(replace(job, setup=(f"tests.functional.later_tokens:{accident}", job.setup[1])))
+    found = compare(done.job.log_dir, broken.plan, lab.reference(broken))
+    assert found.gradient > 100 * BAR, found

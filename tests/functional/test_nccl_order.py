@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import STEPS, Case, build_plan
+from benchmarks.cases import STEPS, Case, build_plan, with_schedule
 from benchmarks.combination_cases import pair_row
 from benchmarks.compare import compare
 from benchmarks.lab import Lab
@@ -72,6 +73,19 @@ def test_documents_are_told_in_nccls_order(runner: Runner, tmp_path: Path):
     """In a collective of all ranks, before every iteration."""
     plan = build_plan([[1], [1, 1]], [3, 2], random.Random(0), even_routing=False)
     case = packed(Case("documents", plan), "by dataset", "llama")
+    lab = Lab(runner, tmp_path)
+    reference = lab.reference(case)
+    done = runner.run(short(lab, case))
+    assert transports(done.job.log_dir) == {"nccl"}
+    found = compare(done.job.log_dir, case.plan, reference, gradients=False, steps=STEPS_IN_ORDER)
+    assert max(found.loss, found.validation) <= FP32_BAR, found
+
+
+def test_later_tokens_are_told_in_nccls_order(runner: Runner, tmp_path: Path):
+    """Between the ranks of a TP group, before a forward of the last stage."""
+    plan = build_plan([[1], [2]], [3, 2], random.Random(0), sequence_parallel=True)
+    plan = replace(plan, model=replace(plan.model, mtp_num_layers=2))
+    case = with_schedule(Case("later", plan, family="later-tokens"), "slimpipe", 1, {"slices": 4})
     lab = Lab(runner, tmp_path)
     reference = lab.reference(case)
     done = runner.run(short(lab, case))

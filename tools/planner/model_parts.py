@@ -101,4 +101,4 @@ def check_sizes(model: Any) -> None:
     if model.mtp_num_layers > model.num_layers:
         raise ValueError(f"mtp_num_layers = {model.mtp_num_layers} is more than num_layers = {model.num_layers}")
     if model.mtp_num_layers and model.learned_positions:
-        raise ValueError("mtp_num_layers needs learned_positions = 0: Megatron copies the table of tokens only")
+        raise ValueError("mtp_num_layers needs learned_positions = 0: Megatron's layers know rotary positions only")

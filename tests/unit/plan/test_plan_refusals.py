@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, TrainingSh
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule.generators import GENERATORS
+from tests.unit.plan.feature_checks import check_feature
 from tests.unit.plan.megatron_flags import flags
 
 FLAGS = flags("--num-layers 4 --num-attention-heads 8 --pipeline-model-parallel-size 2")
@@ -169,15 +171,25 @@ def later(plan: Plan, layers: int = 1) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "problem"),
     [
-        (scheduled("slimpipe", slices=4), "tokens that a slice is to predict are in the next one"),
         (scheduled("1f1b", vocabulary=True), "rows are spread over the stages"),
         (scheduled("ministage", stages=1, chunks=2), "of a single stage are in different chunks"),
     ],
 )
-def test_later_tokens_need_whole_sequences_and_whole_tables(plan: Plan, problem: str) -> None:
+def test_later_tokens_need_whole_tables(plan: Plan, problem: str) -> None:
     with pytest.raises(PlanError, match=rf"model.mtp_num_layers = 1: .*{problem}"):
         check_plan_alone(later(plan))
     check_plan_alone(plan)
+
+
+@pytest.mark.parametrize("made", [scheduled("1f1b"), scheduled("gpipe", 1), scheduled("slimpipe", slices=4)])
+def test_positions_that_layers_for_later_tokens_know(made: Plan) -> None:
+    """Megatron fails on others in an assertion, on one chunk too."""
+    for positions in ("rope", "none"):
+        args = SimpleNamespace(position_embedding_type=positions, multi_latent_attention=False)
+        check_feature("mtp", later(made), args)
+    for positions in ("learned_absolute", "yarn"):
+        with pytest.raises(PlanError, match=rf"--position-embedding-type = '{positions}': .*know rope and none only"):
+            check_feature("mtp", later(made), SimpleNamespace(position_embedding_type=positions))
 
 
 def test_later_tokens_under_a_window() -> None:

@@ -67,6 +67,7 @@ def test_accepted() -> None:
             "--defer-embedding-wgrad-compute.*output layer would get no gradient",
         ),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute.*nothing makes the gradients"),
+        ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading.*when an iteration ends"),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph.*old name of --cuda-graph-impl"),
         ({"external_cuda_graph": True}, "--external-cuda-graph.*old name"),
         ({"decoder_seq_length": 32}, "--decoder-seq-length = 32.*length of --seq-length = 64"),

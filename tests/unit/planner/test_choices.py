@@ -87,6 +87,8 @@ def test_a_vocabulary_is_split_where_the_last_stage_would_be_late() -> None:
     assert before is not None and found.candidate.rows and found.iteration_s < 0.8 * before.iteration_s
     assert check_emitted(priced, found)["vocabulary"] is True
     assert not chosen(estimator(vocab_size=1024), Candidate(stages, 1, zero_stage=1)).candidate.rows
+    later = estimator(vocab_size=256000, mtp_num_layers=1)  # their layers read whole tables
+    assert not any(c.rows for c in changes(later, GOAL, Candidate(stages, 1, zero_stage=1)))
 
 
 def test_long_sequences_are_cut_exchanged_and_offloaded() -> None:

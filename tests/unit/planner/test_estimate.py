@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.schedule.kinds import Kind
 from tools.planner.accuracy import DEEPSPEED, MEMORY_GRID, TIME_GRID, compare, family_errors, predict
-from tools.planner.build import build_plan
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.catalog import catalog
 from tools.planner.cluster import Cluster, NodeGroup
@@ -21,8 +19,7 @@ from tools.planner.model import Model
 from tools.planner.network import Network
 from tools.planner.reference import measured_runs, reference_model, reference_nodes, reference_profile
 from tools.planner.report import summary, summary_tables
-from tools.planner.schedules import SCHEDULES
-from tools.planner.simulation import simulate_block, simulate_candidate
+from tools.planner.simulation import simulate_block
 
 
 def test_published_runs_are_predicted():
@@ -300,51 +297,6 @@ def test_slices_are_priced_by_their_keys():
     first = [e.end_s - e.start_s for e in result.events() if e.device == 1 and e.op.kind is Kind.FORWARD]
     assert len({round(t, 6) for t in first}) == 8
     assert max(first) > 2 * min(first)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_later_tokens_are_priced_on_the_last_stage(tied):
-    """As a layer more there at least, the output layer again, and a second table where there is none yet."""
-    sizes = {"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32}
-    more = {"vocab_size": 32000, "seq_length": 4096, "global_batch_size": 16, "tied_embeddings": tied}
-    cluster = Cluster(nodes=(NodeGroup(gpu="A100-80", count=2, gpus_per_node=1, network_bytes_per_s=25e9),))
-
-    def priced(later, layers=4):
-        model = Model(**sizes, **more, mtp_num_layers=later)
-        estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99)
-        candidate = Candidate((Stage(8 - layers, (Group(0, 1, 1),)), Stage(layers, (Group(0, 1, 1),))), 1)
-        return estimator, candidate, estimator.estimate(candidate)
-
-    (_, _, plain), (_, _, deeper), (estimator, candidate, later) = priced(0), priced(0, 5), priced(1)
-    assert later.stage_busy_s[0] == plain.stage_busy_s[0] and later.memory[0] == plain.memory[0]
-    layer_s = deeper.stage_busy_s[1] - plain.stage_busy_s[1]
-    assert layer_s < later.stage_busy_s[1] - plain.stage_busy_s[1] < 3 * layer_s
-    table = 0 if tied else 32000 * 4096
-    layer = 4096 * 4096 * 4 + 3 * 4096 * 11008 + 2 * 4096
-    weights = layer + 2 * 4096**2 + 3 * 4096 + table
-    assert later.memory[1].parameter_bytes - plain.memory[1].parameter_bytes == pytest.approx(2 * weights, rel=0.01)
-    assert later.memory[1].activation_bytes > deeper.memory[1].activation_bytes > plain.memory[1].activation_bytes
-    assert not SCHEDULES["slimpipe"].runs(estimator, candidate.with_(schedule="slimpipe", slices=4))
-
-
-def test_later_tokens_under_a_window_are_priced():
-    """The last stage gathers and holds their layers, and the plan is one that runs."""
-    cluster = Cluster(nodes=(NodeGroup(gpu="A100-80", count=2, gpus_per_node=2, network_bytes_per_s=25e9),))
-    sizes = {"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32}
-    more = {"vocab_size": 32000, "seq_length": 4096, "global_batch_size": 16, "distributed_optimizer": True}
-    stage = Stage(4, (Group(0, 1, 2),))
-    candidate = Candidate((stage, stage), 1, schedule="ministage", chunks=2, zero_stage=1)
-    found = []
-    for later in (0, 1):
-        model = Model(**sizes, **more, mtp_num_layers=later)
-        estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]))
-        estimate = estimator.estimate(candidate)
-        plan = build_plan(estimator, candidate, estimate)
-        check_plan_alone(plan)
-        seconds = simulate_candidate(estimator, candidate, estimate, plan).iteration_s
-        found.append((seconds, [memory.parameter_bytes for memory in estimate.memory]))
-    (plain_s, plain), (later_s, later) = found
-    assert later_s > 1.1 * plain_s and later[0] == plain[0] and later[1] > 1.1 * plain[1]
 
 
 def test_offload_needs_main_memory():

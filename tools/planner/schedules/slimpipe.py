@@ -33,8 +33,6 @@ class SlimPipe(Schedule):
     def runs(self, estimator: OperatingPoints, candidate: Candidate) -> bool:
         """Slices are equal, keep all stages busy, divide over TP ranks, and suit the attention kernels."""
         model, cluster, slices = estimator.model, estimator.cluster, candidate.slices
-        if model.mtp_num_layers:  # the tokens that a slice is to predict are in the next one
-            return False
         if model.seq_length % slices or slices < len(candidate.stages):
             return False
         tokens = model.seq_length // slices

@@ -111,7 +111,6 @@ class Bounds:
         """
         model = self.estimator.model
         allowed = [s for s in self.goal.allowed if model.distributed_optimizer or not s.shards_parameters]
-        allowed = [s for s in allowed if not (s.cuts_sequences and model.mtp_num_layers)]
         plain = [s for s in allowed if not s.shards_parameters]
         sliced = [s for s in plain if s.cuts_sequences]
         kinds = [[s for s in allowed if s.shards_parameters], (sliced or plain) if scope.is_whole else plain]

@@ -1,0 +1,80 @@
+"""What the later tokens of packed documents are to stock Megatron, and mistakes about them, inside a rank process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.probe import observe
+
+
+def within_documents(**options: Any) -> None:
+    """Stock Megatron without Transformer Engine predicts as it does for packed sequences.
+
+    A dense mask says which tokens see each other.  Megatron's own function moves tokens within documents, which it is
+    told of here.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import multi_token_prediction
+
+    forward, move = GPTModel.forward, multi_token_prediction.roll_tensor
+    documents = SimpleNamespace(cu_seqlens_q=[0])
+
+    def noting(self: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, *more: Any, **named: Any) -> Any:
+        assert len(position_ids) == 1
+        first = (position_ids[0] == 0).nonzero().flatten().tolist()
+        documents.cu_seqlens_q = sorted({0, *first, position_ids.shape[1]})
+        return forward(self, input_ids, position_ids, *more, **named)
+
+    def moving(*given: Any, **named: Any) -> Any:
+        return move(*given, **{**named, "packed_seq_params": documents})
+
+    GPTModel.forward, multi_token_prediction.roll_tensor = noting, moving
+    observe(**options)
+
+
+def of_the_part(**options: Any) -> None:
+    """The last token of a part has nothing after it, as if the sequence ended there."""
+    from megatron_het.mtp.later import LaterTokens
+
+    original = LaterTokens.part
+
+    def part(self: LaterTokens, take: Any) -> LaterTokens:
+        found = original(self, take)
+        tokens, labels = found.tokens.clone(), found.labels.clone()
+        tokens[..., -1] = labels[..., -1] = 0
+        return replace(found, tokens=tokens, labels=labels)
+
+    LaterTokens.part = part
+    observe(**options)
+
+
+def by_part(**options: Any) -> None:
+    """A part's losses are divided by the tokens that count in it, as Megatron does."""
+    from megatron_het.mtp.later import LaterTokens
+
+    original = LaterTokens.part
+
+    def part(self: LaterTokens, take: Any) -> LaterTokens:
+        found = original(self, take)
+        return replace(found, counts=torch.cat((found.counts[:1], found.masks.sum(dim=(1, 2)))))
+
+    LaterTokens.part = part
+    observe(**options)
+
+
+def beyond_documents(**options: Any) -> None:
+    """Predictions go on into the next document."""
+    from megatron_het.mtp.later import LaterTokens
+
+    original = LaterTokens.of.__func__
+
+    def of(cls: Any, batch: Any, layers: int, *, are_packed: bool) -> LaterTokens:
+        del are_packed
+        return original(cls, batch, layers, are_packed=False)
+
+    LaterTokens.of = classmethod(of)
+    observe(**options)
