@@ -227,8 +227,9 @@ def replace_core_attention(
     Raises:
         ValueError: A kind of attention that slices cannot replace, or no kernel for this device and type.
     """
-    placed, own = [], set(model.decoder.layers)  # type: ignore[union-attr]
-    for layer in attention_layers(model):
+    chunk: Any = model
+    placed = []
+    for number, layer in enumerate(attention_layers(chunk)):
         attention = layer.self_attention
         if not hasattr(attention, "core_attention") or not (_is_latent(attention) or hasattr(attention, "linear_qkv")):
             raise ValueError(f"slices: {type(attention).__name__} has no core attention to replace")
@@ -245,7 +246,7 @@ def replace_core_attention(
             tp_group=getattr(getattr(attention, "pg_collection", None), "tp", None),
             expansion=attend_by_latents(attention) if _is_latent(attention) else None,
             rotates=not _is_without_positions(attention),
-            runs=1 if layer in own else later_runs(model),
+            runs=1 if number < len(chunk.decoder.layers) else later_runs(chunk),
         )
         placed.append(attention.core_attention)
     return placed
