@@ -252,6 +252,12 @@ def replace_core_attention(
     return placed
 
 
+def blocks_of(model: Any) -> list[Any]:
+    """What of a GPTModel has transformer layers: the decoder, and what predicts later tokens where it does."""
+    later = getattr(model, "mtp", None)
+    return [model.decoder] if later is None else [model.decoder, later]
+
+
 def attention_layers(model: Any) -> list[Any]:
     """The transformer layers of a GPTModel: its own, then those for multi-token prediction."""
     later = getattr(model, "mtp", None)
@@ -310,9 +316,8 @@ class CurrentSlice:
         for model in models:
             model.register_forward_pre_hook(self._add_params, with_kwargs=True)
             cut = functools.partial(_cut_positions, Rotations.of(model))
-            for block in (model.decoder, getattr(model, "mtp", None)):
-                if block is not None:
-                    block.register_forward_pre_hook(cut, with_kwargs=True)  # type: ignore[union-attr]
+            for block in blocks_of(model):
+                block.register_forward_pre_hook(cut, with_kwargs=True)
 
     def _add_params(
         self, _model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
