@@ -16,7 +16,7 @@ from tools.planner.search.bounds import Bounds
 from tools.planner.search.effort import Effort
 from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Outcome, Progress
-from tools.planner.search.pools import all_gpus, nodes_left_out, parts, rounded_down
+from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.thorough import Ground
 
 
@@ -165,6 +165,7 @@ def test_a_power_of_two_of_one_pool():
     assert rounded_down(estimator, (24, 22)) == [(16, 22), (24, 16)]
     assert rounded_down(estimator, (16, 2)) == [] and rounded_down(estimator, (8, 0)) == []
     assert nodes_left_out(estimator, (16, 2)) == [(8, 2), (16, 0)]
+    assert pools_left_out((24, 0, 22)) == [(0, 0, 22), (24, 0, 0)] and pools_left_out((0, 8)) == []
 
 
 def test_nodes_are_left_out_as_long_as_that_is_better(monkeypatch):
@@ -181,5 +182,5 @@ def test_nodes_are_left_out_as_long_as_that_is_better(monkeypatch):
     seen = [9.0]
     monkeypatch.setattr(auto, "_alone", search)
     auto._with_less_and_less(Ground(estimator, Goal(), Progress()), Outcome("auto"), inf)
-    assert searched[:4] == [(16, 22), (24, 20), (24, 16), (16, 20)]
-    assert seen == [6.5] and len(searched) == len(set(searched)) <= 3 + 2 * (auto.MOST_LEFT_OUT - 1)
+    assert searched[:6] == [(16, 22), (24, 20), (24, 16), (0, 22), (24, 0), (16, 20)]
+    assert seen == [6.5] and len(searched) == len(set(searched)) <= 5 + 2 * (auto.MOST_LEFT_OUT - 1)

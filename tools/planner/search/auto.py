@@ -12,7 +12,7 @@ from ..search.finish import confirm
 from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
 from ..search.paused import collector_paused
-from ..search.pools import Limits, nodes_left_out, rounded_down
+from ..search.pools import Limits, nodes_left_out, pools_left_out, rounded_down
 from ..search.thorough import Ground, thorough
 
 FEW = replace(NORMAL, first=0)
@@ -91,10 +91,13 @@ def _parts_alone(ground: Ground, outcome: Outcome, bound_s: float) -> None:
 def _with_less_and_less(ground: Ground, outcome: Outcome, bound_s: float) -> None:
     """Leave out one node of each pool in turn, then another one as long as that gives the best plan so far.
 
-    A pool of a power of two of GPUs may do better than any that is near the whole one, so that it is tried too.
+    A pool of a power of two of GPUs may do better than any that is near the whole one, so that it is tried too, and
+    the cluster without the pool: slow GPUs or links are in the way of the local search before they are in no plan.
     """
-    estimator, seen = ground.merged.estimator, {ground.whole}
-    parts = list(dict.fromkeys(nodes_left_out(estimator, ground.whole) + rounded_down(estimator, ground.whole)))
+    estimator, whole = ground.merged.estimator, ground.whole
+    seen = {whole}
+    first = nodes_left_out(estimator, whole) + rounded_down(estimator, whole) + pools_left_out(whole)
+    parts = list(dict.fromkeys(first))
     for _ in range(MOST_LEFT_OUT):
         better = None
         for limits in parts:

@@ -48,6 +48,13 @@ def nodes_left_out(estimator: Estimator, most: Limits) -> list[Limits]:
     return [limits for limits in dict.fromkeys(found) if any(limits) and limits != most]
 
 
+def pools_left_out(most: Limits) -> list[Limits]:
+    """A part of the cluster without one pool, for every pool that is in use beside others."""
+    if sum(map(bool, most)) < 2:
+        return []
+    return [(*most[:p], 0, *most[p + 1 :]) for p, quota in enumerate(most) if quota]
+
+
 def rounded_down(estimator: Estimator, most: Limits) -> list[Limits]:
     """A part of the cluster with a power of two of GPUs of one pool: of these, stages of one width can be made."""
     found = []
