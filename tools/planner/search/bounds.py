@@ -26,8 +26,13 @@ What is left out, and why a plan can only be slower for it:
 - **Memory.**  Activations that can wait in main memory do.  Keys and values of sliced sequences stay, and so do three
   passes of whole sequences.  Optimizer states are divided over any number of replicas.  All replicas
   together hold every layer once.
-- **Sums of gradients.**  So many ranks must share a stage that they do its work in ``T``.  Under a parameter window
-  gradients are summed beside the passes: only their whole time counts.
+- **Sums of gradients.**  A replica computes no more than ``T`` long, so that so many others must share its stage, at
+  the speed of the fastest one; all of them sum.  They sum inside a node only if the GPUs of one node can do the work
+  of the stage in ``T``.  Under a parameter window gradients are summed beside the passes.  But nothing runs before the
+  first layer of a stage is gathered, and nothing but the sum is left when the gradients of its last one are there; and
+  all gathers and sums of a rank come one after the other, one of each per layer at least.
+- **The largest microbatch** goes through all layers, forwards and backwards, one after the other; without slices
+  ``T`` is not shorter than that.  The vocabulary may be split over as many stages as there are layers.
 - **Everything else** takes no time: transfers, gathers of parameters, embedding and head where they are slower than
   anywhere else.
 

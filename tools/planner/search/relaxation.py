@@ -6,6 +6,7 @@ recomputation, context-parallel size.  Its rows are the kinds of replicas that s
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -40,6 +41,7 @@ class Relaxation:
         estimator, scope = replicas.estimator, replicas.scope
         self.family, self.batch, _, self.cp = point
         self.latency_s = estimator.runtime.transfer_latency_s
+        self.gathered = estimator.model.element_bytes / 4.0  # bytes of parameters over those of gradients
         self.quotas = [node.quota for node in estimator.cluster.nodes]
         self.layers, self.sequences = estimator.model.num_layers, estimator.model.global_batch_size
         self.grain, self.smallest = scope.grain or self.batch or 1, scope.smallest or self.batch or 1
@@ -97,10 +99,13 @@ class Relaxation:
         rows, family = self._rows, self.family
         slow = [_counted_s(row, self.share, row.fixed_s) for row in rows]
         self.ends = sum(min((r.ends_s[i] / s for r, s in zip(rows, slow)), default=0.0) for i in (0, 1))
-        shortest = [min((r.ends_s[i] for r in rows), default=0.0) for i in (0, 1)]
+        if family.sharded:  # embeddings alone can run while the first parameters are gathered
+            self.ends = min((r.ends_s[1] / s for r, s in zip(rows, slow)), default=0.0)
         self.pass_s = 0.0
-        if not family.sliced and self.batch is not None:
-            self.pass_s = self.smallest * (self.layers * min((r.own_s for r in rows), default=inf) + sum(shortest))
+        if self.batch is not None:  # of the largest microbatch; a vocabulary may be split over a stage per layer
+            own = min((r.own_s for r in rows), default=inf)
+            shortest = [min((r.ends_s[i] for r in rows), default=0.0) for i in (0, 1)]
+            self.pass_s = self.batch * (own if family.sliced else self.layers * own + sum(shortest) / self.layers)
         waits = family.pieces < inf and self.batch is not None
         step = -(-self.layers // MOST_PLACES) if waits else self.layers
         self.places = np.arange(1, self.layers + 1, step, dtype=float)
@@ -208,14 +213,7 @@ class Relaxation:
         """How long a replica waits at least, ``[row, place, layers of its stage]``, and whether there may be one."""
         family, layers = self.family, self.counts
         own, forward, backward = self._columns("own_s", "forward_s", "backward_s")
-        update, in_node = self._columns("update_s", "in_node")
-        inside, outside = np.array([row.sums_s for row in self._rows]).T
-        # So many ranks must sum the gradients of a stage of n layers, whoever they are.
-        rate = float((1 / (own * self.cp[1])).max())
-        fewest = np.maximum(self.cp[0], np.ceil(layers * self.sequences / (seconds * rate) - 1e-9))
-        share = np.where(fewest > 1, 1 - 1 / np.maximum(fewest, 2), 0.0)
-        sums = np.where(fewest <= in_node[:, None], inside[:, None], outside[:, None])
-        tail = (sums * share + update[:, None]) * layers
+        sums, tail = self._sums_s(seconds)
         room = np.array([self._room(row) for row in self._rows])
         runs = room & (tail <= seconds) & (own[:, None] * layers <= seconds)
         first = last = np.zeros((len(self.places), len(layers)))
@@ -226,9 +224,38 @@ class Relaxation:
             passed = family.passed(before, stages, layers) * self.smallest
             first = passed * float(forward.min()) + latency
             last = passed * float(backward.min()) + latency
-        if family.sharded:  # what is summed runs beside the passes, and takes no longer than all of it
-            return np.broadcast_to(first + last, (len(own), *first.shape)), runs
+        if family.sharded:  # the others are gathered and summed beside the passes
+            gathered = self.gathered * sums
+            return np.maximum(first, gathered[:, None, :]) + np.maximum(last, sums[:, None, :]), runs
         return first + np.maximum(last, tail[:, None, :]), runs
+
+    def _sums_s(self, seconds: float) -> tuple[Floats, Floats]:
+        """Least seconds of summing the gradients of one layer, and of what collectives and updates take in all.
+
+        ``[row, layers of its stage]``.  The replicas of a stage do its work in the time.  So many of them must be
+        there besides one of a row, at the speed of the fastest one; all of them sum.  They sum inside a node only if
+        the GPUs of one node can do all the work.
+        """
+        layers, rows = self.counts, self._rows
+        own, update, node = self._columns("own_s", "update_s", "node")
+        inside, outside = np.array([row.sums_s for row in rows]).T
+        work = layers * self.sequences
+        others = np.maximum(0.0, work - seconds / own[:, None]) * float((own * self.cp[1]).min()) / seconds
+        ranks = self.cp[0] + np.ceil(others - 1e-9)
+        share = np.where(ranks > 1, 1 - 1 / np.maximum(ranks, 2), 0.0)
+        is_local = work * self._fastest_s[:, None] <= node[:, None] * seconds * (1 + 1e-9)
+        sums = np.where(is_local, inside[:, None], outside[:, None]) * share
+        each = sums * (1 + self.gathered) if self.family.sharded else sums
+        return sums, (each + update[:, None]) * layers
+
+    @cached_property
+    def _fastest_s(self) -> Floats:
+        """By row, GPU seconds of one layer of one sequence in the pool where they are the fewest."""
+        least = [inf for _ in self.quotas]
+        for row, pools in zip(self._rows, self.used_by):
+            for pool in pools:
+                least[pool] = min(least[pool], row.own_s * row.gpus)
+        return np.array([min(least[pool] for pool in pools) for pools in self.used_by])
 
 
 def _covered_s(work: float, rates: list[float], limits: Limits, most_gpus: int | None) -> float:

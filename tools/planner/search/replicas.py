@@ -114,7 +114,7 @@ class Row(NamedTuple):
             layers there are any at most.
         sums_s: Summing the gradients of a layer over very many replicas inside a node, and over nodes.
         update_s: The optimizer's step for a layer.
-        in_node: Ranks of a node that sum the same gradients.
+        node: GPUs of a node.
     """
 
     gpus: float
@@ -129,7 +129,7 @@ class Row(NamedTuple):
     memory: tuple[float, float, float, float, float]
     sums_s: tuple[float, float]
     update_s: float
-    in_node: int
+    node: int
 
 
 class _Kind(NamedTuple):
@@ -288,7 +288,7 @@ class Replicas:
             memory=(free, *state),
             sums_s=_gradient_s(estimator, kind.pool, kind.tp, unit, point.family.sharded),
             update_s=0.0 if distributed else estimator.costs.update_s(node.gpu, unit.layer_parameters),
-            in_node=node.gpus_per_node // kind.tp,
+            node=node.gpus_per_node,
         )
 
     def _memory(self, kind: _Kind, unit: Unit, point: Point) -> tuple[float, float, float, float]:
