@@ -86,6 +86,10 @@ COUNTED_FAMILIES: dict[str, tuple[str, ...]] = {
 # Tokens after the next one are predicted too.
 LATER_FAMILIES: dict[str, tuple[str, ...]] = {
     "later-tokens": (*_LLAMA, *words("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3")),
+    "later-tokens-repeated": (
+        *_LLAMA,
+        *words("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --mtp-use-repeated-layer"),
+    ),
     "later-tokens-experts": (*EXPERT_FAMILIES["deepseek"], *words("--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3")),
 }
 ALL_FAMILIES = FAMILIES | ATTENTION_FAMILIES | EXPERT_FAMILIES | COUNTED_FAMILIES | LATER_FAMILIES

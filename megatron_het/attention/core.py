@@ -40,6 +40,7 @@ class SliceParams(PackedSeqParams):
         starts: Where the documents of each sequence begin; None if documents do not matter.
         parts: Tokens of the slice on each context-parallel rank.
         rotation: Of queries and keys by attention; None where there is none, or the layers do it.
+        run: Which run of the layer in the pass it is; above 0 only in a layer that runs several times.
     """
 
     microbatch: int = 0
@@ -48,6 +49,7 @@ class SliceParams(PackedSeqParams):
     parts: tuple[int, ...] = ()
     starts: tuple[Starts, ...] | None = None
     rotation: Rotation | None = None
+    run: int = 0
 
     @classmethod
     def make(
@@ -87,6 +89,7 @@ class SliceCoreAttention(torch.nn.Module):
         tp_group: Over which the heads are cut.
         expansion: What makes keys and values of latents; None where the layer gives keys and values.
         rotates: Whether the layer's queries and keys have rotary positions.
+        runs: How often the layer runs in a pass.
     """
 
     def __init__(
@@ -101,9 +104,12 @@ class SliceCoreAttention(torch.nn.Module):
         tp_group: Any = None,
         expansion: Expansion | None = None,
         rotates: bool = True,
+        runs: int = 1,
     ) -> None:
         super().__init__()
-        self.cache = KVCache(slots, batch) if expansion is None else LatentCache(slots, batch, expansion)
+        self.caches = [
+            KVCache(slots, batch) if expansion is None else LatentCache(slots, batch, expansion) for _ in range(runs)
+        ]
         self._value_width = None if expansion is None else expansion.widths.value
         self.exchange: LayerExchange = NO_EXCHANGE
         self.sharing: Callable[[tuple[int, ...]], SharedSlices] | None = None
@@ -115,6 +121,11 @@ class SliceCoreAttention(torch.nn.Module):
         self._kernel: Kernel | None = None
         self._tp_group = tp_group
         self._rotates = rotates
+
+    @property
+    def cache(self) -> KVCache:
+        """Of the first run, which is the only one of most layers."""
+        return self.caches[0]
 
     def forward(
         self,
@@ -151,7 +162,7 @@ class SliceCoreAttention(torch.nn.Module):
             query,
             key,
             value,
-            cache=self.cache,
+            cache=self.caches[packed_seq_params.run],
             kernel=self._kernel,
             microbatch=packed_seq_params.microbatch,
             index=packed_seq_params.index,
@@ -216,8 +227,9 @@ def replace_core_attention(
     Raises:
         ValueError: A kind of attention that slices cannot replace, or no kernel for this device and type.
     """
+    chunk: Any = model
     placed = []
-    for layer in attention_layers(model):
+    for number, layer in enumerate(attention_layers(chunk)):
         attention = layer.self_attention
         if not hasattr(attention, "core_attention") or not (_is_latent(attention) or hasattr(attention, "linear_qkv")):
             raise ValueError(f"slices: {type(attention).__name__} has no core attention to replace")
@@ -234,6 +246,7 @@ def replace_core_attention(
             tp_group=getattr(getattr(attention, "pg_collection", None), "tp", None),
             expansion=attend_by_latents(attention) if _is_latent(attention) else None,
             rotates=not _is_without_positions(attention),
+            runs=1 if number < len(chunk.decoder.layers) else later_runs(chunk),
         )
         placed.append(attention.core_attention)
     return placed
@@ -249,6 +262,12 @@ def attention_layers(model: Any) -> list[Any]:
     """The transformer layers of a GPTModel: its own, then those for multi-token prediction."""
     later = getattr(model, "mtp", None)
     return [*model.decoder.layers, *(() if later is None else (layer.mtp_model_layer for layer in later.layers))]
+
+
+def later_runs(model: Any) -> int:
+    """How often a layer for multi-token prediction runs in a pass."""
+    config = model.config
+    return int(config.mtp_num_layers) if config.mtp_use_repeated_layer else 1
 
 
 def head_width(attention: Any) -> int:
@@ -333,4 +352,4 @@ def slice_attentions(models: Sequence[torch.nn.Module]) -> Iterator[SliceCoreAtt
 
 def slice_caches(models: Sequence[torch.nn.Module]) -> Iterator[KVCache]:
     """The key-value caches of model chunks."""
-    return (module.cache for module in slice_attentions(models))
+    return (cache for module in slice_attentions(models) for cache in module.caches)

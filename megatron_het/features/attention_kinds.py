@@ -19,10 +19,6 @@ ATTENTION_REFUSED = (
     Refusal("log_max_attention_logit", "the largest attention logit is not known to the slice kernels"),
     Refusal("use_kitchen_attention", "its kernels do not give what slices are merged from"),
     Refusal("fused_single_qkv_rope", "it refuses the argument that tells a layer its slice"),
-    Refusal(
-        "mtp_use_repeated_layer",
-        "a layer keeps the keys and values of a pass, and one that runs several times in a pass would mix them up",
-    ),
     Refusal("heterogeneous_layers_config_path", "layers without attention are not supported with slices"),
 )
 """What the attention of slices does not know, wherever it stands in for a layer's own."""

@@ -6,7 +6,6 @@ Megatron divides them by the tokens that count in a pass, and a part is to count
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -21,28 +20,35 @@ class PartialPasses:
     def __init__(self) -> None:
         self.later: LaterTokens | None = None
         """Of the pass that runs."""
+        self._depth = 0
 
     def attach(self, model: Any) -> None:
         """Hook into the chunk (GPTModel, not wrapped), behind the hooks that say which part runs."""
-        for depth, layer in enumerate(model.mtp.layers):
-            layer.register_forward_pre_hook(functools.partial(self._embed, depth), with_kwargs=True)
-        model.register_forward_pre_hook(_end_before_losses, with_kwargs=True)
+        for layer in model.mtp.layers:  # one after the other; or one of them, several times
+            layer.register_forward_pre_hook(self._embed, with_kwargs=True)
+        model.register_forward_pre_hook(self._end_before_losses, with_kwargs=True)
         model.register_forward_hook(self._end_in_losses, with_kwargs=True)
 
+    def _end_before_losses(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The chunk's forward gives the hidden states of its last layer and of every layer for later tokens."""
+        model.post_process = False
+        self._depth = 0
+
     def _embed(
-        self, depth: int, _layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A layer embeds the tokens that are known for it, whatever it makes of those of the pass."""
         assert self.later is not None
-        tokens, positions = self.later.tokens[depth], self.later.positions[depth]
-        embedding = kwargs["embedding"]
+        tokens, positions = self.later.tokens[self._depth], self.later.positions[self._depth]
+        embedding, run = kwargs["embedding"], self._depth if layer.config.mtp_use_repeated_layer else 0
+        self._depth += 1
 
         def embed(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
             del input_ids, position_ids
             return embedding(input_ids=tokens, position_ids=positions)
 
         # Without documents in the pass that it knows of, the layer moves nothing.
-        params = replace(kwargs["packed_seq_params"], cu_seqlens_q=())
+        params = replace(kwargs["packed_seq_params"], cu_seqlens_q=(), run=run)
         return args, {**kwargs, "embedding": embed, "packed_seq_params": params}
 
     def _end_in_losses(
@@ -60,11 +66,6 @@ class PartialPasses:
         hidden = add_later_losses(model, hidden, self.later, weight)
         logits, _ = model.output_layer(hidden, weight=weight, runtime_gather_output=kwargs.get("runtime_gather_output"))
         return model.compute_language_model_loss(labels, model._scale_logits(logits))
-
-
-def _end_before_losses(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The chunk's forward gives the hidden states of its last layer and of every layer for later tokens."""
-    model.post_process = False
 
 
 def add_later_losses(model: Any, hidden: torch.Tensor, later: LaterTokens, weight: torch.Tensor | None) -> torch.Tensor:

@@ -119,7 +119,8 @@ class SlicedSequences(Batches):
             if most not in rows:
                 held = {m: module.held_tokens(self.bounds(m), self.starts(m), self._own_blocks) for m in microbatches}
                 rows[most] = max(most_held(passes, held) for passes in modes)
-            module.cache.reserve(rows[most])
+            for cache in module.caches:
+                cache.reserve(rows[most])
 
     def starts(self, microbatch: int) -> tuple[Starts, ...] | None:
         """See :class:`Batches`."""

@@ -109,6 +109,15 @@ BY_NAME = {
             offload_activations=0.75,
         ),
         _shared_window(),
+        make("repeated", [[1], [2]], [2, 3], "later-tokens-repeated", sequence_parallel=True),
+        cut(
+            make("", [[1], [1]], [2, 3], "later-tokens-repeated", recompute="full"),
+            "repeated-in-shared-slices",
+            "slimpipe",
+            cp=2,
+            slices=3,
+            slice_lengths="work",
+        ),
         packed(make("documents", [[1, 1], [2]], [3, 2], sequence_parallel=True), "by token", "later-tokens"),
         packed(
             cut(make("", [[1], [1]], [3, 2]), "documents-in-slices", "terapipe", slices=4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,3 +67,18 @@ def test_labels_are_needed() -> None:
     model: Any = SimpleNamespace(post_process=False)
     with pytest.raises(RuntimeError, match="no labels, which multi-token prediction needs"):
         PartialPasses()._end_in_losses(model, (), {}, torch.zeros(1))
+
+
+def test_a_repeated_layer_keeps_the_keys_of_each_run() -> None:
+    """Two slices through a layer that runs twice are as through two layers."""
+    from megatron_het.attention.core import SliceCoreAttention, SliceParams
+
+    torch.manual_seed(0)
+    repeated, two = SliceCoreAttention(2, runs=2), [SliceCoreAttention(2) for _ in range(2)]
+    for index in range(2):
+        params = SliceParams.make(0, index, ((4 * index, 4 * index + 4),), 8)
+        for run, alone in enumerate(two):
+            query, key, value = torch.randn(3, 4, 1, 2, 8)
+            found = repeated(query, key, value, packed_seq_params=replace(params, run=run))
+            assert torch.equal(found, alone(query, key, value, packed_seq_params=params)), (index, run)
+    assert [cache.live_chunks for cache in repeated.caches] == [2, 2]

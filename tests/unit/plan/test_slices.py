@@ -131,7 +131,6 @@ def test_exchange_needs_slices() -> None:
     ("changed", "reason"),
     [
         ({"attention_dropout": 0.1}, "--attention-dropout.*dropout inside attention"),
-        ({"mtp_use_repeated_layer": True}, "--mtp-use-repeated-layer.*runs several times in a pass"),
         ({"window_size": (64, 1)}, "--window-size = '64,1'.*none after"),
         ({"window_size": (-1, 0)}, "--window-size.*before their own"),
         ({"window_size": (64, 0), "reset_attention_mask": True}, "--reset-attention-mask.*forgets documents"),
@@ -159,7 +158,6 @@ def test_accepted(schedule: str) -> None:
         ({"reset_attention_mask": True}, None),
         ({"dataloader_inter_document_masking": True, "window_size": (8, 0)}, None),
         ({"reset_position_ids": True, "attention_dropout": 0.1, "position_embedding_type": "mrope"}, None),
-        ({"reset_attention_mask": True, "mtp_use_repeated_layer": True}, "--mtp-use-repeated-layer.*keys and values"),
         (
             {"reset_attention_mask": True, "attention_dropout": 0.1},
             "--attention-dropout.*with --reset-attention-mask: dropout inside attention",
