@@ -23,7 +23,7 @@ class PartialPasses:
         self._depth = 0
 
     def attach(self, model: Any) -> None:
-        """Hook into the chunk (GPTModel, not wrapped), behind the hooks that say which part runs."""
+        """Hook into the chunk (GPTModel, not wrapped), after the hooks that say which part runs."""
         for layer in model.mtp.layers:  # one after the other; or one of them, several times
             layer.register_forward_pre_hook(self._embed, with_kwargs=True)
         model.register_forward_pre_hook(self._end_before_losses, with_kwargs=True)

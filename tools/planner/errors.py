@@ -86,7 +86,8 @@ def from_validation_error(file: str, errors: Sequence[Any]) -> PlannerError:
         problem = "unknown key"
         near = difflib.get_close_matches(key, missing, n=1, cutoff=0.6)
         hint = f"Did you mean {near[0]}?" if near else ""
-    more = f" ({len(errors) - 1} more problems in this file)" if len(errors) > 1 else ""
+    others = len(errors) - 1
+    more = f" ({others} more {'problem' if others == 1 else 'problems'} in this file)" if others else ""
     return PlannerError(file, key or "(document)", value, problem + more, hint)
 
 

@@ -32,8 +32,8 @@ def add_embedding(program: Program, *, speeds: Sequence[float] | None = None) ->
     return with_inserts(program, timed_inserts(program, speeds, _first_chunk, _FORWARD, _BACKWARD))
 
 
-# On all devices everything before a forward has ended by its moment, and everything behind it has not; so
-# nothing before it depends on anything behind it, and the result runs.  On a backward nothing depends.
+# On all devices everything before a forward has ended by its moment, and everything after it has not; so
+# nothing before it depends on anything after it, and the result runs.  On a backward nothing depends.
 _FORWARD = Place(Kind.EMBED_FORWARD, ahead=True, own=None)
 _BACKWARD = Place(Kind.EMBED_BACKWARD, ahead=False, own=1)
 

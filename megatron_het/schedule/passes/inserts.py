@@ -40,7 +40,7 @@ class Place(NamedTuple):
     Attributes:
         kind: of the operation.
         ahead: before what runs on a device at the moment; else before what starts at or after it.
-        own: on the device of the moment's node: positions behind the node; None: as on the others.
+        own: on the device of the moment's node: positions after the node; None: as on the others.
     """
 
     kind: Kind
@@ -97,7 +97,7 @@ def timed_inserts(
                 place = moment.node - graph.first[d] + own
             else:
                 place = 0 if ahead else bisect_left(starts[d], moment.time - _CLOSE)
-            if not ahead or d != owner or own is None:  # behind inserts of that moment, on all devices alike
+            if not ahead or d != owner or own is None:  # after inserts of that moment, on all devices alike
                 place = max(place, bisect_right(ends[d], moment.time + _CLOSE))
             if bounds is not None:
                 place = min(max(place, bounds[d][0]), bounds[d][1])

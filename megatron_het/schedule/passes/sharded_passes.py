@@ -123,7 +123,7 @@ class _Passes:
         """The device's passes by slot, each with the parts of a split vocabulary that use its chunk.
 
         In the only stage nobody else waits for them: the output layer comes between the forward and the backward of
-        the last chunk, the embeddings come before the forward and behind the backward of the first one.
+        the last chunk, the embeddings come before the forward and after the backward of the first one.
         """
         chunks = len(self.program.shape.layers[0])
         turns = {m: turn for turn, m in enumerate(self.program.shape.microbatches_of(device))}

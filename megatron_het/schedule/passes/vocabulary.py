@@ -34,9 +34,9 @@ def add_vocabulary(program: Program, *, speeds: Sequence[float] | None = None) -
     return replace(with_inserts(program, inserts), splits_output=True)
 
 
-# A forward goes before what starts at or after the end of the last chunk's, a backward behind what has ended
-# when the last chunk's begins: before what runs then, or it would come too late.  Both go behind earlier
-# inserts.  So on no device does anything before an insert depend on something behind the same insert on
+# A forward goes before what starts at or after the end of the last chunk's, a backward after what has ended
+# when the last chunk's begins: before what runs then, or it would come too late.  Both go after earlier
+# inserts.  So on no device does anything before an insert depend on something after the same insert on
 # another device, and the result runs, even if the devices wait for each other there.
 _FORWARD = Place(Kind.VOCAB_FORWARD, ahead=False, own=1)
 _BACKWARD = Place(Kind.VOCAB_BACKWARD, ahead=True, own=0)
