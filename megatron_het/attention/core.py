@@ -260,8 +260,8 @@ def blocks_of(model: Any) -> list[Any]:
 
 def attention_layers(model: Any) -> list[Any]:
     """The transformer layers of a GPTModel: its own, then those for multi-token prediction."""
-    later = getattr(model, "mtp", None)
-    return [*model.decoder.layers, *(() if later is None else (layer.mtp_model_layer for layer in later.layers))]
+    decoder, *others = blocks_of(model)
+    return [*decoder.layers, *(layer.mtp_model_layer for later in others for layer in later.layers)]
 
 
 def later_runs(model: Any) -> int:

@@ -62,6 +62,7 @@ class Executor:
     ) -> None:
         self._programs = programs
         self._sync_points = {mode: sync_points(program.ops, num_chunks) for mode, program in programs.items()}
+        self._last_losses = {mode: _last_losses(program, mode) for mode, program in programs.items()}
         self._channels = channels
         self._loss_chunk = loss_chunk
         self._num_chunks = num_chunks
@@ -109,12 +110,12 @@ class Executor:
         self.current = "the start of an iteration"
         for feature in self._features:
             feature.begin(call, state)
-        points = self._sync_points[call.forward_only]
+        points, last = self._sync_points[call.forward_only], self._last_losses[call.forward_only]
         for feature in self._features:
             chosen = feature.program(call, program)
             if chosen is not program:
                 program, points = chosen, sync_points(chosen.ops, self._num_chunks)
-        last = -1 if call.forward_only else last_before_losses_are_known(program.ops)
+                last = _last_losses(chosen, call.forward_only)
         for index, op in enumerate(program.ops):
             self.current = op.label
             for chunk in points.get(index, ()):
@@ -262,3 +263,8 @@ def iterators_per_chunk(data_iterator: Any, num_chunks: int) -> list[Iterator[An
     if isinstance(data_iterator, list):
         return data_iterator
     return [data_iterator] * num_chunks
+
+
+def _last_losses(program: RankProgram, forward_only: bool) -> int:
+    """Index of the operation after which features hear that all losses are known; -1 where they do not."""
+    return -1 if forward_only else last_before_losses_are_known(program.ops)

@@ -69,16 +69,20 @@ def test_training_in_nccls_order_equals_one_process(schedule: str, runner: Runne
             assert max(found.loss, found.validation) <= FP32_BAR, (case.name, found)
 
 
-def test_documents_are_told_in_nccls_order(runner: Runner, tmp_path: Path):
-    """In a collective of all ranks, before every iteration."""
-    plan = build_plan([[1], [1, 1]], [3, 2], random.Random(0), even_routing=False)
-    case = packed(Case("documents", plan), "by dataset", "llama")
-    lab = Lab(runner, tmp_path)
+def check_in_nccls_order(case: Case, runner: Runner, folder: Path) -> None:
+    lab = Lab(runner, folder)
     reference = lab.reference(case)
     done = runner.run(short(lab, case))
     assert transports(done.job.log_dir) == {"nccl"}
     found = compare(done.job.log_dir, case.plan, reference, gradients=False, steps=STEPS_IN_ORDER)
     assert max(found.loss, found.validation) <= FP32_BAR, found
+
+
+def test_documents_are_told_in_nccls_order(runner: Runner, tmp_path: Path):
+    """In a collective of all ranks, before every iteration."""
+    plan = build_plan([[1], [1, 1]], [3, 2], random.Random(0), even_routing=False)
+    case = packed(Case("documents", plan), "by dataset", "llama")
+    check_in_nccls_order(case, runner, tmp_path)
 
 
 def test_later_tokens_are_told_in_nccls_order(runner: Runner, tmp_path: Path):
@@ -86,12 +90,7 @@ def test_later_tokens_are_told_in_nccls_order(runner: Runner, tmp_path: Path):
     plan = build_plan([[1], [2]], [3, 2], random.Random(0), sequence_parallel=True)
     plan = replace(plan, model=replace(plan.model, mtp_num_layers=2))
     case = with_schedule(Case("later", plan, family="later-tokens"), "slimpipe", 1, {"slices": 4})
-    lab = Lab(runner, tmp_path)
-    reference = lab.reference(case)
-    done = runner.run(short(lab, case))
-    assert transports(done.job.log_dir) == {"nccl"}
-    found = compare(done.job.log_dir, case.plan, reference, gradients=False, steps=STEPS_IN_ORDER)
-    assert max(found.loss, found.validation) <= FP32_BAR, found
+    check_in_nccls_order(case, runner, tmp_path)
 
 
 def test_latent_attention_and_experts_in_nccls_order(runner: Runner, tmp_path: Path):
