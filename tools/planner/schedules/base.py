@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import ceil, log2
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,34 @@ State = tuple[float, float, float, float]
 """Bytes of a rank: parameters, gradients and optimizer state on the device, and what is in main memory."""
 
 
+class Place(NamedTuple):
+    """What is known of a replica before layers are: what it computes, and what comes after its stage.
+
+    Attributes:
+        share: Its part of the microbatches.
+        total: Microbatches.
+        width: Replicas of its stage.
+        later: Replicas of later stages.
+        stages: In all.
+    """
+
+    share: float
+    total: int
+    width: int
+    later: int
+    stages: int
+
+    @property
+    def microbatches(self) -> float:
+        """Of the replica."""
+        return max(1.0, self.share * self.total)
+
+    @property
+    def later_stages(self) -> float:
+        """Where all stages are as wide."""
+        return self.later / self.width
+
+
 class Schedule:
     """A schedule that the search may choose: time, memory, what it needs, and what the search may ask of it.
 
@@ -35,6 +63,7 @@ class Schedule:
         shards_parameters: Under a parameter window: replicas of a stage gather and reduce inside the program.
         needs_equal_widths: All stages need the same number of replicas.
         cuts_sequences: Attention runs slice by slice; what was sent is given back during the iteration.
+        fills_by_stages: What a stage holds depends on the number of all stages, not on those after it alone.
         mismatch: Regression coefficients of the loss where stages of different width meet (:meth:`mismatch_loss`).
     """
 
@@ -46,6 +75,7 @@ class Schedule:
     shards_parameters: ClassVar[bool] = False
     needs_equal_widths: ClassVar[bool] = False
     cuts_sequences: ClassVar[bool] = False
+    fills_by_stages: ClassVar[bool] = False
 
     # -- what the search may ask -------------------------------------------------------------------
 
@@ -179,16 +209,13 @@ class Schedule:
         del candidate
         return float(stage.in_flight[i])
 
-    def expected_in_flight(self, like: Candidate, share: float, total: int, later: int) -> float:
+    def expected_in_flight(self, like: Candidate, place: Place) -> float:
         """The same before layers are known.
 
         Args:
             like: Everything but the stages.
-            share: The replica's part of the microbatches.
-            total: Microbatches.
-            later: Replicas of later stages.
         """
-        return min(max(1.0, share * total), 1 + ceil((1 + like.slack) * share * later - 1e-9))
+        return min(place.microbatches, 1 + ceil((1 + like.slack) * place.share * place.later - 1e-9))
 
     def layer_share(self, unit: Unit) -> float:
         """What the activations of a layer take, as a share of those of whole sequences."""

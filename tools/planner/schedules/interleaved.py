@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..candidate import Candidate
 from ..estimates import StageTimes
 from ..operating import OperatingPoints
-from .base import Schedule
+from .base import Place, Schedule
 
 CHUNKS = (2, 3, 4, 6, 8, 12, 16)
 
@@ -18,6 +18,7 @@ class Interleaved(Schedule):
     name = "interleaved"
     is_stock = True
     needs_equal_widths = True
+    fills_by_stages = True
 
     def runs(self, estimator: OperatingPoints, candidate: Candidate) -> bool:
         """Microbatches in whole groups, in the plan and in each of its blocks."""
@@ -41,3 +42,8 @@ class Interleaved(Schedule):
         """SlimPipe, Table 2."""
         count, v = len(candidate.stages), candidate.chunks
         return min(float(stage.microbatches[i]), (2 * (count - 1 - s) + (v - 1) * count + 1) / candidate.chunks_of(s))
+
+    def expected_in_flight(self, like: Candidate, place: Place) -> float:
+        """SlimPipe, Table 2."""
+        v = like.chunks
+        return min(place.microbatches, (2 * place.later_stages + (v - 1) * place.stages + 1) / v)

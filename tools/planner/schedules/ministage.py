@@ -12,7 +12,7 @@ from megatron_het.plan.routing import route
 from ..candidate import Candidate, chunk_layers
 from ..estimates import Estimate, GroupMemory, Pipeline, StageTimes, Unit, rank_bytes, rank_parameters
 from ..operating import OperatingPoints
-from .base import Schedule, State
+from .base import Place, Schedule, State
 from .interleaved import CHUNKS
 from .laps import laps_s, mean_s
 
@@ -89,9 +89,9 @@ class Ministage(Schedule):
         """All of them."""
         return float(stage.microbatches[i])
 
-    def expected_in_flight(self, like: Candidate, share: float, total: int, later: int) -> float:
+    def expected_in_flight(self, like: Candidate, place: Place) -> float:
         """All of them, or two on the device."""
-        return 2.0 if like.offload else max(1.0, share * total)
+        return 2.0 if like.offload else place.microbatches
 
     def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: int) -> State:
         """Equal parts, and whole ministages."""

@@ -16,7 +16,7 @@ from ..documents import Lengths, drawn
 from ..estimates import Estimate, StageTimes, Unit
 from ..model import Model
 from ..operating import OperatingPoints
-from .base import Schedule
+from .base import Place, Schedule
 
 LEAST_TOKENS = 256
 """Shorter slices are not worth their launches."""
@@ -67,9 +67,9 @@ class SlimPipe(Schedule):
         cut = candidate.slices * candidate.chunks_of(s)
         return min(float(stage.microbatches[i]), (cut + 2 * (len(candidate.stages) - 1 - s)) / cut)
 
-    def expected_in_flight(self, like: Candidate, share: float, total: int, later: int) -> float:
+    def expected_in_flight(self, like: Candidate, place: Place) -> float:
         """SlimPipe, equation (1)."""
-        return 1.0 + 2 * later / (like.slices * like.chunks)
+        return min(place.microbatches, 1.0 + 2 * place.later_stages / (like.slices * like.chunks))
 
     def layer_share(self, unit: Unit) -> float:
         """Attention by slices keeps no attention matrices."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ..candidate import Candidate, Group, Stage
 from ..estimate import Estimator, Unit
 from ..schedules import schedule_of
+from ..schedules.base import Place
 
 
 class Load:
@@ -43,6 +44,7 @@ class _Room(NamedTuple):
         free: Bytes for layers and activations, the state of embedding and head taken off.
         undivided_free: The same without that state.
         held_end: Bytes of the embedding's activations per microbatch in flight.
+        head: Bytes of logits and loss.
         layer: State of a layer, bytes.
         held_layer: Activations of a layer, bytes per microbatch in flight.
         ends: Parameters of embedding and head.
@@ -54,6 +56,7 @@ class _Room(NamedTuple):
     free: float
     undivided_free: float
     held_end: float
+    head: float
     layer: float
     held_layer: float
     ends: float
@@ -67,7 +70,7 @@ class Rooms:
     must hold one copy of it, and each what is not divided.
     """
 
-    __slots__ = ("_divided", "_like", "_may_divide", "_rooms", "_schedule", "_total", "_whole")
+    __slots__ = ("_divided", "_like", "_may_divide", "_rooms", "_schedule", "_total", "_whole", "_width")
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class Rooms:
         like: Candidate,
     ) -> None:
         schedule = self._schedule = schedule_of(like)
-        self._like, self._total = like, total
+        self._like, self._total, self._width = like, total, sum([g.count for g in groups])
         speed = sum([g.count / (u.layer_f + u.layer_b) for g, u in zip(groups, units)])
         boundary = 2 * estimator.boundary_bytes_per_sequence * like.micro_batch_size
         self._may_divide = schedule.shards_parameters and len(groups) > 1 and len({g.tp for g in groups}) == 1
@@ -94,7 +97,6 @@ class Rooms:
             free = u.capacity_bytes * estimator.memory_margin - kept
             ends = (u.embedding_parameters if first else 0) + (u.head_parameters if last else 0)
             if last:
-                free -= schedule.logits(like, 1.0, u.head_bytes)
                 free -= max(0.0, u.head_workspace_bytes - u.workspace_bytes) / like.slices
             self._rooms.append(
                 _Room(
@@ -103,31 +105,39 @@ class Rooms:
                     free - ends * per,
                     free,
                     u.embedding_bytes if first else 0.0,
+                    u.head_bytes if last else 0.0,
                     u.layer_parameters * per,
-                    u.layer_bytes,
+                    u.layer_bytes * schedule.layer_share(u),
                     ends,
                     u.layer_parameters,
                 )
             )
 
-    def cap(self, later: int) -> int:
-        """Most layers, with so many replicas in later stages; may be below 1."""
+    def cap(self, later: int, count: int) -> int:
+        """Most layers, with so many replicas in later stages of so many stages in all; may be below 1."""
         least = 1 << 30
-        held_of, like, total = self._schedule.expected_in_flight, self._like, self._total
+        held_of, like, total, width = self._schedule.expected_in_flight, self._like, self._total, self._width
         for room in self._rooms:
-            held = held_of(like, room.share, total, later)
-            fitting = int((room.free - held * room.held_end) // (room.layer + held * room.held_layer))
+            held = held_of(like, Place(room.share, total, width, later, count))
+            free = room.free - self._ends(room, held)
+            fitting = int(free // (room.layer + held * room.held_layer))
             if fitting < least:
                 least = fitting
-        return max(least, self._together(later)) if self._may_divide else least
+        return max(least, self._together(later, count)) if self._may_divide else least
 
-    def _together(self, later: int) -> int:
+    def _ends(self, room: _Room, held: float) -> float:
+        """Bytes that embedding and head keep for so many microbatches in flight."""
+        logits = self._schedule.logits(self._like, held, room.head) if room.head else 0.0
+        return held * room.held_end + logits
+
+    def _together(self, later: int, count: int) -> int:
         """Most layers with the state divided as the replicas' memory allows."""
         alone, whole, each = 1 << 30, self._whole, self._divided / len(self._rooms)
         free_together = needed_together = 0.0
         for room in self._rooms:
-            held = self._schedule.expected_in_flight(self._like, room.share, self._total, later)
-            free = room.undivided_free - held * room.held_end - room.ends * whole
+            place = Place(room.share, self._total, self._width, later, count)
+            held = self._schedule.expected_in_flight(self._like, place)
+            free = room.undivided_free - self._ends(room, held) - room.ends * whole
             needed = room.parameters * whole + held * room.held_layer
             alone = min(alone, int(free // needed))
             free_together += room.replicas * free - room.ends * each
@@ -164,7 +174,7 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
         later -= sum([g.count for g in stage])
         loads.append(load)
         rooms = layer_rooms(estimator, stage, like, total, first, last, slack)
-        caps.append(1 if rooms is None else max(1, rooms.cap(later)))
+        caps.append(1 if rooms is None else max(1, rooms.cap(later, count)))
     layers = _split(loads, caps, wanted)
     return like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]))
 

@@ -62,7 +62,7 @@ class _Known:
         rate: Layers per second.
         width: Replicas.
         rooms: What fits into memory.
-        caps: Most layers that fit, by the number of replicas of later stages.
+        caps: Most layers that fit, by the replicas of later stages and, where it matters, the number of stages.
     """
 
     __slots__ = ("caps", "figures", "rate", "rooms", "stage", "tail_s", "width")
@@ -71,7 +71,7 @@ class _Known:
         self.stage, self.tail_s, self.rooms = stage, tail_s, rooms
         self.rate, self.width = 1.0 / stage.layer_s, stage.width
         self.figures = _FIGURES.pack(stage.layer_s, stage.ends, stage.pass_s, stage.ends_size, tail_s)
-        self.caps: dict[int, int] = {}
+        self.caps: dict[tuple[int, int], int] = {}
 
 
 _FIGURES = Struct("5d")
@@ -132,7 +132,7 @@ class Sketch:
         usd = sum([k.stage.usd_per_s for k in found]) if self.costs_money else 1.0
         if usd * wanted > most * rate:
             return inf
-        caps = _caps(found)
+        caps = _caps(found, point.schedule.fills_by_stages)
         lacking = wanted - sum(caps)
         if lacking > 0:
             factor = 1.05 if lacking <= DOUBTFUL * wanted else TOO_LARGE * (1 + lacking)
@@ -262,13 +262,18 @@ def stages_s(
     return busy_s, passes - worst_pass_s, tail
 
 
-def _caps(found: list[_Known]) -> list[int]:
-    """Most layers of each stage."""
-    later, out = 0, []
+def _caps(found: list[_Known], is_by_stages: bool) -> list[int]:
+    """Most layers of each stage.
+
+    Args:
+        is_by_stages: They depend on the number of stages.
+    """
+    later, out, count = 0, [], len(found)
+    known = count if is_by_stages else 0
     for entry in reversed(found):
-        cap = entry.caps.get(later)
+        cap = entry.caps.get((later, known))
         if cap is None:
-            cap = entry.caps[later] = entry.rooms.cap(later)
+            cap = entry.caps[later, known] = entry.rooms.cap(later, count)
         out.append(cap)
         later += entry.width
     out.reverse()
