@@ -9,6 +9,7 @@ from benchmarks.planner_pools import _random_groups, random_pool
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.errors import PlannerError
+from tools.planner.estimate import Estimator
 from tools.planner.schedules import SCHEDULES
 from tools.planner.search import relaxation as module
 from tools.planner.search.balance import balance
@@ -90,3 +91,26 @@ def test_tables_that_are_too_large_are_left_out(monkeypatch):
     monkeypatch.setattr(module.Relaxation, "_tables", None)  # nobody asks for them
     found = Bounds(estimator, Goal())
     assert 0 < found.ideal(limits) <= found.seconds(limits) < with_tables
+
+
+def figures(estimator: Estimator, pool: int) -> tuple[float, float]:
+    """GPU seconds of a layer and of the head of one sequence, each with the TP size that suits it."""
+    units = [(tp, unit) for tp in (1, 2, 4, 8) if (unit := estimator.unit(pool, tp, 1, "none")) is not None]
+    layer = min(tp * (unit.layer_f + unit.layer_b) for tp, unit in units)
+    return layer, min(tp * (unit.head_f + unit.head_b) for tp, unit in units)
+
+
+def test_the_head_counts_as_much_as_where_it_is_done():
+    """Over PCIe layers take much longer in TP groups and the head does not: no GPU may count the one as the other."""
+    _, model = random_pool(1)
+    changes = {"num_layers": 12, "global_batch_size": 64, "vocab_size": 128256, "micro_batch_sizes": (1,)}
+    model = model.model_copy(update={**changes, "recompute": ("none",)})
+    counts = {"A10G": 4, "H100-SXM": 1}
+    nodes = tuple(NodeGroup(gpu=gpu, count=n, gpus_per_node=8) for gpu, n in counts.items())
+    estimator = with_catalog(Cluster(nodes=nodes), model)
+    bounds = Bounds(estimator, Goal(schedules=("1f1b",)))
+    for limits in (32, 0), (0, 8), (32, 8):
+        of_pools = [(n, *figures(estimator, pool)) for pool, n in enumerate(limits) if n]
+        for head in [head_s / layer_s for _, layer_s, head_s in of_pools]:  # that many layers for everybody
+            rate = sum(n * max(1 / layer_s, head / head_s) for n, layer_s, head_s in of_pools)
+            assert bounds.seconds(limits) >= model.global_batch_size * (model.num_layers + head) / rate

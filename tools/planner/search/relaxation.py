@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,20 @@ MOST_PLACES = 24
 """Places among the layers that are looked at; those between two of them count as the earlier one."""
 MOST_CELLS = 20_000_000
 """Of a table of rows, places and layers; a larger one takes seconds and gigabytes, and the bound goes without."""
+
+
+class _Table(NamedTuple):
+    """What GPUs can do in a time.
+
+    Attributes:
+        capacity: ``[pool, place]``: sequences of a layer that a GPU can compute.
+        needed: Sequences that each layer needs.
+        ends: ``[pool, 2]``: shares of a GPU's time that embedding and head of a sequence take; None to leave them out.
+    """
+
+    capacity: Floats
+    needed: Floats
+    ends: Floats | None
 
 
 class Relaxation:
@@ -34,7 +49,7 @@ class Relaxation:
         rates: Per pool, layers times sequences per second of one GPU at its best.
         fastest: The same of GPUs with memory for everything.
         prices: Per pool, USD of one GPU and second.
-        ends: Embedding and head, as the fewest layers that they take anywhere.
+        ends: Embedding and head, as the fewest layers that a GPU of any pool could do in that time.
     """
 
     def __init__(self, replicas: Replicas, point: Point, share: float | None = None) -> None:
@@ -52,10 +67,10 @@ class Relaxation:
         self._rows = [row for row in found if self._room(row).any()]
         self._most_layers = [float((self._room(row) * self.counts).max()) for row in self._rows]
         self.used_by = [found[row] for row in self._rows]
-        self._fill_in()
         self.rates = self._rates({row: found[row] for row in self._rows})
+        self._fill_in()
         self.prices = estimator.price
-        self._known: tuple[float, list[tuple[Floats, Floats]]] = (-1.0, [])
+        self._known: tuple[float, list[_Table]] = (-1.0, [])
 
     def _rates(self, found: dict[Row, set[int]]) -> list[float]:
         """Per pool, of one GPU in the replica that suits it best."""
@@ -97,10 +112,10 @@ class Relaxation:
     def _fill_in(self) -> None:
         """The tables of what is known without a time."""
         rows, family = self._rows, self.family
-        slow = [_counted_s(row, self.share, row.fixed_s) for row in rows]
-        self.ends = sum(min((r.ends_s[i] / s for r, s in zip(rows, slow)), default=0.0) for i in (0, 1))
-        if family.sharded:  # embeddings alone can run while the first parameters are gathered
-            self.ends = min((r.ends_s[1] / s for r, s in zip(rows, slow)), default=0.0)
+        counts = [1] if family.sharded else [0, 1]  # embeddings alone can run while the first parameters are gathered
+        each, rates = self._least(self._ends_gpu_s()), np.array(self.rates)
+        there = rates > 0
+        self.ends = float((each[there] * rates[there, None]).min(axis=0)[counts].sum()) if there.any() else 0.0
         self.pass_s = 0.0
         if self.batch is not None:  # of the largest microbatch; a vocabulary may be split over a stage per layer
             own = min((r.own_s for r in rows), default=inf)
@@ -150,18 +165,38 @@ class Relaxation:
         if len(self._rows) * len(self.places) * len(self.counts) > MOST_CELLS:
             return True  # for all that is known
         gpus = np.array(limits, dtype=float)
-        for capacity, needed in self._tables(seconds):
+        for capacity, needed, ends in self._tables(seconds):
             mean = gpus @ capacity
             if not mean.all():
                 return False
             worth = (capacity / mean).max(axis=1)
-            if most_gpus is None:
-                there = float(gpus @ worth)
-            else:
-                there, left = 0.0, float(most_gpus)
-                for p in np.argsort(-worth):
-                    there, left = there + worth[p] * min(left, gpus[p]), left - min(left, gpus[p])
-            if there < float((needed / mean).sum()):
+            wanted = float((needed / mean).sum())
+            if _of_most(worth, gpus, most_gpus) < wanted:
+                return False
+            if ends is not None and not self._with_ends(worth, wanted, gpus, most_gpus, ends):
+                return False
+        return True
+
+    def _with_ends(self, worth: Floats, wanted: float, gpus: Floats, most_gpus: int | None, ends: Floats) -> bool:
+        """Whether there is time for embedding and head as well.
+
+        A GPU computes layers, embeddings or heads, whatever counts most.  Whatever an embedding and a head count, the
+        GPUs must reach what all layers, embeddings and heads count together.  An embedding counts as much as it may
+        where no GPU prefers embeddings to layers.  A head counts that, or so much that GPUs of some pools prefer it.
+
+        Args:
+            worth: Of a GPU of each pool that computes layers.
+            wanted: What all layers count.
+            ends: Shares of a GPU's time that embedding and head of a sequence take, by pool.
+        """
+        used = (gpus > 0) & (worth > 0)
+        worth, gpus, shares = worth[used], gpus[used], ends[used]
+        prices = worth[:, None] * shares
+        wanted += self.sequences * float(prices[:, 0].min())
+        of_head = sorted(prices[:, 1].tolist())
+        for price in of_head if most_gpus is None and of_head[0] else of_head[:1]:
+            busy = np.maximum(worth, price / shares[:, 1]) if price else worth
+            if _of_most(busy, gpus, most_gpus) < wanted + self.sequences * price:
                 return False
         return True
 
@@ -174,11 +209,8 @@ class Relaxation:
                     held[pool] = max(held[pool], most * limits[pool] / row.gpus)
         return sum(held) >= self.layers * (1 - 1e-9)
 
-    def _tables(self, seconds: float) -> list[tuple[Floats, Floats]]:
-        """(sequences of a layer that a GPU of each pool can compute, by layer; sequences that each layer needs).
-
-        Once with embedding and head, once with whole numbers of sequences or microbatches.
-        """
+    def _tables(self, seconds: float) -> list[_Table]:
+        """Once with embedding and head, once with whole numbers of sequences or microbatches."""
         if self._known[0] == seconds:
             return self._known[1]
         own, fixed, gpus = self._columns("own_s", "fixed_s", "gpus")
@@ -188,14 +220,39 @@ class Relaxation:
         fits = runs[:, None, :] & (each * self.grain <= left * (1 + 1e-9))
         counted = np.array([[_counted_s(row, self.share, row.fixed_s / n) for n in self.counts] for row in self._rows])
         needed = self.sequences * self.weights
-        with_ends = needed.copy()
-        with_ends[0] += self.sequences * self.ends
-        tables = [(self._of_pools(np.where(fits, left / counted[:, None, :], 0.0), gpus), with_ends)]
+        ends = self._ends(np.where(fits[:, 0, :], left[:, 0, :], 0.0).max(axis=1))
+        tables = [_Table(self._of_pools(np.where(fits, left / counted[:, None, :], 0.0), gpus), needed, ends)]
         if self.cp[0] == self.cp[1]:
             whole = np.floor(left / (each * self.grain) * (1 + 1e-9)) * self.grain * self.counts
-            tables.append((self._of_pools(np.where(fits, whole, 0.0), gpus), needed))
+            tables.append(_Table(self._of_pools(np.where(fits, whole, 0.0), gpus), needed, None))
         self._known = seconds, tables
         return tables
+
+    def _ends(self, left: Floats) -> Floats:
+        """Shares of a GPU's time that embedding and head of a sequence take, by pool.
+
+        Stages that have a part of the vocabulary can embed while they wait for the first microbatch or gather.
+
+        Args:
+            left: Seconds in which a replica of each row computes at most.
+        """
+        seconds = self._ends_gpu_s()
+        seconds[:, 0] *= len(self.places) == 1 and not self.family.sharded
+        shares = np.full_like(seconds, inf)
+        np.divide(seconds, left[:, None], out=shares, where=left[:, None] > 0)
+        return self._least(shares)
+
+    def _ends_gpu_s(self) -> Floats:
+        """``[row, 2]``: GPU seconds of embedding and head of a sequence."""
+        return np.array([[s * row.gpus for s in row.ends_s] for row in self._rows]).reshape(-1, 2)
+
+    def _least(self, of_rows: Floats) -> Floats:
+        """``[pool, ...]``: the least of the rows of each pool."""
+        least = np.full((len(self.quotas), *of_rows.shape[1:]), inf)
+        for row, pools in zip(of_rows, self.used_by):
+            for pool in pools:
+                np.minimum(least[pool], row, out=least[pool])
+        return least
 
     def _columns(self, *names: str) -> list[Floats]:
         return [np.array([getattr(row, name) for row in self._rows], dtype=float) for name in names]
@@ -256,6 +313,16 @@ class Relaxation:
             for pool in pools:
                 least[pool] = min(least[pool], row.own_s * row.gpus)
         return np.array([min(least[pool] for pool in pools) for pools in self.used_by])
+
+
+def _of_most(worth: Floats, gpus: Floats, most_gpus: int | None) -> float:
+    """What these GPUs are worth together, or so many of them at most."""
+    if most_gpus is None:
+        return float(worth @ gpus)
+    found, left = 0.0, float(most_gpus)
+    for p in np.argsort(-worth):
+        found, left = found + worth[p] * min(left, gpus[p]), left - min(left, gpus[p])
+    return found
 
 
 def _covered_s(work: float, rates: list[float], limits: Limits, most_gpus: int | None) -> float:
