@@ -33,8 +33,13 @@ What is left out, and why a plan can only be slower for it:
   all gathers and sums of a rank come one after the other, one of each per layer at least.
 - **The largest microbatch** goes through all layers, forwards and backwards, one after the other; without slices
   ``T`` is not shorter than that.  The vocabulary may be split over as many stages as there are layers.
-- **Everything else** takes no time: transfers, gathers of parameters, embedding and head where they are slower than
-  anywhere else.
+- **Embedding and head.**  They may be split over all stages, and TP groups that are slow at layers may be fast at
+  heads.  So a GPU's time goes into layers, embeddings and heads in any parts, each in the replica that does it best.
+  Let a head count ``h`` layers.  A GPU reaches what counts most in its time, ``T`` is possible only if all GPUs
+  together reach what layers and heads count, and that for every ``h``.  The best ones are those at which GPUs of some
+  pool are as good at heads as at layers, because between two of them both sides grow evenly.  Stages embed while they
+  wait for the first microbatch or gather: embeddings count only where nobody waits.
+- **Everything else** takes no time: transfers, gathers of parameters, the launches of short slices.
 
 The search asks a tighter bound which parts of a cluster are worth a search of their own: that of the plans which it
 tries there (``Scope.of_searched_parts``).
