@@ -11,6 +11,7 @@ vocabulary split evenly, and the bound.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from itertools import product
 from math import inf
@@ -91,9 +92,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--pools", default="0,2,5")
     args = parser.parse_args()
-    rows = [compare(int(seed)) for seed in args.pools.split(",")]
-    for row in rows:
-        print(row)
+    rows = []
+    for seed in map(int, args.pools.split(",")):
+        rows.append(compare(seed))
+        print(f"  pool {seed}: {rows[-1]}", file=sys.stderr, flush=True)
     write_json(args.json, {"machine": machine(), "cases": rows})
 
 
