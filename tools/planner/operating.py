@@ -157,26 +157,23 @@ class OperatingPoints:
     def ways_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> list[float]:
         """The same for the groups of each stage."""
         size = self.boundary_bytes_per_sequence * micro_batch_size / cp
-        out: list[float] = []
-        taken: dict[int, int] = {}
-        transfer_s = self.network.transfer_s
+        known_ways, out = self.known_ways, []
         for i in range(len(stages) - 1):
             a, b = stages[i], stages[i + 1]
-            if len(a) == len(b) == 1:
+            way = size, a, b
+            known = known_ways.get(way)
+            if known is None:
                 (pool, tp, count, _), (other, other_tp, more, _) = a[0], b[0]
-                local = False
-                if pool == other:  # nodes are filled in order: both stages inside one node?
-                    before, per_node = taken.get(pool, 0), self.cluster.nodes[pool].gpus_per_node
-                    local = before // per_node == (before + cp * (tp * count + other_tp * more) - 1) // per_node
-                out.append(transfer_s(pool, tp, other, other_tp, size, local))
-            else:
-                way = size, a, b
-                if way not in self.known_ways:
-                    pairs = (transfer_s(g.pool, g.tp, h.pool, h.tp, size, False) for g in a for h in b)
-                    self.known_ways[way] = max(pairs)
-                out.append(self.known_ways[way])
-            for g in a:
-                taken[g.pool] = taken.get(g.pool, 0) + cp * g.tp * g.count
+                both, per_node = cp * (tp * count + other_tp * more), self.cluster.nodes[pool].gpus_per_node
+                if len(a) == len(b) == 1 and pool == other and both <= per_node:  # both stages inside one node?
+                    # nodes are filled in order
+                    before = sum([cp * g.tp * g.count for stage in stages[:i] for g in stage if g.pool == pool])
+                    local = before // per_node == (before + both - 1) // per_node
+                    out.append(self.network.transfer_s(pool, tp, other, other_tp, size, local))
+                    continue
+                pairs = (self.network.transfer_s(g.pool, g.tp, h.pool, h.tp, size, False) for g in a for h in b)
+                known = known_ways[way] = max(pairs)
+            out.append(known)
         return out
 
     def max_in_flight(self, later_replicas: int, mine: int, total: int, slack: float = 0.0) -> int:
