@@ -158,20 +158,22 @@ class OperatingPoints:
         """The same for the groups of each stage."""
         size = self.boundary_bytes_per_sequence * micro_batch_size / cp
         known_ways, out = self.known_ways, []
+        before, counted = [0] * len(self.cluster.nodes), 0  # GPUs of each pool in stages before
         for i in range(len(stages) - 1):
-            a, b = stages[i], stages[i + 1]
-            way = size, a, b
+            a, b, local = stages[i], stages[i + 1], False
+            if len(a) == len(b) == 1 and a[0].pool == b[0].pool:  # both stages inside one node?
+                (pool, tp, count, _), (_, other_tp, more, _) = a[0], b[0]
+                both, per_node = cp * (tp * count + other_tp * more), self.cluster.nodes[pool].gpus_per_node
+                if both <= per_node:  # nodes are filled in order
+                    for stage in stages[counted:i]:
+                        for g in stage:
+                            before[g.pool] += cp * g.tp * g.count
+                    counted = i
+                    local = before[pool] // per_node == (before[pool] + both - 1) // per_node
+            way = size, a, b, local
             known = known_ways.get(way)
             if known is None:
-                (pool, tp, count, _), (other, other_tp, more, _) = a[0], b[0]
-                both, per_node = cp * (tp * count + other_tp * more), self.cluster.nodes[pool].gpus_per_node
-                if len(a) == len(b) == 1 and pool == other and both <= per_node:  # both stages inside one node?
-                    # nodes are filled in order
-                    before = sum([cp * g.tp * g.count for stage in stages[:i] for g in stage if g.pool == pool])
-                    local = before // per_node == (before + both - 1) // per_node
-                    out.append(self.network.transfer_s(pool, tp, other, other_tp, size, local))
-                    continue
-                pairs = (self.network.transfer_s(g.pool, g.tp, h.pool, h.tp, size, False) for g in a for h in b)
+                pairs = (self.network.transfer_s(g.pool, g.tp, h.pool, h.tp, size, local) for g in a for h in b)
                 known = known_ways[way] = max(pairs)
             out.append(known)
         return out
