@@ -157,26 +157,25 @@ class OperatingPoints:
     def ways_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> list[float]:
         """The same for the groups of each stage."""
         size = self.boundary_bytes_per_sequence * micro_batch_size / cp
-        out: list[float] = []
-        taken: dict[int, int] = {}
-        transfer_s = self.network.transfer_s
+        known_ways, out = self.known_ways, []
+        before, counted = [0] * len(self.cluster.nodes), 0  # GPUs of each pool in stages before
         for i in range(len(stages) - 1):
-            a, b = stages[i], stages[i + 1]
-            if len(a) == len(b) == 1:
-                (pool, tp, count, _), (other, other_tp, more, _) = a[0], b[0]
-                local = False
-                if pool == other:  # nodes are filled in order: both stages inside one node?
-                    before, per_node = taken.get(pool, 0), self.cluster.nodes[pool].gpus_per_node
-                    local = before // per_node == (before + cp * (tp * count + other_tp * more) - 1) // per_node
-                out.append(transfer_s(pool, tp, other, other_tp, size, local))
-            else:
-                way = size, a, b
-                if way not in self.known_ways:
-                    pairs = (transfer_s(g.pool, g.tp, h.pool, h.tp, size, False) for g in a for h in b)
-                    self.known_ways[way] = max(pairs)
-                out.append(self.known_ways[way])
-            for g in a:
-                taken[g.pool] = taken.get(g.pool, 0) + cp * g.tp * g.count
+            a, b, local = stages[i], stages[i + 1], False
+            if len(a) == len(b) == 1 and a[0].pool == b[0].pool:  # both stages inside one node?
+                (pool, tp, count, _), (_, other_tp, more, _) = a[0], b[0]
+                both, per_node = cp * (tp * count + other_tp * more), self.cluster.nodes[pool].gpus_per_node
+                if both <= per_node:  # nodes are filled in order
+                    for stage in stages[counted:i]:
+                        for g in stage:
+                            before[g.pool] += cp * g.tp * g.count
+                    counted = i
+                    local = before[pool] // per_node == (before[pool] + both - 1) // per_node
+            way = size, a, b, local
+            known = known_ways.get(way)
+            if known is None:
+                pairs = (self.network.transfer_s(g.pool, g.tp, h.pool, h.tp, size, local) for g in a for h in b)
+                known = known_ways[way] = max(pairs)
+            out.append(known)
         return out
 
     def max_in_flight(self, later_replicas: int, mine: int, total: int, slack: float = 0.0) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import ceil, log2
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,27 +21,27 @@ State = tuple[float, float, float, float]
 """Bytes of a rank: parameters, gradients and optimizer state on the device, and what is in main memory."""
 
 
-class Place(NamedTuple):
+class Place:
     """What is known of a replica before layers are: what it computes, and what comes after its stage.
 
-    Attributes:
+    Args:
         share: Its part of the microbatches.
         total: Microbatches.
         width: Replicas of its stage.
+
+    Attributes:
+        share: As given.
+        microbatches: Of the replica.
+        width: As given.
         later: Replicas of later stages.
         stages: In all.
     """
 
-    share: float
-    total: int
-    width: int
-    later: int
-    stages: int
+    __slots__ = ("later", "microbatches", "share", "stages", "width")
 
-    @property
-    def microbatches(self) -> float:
-        """Of the replica."""
-        return max(1.0, self.share * self.total)
+    def __init__(self, share: float, total: int, width: int) -> None:
+        self.share, self.microbatches, self.width = share, max(1.0, share * total), width
+        self.later, self.stages = 0, 1
 
     @property
     def later_stages(self) -> float:

@@ -39,7 +39,7 @@ class _Room(NamedTuple):
     """What decides how many layers fit into the memory of a group's replicas, whatever comes after the stage.
 
     Attributes:
-        share: Of the stage's microbatches, that of one replica.
+        place: Of one replica; what comes later is filled in when it is known.
         replicas: How many.
         free: Bytes for layers and activations, the state of embedding and head taken off.
         undivided_free: The same without that state.
@@ -51,7 +51,7 @@ class _Room(NamedTuple):
         parameters: Of a layer.
     """
 
-    share: float
+    place: Place
     replicas: int
     free: float
     undivided_free: float
@@ -70,7 +70,7 @@ class Rooms:
     must hold one copy of it, and each what is not divided.
     """
 
-    __slots__ = ("_divided", "_like", "_may_divide", "_rooms", "_schedule", "_total", "_whole", "_width")
+    __slots__ = ("_divided", "_like", "_may_divide", "_rooms", "_schedule", "_whole")
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Rooms:
         like: Candidate,
     ) -> None:
         schedule = self._schedule = schedule_of(like)
-        self._like, self._total, self._width = like, total, sum([g.count for g in groups])
+        self._like, width = like, sum([g.count for g in groups])
         speed = sum([g.count / (u.layer_f + u.layer_b) for g, u in zip(groups, units)])
         boundary = 2 * estimator.boundary_bytes_per_sequence * like.micro_batch_size
         self._may_divide = schedule.shards_parameters and len(groups) > 1 and len({g.tp for g in groups}) == 1
@@ -100,7 +100,7 @@ class Rooms:
                 free -= max(0.0, u.head_workspace_bytes - u.workspace_bytes) / like.slices
             self._rooms.append(
                 _Room(
-                    1 / (u.layer_f + u.layer_b) / speed,
+                    Place(1 / (u.layer_f + u.layer_b) / speed, total, width),
                     g.count,
                     free - ends * per,
                     free,
@@ -116,28 +116,29 @@ class Rooms:
     def cap(self, later: int, count: int) -> int:
         """Most layers, with so many replicas in later stages of so many stages in all; may be below 1."""
         least = 1 << 30
-        held_of, like, total, width = self._schedule.expected_in_flight, self._like, self._total, self._width
         for room in self._rooms:
-            held = held_of(like, Place(room.share, total, width, later, count))
-            free = room.free - self._ends(room, held)
-            fitting = int(free // (room.layer + held * room.held_layer))
+            held, ends = self._held(room, later, count)
+            fitting = int((room.free - ends) // (room.layer + held * room.held_layer))
             if fitting < least:
                 least = fitting
         return max(least, self._together(later, count)) if self._may_divide else least
 
-    def _ends(self, room: _Room, held: float) -> float:
-        """Bytes that embedding and head keep for so many microbatches in flight."""
-        logits = self._schedule.logits(self._like, held, room.head) if room.head else 0.0
-        return held * room.held_end + logits
+    def _held(self, room: _Room, later: int, count: int) -> tuple[float, float]:
+        """Microbatches in flight, and the bytes that embedding and head keep for them."""
+        place = room.place
+        place.later, place.stages = later, count
+        held = self._schedule.expected_in_flight(self._like, place)
+        if room.head:
+            return held, held * room.held_end + self._schedule.logits(self._like, held, room.head)
+        return held, held * room.held_end
 
     def _together(self, later: int, count: int) -> int:
         """Most layers with the state divided as the replicas' memory allows."""
         alone, whole, each = 1 << 30, self._whole, self._divided / len(self._rooms)
         free_together = needed_together = 0.0
         for room in self._rooms:
-            place = Place(room.share, self._total, self._width, later, count)
-            held = self._schedule.expected_in_flight(self._like, place)
-            free = room.undivided_free - self._ends(room, held) - room.ends * whole
+            held, ends = self._held(room, later, count)
+            free = room.undivided_free - ends - room.ends * whole
             needed = room.parameters * whole + held * room.held_layer
             alone = min(alone, int(free // needed))
             free_together += room.replicas * free - room.ends * each

@@ -45,7 +45,7 @@ SMALL = 5_000
 """Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if
 they may become the best by it."""
 DEEPENED = 2
-"""Plans for which depths are chosen, however large they are."""
+"""Plans of schedules with depths for which these are chosen, however large the plans are."""
 
 
 def finish(
@@ -89,9 +89,9 @@ def finish(
             queues.pop(name, None)
             continue
         left = each - spent.get(name[0], 0)
-        allowed = most if ratios.is_new(name[0]) else left
+        is_allowed = _taken(candidate, operations, 1) <= most if ratios.is_new(name[0]) else operations <= left
         too_slow = bound_s < inf and least_s(book.estimator, candidate, estimate) > bound_s
-        if too_slow or (operations > allowed and found):
+        if too_slow or (found and not is_allowed):
             continue
         placed = _placed(estimator, goal, place(candidate), candidate, estimate)
         if placed is None:
@@ -149,15 +149,19 @@ def _improve_best(
     """More in flight across slow links where that makes the best plans faster, and small changes of the best."""
     found.sort(key=lambda f: f.value(goal))
     best = found[0].value(goal)
+    deepened = 0
     for i, entry in enumerate(found):
         if progress.spent:
             return
+        if not schedule_of(entry.candidate).has_depths:
+            continue
         is_large = operations_of(estimator, entry.candidate) > SMALL
         # A plan's price goes with its time.
         hope = least_s(estimator, entry.candidate, entry.estimate) / entry.iteration_s * entry.value(goal)
-        if i >= DEEPENED and (is_large or hope >= best):
+        if deepened >= DEEPENED and (is_large or hope >= best):
             continue
-        found[i] = deeper(estimator, goal, entry, briefly=i >= DEEPENED)
+        found[i] = deeper(estimator, goal, entry, briefly=deepened >= DEEPENED)
+        deepened += 1
         best = min(best, found[i].value(goal))
     found.sort(key=lambda f: f.value(goal))
     simulate = partial(_simulated, estimator, goal, tries=1)
