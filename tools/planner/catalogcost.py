@@ -75,18 +75,17 @@ class CatalogCosts:
         if not gpu.peak(model.precision) or not gpu.peak(precision):
             known = ", ".join(gpu.flops)
             raise PlannerError("model", "precision", precision, f"{name} does not support it", f"It supports {known}")
-        tokens = batch * model.seq_length / spread.cp
+        tokens, passes = batch * model.seq_length / spread.cp, spread.slices
+        reduce = passes * self._reduces_s(gpu, tokens / passes, tp, spread)
         if kind == "layer":
             times = self._mean_layer(name, batch, tp, recompute, spread)
         elif kind == "embedding":
             moved = tokens * model.hidden_size * model.element_bytes
-            reduce = self._reduces_s(gpu, tokens, tp, spread)
             times = (memory_s(gpu, 3.0 * moved) + reduce, memory_s(gpu, 3.0 * moved), 0.0, 0.0)
         else:
-            product = Product(tokens, model.vocab_size / tp, model.hidden_size)
-            each = product_s(gpu, self.runtime.kernels, product, model.precision, model.element_bytes)
+            product = Product(tokens / passes, model.vocab_size / tp, model.hidden_size)
+            each = passes * product_s(gpu, self.runtime.kernels, product, model.precision, model.element_bytes)
             loss = memory_s(gpu, self.runtime.kernels.logits_bytes * tokens * model.vocab_size / tp)
-            reduce = self._reduces_s(gpu, tokens, tp, spread)
             times = (each + loss / 2 + reduce, 2 * each + loss / 2 + reduce, 0.0, 0.0)
         parts = spread.expert_parts(tp)
         kept = activation_bytes(model, kind, batch, tp, recompute, fused, spread.cp, expert_tp=parts)
@@ -117,20 +116,23 @@ class CatalogCosts:
     ) -> tuple[float, float, float, float]:
         model, gpu, runtime = self.model, self.gpu(name), self.runtime
         kernels, precision = runtime.kernels, "fp8" if self.model.fp8 else self.model.precision
-        tokens = batch * model.seq_length / spread.cp
-        work = layer_work(model, tokens, tp, spread.ep, experts, spread.expert_parts(tp))
+        passes = spread.slices
+        tokens = batch * model.seq_length / spread.cp / passes
+        whole = layer_work(model, passes * tokens, tp, spread.ep, experts, spread.expert_parts(tp))
+        work = whole if passes == 1 else layer_work(model, tokens, tp, spread.ep, experts, spread.expert_parts(tp))
         product = sum(product_s(gpu, kernels, p, precision, model.element_bytes) for p in work.products)
         grouped = replace(kernels, gemm=kernels.gemm * kernels.expert_gemm)
         product += sum(product_s(gpu, grouped, p, precision, model.element_bytes) for p in work.experts)
         element = memory_s(gpu, kernels.elementwise * work.elements * model.element_bytes)
-        attention_f, attention_b, repeated = self._attention(name, work, batch, tp, spread)
+        attention_f, attention_b, repeated = self._attention(name, whole, batch, tp, spread)
+        each_f, each_b = attention_f / passes, attention_b / passes  # of a slice, in the mean
         around = self._reduces_s(gpu, 2 * tokens, tp, spread) + self._exchange_s(gpu, work, tp, spread)
         dropless = experts and model.experts is not None and model.experts.dropless
         waits = kernels.dropless_launches * kernels.launch_scale * gpu.launch_s if dropless else 0.0
         launches = kernels.launches + (kernels.expert_launches if experts else 0.0)
         host = launches * gpu.launch_s * kernels.launch_scale
-        forward = max(product + element + attention_f, host) + around + waits
-        backward = max(2 * (product + element) + attention_b, 2 * host) + around + waits
+        forward = passes * (max(product + element + each_f, host) + around + waits)
+        backward = passes * (max(2 * (product + element) + each_b, 2 * host) + around + waits)
         if recompute == "full":
             backward, attention_b = backward + forward, attention_b + attention_f
         elif recompute == "selective":

@@ -22,6 +22,7 @@ class Spread(NamedTuple):
         domain: GPUs of a node (or NVLink domain).
         network_bytes_per_s: Of one GPU to the network.
         intra_node_bytes_per_s: Of one GPU to its node, None for the catalog's figure.
+        slices: Passes that a sequence is cut into; costs are of all of them.
     """
 
     cp: int = 1
@@ -30,6 +31,7 @@ class Spread(NamedTuple):
     domain: int = 8
     network_bytes_per_s: float = 12.5e9
     intra_node_bytes_per_s: float | None = None
+    slices: int = 1
 
     def expert_parts(self, tp: int) -> int:
         """Ranks that cut one expert, where a replica has ``tp`` of them."""

@@ -102,8 +102,9 @@ class MeasuredCosts:
         # As profiled, else scaled from how it was.
         ep = spread.ep if kind == "layer" and self._is_measured(gpu, tp, spread) else 1
         found = self._alone(gpu, kind, batch, tp, recompute, ep)
-        if kind != "layer" and spread.cp == 1:
+        if kind != "layer" and spread.cp == spread.slices == 1:
             return found
+        slices, spread = spread.slices, spread._replace(slices=1)
         theirs = self._whole.cost(gpu, kind, batch, tp, recompute, spread._replace(cp=1, ep=ep, expert_tp=tp // ep))
         if spread.cp > 1 or spread.ep != ep:
             found = _divided(found, theirs, self._whole.cost(gpu, kind, batch, tp, recompute, spread))
@@ -112,13 +113,61 @@ class MeasuredCosts:
         forward = min(share * theirs.attention_forward_s, found.forward_s)
         backward = min(share * theirs.attention_backward_s, found.backward_s)
         left = self.model.attention_share
-        return replace(
+        found = replace(
             found,
             forward_s=found.forward_s - (1 - left) * forward,
             backward_s=found.backward_s - (1 - left) * backward,
             attention_forward_s=left * forward,
             attention_backward_s=left * backward,
         )
+        return found if slices == 1 else self._sliced(found, gpu, kind, batch, tp, recompute, spread, slices)
+
+    def _sliced(
+        self,
+        found: LayerCost,
+        gpu: str,
+        kind: LayerKind,
+        batch: int,
+        tp: int,
+        recompute: str,
+        spread: Spread,
+        slices: int,
+    ) -> LayerCost:
+        """All slices of a sequence, from the whole of it: what every pass takes however small it is comes on top.
+
+        A profile with several micro batch sizes shows it: what is left of a pass without sequences.  On GPUs there is
+        what the catalog knows besides: operands that every pass reads, and kernels that the host cannot start sooner.
+        """
+        passes = (found.fixed_forward_s * slices, found.fixed_backward_s * slices)
+        measured = self._without_sequences(_Kind(gpu, kind, tp, recompute, spread.ep))
+        more = [(slices - 1) * seconds for seconds in measured]
+        if not self.gpu(gpu).is_processor:
+            whole = self._whole.cost(gpu, kind, batch, tp, recompute, spread)
+            sliced = self._whole.cost(gpu, kind, batch, tp, recompute, spread._replace(slices=slices))
+            known = (sliced.forward_s - whole.forward_s, sliced.backward_s - whole.backward_s)
+            more = [max(mine, theirs) for mine, theirs in zip(more, known)]
+        return replace(
+            found,
+            forward_s=found.forward_s + more[0],
+            backward_s=found.backward_s + more[1],
+            fixed_forward_s=passes[0],
+            fixed_backward_s=passes[1],
+        )
+
+    def _without_sequences(self, key: _Kind) -> tuple[float, float]:
+        """Seconds of a forward and of a backward of no sequences, from the two smallest micro batches measured."""
+        points = self.points.get(key) or self.points.get(key._replace(recompute="none")) or []
+        if len(points) < 2:
+            return 0.0, 0.0
+        a, b = points[:2]
+        span = b.micro_batch_size - a.micro_batch_size
+
+        def left(short: float, long: float) -> float:
+            return max(0.0, (b.micro_batch_size * short - a.micro_batch_size * long) / span)
+
+        fixed = a.fixed_forward_s, a.fixed_backward_s  # these are counted on their own
+        forward, backward = left(a.forward_s, b.forward_s), left(a.backward_s, b.backward_s)
+        return max(0.0, forward - fixed[0]), max(0.0, backward - fixed[1])
 
     def _is_measured(self, gpu: str, tp: int, spread: Spread) -> bool:
         """Whether experts were measured divided as they are here."""

@@ -89,12 +89,20 @@ class OperatingPoints:
         return (per_hour or 0.0) / 3600.0
 
     def _unit(
-        self, pool: int, tp: int, batch: int, recompute: str, cp: int = 1, ep: int = 1, expert_tp: int = 0
+        self,
+        pool: int,
+        tp: int,
+        batch: int,
+        recompute: str,
+        cp: int = 1,
+        ep: int = 1,
+        expert_tp: int = 0,
+        slices: int = 1,
     ) -> Unit | None:
-        """Figures of a replica kind, None where there are none."""
+        """Figures of a replica kind, None where there are none; times are of all slices together."""
         node = self.cluster.nodes[pool]
         network = node.network_bytes_per_s / node.gpus_per_node
-        spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s)
+        spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s, slices)
         if (
             tp > node.gpus_per_node
             or tp not in self.costs.tp_sizes(node.gpu)
@@ -141,9 +149,16 @@ class OperatingPoints:
         if c.sizes:
             return unit_of_group(self, c, group)
         if c.cp == c.ep == 1 and group.ep < 2:
-            return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
+            return self.undivided(c, group)
         ep, expert_tp = c.cut_of(group)
-        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp)
+        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp, c.slices)
+
+    def undivided(self, candidate: Candidate, group: Group) -> Unit | None:
+        """The same without CP and EP."""
+        c = candidate
+        if c.slices == 1:
+            return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
+        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, 1, 1, group.tp, c.slices)
 
     @property
     def boundary_bytes_per_sequence(self) -> float:

@@ -213,9 +213,9 @@ def stage_load(
     estimator: Estimator, groups: tuple[Group, ...], like: Candidate, first: bool, last: bool
 ) -> Load | None:
     """The load of a stage, as other candidates know it; None when a replica kind has no figures."""
-    key = groups, like.micro_batch_size, like.recompute, first, last
+    key = groups, like.micro_batch_size, like.recompute, like.slices, first, last
     if key not in estimator.known_loads:
-        units = [estimator.unit(g.pool, g.tp, like.micro_batch_size, like.recompute) for g in groups]
+        units = [estimator.undivided(like, g) for g in groups]
         there = [u for u in units if u is not None]
         estimator.known_loads[key] = Load(groups, there, first, last) if len(there) == len(units) else None
     found: Load | None = estimator.known_loads[key]

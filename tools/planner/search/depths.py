@@ -69,6 +69,14 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
     return best if best.iteration_s < found.iteration_s * (1 - FASTER) else found
 
 
+def hiding(estimator: Estimator, candidate: Candidate) -> Candidate | None:
+    """The candidate with as many microbatches in flight as hide every transfer; None where none needs hiding."""
+    if len(candidate.stages) < 2 or not schedule_of(candidate).has_depths or candidate.depths:
+        return None
+    depths = _hiding(_passes_s(estimator, candidate), estimator.transfer_times(candidate))
+    return candidate.with_(depths=depths) if max(depths) > 1 else None
+
+
 def _hiding(passes: list[float], transfers: list[float]) -> tuple[int, ...]:
     """As many more as hide each transfer, there and back, and one of reserve where that is any."""
     hidden = [ceil(2 * seconds / max(passes)) if 2 * seconds > NOTICEABLE * max(passes) else 0 for seconds in transfers]

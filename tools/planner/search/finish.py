@@ -44,6 +44,8 @@ ORDER_WINDOW = 0.03
 SMALL = 5_000
 """Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if
 they may become the best by it."""
+REFINED = 1.06
+"""Small changes are made to the best plan, and to the best 1F1B plan within this factor of it, which gains most."""
 DEEPENED = 2
 """Plans of schedules with depths for which these are chosen, however large the plans are."""
 
@@ -106,7 +108,7 @@ def finish(
         if _within(goal, entry):
             found.append(entry)
             best = min(best, entry.value(goal))
-    _improve(estimator, goal, book.progress, outcome, found, each, effort)
+    _improve(estimator, goal, book.progress, outcome, found, each, effort, bound_s)
     _conclude(book, outcome, confirm(estimator, goal, found), place)
 
 
@@ -132,28 +134,40 @@ def _improve(
     found: list[Found],
     operations: int,
     effort: Effort,
+    bound_s: float,
 ) -> None:
     """Better plans in place of the best ones, where there is time; what has been found stays."""
     if not found or outcome.interrupted:
         return
     try:
-        _improve_best(estimator, goal, found, operations, progress, effort)
+        known = bound_s if goal.objective == "throughput" else inf
+        _improve_best(estimator, goal, found, operations, progress, effort, known)
     except KeyboardInterrupt:
         outcome.interrupted = True
         found.sort(key=lambda f: f.value(goal))
 
 
 def _improve_best(
-    estimator: Estimator, goal: Goal, found: list[Found], operations: int, progress: Progress, effort: Effort
+    estimator: Estimator,
+    goal: Goal,
+    found: list[Found],
+    operations: int,
+    progress: Progress,
+    effort: Effort,
+    known: float,
 ) -> None:
-    """More in flight across slow links where that makes the best plans faster, and small changes of the best."""
+    """More in flight across slow links where that makes the best plans faster, and small changes of the best.
+
+    Args:
+        known: Value of a plan that is known already.
+    """
     found.sort(key=lambda f: f.value(goal))
     best = found[0].value(goal)
     deepened = 0
     for i, entry in enumerate(found):
         if progress.spent:
             return
-        if not schedule_of(entry.candidate).has_depths:
+        if not schedule_of(entry.candidate).has_depths or entry.candidate.depths:
             continue
         is_large = operations_of(estimator, entry.candidate) > SMALL
         # A plan's price goes with its time.
@@ -165,11 +179,16 @@ def _improve_best(
         best = min(best, found[i].value(goal))
     found.sort(key=lambda f: f.value(goal))
     simulate = partial(_simulated, estimator, goal, tries=1)
-    if found[0].candidate.schedule == PLAIN.name:
-        operations *= effort.refined
-    better = refine(estimator, goal, found[0], operations, simulate, effort.regroups)
-    if better is not found[0]:
-        found.insert(0, better)
+    plain = next((f for f in found if f.candidate.schedule == PLAIN.name), None)
+    entries = [found[0]]
+    if plain is not None and plain is not found[0] and plain.value(goal) < REFINED * min(best, known):
+        entries.append(plain)
+    for entry in entries:
+        allowed = operations * effort.refined if entry is plain else operations
+        better = refine(estimator, goal, entry, allowed, simulate, effort.regroups)
+        if better is not entry:
+            found.append(better)
+    found.sort(key=lambda f: f.value(goal))
 
 
 class _Ratios:

@@ -199,7 +199,7 @@ class Sketch:
     def _meet(self, point: _Point, groups: tuple[Group, ...], first: bool, last: bool) -> _Known | None:
         """A stage that has not been met at this point."""
         like = point.like
-        key = like.micro_batch_size, like.recompute, groups, first, last
+        key = like.micro_batch_size, like.recompute, like.slices, groups, first, last
         if key not in self.stages:
             self.stages[key] = self._priced(groups, like, point.total, first, last)
         stage = self.stages[key]
