@@ -38,12 +38,15 @@ class MeasuredCosts:
         plain = model.model_copy(update={"document_lengths": None})
         self._whole = self.analytic if model.document_lengths is None else CatalogCosts(plain, gpu, runtime)
         self.points: dict[_Kind, list[LayerTiming]] = {}
+        self.slices: dict[tuple[_Kind, int], list[LayerTiming]] = {}
         for device in profile.devices:
-            for t in device.timings:
-                if t.slice_tokens == model.seq_length and t.context_tokens == 0:
-                    kind = _Kind(device.kind, t.layer, t.tp, t.recompute, t.ep, t.windowed)
+            for t in (t for t in device.timings if t.context_tokens == 0):
+                kind = _Kind(device.kind, t.layer, t.tp, t.recompute, t.ep, t.windowed)
+                if t.slice_tokens == model.seq_length:
                     self.points.setdefault(kind, []).append(t)
-        for points in self.points.values():
+                else:
+                    self.slices.setdefault((kind, t.slice_tokens), []).append(t)
+        for points in (*self.points.values(), *self.slices.values()):
             points.sort(key=lambda t: t.micro_batch_size)
         self.cost = cache(self._cost)  # type: ignore[method-assign]
         self._update_rate = cache(self._update_per_parameter)
@@ -120,38 +123,38 @@ class MeasuredCosts:
             attention_forward_s=left * forward,
             attention_backward_s=left * backward,
         )
-        return found if slices == 1 else self._sliced(found, gpu, kind, batch, tp, recompute, spread, slices)
+        return found if slices == 1 else self._sliced(found, _Kind(gpu, kind, tp, recompute, ep), batch, spread, slices)
 
-    def _sliced(
-        self,
-        found: LayerCost,
-        gpu: str,
-        kind: LayerKind,
-        batch: int,
-        tp: int,
-        recompute: str,
-        spread: Spread,
-        slices: int,
-    ) -> LayerCost:
-        """All slices of a sequence, from the whole of it: what every pass takes however small it is comes on top.
+    def _sliced(self, found: LayerCost, key: _Kind, batch: int, spread: Spread, slices: int) -> LayerCost:
+        """All slices of a sequence, from the whole of it, which they never take less than.
 
-        A profile with several micro batch sizes shows it: what is left of a pass without sequences.  On GPUs there is
-        what the catalog knows besides: operands that every pass reads, and kernels that the host cannot start sooner.
+        A slice was measured (``profile --slice-tokens``).  Or what every pass takes however small it is comes on top:
+        a profile with several micro batch sizes shows what is left of a pass without sequences, and on GPUs there is
+        what the catalog knows: operands that every pass reads, and kernels that the host cannot start sooner.
         """
-        passes = (found.fixed_forward_s * slices, found.fixed_backward_s * slices)
-        measured = self._without_sequences(_Kind(gpu, kind, tp, recompute, spread.ep))
-        more = [(slices - 1) * seconds for seconds in measured]
-        if not self.gpu(gpu).is_processor:
-            whole = self._whole.cost(gpu, kind, batch, tp, recompute, spread)
-            sliced = self._whole.cost(gpu, kind, batch, tp, recompute, spread._replace(slices=slices))
-            known = (sliced.forward_s - whole.forward_s, sliced.backward_s - whole.backward_s)
-            more = [max(mine, theirs) for mine, theirs in zip(more, known)]
+        points = self.slices.get((key, self.model.seq_length // slices)) if spread.cp == 1 else None
+        if points:
+            overhead, whole = self.runtime.profile_overhead_s, found
+            own = [_at(points, batch, lambda t: t.forward_s - t.fixed_forward_s, overhead)]
+            own.append(_at(points, batch, lambda t: t.backward_s - t.fixed_backward_s, overhead))
+            attention = whole.attention_forward_s, whole.attention_backward_s
+            # A slice by itself attends to its own keys only.
+            rest = [slices * mine - a / slices + a for mine, a in zip(own, attention)]
+            more = [max(0.0, rest[0] - whole.forward_s), max(0.0, rest[1] - whole.backward_s)]
+        else:
+            more = [(slices - 1) * seconds for seconds in self._without_sequences(key)]
+            if not self.gpu(key.gpu).is_processor:
+                at = key.gpu, key.layer, batch, key.tp, key.recompute
+                theirs = self._whole.cost(*at, spread)
+                cut = self._whole.cost(*at, spread._replace(slices=slices))
+                known = cut.forward_s - theirs.forward_s, cut.backward_s - theirs.backward_s
+                more = [max(pair) for pair in zip(more, known)]
         return replace(
             found,
             forward_s=found.forward_s + more[0],
             backward_s=found.backward_s + more[1],
-            fixed_forward_s=passes[0],
-            fixed_backward_s=passes[1],
+            fixed_forward_s=slices * found.fixed_forward_s,
+            fixed_backward_s=slices * found.fixed_backward_s,
         )
 
     def _without_sequences(self, key: _Kind) -> tuple[float, float]:
@@ -162,12 +165,12 @@ class MeasuredCosts:
         a, b = points[:2]
         span = b.micro_batch_size - a.micro_batch_size
 
-        def left(short: float, long: float) -> float:
-            return max(0.0, (b.micro_batch_size * short - a.micro_batch_size * long) / span)
+        def left(short: float, long: float, fixed: float) -> float:
+            none = (b.micro_batch_size * short - a.micro_batch_size * long) / span
+            return max(0.0, none - fixed)  # what a pass takes whatever its layers are is counted on its own
 
-        fixed = a.fixed_forward_s, a.fixed_backward_s  # these are counted on their own
-        forward, backward = left(a.forward_s, b.forward_s), left(a.backward_s, b.backward_s)
-        return max(0.0, forward - fixed[0]), max(0.0, backward - fixed[1])
+        forward = left(a.forward_s, b.forward_s, a.fixed_forward_s)
+        return forward, left(a.backward_s, b.backward_s, a.fixed_backward_s)
 
     def _is_measured(self, gpu: str, tp: int, spread: Spread) -> bool:
         """Whether experts were measured divided as they are here."""

@@ -367,7 +367,9 @@ def _hide_transfers(book: Book) -> None:
     """More in flight across slow links, for the best of each number of stages: by that it may be the best of all."""
     for score, candidate in [*book.by_stages.values(), *book.alike.values()]:
         deep = hiding(book.estimator, candidate)
-        estimate = book.estimator.estimate(deep) if deep is not None else None
+        if deep is None:
+            continue
+        estimate = book.estimator.estimate(deep)
         if estimate is not None and book.goal.value(estimate) < score * (1 - CLEAR):
             book.try_candidate(deep)
 
