@@ -155,6 +155,7 @@ def estimator_of(case: Case, profile: Profile) -> Estimator:
         intra_node_bytes_per_s=2e9,
         reserved_bytes=0,
         source="this machine",
+        is_processor=True,
     )
     node = NodeGroup(gpu="core", count=PROCESSES // case.per_node, gpus_per_node=case.per_node)
     cluster = Cluster(nodes=(node,), gpus={"core": cpu})
