@@ -66,7 +66,8 @@ def test_context_parallelism_is_priced(schedule: dict[str, object]) -> None:
     assert two.world_size == 16
     plan, seconds = planned(prices, two)
     assert {r.cp for s in plan.stages for r in s.replicas} == {2}
-    assert 0.45 < seconds / planned(prices, one)[1] < 0.7
+    most = 0.75 if schedule else 0.7  # half as long slices read their operands as often
+    assert 0.45 < seconds / planned(prices, one)[1] < most
     a, b = prices.estimate(one), prices.estimate(two)
     assert a is not None and b is not None
     assert b.memory[0].activation_bytes == pytest.approx(a.memory[0].activation_bytes / 2)

@@ -12,6 +12,7 @@ from ..errors import PlannerError
 from ..estimate import Estimate, Estimator
 from ..schedules import schedule_of
 from ..simulation import block_s, operations_of
+from .book import Book
 from .goal import Goal
 from .least import least_s
 from .outcome import Found
@@ -69,12 +70,20 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
     return best if best.iteration_s < found.iteration_s * (1 - FASTER) else found
 
 
-def hiding(estimator: Estimator, candidate: Candidate) -> Candidate | None:
-    """The candidate with as many microbatches in flight as hide every transfer; None where none needs hiding."""
-    if len(candidate.stages) < 2 or not schedule_of(candidate).has_depths or candidate.depths:
-        return None
-    depths = _hiding(_passes_s(estimator, candidate), estimator.transfer_times(candidate))
-    return candidate.with_(depths=depths) if max(depths) > 1 else None
+def hide_transfers(book: Book) -> None:
+    """Candidates with as many in flight as hide every transfer, where the closed form says that this is faster.
+
+    Those of the best of each number of stages, which may become the best of all by it.
+    """
+    for score, candidate in [*book.by_stages.values(), *book.alike.values()]:
+        if len(candidate.stages) < 2 or not schedule_of(candidate).has_depths or candidate.depths:
+            continue
+        estimator = book.estimator
+        depths = _hiding(_passes_s(estimator, candidate), estimator.transfer_times(candidate))
+        deep = candidate.with_(depths=depths)
+        estimate = estimator.estimate(deep) if max(depths) > 1 else None
+        if estimate is not None and book.goal.value(estimate) < score * (1 - FASTER):
+            book.try_candidate(deep)
 
 
 def _hiding(passes: list[float], transfers: list[float]) -> tuple[int, ...]:

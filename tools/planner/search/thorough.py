@@ -12,7 +12,7 @@ from ..schedules import PLAIN
 from ..search.balance import balance
 from ..search.book import Book, Groups
 from ..search.bounds import Bounds
-from ..search.depths import hiding
+from ..search.depths import hide_transfers
 from ..search.effort import Effort, effort_for
 from ..search.exact import branch_and_bound
 from ..search.finish import finish
@@ -108,7 +108,7 @@ def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | 
         _variants(book, effort, limits)
         _cut_anew(book, limits)
         _polish(book)
-        _hide_transfers(book)
+        hide_transfers(book)
     except KeyboardInterrupt:
         outcome.interrupted = True
         effort = replace(effort, simulated_operations=1000)  # somebody is waiting
@@ -361,17 +361,6 @@ def _polish(book: Book) -> None:
             if book.try_candidate(candidate) < POLISHED * book.to_beat:
                 _swap_stages(book, candidate)
                 _shift_layers(book, candidate)
-
-
-def _hide_transfers(book: Book) -> None:
-    """More in flight across slow links, for the best of each number of stages: by that it may be the best of all."""
-    for score, candidate in [*book.by_stages.values(), *book.alike.values()]:
-        deep = hiding(book.estimator, candidate)
-        if deep is None:
-            continue
-        estimate = book.estimator.estimate(deep)
-        if estimate is not None and book.goal.value(estimate) < score * (1 - CLEAR):
-            book.try_candidate(deep)
 
 
 def _swap_stages(book: Book, candidate: Candidate) -> None:
