@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -174,6 +175,7 @@ def _rows(
     rows = [row for row in known if row["seed"] not in seeds]
     for seed in seeds:
         rows.append(compare(seed))
+        gc.collect()  # a search leaves a million objects that refer to each other
         print(f"  pool {seed}: {rows[-1]}", file=sys.stderr, flush=True)
     return sorted(rows, key=lambda row: row["seed"])
 
