@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 from .catalog import Gpu
 from .catalogcost import CatalogCosts
+from .curves import Kind, pass_at
 from .errors import PlannerError
 from .layer import ALONE, KINDS, LayerCost, LayerCosts, Spread, activation_bytes, attention_matrix_bytes
 from .model import Model
-from .monotone import interpolated
 from .profile_schema import LayerKind, LayerTiming, Profile
 from .runtime import MEGATRON_HET, Runtime
+from .slicecost import SlicePrices, mean_of
 from .uncertainty import PROFILE_ERROR
 
 __all__ = ["KINDS", "CatalogCosts", "LayerCost", "LayerCosts", "MeasuredCosts", "activation_bytes"]
@@ -37,17 +37,18 @@ class MeasuredCosts:
         # Whole sequences are measured, whatever documents are in them.
         plain = model.model_copy(update={"document_lengths": None})
         self._whole = self.analytic if model.document_lengths is None else CatalogCosts(plain, gpu, runtime)
-        self.points: dict[_Kind, list[LayerTiming]] = {}
-        self.slices: dict[tuple[_Kind, int], list[LayerTiming]] = {}
+        self.points: dict[Kind, list[LayerTiming]] = {}
+        slices: dict[tuple[Kind, int], list[LayerTiming]] = {}
         for device in profile.devices:
             for t in (t for t in device.timings if t.context_tokens == 0):
-                kind = _Kind(device.kind, t.layer, t.tp, t.recompute, t.ep, t.windowed)
+                kind = Kind(device.kind, t.layer, t.tp, t.recompute, t.ep, t.windowed)
                 if t.slice_tokens == model.seq_length:
                     self.points.setdefault(kind, []).append(t)
                 else:
-                    self.slices.setdefault((kind, t.slice_tokens), []).append(t)
-        for points in (*self.points.values(), *self.slices.values()):
+                    slices.setdefault((kind, t.slice_tokens), []).append(t)
+        for points in (*self.points.values(), *slices.values()):
             points.sort(key=lambda t: t.micro_batch_size)
+        self.slices = SlicePrices(self.points, slices, model.seq_length, runtime.profile_overhead_s)
         self.cost = cache(self._cost)  # type: ignore[method-assign]
         self._update_rate = cache(self._update_per_parameter)
 
@@ -78,7 +79,7 @@ class MeasuredCosts:
 
     def alone_share(self, gpu: str, batch: int, tp: int) -> float:
         """Time of a pass while the other devices of the machine wait, over its time while all are busy."""
-        points = self.points.get(_Kind(gpu, "layer", tp, "none"), [])
+        points = self.points.get(Kind(gpu, "layer", tp, "none"), [])
         measured = [t for t in points if t.alone_s]
         if not measured:
             return 1.0
@@ -123,54 +124,48 @@ class MeasuredCosts:
             attention_forward_s=left * forward,
             attention_backward_s=left * backward,
         )
-        return found if slices == 1 else self._sliced(found, _Kind(gpu, kind, tp, recompute, ep), batch, spread, slices)
+        if slices == 1:
+            return found
+        key = Kind(gpu, kind, tp, recompute, ep if kind == "layer" else spread.ep)
+        return self._sliced(found, key, batch, spread, slices, (forward, backward), share)
 
-    def _sliced(self, found: LayerCost, key: _Kind, batch: int, spread: Spread, slices: int) -> LayerCost:
+    def _sliced(
+        self,
+        found: LayerCost,
+        key: Kind,
+        batch: int,
+        spread: Spread,
+        slices: int,
+        attention: tuple[float, float],
+        share: float,
+    ) -> LayerCost:
         """All slices of a sequence, from the whole of it, which they never take less than.
 
-        A slice was measured (``profile --slice-tokens``).  Or what every pass takes however small it is comes on top:
-        a profile with several micro batch sizes shows what is left of a pass without sequences, and on GPUs there is
-        what the catalog knows: operands that every pass reads, and kernels that the host cannot start sooner.
+        On GPUs slices that were not measured take what the catalog says, if that is more: operands that every pass
+        reads, and kernels that the host cannot start sooner.
+
+        Args:
+            found: Of whole sequences.
+            attention: Seconds to all keys before, in whichever documents, forward and backward.
+            share: What was measured over what the catalog says.
         """
-        points = self.slices.get((key, self.model.seq_length // slices)) if spread.cp == 1 else None
-        if points:
-            overhead, whole = self.runtime.profile_overhead_s, found
-            own = [_at(points, batch, lambda t: t.forward_s - t.fixed_forward_s, overhead)]
-            own.append(_at(points, batch, lambda t: t.backward_s - t.fixed_backward_s, overhead))
-            attention = whole.attention_forward_s, whole.attention_backward_s
-            # A slice by itself attends to its own keys only.
-            rest = [slices * mine - a / slices + a for mine, a in zip(own, attention)]
-            more = [max(0.0, rest[0] - whole.forward_s), max(0.0, rest[1] - whole.backward_s)]
-        else:
-            more = [(slices - 1) * seconds for seconds in self._without_sequences(key)]
-            if not self.gpu(key.gpu).is_processor:
-                at = key.gpu, key.layer, batch, key.tp, key.recompute
-                theirs = self._whole.cost(*at, spread)
-                cut = self._whole.cost(*at, spread._replace(slices=slices))
-                known = cut.forward_s - theirs.forward_s, cut.backward_s - theirs.backward_s
-                more = [max(pair) for pair in zip(more, known)]
+        parts = [(of, *self.slices.more(kind, batch, slices, attention)) for of, kind in self._kinds(key)]
+        more = mean_of([(of, extra) for of, extra, _ in parts])
+        # What was measured is of layers as they were measured, not of their parts.
+        exact = spread.cp == 1 and spread.ep == key.ep and all(measured for *_, measured in parts)
+        if not exact and not self.gpu(key.gpu).is_processor:
+            at = key.gpu, key.layer, batch, key.tp, key.recompute
+            whole, cut = (self._whole.cost(*at, spread._replace(slices=n)) for n in (1, slices))
+            forward = max(more.forward_s, share * (cut.forward_s - whole.forward_s))
+            backward = max(more.backward_s, share * (cut.backward_s - whole.backward_s))
+            more = more._replace(forward_s=forward, backward_s=backward)
         return replace(
             found,
-            forward_s=found.forward_s + more[0],
-            backward_s=found.backward_s + more[1],
-            fixed_forward_s=slices * found.fixed_forward_s,
-            fixed_backward_s=slices * found.fixed_backward_s,
+            forward_s=found.forward_s + more.forward_s,
+            backward_s=found.backward_s + more.backward_s,
+            fixed_forward_s=found.fixed_forward_s + more.fixed_forward_s,
+            fixed_backward_s=found.fixed_backward_s + more.fixed_backward_s,
         )
-
-    def _without_sequences(self, key: _Kind) -> tuple[float, float]:
-        """Seconds of a forward and of a backward of no sequences, from the two smallest micro batches measured."""
-        points = self.points.get(key) or self.points.get(key._replace(recompute="none")) or []
-        if len(points) < 2:
-            return 0.0, 0.0
-        a, b = points[:2]
-        span = b.micro_batch_size - a.micro_batch_size
-
-        def left(short: float, long: float, fixed: float) -> float:
-            none = (b.micro_batch_size * short - a.micro_batch_size * long) / span
-            return max(0.0, none - fixed)  # what a pass takes whatever its layers are is counted on its own
-
-        forward = left(a.forward_s, b.forward_s, a.fixed_forward_s)
-        return forward, left(a.backward_s, b.backward_s, a.fixed_backward_s)
 
     def _is_measured(self, gpu: str, tp: int, spread: Spread) -> bool:
         """Whether experts were measured divided as they are here."""
@@ -181,48 +176,44 @@ class MeasuredCosts:
 
     def _alone(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, ep: int = 1) -> LayerCost:
         """As profiled, without context parallelism: the mean of layers with and without experts and windows."""
-        if kind != "layer":
-            return self._of_kind(_Kind(gpu, kind, tp, recompute), batch)
+        layers = [(share, self._of_kind(key, batch)) for share, key in self._kinds(Kind(gpu, kind, tp, recompute, ep))]
+        return layers[0][1] if len(layers) == 1 else _mean(layers)
+
+    def _kinds(self, key: Kind) -> list[tuple[float, Kind]]:
+        """The kinds of layers that a layer stands for, with the share of each: with and without experts and windows."""
+        if key.layer != "layer":
+            return [(1.0, key._replace(ep=1))]
         x, model = self.model.experts, self.model
         share = 1 - min(1.0, x.dense_layers / model.num_layers) if x is not None else 1.0
         windowed = model.windowed_layers if model.attention_window is not None else 0.0
-        layers: list[tuple[float, LayerCost]] = []
-        kinds: tuple[tuple[LayerKind, int, float], ...] = (("layer", ep, share), ("dense", 1, 1 - share))
-        for name, parts, of_kind in kinds:
-            for window, of_window in ((True, windowed), (False, 1 - windowed)):
-                if of_kind * of_window > 0:
-                    found = self._of_kind(_Kind(gpu, name, tp, recompute, parts, window), batch)
-                    layers.append((of_kind * of_window, found))
-        return layers[0][1] if len(layers) == 1 else _mean(layers)
+        kinds: tuple[tuple[LayerKind, int, float], ...] = (("layer", key.ep, share), ("dense", 1, 1 - share))
+        return [
+            (of_kind * of_window, key._replace(layer=name, ep=parts, windowed=window))
+            for name, parts, of_kind in kinds
+            for window, of_window in ((True, windowed), (False, 1 - windowed))
+            if of_kind * of_window > 0
+        ]
 
-    def _of_kind(self, key: _Kind, batch: int) -> LayerCost:
+    def _of_kind(self, key: Kind, batch: int) -> LayerCost:
         """One kind of layer."""
         points = self.points.get(key) or self.points.get(key._replace(recompute="none"))
-        gpu, kind, tp, recompute = key[:4]
+        gpu, _, tp, _ = key[:4]
         model = self.model
         if not points:
             return self._scaled(key, batch)
-        forward = _at(points, batch, lambda t: t.forward_s, self.runtime.profile_overhead_s)
-        backward = _at(points, batch, lambda t: t.backward_s, self.runtime.profile_overhead_s)
-        fixed_f = min(_at(points, batch, lambda t: t.fixed_forward_s, 0.0), forward)
-        fixed_b = min(_at(points, batch, lambda t: t.fixed_backward_s, 0.0), backward)
-        forward, backward = forward - fixed_f, backward - fixed_b
-        own = points[0].recompute == recompute
-        full = kind in ("layer", "dense") and not own and recompute == "full"
-        if full:
-            backward, fixed_b = backward + forward, fixed_b + fixed_f
+        forward, backward, fixed_f, fixed_b = pass_at(points, key, batch, self.runtime.profile_overhead_s)
         kept = points[0].activation_bytes / points[0].micro_batch_size * batch
         extra = max(t.workspace_bytes / t.micro_batch_size for t in points) * batch
         fused = self.analytic.fused(gpu)
         if not extra and not fused:
             extra = self.runtime.attention_copies * attention_matrix_bytes(model, batch, tp)
-        if full:
+        if key.repeats(points[0].recompute):
             extra += kept
             kept = activation_bytes(model, "layer", batch, tp, "full", fused)
         parameters = points[0].parameters
         return LayerCost(forward, backward, parameters, kept, extra, fixed_forward_s=fixed_f, fixed_backward_s=fixed_b)
 
-    def _scaled(self, key: _Kind, batch: int) -> LayerCost:
+    def _scaled(self, key: Kind, batch: int) -> LayerCost:
         """A layer kind that was not measured: the catalog's figure, scaled by how the transformer layer compares."""
         gpu, kind, tp, recompute = key[:4]
         if kind != "embedding" and kind != "head":
@@ -246,23 +237,6 @@ class MeasuredCosts:
             guess.activation_bytes,
             guess.workspace_bytes,
         )
-
-
-class _Kind(NamedTuple):
-    """What the points of one curve over the micro batch size have in common."""
-
-    gpu: str
-    layer: LayerKind
-    tp: int
-    recompute: str
-    ep: int = 1
-    windowed: bool = False
-
-    @property
-    def words(self) -> str:
-        """How it differs from a plain layer."""
-        dense = " without experts" if self.layer == "dense" else ""
-        return dense + (" with a sliding window" if self.windowed else "")
 
 
 def _mean(layers: Sequence[tuple[float, LayerCost]]) -> LayerCost:
@@ -293,21 +267,3 @@ def _divided(measured: LayerCost, whole: LayerCost, part: LayerCost) -> LayerCos
         fixed_forward_s=measured.fixed_forward_s * forward,
         fixed_backward_s=measured.fixed_backward_s * backward,
     )
-
-
-def _at(points: list[LayerTiming], batch: int, value: Callable[[LayerTiming], float], overhead: float) -> float:
-    """A time at one micro batch size; see ``Runtime.profile_overhead_s`` for ``overhead``."""
-    sizes = [t.micro_batch_size for t in points]
-    times = [value(t) for t in points]
-    if batch in sizes:
-        found = times[sizes.index(batch)]
-    elif batch > sizes[-1] or len(points) == 1:
-        found = times[-1] * batch / sizes[-1]
-    elif batch < sizes[0]:
-        found = times[0]
-    else:
-        found = interpolated(sizes, times, batch)
-    if not overhead:
-        return found
-    best = batch * min(t / n for t, n in zip(times, sizes) if n >= min(batch, sizes[-1]))
-    return found - min(overhead, found) * max(0.0, 1 - best / found) if found else 0.0

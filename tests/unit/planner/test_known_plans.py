@@ -94,9 +94,13 @@ def test_stages_spread_anew_over_a_pool():
     assert best.iteration_s <= block_s(estimator, known, estimate) * 1.001
 
 
-def test_a_finalist_that_is_slow_at_first_gets_more_in_flight():
-    """Across zones the best plan is half again as slow in Megatron's order, and 18 % of the time hangs on it."""
+@pytest.mark.parametrize("goal", [Goal(schedules=("1f1b",)), Goal()])
+def test_a_finalist_that_is_slow_at_first_gets_more_in_flight(goal: Goal):
+    """Across zones the best plan is half again as slow in Megatron's order, and 18 % of the time hangs on it.
+
+    Beside SlimPipe, whose plans need no more in flight, it was lost: the plan found was 9 % slower.
+    """
     estimator = search_cases()["GPT-Neo-2.7, 10,000 GPUs of 4 types in 8 zones"]
-    best = search_auto(estimator, Goal(schedules=("1f1b",))).best
+    best = search_auto(estimator, goal).best
     assert best is not None
     assert best.candidate.depths and best.iteration_s < 1.7

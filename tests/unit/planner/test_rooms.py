@@ -67,10 +67,29 @@ def test_rooms_are_those_of_the_estimate(schedule: str, chunks: int, slices: int
         assert rooms is not None
         wanted = most_that_fit(found, like, group, s)
         assert wanted > 1 or schedule == "ministage"
-        room = rooms.cap((STAGES - 1 - s) * width, STAGES)
+        room = rooms.cap((STAGES - 1 - s) * width, STAGES - 1 - s, STAGES)
         lacking = wanted - (room if room >= chunks else 0)
         # A rank under a parameter window has its peaks at different times, of which only the estimate knows.
         assert -MARGIN <= lacking <= (wanted / 4 if schedule == "ministage" else MARGIN), s
+
+
+@pytest.mark.parametrize("widths", [(1, 8, 8, 8), (2, 4, 4, 4), (8, 1, 1, 1), (1, 2, 4, 8)])
+def test_rooms_of_stages_of_unequal_width(widths: tuple[int, ...]):
+    """Under slices a stage holds what later stages keep it from giving back, however wide they are."""
+    found = estimator()
+    like = Candidate((), 2, "none", schedule="slimpipe", slices=4, slack=0.0)
+    groups = tuple((Group(0, 1, n),) for n in widths)
+    first = layer_rooms(found, groups[0], like, 32, True, False, 0.0)
+    assert first is not None
+    cap = first.cap(sum(widths[1:]), STAGES - 1, STAGES)
+
+    def fits(layers: int) -> bool:
+        estimate = found.estimate(like.with_(stages=(Stage(layers, groups[0]), *(Stage(1, g) for g in groups[1:]))))
+        assert estimate is not None
+        mine = next(m for m in estimate.memory if m.stage == 0)
+        return mine.total_bytes <= mine.capacity_bytes * found.memory_margin
+
+    assert fits(cap - 1) and not fits(cap + 2)
 
 
 def test_slices_of_wide_stages_are_balanced_by_speed():

@@ -11,9 +11,11 @@ from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.estimate import Estimator
 from tools.planner.estimates import Unit
 from tools.planner.layer import Spread
-from tools.planner.layercost import CatalogCosts
+from tools.planner.layercost import CatalogCosts, MeasuredCosts
 from tools.planner.model import Model
 from tools.planner.model_parts import Experts
+from tools.planner.profile_schema import DeviceProfile, LayerKind, LayerTiming
+from tools.planner.replanning.corrections import _slower, _slower_device
 
 
 def estimator(of: Model, gpu: str = "H100-SXM") -> Estimator:
@@ -81,23 +83,92 @@ def test_what_comes_once_per_pass_comes_with_every_slice() -> None:
     assert (cut.fixed_forward_s, cut.fixed_backward_s) == pytest.approx((8e-3, 12e-3))
 
 
+def of_slice(tokens: int, seconds: float, layer: str = "layer", **changes: object) -> LayerTiming:
+    return replace(timing(layer, seconds), slice_tokens=tokens, **changes)  # type: ignore[arg-type]
+
+
+def forwards(found: MeasuredCosts, *slices: int, kind: LayerKind = "layer", recompute: str = "none") -> list[float]:
+    """Seconds of a forward in so many slices, without attention to earlier ones, and what comes once per pass."""
+    out = []
+    for n in slices:
+        cut = found.cost(GPU, kind, 1, 1, recompute, Spread(slices=n))
+        out.append(cut.forward_s - cut.attention_forward_s * (1 - 1 / n) + cut.fixed_forward_s)
+    return out
+
+
 def test_measured_slices_are_taken_as_measured() -> None:
     """Four slices of 4 ms, and the attention to earlier slices; never less than the whole sequence."""
-    slice_of = replace(timing("layer", 4e-3), slice_tokens=256)
-    fast = replace(timing("layer", 1e-3), slice_tokens=128)
-    found = costs(model(), timing("layer", 10e-3), slice_of, fast)
-    whole = found.cost(GPU, "layer", 1, 1, "none")
-    cut = found.cost(GPU, "layer", 1, 1, "none", Spread(slices=4))
-    attention = whole.attention_forward_s
-    assert cut.forward_s == pytest.approx(4 * 4e-3 + attention * 3 / 4)
-    assert found.cost(GPU, "layer", 1, 1, "none", Spread(slices=8)).forward_s == pytest.approx(whole.forward_s)
+    found = costs(model(), timing("layer", 10e-3), of_slice(256, 4e-3), of_slice(128, 1e-3))
+    assert forwards(found, 4) == pytest.approx([16e-3])
+    whole, cut = (found.cost(GPU, "layer", 1, 1, "none", Spread(slices=n)) for n in (1, 8))
+    assert cut.forward_s == pytest.approx(whole.forward_s)
+
+
+def test_what_a_measured_slice_takes_once_per_pass_is_its_own() -> None:
+    """Of 3 ms, half a millisecond comes once per pass, of the whole sequence's 10 ms it is 4 ms."""
+    short = of_slice(256, 3e-3, fixed_forward_s=0.5e-3, fixed_backward_s=1e-3)
+    found = costs(model(), timing("layer", 10e-3, fixed_forward_s=4e-3, fixed_backward_s=8e-3), short)
+    assert forwards(found, 4) == pytest.approx([4 * 2.5e-3 + 4e-3])
+
+
+def test_shorter_slices_than_those_measured_take_no_less() -> None:
+    found = costs(model(), timing("layer", 10e-3), of_slice(512, 7e-3), of_slice(256, 5e-3))
+    gpu = catalog()[GPU].model_copy(update=CPU)
+    found.gpu = lambda name: gpu
+    two, four, eight, sixteen = forwards(found, 2, 4, 8, 16)
+    assert (two, four) == pytest.approx((14e-3, 20e-3))
+    assert eight > four + 10e-3 and sixteen > eight + 20e-3
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_slices_without_recomputation_stand_for_those_with_it(recompute: str) -> None:
+    """The backward repeats a forward of the slice under full recomputation; ends are never computed again."""
+    found = costs(model(), timing("layer", 10e-3), of_slice(256, 4e-3), of_slice(256, 3e-4, "head"))
+    assert forwards(found, 4, recompute=recompute) == pytest.approx([16e-3])
+    assert forwards(found, 4, kind="head", recompute=recompute) == pytest.approx([12e-4])
+    cut = found.cost(GPU, "layer", 1, 1, recompute, Spread(slices=4))
+    whole = found.cost(GPU, "layer", 1, 1, recompute)
+    each = 12e-3 if recompute == "full" else 8e-3
+    assert cut.backward_s == pytest.approx(4 * each + whole.attention_backward_s * 3 / 4)
+
+
+def test_slices_of_layers_with_and_without_experts_are_averaged() -> None:
+    of = model(experts=Experts(count=4, top_k=2, ffn_hidden_size=1024, dense_layers=6))
+    whole = timing("layer", 20e-3), timing("dense", 4e-3)
+    found = costs(of, *whole, of_slice(256, 5e-3), of_slice(256, 2e-3, "dense"))
+    gpu = catalog()[GPU].model_copy(update=CPU)
+    found.gpu = lambda name: gpu
+    assert forwards(found, 4) == pytest.approx([0.25 * 20e-3 + 0.75 * 8e-3], rel=0.02)
+
+
+def test_slices_of_layers_with_a_window_are_those_measured_with_it() -> None:
+    of = model(attention_window=128, windowed_layers=1.0)
+    found = costs(of, timing("layer", 10e-3, windowed=True), of_slice(256, 4e-3, windowed=True))
+    assert found.cost(GPU, "layer", 1, 1, "none", Spread(slices=4)).forward_s == pytest.approx(16e-3)
 
 
 def test_a_profile_of_one_micro_batch_goes_by_the_catalog_on_gpus() -> None:
+    """Scaled as the whole layer compares: a slow device is slow at slices as well."""
     found = costs(model(), timing("layer", 10e-3))
-    more = {}
+    ratios = []
     for costs_of in (found, found.analytic):
         whole = costs_of.cost(GPU, "layer", 1, 1, "none")
         cut = costs_of.cost(GPU, "layer", 1, 1, "none", Spread(slices=8))
-        more[costs_of is found] = cut.forward_s - whole.forward_s
-    assert more[True] == pytest.approx(more[False]) and more[True] > 0
+        ratios.append((cut.forward_s + cut.backward_s) / (whole.forward_s + whole.backward_s))
+    assert ratios[0] == pytest.approx(ratios[1]) and ratios[0] > 1.5
+
+
+@pytest.mark.parametrize("slices", [1, 4, 16])
+def test_a_device_twice_as_slow_takes_twice_as_long_for_slices(slices: int) -> None:
+    """As runs are priced again by what they measured, with the catalog and with a profile."""
+    of = model()
+    plain, slow = (estimator(of, GPU) for _ in range(2))
+    gpu = _slower(catalog()[GPU], 2.0)
+    slow.costs = CatalogCosts(of, lambda name: gpu)
+    measured = timing("layer", 10e-3, fixed_forward_s=2e-3, fixed_backward_s=4e-3)
+    device = DeviceProfile(GPU, 40 << 30, 8, [measured, timing("embedding", 1e-4), timing("head", 1e-4)])
+    profiled = [costs(of, *d.timings[:1]) for d in (device, _slower_device(device, GPU, (2.0, 2.0)))]
+    for before, after in ((plain.costs, slow.costs), profiled):
+        found = [c.cost(GPU, "layer", 1, 1, "none", Spread(slices=slices)) for c in (before, after)]
+        seconds = [c.forward_s + c.backward_s + c.fixed_forward_s + c.fixed_backward_s for c in found]
+        assert seconds[1] / seconds[0] == pytest.approx(2.0, rel=0.02)

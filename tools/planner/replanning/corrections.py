@@ -164,7 +164,8 @@ def _scaled_gpus(cluster: Cluster, base: Mapping[str, str], factors: Mapping[str
 
 def _slower(gpu: Gpu, longer: float) -> Gpu:
     flops = {precision: rate / longer for precision, rate in gpu.flops.items()}
-    return gpu.model_copy(update={"flops": flops, "memory_bytes_per_s": gpu.memory_bytes_per_s / longer})
+    changed = {"memory_bytes_per_s": gpu.memory_bytes_per_s / longer, "launch_s": gpu.launch_s * longer}
+    return gpu.model_copy(update={"flops": flops, **changed})
 
 
 def _slow_zones(cluster: Cluster, slow: Mapping[tuple[str, str], float]) -> Cluster:
@@ -208,8 +209,16 @@ def _corrected_profile(
 
 
 def _slower_device(device: DeviceProfile, name: str, factors: Factors) -> DeviceProfile:
+    forward, backward = factors
     timings = [
-        replace(t, forward_s=t.forward_s * factors[0], backward_s=t.backward_s * factors[1]) for t in device.timings
+        replace(
+            t,
+            forward_s=t.forward_s * forward,
+            backward_s=t.backward_s * backward,
+            fixed_forward_s=t.fixed_forward_s * forward,
+            fixed_backward_s=t.fixed_backward_s * backward,
+        )
+        for t in device.timings
     ]
     return replace(device, kind=name, timings=timings)
 

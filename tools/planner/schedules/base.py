@@ -27,26 +27,21 @@ class Place:
     Args:
         share: Its part of the microbatches.
         total: Microbatches.
-        width: Replicas of its stage.
 
     Attributes:
         share: As given.
         microbatches: Of the replica.
-        width: As given.
         later: Replicas of later stages.
+        after: Later stages.
         stages: In all.
     """
 
-    __slots__ = ("later", "microbatches", "share", "stages", "width")
+    __slots__ = ("after", "later", "microbatches", "share", "stages")
 
-    def __init__(self, share: float, total: int, width: int) -> None:
-        self.share, self.microbatches, self.width = share, max(1.0, share * total), width
-        self.later, self.stages = 0, 1
-
-    @property
-    def later_stages(self) -> float:
-        """Where all stages are as wide."""
-        return self.later / self.width
+    def __init__(self, share: float, total: int) -> None:
+        self.share, self.microbatches = share, max(1.0, share * total)
+        self.later = self.after = 0
+        self.stages = 1
 
 
 class Schedule:
@@ -63,7 +58,7 @@ class Schedule:
         shards_parameters: Under a parameter window: replicas of a stage gather and reduce inside the program.
         needs_equal_widths: All stages need the same number of replicas.
         cuts_sequences: Attention runs slice by slice; what was sent is given back during the iteration.
-        fills_by_stages: What a stage holds depends on the number of all stages, not on those after it alone.
+        fills_by_stages: What a stage holds depends on the numbers of stages, not of replicas in later ones.
         mismatch: Regression coefficients of the loss where stages of different width meet (:meth:`mismatch_loss`).
     """
 

@@ -46,4 +46,4 @@ class Interleaved(Schedule):
     def expected_in_flight(self, like: Candidate, place: Place) -> float:
         """SlimPipe, Table 2."""
         v = like.chunks
-        return min(place.microbatches, (2 * place.later_stages + (v - 1) * place.stages + 1) / v)
+        return min(place.microbatches, (2 * place.after + (v - 1) * place.stages + 1) / v)

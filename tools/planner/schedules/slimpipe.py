@@ -29,6 +29,7 @@ class SlimPipe(Schedule):
 
     name = "slimpipe"
     cuts_sequences = True
+    fills_by_stages = True
 
     def runs(self, estimator: OperatingPoints, candidate: Candidate) -> bool:
         """Slices are equal, keep all stages busy, divide over TP ranks, and suit the attention kernels."""
@@ -69,7 +70,7 @@ class SlimPipe(Schedule):
 
     def expected_in_flight(self, like: Candidate, place: Place) -> float:
         """SlimPipe, equation (1)."""
-        return min(place.microbatches, 1.0 + 2 * place.later_stages / (like.slices * like.chunks))
+        return min(place.microbatches, 1.0 + 2 * place.after / (like.slices * like.chunks))
 
     def layer_share(self, unit: Unit) -> float:
         """Attention by slices keeps no attention matrices."""

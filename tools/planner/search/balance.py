@@ -83,7 +83,7 @@ class Rooms:
         like: Candidate,
     ) -> None:
         schedule = self._schedule = schedule_of(like)
-        self._like, width = like, sum([g.count for g in groups])
+        self._like = like
         speed = sum([g.count / (u.layer_f + u.layer_b) for g, u in zip(groups, units)])
         boundary = 2 * estimator.boundary_bytes_per_sequence * like.micro_batch_size
         self._may_divide = schedule.shards_parameters and len(groups) > 1 and len({g.tp for g in groups}) == 1
@@ -100,7 +100,7 @@ class Rooms:
                 free -= max(0.0, u.head_workspace_bytes - u.workspace_bytes) / like.slices
             self._rooms.append(
                 _Room(
-                    Place(1 / (u.layer_f + u.layer_b) / speed, total, width),
+                    Place(1 / (u.layer_f + u.layer_b) / speed, total),
                     g.count,
                     free - ends * per,
                     free,
@@ -113,31 +113,31 @@ class Rooms:
                 )
             )
 
-    def cap(self, later: int, count: int) -> int:
-        """Most layers, with so many replicas in later stages of so many stages in all; may be below 1."""
+    def cap(self, later: int, after: int, count: int) -> int:
+        """Most layers, with so many replicas in so many later stages, and so many stages in all; may be below 1."""
         least = 1 << 30
         for room in self._rooms:
-            held, ends = self._held(room, later, count)
+            place = room.place
+            place.later, place.after, place.stages = later, after, count
+            held, ends = self._held(room)
             fitting = int((room.free - ends) // (room.layer + held * room.held_layer))
             if fitting < least:
                 least = fitting
-        return max(least, self._together(later, count)) if self._may_divide else least
+        return max(least, self._together()) if self._may_divide else least
 
-    def _held(self, room: _Room, later: int, count: int) -> tuple[float, float]:
+    def _held(self, room: _Room) -> tuple[float, float]:
         """Microbatches in flight, and the bytes that embedding and head keep for them."""
-        place = room.place
-        place.later, place.stages = later, count
-        held = self._schedule.expected_in_flight(self._like, place)
+        held = self._schedule.expected_in_flight(self._like, room.place)
         if room.head:
             return held, held * room.held_end + self._schedule.logits(self._like, held, room.head)
         return held, held * room.held_end
 
-    def _together(self, later: int, count: int) -> int:
+    def _together(self) -> int:
         """Most layers with the state divided as the replicas' memory allows."""
         alone, whole, each = 1 << 30, self._whole, self._divided / len(self._rooms)
         free_together = needed_together = 0.0
         for room in self._rooms:
-            held, ends = self._held(room, later, count)
+            held, ends = self._held(room)
             free = room.undivided_free - ends - room.ends * whole
             needed = room.parameters * whole + held * room.held_layer
             alone = min(alone, int(free // needed))
@@ -175,7 +175,7 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
         later -= sum([g.count for g in stage])
         loads.append(load)
         rooms = layer_rooms(estimator, stage, like, total, first, last, slack)
-        caps.append(1 if rooms is None else max(1, rooms.cap(later, count)))
+        caps.append(1 if rooms is None else max(1, rooms.cap(later, count - 1 - s, count)))
     layers = _split(loads, caps, wanted)
     return like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]))
 

@@ -73,12 +73,18 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
 def hide_transfers(book: Book) -> None:
     """Candidates with as many in flight as hide every transfer, where the closed form says that this is faster.
 
-    Those of the best of each number of stages, which may become the best of all by it.
+    Those of the best of each number of stages, and of those with as many replicas on every stage, which may become the
+    best of all by it.
     """
-    for score, candidate in [*book.by_stages.values(), *book.alike.values()]:
+    estimator = book.estimator
+    best: dict[tuple[int, bool], tuple[float, Candidate]] = {}
+    for candidate, (score, _) in book.good.items():
         if len(candidate.stages) < 2 or not schedule_of(candidate).has_depths or candidate.depths:
             continue
-        estimator = book.estimator
+        kind = len(candidate.stages), len({sum([g.count for g in s.groups]) for s in candidate.stages}) == 1
+        if kind not in best or score < best[kind][0]:
+            best[kind] = score, candidate
+    for score, candidate in best.values():
         depths = _hiding(_passes_s(estimator, candidate), estimator.transfer_times(candidate))
         deep = candidate.with_(depths=depths)
         estimate = estimator.estimate(deep) if max(depths) > 1 else None

@@ -156,7 +156,9 @@ def _improve_best(
     effort: Effort,
     known: float,
 ) -> None:
-    """More in flight across slow links where that makes the best plans faster, and small changes of the best.
+    """More in flight across slow links where that makes the best plans faster, and small changes.
+
+    They are made to the best plan, and to the best 1F1B plan where that is nearly as good.
 
     Args:
         known: Value of a plan that is known already.
@@ -172,7 +174,7 @@ def _improve_best(
         is_large = operations_of(estimator, entry.candidate) > SMALL
         # A plan's price goes with its time.
         hope = least_s(estimator, entry.candidate, entry.estimate) / entry.iteration_s * entry.value(goal)
-        if deepened >= DEEPENED and (is_large or hope >= best):
+        if hope >= best or (is_large and deepened >= DEEPENED):
             continue
         found[i] = deeper(estimator, goal, entry, briefly=deepened >= DEEPENED)
         deepened += 1

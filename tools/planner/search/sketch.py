@@ -62,7 +62,7 @@ class _Known:
         rate: Layers per second.
         width: Replicas.
         rooms: What fits into memory.
-        caps: Most layers that fit, by the replicas of later stages and, where it matters, the number of stages.
+        caps: Most layers that fit, by the replicas of later stages and, where they matter, numbers of stages.
     """
 
     __slots__ = ("caps", "figures", "rate", "rooms", "stage", "tail_s", "width")
@@ -71,7 +71,7 @@ class _Known:
         self.stage, self.tail_s, self.rooms = stage, tail_s, rooms
         self.rate, self.width = 1.0 / stage.layer_s, stage.width
         self.figures = _FIGURES.pack(stage.layer_s, stage.ends, stage.pass_s, stage.ends_size, tail_s)
-        self.caps: dict[tuple[int, int], int] = {}
+        self.caps: dict[tuple[int, int, int], int] = {}
 
 
 _FIGURES = Struct("5d")
@@ -262,18 +262,18 @@ def stages_s(
     return busy_s, passes - worst_pass_s, tail
 
 
-def _caps(found: list[_Known], is_by_stages: bool) -> list[int]:
+def _caps(found: list[_Known], by_stages: bool) -> list[int]:
     """Most layers of each stage.
 
     Args:
-        is_by_stages: They depend on the number of stages.
+        by_stages: They depend on the numbers of stages.
     """
     later, out, count = 0, [], len(found)
-    known = count if is_by_stages else 0
-    for entry in reversed(found):
-        cap = entry.caps.get((later, known))
+    for after, entry in enumerate(reversed(found)):
+        known = (later, after, count) if by_stages else (later, 0, 0)
+        cap = entry.caps.get(known)
         if cap is None:
-            cap = entry.caps[later, known] = entry.rooms.cap(later, count)
+            cap = entry.caps[known] = entry.rooms.cap(later, after, count)
         out.append(cap)
         later += entry.width
     out.reverse()
