@@ -159,10 +159,12 @@ class MeasuredCosts:
             forward = max(more.forward_s, share * (cut.forward_s - whole.forward_s))
             backward = max(more.backward_s, share * (cut.backward_s - whole.backward_s))
             more = more._replace(forward_s=forward, backward_s=backward)
+        # Unfused attention to all keys was measured; slices leave out most of those that are masked.
+        masked = 0.0 if self.analytic.fused(key.gpu) else (slices - 1) / (2 * slices)
         return replace(
             found,
-            forward_s=found.forward_s + more.forward_s,
-            backward_s=found.backward_s + more.backward_s,
+            forward_s=found.forward_s + max(0.0, more.forward_s - masked * attention[0]),
+            backward_s=found.backward_s + max(0.0, more.backward_s - masked * attention[1]),
             fixed_forward_s=found.fixed_forward_s + more.fixed_forward_s,
             fixed_backward_s=found.fixed_backward_s + more.fixed_backward_s,
         )
