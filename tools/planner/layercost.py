@@ -159,8 +159,9 @@ class MeasuredCosts:
             forward = max(more.forward_s, share * (cut.forward_s - whole.forward_s))
             backward = max(more.backward_s, share * (cut.backward_s - whole.backward_s))
             more = more._replace(forward_s=forward, backward_s=backward)
-        # Unfused attention to all keys was measured; slices leave out most of those that are masked.
-        masked = 0.0 if self.analytic.fused(key.gpu) else (slices - 1) / (2 * slices)
+        # On processors attention to all keys was measured; slices leave out most of those that are masked.
+        is_whole = self.gpu(key.gpu).is_processor and not self.analytic.fused(key.gpu)
+        masked = (slices - 1) / (2 * slices) if is_whole else 0.0
         return replace(
             found,
             forward_s=found.forward_s + max(0.0, more.forward_s - masked * attention[0]),
