@@ -3,9 +3,9 @@
     python -m benchmarks.planner_gap --json OUT [--pools 0,2,5]
 
 The search does not propose slices of fewer than 256 tokens, and splits a vocabulary in its last step only.  The bound
-holds for such plans.  Per random cluster (``planner_pools.random_pool``): seconds of the plan
-found, of the best plan on one kind of GPU with equally many layers and replicas per stage, short slices and the
-vocabulary split evenly, and the bound.
+holds for such plans.  Per random cluster (``planner_pools.random_pool``): seconds of the plan found, of the best plan
+on one kind of GPU with equally many layers and replicas per stage, short slices and the vocabulary split evenly, and
+the bound.
 """
 
 from __future__ import annotations

@@ -38,15 +38,15 @@ class MeasuredCosts:
         plain = model.model_copy(update={"document_lengths": None})
         self._whole = self.analytic if model.document_lengths is None else CatalogCosts(plain, gpu, runtime)
         self.points: dict[Kind, list[LayerTiming]] = {}
-        slices: dict[tuple[Kind, int], list[LayerTiming]] = {}
+        slices: dict[Kind, dict[int, list[LayerTiming]]] = {}
         for device in profile.devices:
             for t in (t for t in device.timings if t.context_tokens == 0):
                 kind = Kind(device.kind, t.layer, t.tp, t.recompute, t.ep, t.windowed)
                 if t.slice_tokens == model.seq_length:
                     self.points.setdefault(kind, []).append(t)
                 else:
-                    slices.setdefault((kind, t.slice_tokens), []).append(t)
-        for points in (*self.points.values(), *slices.values()):
+                    slices.setdefault(kind, {}).setdefault(t.slice_tokens, []).append(t)
+        for points in (*self.points.values(), *(of for lengths in slices.values() for of in lengths.values())):
             points.sort(key=lambda t: t.micro_batch_size)
         self.slices = SlicePrices(self.points, slices, model.seq_length, runtime.profile_overhead_s)
         self.cost = cache(self._cost)  # type: ignore[method-assign]

@@ -18,18 +18,15 @@ class SlicePrices:
 
     Args:
         points: Of whole sequences.
-        slices: By kind and tokens of each sequence in a pass.
+        slices: Of each kind, by tokens of each sequence in a pass.
         length: Tokens of a sequence.
         overhead: See ``Runtime.profile_overhead_s``.
     """
 
     def __init__(
-        self, points: Points, slices: Mapping[tuple[Kind, int], Sequence[LayerTiming]], length: int, overhead: float
+        self, points: Points, slices: Mapping[Kind, Mapping[int, Sequence[LayerTiming]]], length: int, overhead: float
     ) -> None:
-        self._points, self._length, self._overhead = points, length, overhead
-        self._cut: dict[Kind, dict[int, Sequence[LayerTiming]]] = {}
-        for (kind, tokens), found in slices.items():
-            self._cut.setdefault(kind, {})[tokens] = found
+        self._points, self._slices, self._length, self._overhead = points, slices, length, overhead
 
     def more(self, kind: Kind, batch: int, slices: int, attention: tuple[float, float]) -> tuple[Pass, bool]:
         """What all slices take besides the whole sequence, nothing at least, and whether these slices were measured.
@@ -43,7 +40,7 @@ class SlicePrices:
         if not points:
             return Pass(0.0, 0.0, 0.0, 0.0), False
         whole = pass_at(points, kind, batch, self._overhead)
-        cut = self._cut.get(kind) or self._cut.get(kind._replace(recompute="none")) or {}
+        cut = self._slices.get(kind) or self._slices.get(kind._replace(recompute="none")) or {}
         exact = cut.get(self._length // slices) if self._length % slices == 0 else None
         if exact:
             return self._measured(exact, kind, batch, slices, whole, attention), True

@@ -63,14 +63,16 @@ def test_an_estimate_has_the_price_of_its_slices() -> None:
     assert busy[16] > 3 * busy[1]
 
 
-CPU = {"is_processor": True}
+def on_processor(found: MeasuredCosts) -> MeasuredCosts:
+    """The same for a CPU, of which the catalog knows nothing."""
+    gpu = catalog()[GPU].model_copy(update={"is_processor": True})
+    found.gpu = lambda name: gpu
+    return found
 
 
 def test_a_profile_shows_what_is_left_of_a_pass_without_sequences() -> None:
     """10 and 18 ms for one and two sequences: 2 ms are left without any, and come once more with each further slice."""
-    found = costs(model(), timing("layer", 10e-3), timing("layer", 18e-3, micro_batch_size=2))
-    gpu = catalog()[GPU].model_copy(update=CPU)
-    found.gpu = lambda name: gpu
+    found = on_processor(costs(model(), timing("layer", 10e-3), timing("layer", 18e-3, micro_batch_size=2)))
     whole = found.cost(GPU, "layer", 2, 1, "none")
     cut = found.cost(GPU, "layer", 2, 1, "none", Spread(slices=4))
     assert cut.forward_s - whole.forward_s == pytest.approx(3 * 2e-3)
@@ -112,9 +114,7 @@ def test_what_a_measured_slice_takes_once_per_pass_is_its_own() -> None:
 
 
 def test_shorter_slices_than_those_measured_take_no_less() -> None:
-    found = costs(model(), timing("layer", 10e-3), of_slice(512, 7e-3), of_slice(256, 5e-3))
-    gpu = catalog()[GPU].model_copy(update=CPU)
-    found.gpu = lambda name: gpu
+    found = on_processor(costs(model(), timing("layer", 10e-3), of_slice(512, 7e-3), of_slice(256, 5e-3)))
     two, four, eight, sixteen = forwards(found, 2, 4, 8, 16)
     assert (two, four) == pytest.approx((14e-3, 20e-3))
     assert eight > four + 10e-3 and sixteen > eight + 20e-3
@@ -135,9 +135,7 @@ def test_slices_without_recomputation_stand_for_those_with_it(recompute: str) ->
 def test_slices_of_layers_with_and_without_experts_are_averaged() -> None:
     of = model(experts=Experts(count=4, top_k=2, ffn_hidden_size=1024, dense_layers=6))
     whole = timing("layer", 20e-3), timing("dense", 4e-3)
-    found = costs(of, *whole, of_slice(256, 5e-3), of_slice(256, 2e-3, "dense"))
-    gpu = catalog()[GPU].model_copy(update=CPU)
-    found.gpu = lambda name: gpu
+    found = on_processor(costs(of, *whole, of_slice(256, 5e-3), of_slice(256, 2e-3, "dense")))
     assert forwards(found, 4) == pytest.approx([0.25 * 20e-3 + 0.75 * 8e-3], rel=0.02)
 
 
@@ -150,9 +148,7 @@ def test_slices_of_layers_with_a_window_are_those_measured_with_it() -> None:
 def test_slices_leave_out_masked_keys_on_processors() -> None:
     """For all that they save, slices take no less than the whole sequence."""
     of = model(attention="unfused")
-    found = costs(of, timing("layer", 10e-3), of_slice(256, 4e-3), of_slice(512, 5.1e-3))
-    gpu = catalog()[GPU].model_copy(update=CPU)
-    found.gpu = lambda name: gpu
+    found = on_processor(costs(of, timing("layer", 10e-3), of_slice(256, 4e-3), of_slice(512, 5.1e-3)))
     whole, two, four = (found.cost(GPU, "layer", 1, 1, "none", Spread(slices=n)) for n in (1, 2, 4))
     attention = whole.attention_forward_s
     assert attention > 1e-3
@@ -174,14 +170,11 @@ def test_a_profile_of_one_micro_batch_goes_by_the_catalog_on_gpus() -> None:
 @pytest.mark.parametrize("slices", [1, 4, 16])
 def test_a_device_twice_as_slow_takes_twice_as_long_for_slices(slices: int) -> None:
     """As runs are priced again by what they measured, with the catalog and with a profile."""
-    of = model()
-    plain, slow = (estimator(of, GPU) for _ in range(2))
-    gpu = _slower(catalog()[GPU], 2.0)
-    slow.costs = CatalogCosts(of, lambda name: gpu)
+    of, gpu = model(), _slower(catalog()[GPU], 2.0)
     measured = timing("layer", 10e-3, fixed_forward_s=2e-3, fixed_backward_s=4e-3)
-    device = DeviceProfile(GPU, 40 << 30, 8, [measured, timing("embedding", 1e-4), timing("head", 1e-4)])
-    profiled = [costs(of, *d.timings[:1]) for d in (device, _slower_device(device, GPU, (2.0, 2.0)))]
-    for before, after in ((plain.costs, slow.costs), profiled):
-        found = [c.cost(GPU, "layer", 1, 1, "none", Spread(slices=slices)) for c in (before, after)]
+    (slow,) = _slower_device(DeviceProfile(GPU, 40 << 30, 8, [measured]), GPU, (2.0, 2.0)).timings
+    by_catalog = [CatalogCosts(of, lambda name: catalog()[name]), CatalogCosts(of, lambda name: gpu)]
+    for pair in by_catalog, [costs(of, measured), costs(of, slow)]:
+        found = [c.cost(GPU, "layer", 1, 1, "none", Spread(slices=slices)) for c in pair]
         seconds = [c.forward_s + c.backward_s + c.fixed_forward_s + c.fixed_backward_s for c in found]
         assert seconds[1] / seconds[0] == pytest.approx(2.0, rel=0.02)
