@@ -271,7 +271,7 @@ def _bubble(estimate: Estimate) -> float:
 def _unit_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> float:
     u = estimator.unit_of(candidate, g)
     assert u is not None
-    return u.both_s(candidate.stages[s].layers, s == 0, s == candidate.head_stage)
+    return u.both_s(candidate.stages[s].layers, *candidate.ends_of(s))
 
 
 def _sequence_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> float:

@@ -145,6 +145,12 @@ class Candidate:
         """The stage of the output layer and the loss."""
         return self.path[-1][0]
 
+    def ends_of(self, s: int) -> tuple[float, float]:
+        """The parts of the embedding and of the output layer that a stage computes, 0 to 1."""
+        if self.rows:
+            return (self.rows[s][0],) * 2
+        return float(s == 0), float(s == self.head_stage)
+
     def sends(self, s: int) -> tuple[int, int]:
         """Chunks of a stage whose outputs, and whose gradients, go to another stage."""
         stages = [stage for stage, _ in self.path]

@@ -36,31 +36,31 @@ class Unit:
     pass_f: float = 0.0
     pass_b: float = 0.0
 
-    def forward_s(self, layers: float, first: bool, last: bool, chunks: int = 1) -> float:
+    def forward_s(self, layers: float, first: float, last: float, chunks: int = 1) -> float:
         """Forward of one microbatch through a stage (or its layers, on average).
 
         Args:
             layers: Of the stage.
-            first, last: Whether the stage has the embedding, the head.
+            first, last: The parts of the embedding and of the head that the stage has, 0 to 1.
             chunks: Passes in which it goes through them.
         """
         seconds = layers * self.layer_f + chunks * self.pass_f
         if first:
-            seconds += self.embedding_f
-        return seconds + self.head_f if last else seconds
+            seconds += first * self.embedding_f
+        return seconds + last * self.head_f if last else seconds
 
-    def backward_s(self, layers: float, first: bool, last: bool, chunks: int = 1) -> float:
+    def backward_s(self, layers: float, first: float, last: float, chunks: int = 1) -> float:
         """The same of the backward."""
         seconds = layers * self.layer_b + chunks * self.pass_b
         if first:
-            seconds += self.embedding_b
-        return seconds + self.head_b if last else seconds
+            seconds += first * self.embedding_b
+        return seconds + last * self.head_b if last else seconds
 
-    def ends_s(self, first: bool, last: bool) -> float:
-        """Embedding and head, forward and backward, where the stage has them."""
-        return (self.embedding_f + self.embedding_b if first else 0.0) + (self.head_f + self.head_b if last else 0.0)
+    def ends_s(self, first: float, last: float) -> float:
+        """These parts of embedding and head, forward and backward."""
+        return first * (self.embedding_f + self.embedding_b) + last * (self.head_f + self.head_b)
 
-    def both_s(self, layers: float, first: bool, last: bool) -> float:
+    def both_s(self, layers: float, first: float, last: float) -> float:
         """Forward and backward of one microbatch through a stage."""
         return layers * (self.layer_f + self.layer_b) + self.pass_f + self.pass_b + self.ends_s(first, last)
 

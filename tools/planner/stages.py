@@ -95,11 +95,12 @@ def _stage(
     ``waits_s`` is what transfers that come in turn add to each microbatch.
     """
     layers, groups = candidate.stages[s]
-    first, last = s == 0, s == candidate.head_stage
     if layers < 1 or not groups:
         return None
+    first, last = candidate.ends_of(s)
     chunks = candidate.chunks_of(s)
-    fixed = estimator.runtime.operation_s * chunks * candidate.slices
+    operations = chunks + (2 if candidate.rows else 0)  # parts of the vocabulary have their own
+    fixed = estimator.runtime.operation_s * operations * candidate.slices
     units: list[Unit] = []
     forward: list[float] = []
     backward: list[float] = []

@@ -111,8 +111,8 @@ def _passes_s(estimator: Estimator, candidate: Candidate) -> list[float]:
 
     What is in flight is counted per replica, so a stage of many replicas has no more need of it than one of few.
     """
-    last, out = candidate.head_stage, []
+    out = []
     for s, stage in enumerate(candidate.stages):
         units = [estimator.unit_of(candidate, g) for g in stage.groups]
-        out.append(min(u.both_s(stage.layers, s == 0, s == last) for u in units if u is not None))
+        out.append(min(u.both_s(stage.layers, *candidate.ends_of(s)) for u in units if u is not None))
     return out
