@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from math import gcd, inf
 from typing import Any
 
@@ -221,23 +222,24 @@ def _stage(
         rank: The stage's first rank.
     """
     layers, groups = candidate.stages[s]
-    times = [_unit_time(estimator, candidate, s, g) for g in groups for _ in range(g.count)]
     memory = [m for m in estimate.memory if m.stage == s]
-    by_replica = [m for m, g in zip(memory, groups) for _ in range(g.count)]
     replicas: list[Replica] = []
     per_rank: list[RankPrediction] = []
-    for g, m, time_s, mine in zip(_single(groups), by_replica, times, routes, strict=True):
-        ranks = tuple(range(rank, rank + g.tp * candidate.cp))
-        rank += len(ranks)
+    waiting = iter(routes)
+    for g, m in zip(groups, memory, strict=True):
+        time_s = _unit_time(estimator, candidate, s, g)
         share = 1.0 if m.state_share is None else round(m.state_share, 4)
         speed = max(1e-4, round(layers / _sequence_time(estimator, candidate, s, g) / fastest, 4))
         node = estimator.cluster.nodes[g.pool]
         zones = {other.zone for other in estimator.cluster.nodes if other.gpu == node.gpu}
         zone = node.zone if len(zones) > 1 else ""
         ep, _ = candidate.cut_of(g)
-        replicas.append(Replica(ranks, tuple(mine), node.gpu, speed, zone, candidate.cp, share, ep))
-        figures = (m.parameter_bytes, m.gradient_bytes, m.optimizer_bytes, m.activation_bytes)
-        per_rank += [RankPrediction(r, len(mine) * time_s, *map(int, figures)) for r in ranks]
+        figures = [int(n) for n in (m.parameter_bytes, m.gradient_bytes, m.optimizer_bytes, m.activation_bytes)]
+        for mine in islice(waiting, g.count):
+            ranks = tuple(range(rank, rank + g.tp * candidate.cp))
+            rank += len(ranks)
+            replicas.append(Replica(ranks, tuple(mine), node.gpu, speed, zone, candidate.cp, share, ep))
+            per_rank += [RankPrediction(r, len(mine) * time_s, *figures) for r in ranks]
     return PlanStage(chunk_layers(layers, candidate.chunks_of(s)), tuple(replicas)), per_rank
 
 

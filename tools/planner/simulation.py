@@ -29,7 +29,7 @@ from .prices import Seats, costs_of, devices_of
 from .quick import can_price, compute_orders, makespan_s
 from .schedules import PLAIN, schedule_of
 
-MOST_REMEMBERED = 100_000
+MOST_REMEMBERED = 500_000
 """Compute operations of plans that are kept for other orders of the same."""
 MOST_COUPLED = 60_000
 """Compute operations up to which plans whose parts gather together are simulated as a whole."""
