@@ -12,7 +12,7 @@ from ..search.finish import confirm
 from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
 from ..search.paused import collector_paused
-from ..search.pools import Limits, nodes_left_out, pools_left_out, rounded_down
+from ..search.pools import MOST_POOLS, Limits, nodes_left_out, pools_left_out, rounded_down
 from ..search.thorough import Ground, thorough
 
 FEW = replace(NORMAL, first=0)
@@ -96,8 +96,9 @@ def _with_less_and_less(ground: Ground, outcome: Outcome, bound_s: float) -> Non
     """
     estimator, whole = ground.merged.estimator, ground.whole
     seen = {whole}
-    first = nodes_left_out(estimator, whole) + rounded_down(estimator, whole) + pools_left_out(whole)
-    parts = list(dict.fromkeys(first))
+    first = nodes_left_out(estimator, whole)
+    second = [part for less in first for part in nodes_left_out(estimator, less)] if len(whole) <= MOST_POOLS else []
+    parts = list(dict.fromkeys([*first, *rounded_down(estimator, whole), *pools_left_out(whole), *second]))
     for _ in range(MOST_LEFT_OUT):
         better = None
         for limits in parts:

@@ -56,11 +56,14 @@ def pools_left_out(most: Limits) -> list[Limits]:
 
 
 def rounded_down(estimator: Estimator, most: Limits) -> list[Limits]:
-    """A part of the cluster with a power of two of GPUs of one pool: of these, stages of one width can be made."""
+    """A part of the cluster with the next lower power of two of GPUs of one pool.
+
+    Of these, stages of one width can be made.
+    """
     found = []
     for p, quota in enumerate(most):
-        power = 1 << max(0, quota.bit_length() - 1)
-        if estimator.cluster.nodes[p].gpus_per_node <= power < quota:
+        power = 1 << max(0, quota - 1).bit_length() - 1 if quota > 1 else 0
+        if estimator.cluster.nodes[p].gpus_per_node <= power:
             found.append((*most[:p], power, *most[p + 1 :]))
     return found
 

@@ -103,8 +103,7 @@ def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | 
         if not outcome.exact:
             _parts(book, effort, ground.bounds, limits)
         _climb_by_stages(book, effort, limits)
-        if limits == ground.whole:
-            _bandwidth_groups(merged.estimator, book, effort, limits)
+        _bandwidth_groups(merged.estimator, book, effort, limits)
         _variants(book, effort, limits)
         _cut_anew(book, limits)
         _polish(book)

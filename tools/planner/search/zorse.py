@@ -17,6 +17,7 @@ from ..search.effort import NORMAL, Effort
 from ..search.finish import finish
 from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
+from ..search.pools import Limits, all_gpus
 
 Part = dict[tuple[int, int], int]
 """Nodes of a group: ``(pool, parts of the node that are in the group) -> number of such nodes``."""
@@ -25,11 +26,15 @@ MAX_GROUPS = 32
 FEW_CHUNKS = (2, 3, 4, 6, 8, 12, 16)
 
 
-def whole_cluster(estimator: Estimator, parts: int) -> Part:
-    """All nodes, each in ``parts`` equal parts: the vertices of the bandwidth graph."""
+def whole_cluster(estimator: Estimator, parts: int, limits: Limits | None = None) -> Part:
+    """All nodes, each in ``parts`` equal parts: the vertices of the bandwidth graph.
+
+    Args:
+        limits: GPUs that may be used of each pool; None: all.
+    """
     out: Part = {}
-    for p, node in enumerate(estimator.cluster.nodes):
-        nodes = min(node.count, -(-node.quota // node.gpus_per_node))
+    for p, (node, most) in enumerate(zip(estimator.cluster.nodes, limits or all_gpus(estimator), strict=True)):
+        nodes = min(node.count, -(-most // node.gpus_per_node))
         if nodes:
             out[p, _pieces(estimator, p, parts)] = nodes
     return out
@@ -86,13 +91,18 @@ def _less(part: Part, kind: tuple[int, int], size: int) -> Part:
     return {k: n for k, n in out.items() if n}
 
 
-def split(estimator: Estimator, parts: int, most: int) -> Iterator[list[Part]]:
+def split(estimator: Estimator, parts: int, most: int, limits: Limits | None = None) -> Iterator[list[Part]]:
     """SPLIT (Saran and Vazirani): remove the lightest minimum 2-cut until ``most`` groups are there.
+
+    Args:
+        parts: Equal parts of a node.
+        most: So many groups.
+        limits: GPUs that may be used of each pool; None: all.
 
     Yields:
         The partitions into 1, 2, ..., ``most`` groups; each is within ``2 - 2/k`` of the minimum k-cut.
     """
-    groups = [whole_cluster(estimator, parts)]
+    groups = [whole_cluster(estimator, parts, limits)]
     cuts = {}
     yield list(groups)
     while len(groups) < most:
@@ -160,9 +170,9 @@ def search_zorse(
 def configure_groups(book: Book, parts: int, few: bool = False, bound_s: float = inf) -> None:
     """Phase 1 for every number of groups, then phase 2 for each (``few``: not every number of ministages)."""
     estimator = book.estimator
-    nodes = sum(n.count for n in estimator.cluster.nodes)
+    nodes = sum(whole_cluster(estimator, 1, book.limits).values())
     most = min(MAX_GROUPS, nodes * parts, estimator.model.num_layers)
-    for partition in split(estimator, parts, most):
+    for partition in split(estimator, parts, most, book.limits):
         order = sorted(partition, key=lambda part: -_inner_bandwidth(estimator, part))
         _configure(book, tuple(_groups(estimator, part, parts) for part in order), few, bound_s)
         if book.progress.spent:
