@@ -5,6 +5,8 @@ from math import inf
 
 import pytest
 
+from benchmarks.planner_cases import with_catalog
+from benchmarks.planner_pools import random_pool
 from benchmarks.planner_quality import estimator_of
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup
@@ -17,7 +19,7 @@ from tools.planner.search.effort import Effort
 from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Outcome, Progress
 from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
-from tools.planner.search.thorough import Ground
+from tools.planner.search.thorough import Ground, thorough
 
 
 def fast_and_slow() -> tuple[Cluster, Model]:
@@ -49,6 +51,18 @@ def test_one_kind_alone_is_not_better():
     alone = search_auto(estimator_of(Cluster(nodes=cluster.nodes[:1]), model), Goal()).best
     assert together is not None and alone is not None
     assert together.iteration_s <= alone.iteration_s * 1.001
+
+
+def test_a_part_is_cut_by_its_own_bandwidth_graph():
+    """Two stages of two GPUs with fast links and three with slow ones each, which only that cut finds."""
+    cluster, model = random_pool(97)  # five nodes with fast links, six with slow ones
+    fewer = tuple(n.model_copy(update={"count": n.count - (i == 0)}) for i, n in enumerate(cluster.nodes))
+    found = [
+        thorough(Ground(with_catalog(c, model), Goal(), Progress()), (4, 6)).best
+        for c in (cluster, Cluster(nodes=fewer))
+    ]
+    part, alone = [f.iteration_s for f in found if f is not None]
+    assert part == pytest.approx(alone)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -163,8 +177,9 @@ def test_a_power_of_two_of_one_pool():
     cluster, model = fast_and_slow()
     estimator = estimator_of(cluster, model)
     assert rounded_down(estimator, (24, 22)) == [(16, 22), (24, 16)]
-    assert rounded_down(estimator, (16, 2)) == [] and rounded_down(estimator, (8, 0)) == []
+    assert rounded_down(estimator, (16, 2)) == [(8, 2)] and rounded_down(estimator, (8, 0)) == []
     assert nodes_left_out(estimator, (16, 2)) == [(8, 2), (16, 0)]
+    assert nodes_left_out(estimator, (16, 4), 2) == [(0, 4), (8, 2), (16, 0)]
     assert pools_left_out((24, 0, 22)) == [(0, 0, 22), (24, 0, 0)] and pools_left_out((0, 8)) == []
 
 
@@ -182,5 +197,6 @@ def test_nodes_are_left_out_as_long_as_that_is_better(monkeypatch):
     seen = [9.0]
     monkeypatch.setattr(auto, "_alone", search)
     auto._with_less_and_less(Ground(estimator, Goal(), Progress()), Outcome("auto"), inf)
-    assert searched[:6] == [(16, 22), (24, 20), (24, 16), (0, 22), (24, 0), (16, 20)]
-    assert seen == [6.5] and len(searched) == len(set(searched)) <= 5 + 2 * (auto.MOST_LEFT_OUT - 1)
+    assert searched[:5] == [(16, 22), (24, 20), (24, 16), (0, 22), (24, 0)]
+    assert searched[5:8] == [(8, 22), (16, 20), (24, 18)]  # two nodes less
+    assert seen == [6.5] and len(searched) == len(set(searched)) <= 8 + 2 * (auto.MOST_LEFT_OUT - 1)

@@ -152,6 +152,8 @@ def test_split_cuts_the_slow_links():
     assert [len(p) for p in partitions] == [1, 2, 3, 4]
     assert sorted(map(tuple, partitions[1])) == [((0, 1),), ((1, 1),)]
     assert [sorted(p) for p in partitions[3]] == [[(0, 1)], [(0, 1)], [(1, 1)], [(1, 1)]]
+    part = list(split(estimator_of(cluster, model), 1, 4, (8, 16)))
+    assert part[0] == [{(0, 1): 1, (1, 1): 2}] and [len(p) for p in part] == [1, 2, 3]
 
 
 @given(st.integers(0, 10_000), st.sampled_from([1, 2, 4]))

@@ -93,12 +93,14 @@ def _with_less_and_less(ground: Ground, outcome: Outcome, bound_s: float) -> Non
 
     A pool of a power of two of GPUs may do better than any that is near the whole one, so that it is tried too, and
     the cluster without the pool: slow GPUs or links are in the way of the local search before they are in no plan.
+    Two nodes less are what the smaller clusters look at first, so that what they find there is found here.
     """
     estimator, whole = ground.merged.estimator, ground.whole
     seen = {whole}
-    first = nodes_left_out(estimator, whole)
-    second = [part for less in first for part in nodes_left_out(estimator, less)] if len(whole) <= MOST_POOLS else []
-    parts = list(dict.fromkeys([*first, *rounded_down(estimator, whole), *pools_left_out(whole), *second]))
+    first = nodes_left_out(estimator, whole) + rounded_down(estimator, whole) + pools_left_out(whole)
+    if len(whole) <= MOST_POOLS:
+        first += nodes_left_out(estimator, whole, 2)
+    parts = list(dict.fromkeys(first))
     for _ in range(MOST_LEFT_OUT):
         better = None
         for limits in parts:

@@ -35,12 +35,18 @@ def parts(estimator: Estimator, whole: Limits | None = None) -> list[Limits]:
     return [limits for limits in dict.fromkeys(out) if any(limits) and limits != most]
 
 
-def nodes_left_out(estimator: Estimator, most: Limits) -> list[Limits]:
+def nodes_left_out(estimator: Estimator, most: Limits, count: int = 1) -> list[Limits]:
     """A part of the cluster without one node, for every pool.
 
     Args:
         most: GPUs of each pool in that part.
+        count: Nodes that are left out, of one pool or of different ones.
     """
+    if count > 1:
+        fewer = [
+            part for less in nodes_left_out(estimator, most, count - 1) for part in nodes_left_out(estimator, less)
+        ]
+        return list(dict.fromkeys(fewer))
     found = []
     for p, node in enumerate(estimator.cluster.nodes):
         less = max(0, most[p] - 1) // node.gpus_per_node * node.gpus_per_node
