@@ -12,9 +12,7 @@ from typing import Any
 
 
 def machine() -> dict[str, object]:
-    """Date, processor, cores that this process may use, and library versions."""
-    from importlib.metadata import version
-
+    """Date, processor, cores that this process may use, and versions of Python and libraries."""
     model = "unknown processor"
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -25,9 +23,20 @@ def machine() -> dict[str, object]:
         "processor": model,
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.system(),
-        "torch": version("torch"),
-        "megatron_core": version("megatron-core"),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "megatron_core": _version("megatron-core"),
     }
+
+
+def _version(package: str) -> str | None:
+    """None where it is not installed, which benchmarks of the planner do not need."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def write_report(path: Path, report: dict[str, Any], start_s: float) -> None:
