@@ -225,6 +225,7 @@ def _stage(
     memory = [m for m in estimate.memory if m.stage == s]
     replicas: list[Replica] = []
     per_rank: list[RankPrediction] = []
+    assert len(routes) == sum(g.count for g in groups)
     waiting = iter(routes)
     for g, m in zip(groups, memory, strict=True):
         time_s = _unit_time(estimator, candidate, s, g)

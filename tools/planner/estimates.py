@@ -64,21 +64,23 @@ class Unit:
         """Forward and backward of one microbatch through a stage."""
         return layers * (self.layer_f + self.layer_b) + self.pass_f + self.pass_b + self.ends_s(first, last)
 
-    def chunks_s(self, layers: Sequence[int], first: bool, last: bool, back: bool, fixed_s: float = 0.0) -> list[float]:
+    def chunks_s(
+        self, layers: Sequence[int], first: float, last: float, back: bool, fixed_s: float = 0.0
+    ) -> list[float]:
         """One pass of one microbatch through each chunk of a stage.
 
         Args:
             layers: Of each chunk.
-            first, last: Whether the stage has the embedding, the head.
+            first, last: The parts of the embedding and of the head that the stage has, 0 to 1.
             back: The backward.
             fixed_s: Host time of every operation.
         """
         layer, each = (self.layer_b, self.pass_b) if back else (self.layer_f, self.pass_f)
         out = [n * layer + each + fixed_s for n in layers]
         if first:
-            out[0] += self.embedding_b if back else self.embedding_f
+            out[0] += first * (self.embedding_b if back else self.embedding_f)
         if last:
-            out[-1] += self.head_b if back else self.head_f
+            out[-1] += last * (self.head_b if back else self.head_f)
         return out
 
 

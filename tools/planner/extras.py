@@ -89,9 +89,7 @@ def _passes(estimator: OperatingPoints, candidate: Candidate) -> tuple[list[floa
             u = estimator.unit_of(candidate, g)
             assert u is not None
             chunks = chunk_layers(layers, candidate.chunks_of(s))
-            seconds = u.chunks_s(chunks, s == 0 and not candidate.rows, s == candidate.head_stage, False)
-            if candidate.rows and s == candidate.head_stage:
-                seconds[-1] -= u.head_f
+            seconds = u.chunks_s(chunks, *((0.0, 0.0) if candidate.rows else candidate.ends_of(s)), False)
             own = [(t - n * u.attention_f) / candidate.slices for t, n in zip(seconds, chunks)]
             attention += [u.attention_f / estimator.model.attention_share / pairs] * g.count
             rest += own * g.count

@@ -114,7 +114,7 @@ def block_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> f
     def simulate_it() -> float:
         key, known = _in_one_order(candidate), estimator.known_blocks
         if key not in known:
-            if sum(operations_of(estimator, c) for c in known) > MOST_REMEMBERED:
+            if sum(block.operations for block in known.values()) > MOST_REMEMBERED:
                 known.clear()
             known[key] = _Block(estimator, candidate, estimate)
         return known[key].seconds(candidate, estimate)
@@ -130,10 +130,13 @@ class _Block:
     """One of a candidate's equal pipelines, for every order and any number of microbatches in flight.
 
     The finalists of a search are timed in several orders and depths, which differ in two parameters of the schedule.
+
+    Attributes:
+        operations: Of it, which compute.
     """
 
     def __init__(self, estimator: Estimator, candidate: Candidate, estimate: Estimate) -> None:
-        self._estimator = estimator
+        self._estimator, self.operations = estimator, operations_of(estimator, candidate)
         self._plan = build_plan(estimator, candidate, estimate, one_block=True)
         self._seats = _block_seats(estimator, candidate)
         self._pipelines: Pipelines | None = None

@@ -50,7 +50,8 @@ def stages_of(
     out: list[StageTimes] = []
     for s, stage in enumerate(c.stages):
         waits = 2 * transfers[s - 1] if in_turn and s else 0.0
-        mine = stage, s == 0, s == last, waits, c.chunks_of(s)
+        ends = c.rows[s] if c.rows else (s == 0, s == last)
+        mine = stage, ends, waits, c.chunks_of(s)
         if mine not in known:
             known[mine] = _stage(estimator, c, s, blocks, total, waits)
         found = known[mine]

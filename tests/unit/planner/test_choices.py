@@ -11,6 +11,7 @@ from tools.planner.build import build_plan, candidate_of
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.estimate import Estimator
+from tools.planner.extras import rows_of
 from tools.planner.model_parts import Experts
 from tools.planner.search import choices
 from tools.planner.search.choices import changes, choose
@@ -89,12 +90,27 @@ def test_a_vocabulary_is_split_where_the_last_stage_would_be_late() -> None:
     # The closed form knows where the output layer is computed, too.
     busy, whole_busy = found.estimate.stage_busy_s, before.stage_busy_s
     assert sum(busy) == pytest.approx(sum(whole_busy), rel=0.01) and max(busy) < 1.01 * min(busy)
-    assert max(whole_busy) > 2 * min(whole_busy) and found.estimate.iteration_s == pytest.approx(
-        found.iteration_s, rel=0.1
-    )
+    assert max(whole_busy) > 2 * min(whole_busy)
+    assert found.estimate.iteration_s == pytest.approx(found.iteration_s, rel=0.1)
     assert not chosen(estimator(vocab_size=1024), Candidate(stages, 1, zero_stage=1)).candidate.rows
     later = estimator(vocab_size=256000, mtp_num_layers=1)  # their layers read whole tables
     assert not any(c.rows for c in changes(later, GOAL, Candidate(stages, 1, zero_stage=1)))
+
+
+def test_equal_stages_with_unequal_parts_of_a_vocabulary() -> None:
+    """What the closed form remembers of a stage is of its part, by which time and parameters differ."""
+    priced = estimator(vocab_size=256000, hidden_size=2048, ffn_hidden_size=8192)
+    stages = tuple(Stage(2, (Group(0, 1, 1),)) for _ in range(4))
+    for schedule, chunks in (("1f1b", 1), ("ministage", 2)):
+        c = Candidate(stages, 1, zero_stage=1, schedule=schedule, chunks=chunks, rows=rows_of((1, 1, 3, 1), False))
+        found = priced.estimate(c)
+        assert found is not None
+        unit = priced.unit_of(c, stages[0].groups[0])
+        assert unit is not None
+        more = (unit.embedding_f + unit.embedding_b + unit.head_f + unit.head_b) / 3 * 16
+        assert found.stage_busy_s[2] - found.stage_busy_s[1] == pytest.approx(more)
+        assert found.stage_busy_s[3] == pytest.approx(found.stage_busy_s[1])
+        assert found.memory[2].parameter_bytes > 2 * found.memory[1].parameter_bytes
 
 
 def test_long_sequences_are_cut_exchanged_and_offloaded() -> None:

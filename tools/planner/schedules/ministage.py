@@ -160,7 +160,7 @@ def _figures(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes
     if "laps" in stage.memo:
         return stage.memo["laps"]
     chunk = chunk_layers(candidate.stages[s].layers, candidate.chunks_of(s))
-    first, last = s == 0, s == candidate.head_stage
+    first, last = candidate.ends_of(s)
     slowest, laps = stage.slowest, []
     lacking = [0.0] * (candidate.chunks - len(chunk))  # at the end of the forward, at the start of the backward
     for back in (False, True):

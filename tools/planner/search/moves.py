@@ -10,7 +10,7 @@ from ..estimate import Estimator
 from ..schedules import PLAIN
 from ..search.book import Groups
 from ..search.goal import Goal
-from ..search.pools import Limits
+from ..search.pools import Limits, power_below
 
 MOST_CUTS = 10
 """Stages into which neighbouring stages of one kind are cut anew, at most."""
@@ -37,8 +37,7 @@ def _close(stages: Stages, before: Stages, known: Groups) -> Groups | None:
 
 def _amounts(count: int) -> set[int]:
     """How many replicas to move at once: few, a share, all, and what leaves a power of two."""
-    power = 1 << max(0, count - 1).bit_length() - 1 if count > 1 else 1
-    return {n for n in (1, 2, count // 8, count // 2, count - power, count) if 1 <= n <= count}
+    return {n for n in (1, 2, count // 8, count // 2, count - power_below(count), count) if 1 <= n <= count}
 
 
 def neighbours(

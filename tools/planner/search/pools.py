@@ -61,6 +61,11 @@ def pools_left_out(most: Limits) -> list[Limits]:
     return [(*most[:p], 0, *most[p + 1 :]) for p, quota in enumerate(most) if quota]
 
 
+def power_below(count: int) -> int:
+    """The largest power of two below a number; 0 where there is none."""
+    return 1 << (count - 1).bit_length() - 1 if count > 1 else 0
+
+
 def rounded_down(estimator: Estimator, most: Limits) -> list[Limits]:
     """A part of the cluster with the next lower power of two of GPUs of one pool.
 
@@ -68,7 +73,7 @@ def rounded_down(estimator: Estimator, most: Limits) -> list[Limits]:
     """
     found = []
     for p, quota in enumerate(most):
-        power = 1 << max(0, quota - 1).bit_length() - 1 if quota > 1 else 0
+        power = power_below(quota)
         if estimator.cluster.nodes[p].gpus_per_node <= power:
             found.append((*most[:p], power, *most[p + 1 :]))
     return found
