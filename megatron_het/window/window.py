@@ -63,6 +63,7 @@ class ParameterWindow:
         self._total_tokens: torch.Tensor | None = None
         self._counting: dist.Work | None = None
         self._scale: torch.Tensor | None = None
+        self._ends_are_summed = False
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -166,6 +167,7 @@ class ParameterWindow:
         self._optimizer.begin()
         self._optimizer.store_all()
         self._scale = self._total_tokens = self._counting = None
+        self._ends_are_summed = False
         self.use.restart()
 
     def shards(self) -> dict[str, list[torch.Tensor]]:
@@ -332,7 +334,7 @@ class ParameterWindow:
         for bucket in self._chunks[c].buckets:
             if bucket.host is not None:  # a shard that comes back for a late step
                 bucket.host.wait()
-        self._sums.over_ends([self._chunks[c]])
+        self._sum_over_ends(c)
         self._sums.over_classes(self._chunks[c])  # all replicas of a stage get here, in one order
         if self._scale is None:
             if self._counting is not None:
@@ -342,6 +344,18 @@ class ParameterWindow:
             if bucket.gradient is not None:
                 bucket.gradient *= self._scale
         self._optimizer.step_now(c)
+
+    def _sum_over_ends(self, c: int) -> None:
+        """Sum the gradients of tied weights before the first update of a ministage with a copy of them.
+
+        Ministages with copies are updated after all others, so that every reduction has been started.
+        """
+        if self._ends_are_summed or not self._sums.has_copy(self._chunks[c]):
+            return
+        for other in sorted(self._reducing):
+            self._finish_reduction(other)
+        self._sums.over_ends(self._chunks)
+        self._ends_are_summed = True
 
     @torch.no_grad()
     def whole_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
