@@ -68,7 +68,7 @@ CASES = [
     ),
     make(
         "scattered-ranks",
-        [[1], [2, 1], [1, 1]],
+        [[1], [2, 1, 1], [1]],  # two members of a class of two
         [1, 2, 2],
         even_routing=False,
         tied=True,
