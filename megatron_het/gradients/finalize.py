@@ -26,9 +26,11 @@ class GradientFinalizer:
     Args:
         groups: This rank's groups.
         tied_embeddings: Whether input and output embeddings share their weights.
+        divisor: What losses were divided by (``Plan.loss_divisor``).
     """
 
-    def __init__(self, groups: PlanGroups, tied_embeddings: bool) -> None:
+    def __init__(self, groups: PlanGroups, tied_embeddings: bool, divisor: int = 1) -> None:
+        self._divisor = divisor
         placement = groups.placement
         self._where = placement.locate(groups.rank)
         self._has_loss = self._where.stage == placement.last[0]
@@ -72,7 +74,7 @@ class GradientFinalizer:
             counts = self._has_loss and self._where.tp_rank == 0
             total = num_tokens.to(torch.int64) if counts else torch.zeros_like(num_tokens, dtype=torch.int64)
             dist.all_reduce(total)
-            scale = 1.0 / torch.clamp(total, min=1)
+            scale = self._divisor / torch.clamp(total, min=1)
             for chunk in model:
                 scaled: Any = chunk
                 scaled.scale_gradients(scale)

@@ -40,6 +40,7 @@ class ParameterWindow:
         counts_tokens: Whether this rank's token counts are part of the global one (one TP rank of
             every replica of the last stage).
         sums: Sums beyond the replicas that share shards.
+        divisor: What losses were divided by (``Plan.loss_divisor``).
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ParameterWindow:
         stage_group: dist.ProcessGroup,
         counts_tokens: bool,
         sums: StageSums | None = None,
+        divisor: int = 1,
     ) -> None:
         self.options = options
         self.use = WindowUse()
@@ -56,6 +58,7 @@ class ParameterWindow:
         self._stage_group = stage_group
         self._counts_tokens = counts_tokens
         self._sums = sums or StageSums()
+        self._divisor = divisor
         self._chunks: list[ChunkWindow] = []
         self._optimizer: ChunkedOptimizer | None = None
         self._config: Any = None
@@ -263,7 +266,7 @@ class ParameterWindow:
             return
         total = self._own_tokens(num_tokens)
         dist.all_reduce(total)
-        scale = 1.0 / torch.clamp(total, min=1)
+        scale = self._divisor / torch.clamp(total, min=1)
         for chunk in self._chunks:
             for bucket in chunk.buckets:
                 if bucket.gradient is not None:
@@ -339,7 +342,7 @@ class ParameterWindow:
         if self._scale is None:
             if self._counting is not None:
                 self._counting.wait()
-            self._scale = 1.0 / torch.clamp(self._total_tokens, min=1)
+            self._scale = self._divisor / torch.clamp(self._total_tokens, min=1)
         for bucket in self._chunks[c].buckets:
             if bucket.gradient is not None:
                 bucket.gradient *= self._scale

@@ -233,7 +233,7 @@ def test_fp16_skips_and_clips_as_without_a_window(lab: MinistageLab, tmp_path: P
         "--het-init",
         "stock",
         "--initial-loss-scale",
-        "256",
+        str(256 * under_window("fp16").loss_divisor),
         "--loss-scale-window",
         "1",
         "--hysteresis",
