@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
                         "take at most 3 %% of the time (default auto)")  # fmt: skip
     parser.add_argument("--timeout-s", type=float, default=60.0, help="bound on every wait of a change (default 60)")
     parser.add_argument("--away-s", type=float, default=1800.0, help="how long a worker that needs a decision waits "
-                        "for a controller that does not answer; training goes on without one (default 1800)")  # fmt: skip
+                        "for a controller that is away; training goes on without one (default 1800)")  # fmt: skip
     own = parser.add_argument_group("controller")
     own.add_argument("--start-controller", action="store_true", help="this node runs the controller as well")
     own.add_argument("--controller-only", action="store_true", help="this command is the controller, without workers")

@@ -1,4 +1,4 @@
-"""What all nodes of a job must have in common: the releases, and the flags of the training, with which plans must go."""
+"""What all nodes of a job must have in common, and whether the flags that they have in common go with a plan."""
 
 from __future__ import annotations
 

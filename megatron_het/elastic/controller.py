@@ -24,7 +24,7 @@ from megatron_het.elastic.standing import last_iteration, standing
 from megatron_het.elastic.worth import against
 from megatron_het.plan import Plan, plan_hash
 from megatron_het.store import StoreError
-from megatron_het.untrusted import shown
+from megatron_het.untrusted import one_line, shown
 
 _POLL_S, _CHANGE_POLL_S = 0.02, 0.004
 _SHOW_S = 1.0
@@ -218,6 +218,9 @@ class Controller:
         if self._generation is not None and generation.number <= self._generation.number:
             return
         self._say(f"the state in {self._state} is older than the job: generation {generation.number} runs")
+        silent = [number for number, member in self._members.items() if member.beats < 0]
+        for number in set(silent).difference(generation.ranks):
+            del self._members[number]  # known from the file only; a sign of life makes it known again
         for number, node in zip(generation.ranks, generation.nodes, strict=True):
             if number not in self._members and number not in self._gone:
                 self._members[number] = Member(Process(number, node))
@@ -376,7 +379,7 @@ class Controller:
                 self._considered = considered  # the training goes on while a newcomer checks the plan
             elif problems:
                 self._planner.reject(plan, problems[0])
-                self._say(f"a node joins, and its plan is refused: {shown('; '.join(problems), 1000)}")
+                self._say(f"a node joins, and its plan is refused: {one_line('; '.join(problems), 1000)}")
                 self._considered = considered
             else:
                 self._want("a node joins")
@@ -447,7 +450,7 @@ class Controller:
         if not is_refused and self._misses[key] < _TRIES:
             return False
         why = next((ended["error"] for ended in self._ended.values() if ended["error"]), "it did not open")
-        self._planner.reject(plan, shown(why))
+        self._planner.reject(plan, one_line(why, 1000))
         self._say(f"plan {key} is given up: {why}")
         return True
 

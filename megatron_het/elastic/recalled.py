@@ -162,10 +162,12 @@ class FolderLock:
             os.pwrite(self._descriptor, json.dumps(lease).encode().ljust(_LOCK_BYTES), 0)
 
     def _keep(self) -> None:
-        while not self._stopped.wait(_RENEW_S):
-            if self._lease().get("id", self._own) != self._own:
-                self.is_lost = True
-                return
+        while not self._stopped.wait(_RENEW_S) and not self.is_lost:
+            self._keep_once()
+
+    def _keep_once(self) -> None:
+        self.is_lost = self._lease().get("id", self._own) != self._own
+        if not self.is_lost:
             self._renew()
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from megatron_het.elastic.__main__ import main
 from megatron_het.elastic.board import ServedBoard
+from megatron_het.elastic.controller import Bounds, Controller
+from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.standing import standing
 from megatron_het.plan import Plan, save_plan
 from megatron_het.store import client as clients
@@ -111,4 +113,31 @@ def test_status_and_leave(place: tuple[int, list[str]], capsys: pytest.CaptureFi
     assert "no node of the job is called 'n2'; its nodes are n1" in capsys.readouterr().err
     assert main(["leave", *words, "n1"]) == 0
     assert board.get("inbox/1") == {"type": "leave", "node": "n1"}
+    board.close()
+
+
+@pytest.mark.parametrize("command", [["status"], ["leave", "n1"], ["replan"]])
+def test_another_token_is_told(command: list[str], place: tuple[int, list[str]], capfd: pytest.CaptureFixture[str]):
+    port, words = place
+    board = ServedBoard("127.0.0.1", port, "another token 123")
+    board.open()
+    assert main([command[0], *words, *command[1:]]) == 1
+    assert "refuses this token" in one_error(capfd)
+    board.close()
+
+
+def test_strangers_are_counted(place: tuple[int, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    port, words = place
+    board: Any = ServedBoard("127.0.0.1", port, TOKEN)
+    controller = Controller(board, GivenPlans([plan([[1]])]), tmp_path / "state.json", 1, Bounds(), print)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"x" * 64)
+        while stranger.recv(4096):
+            pass
+    while not board.strangers()["refused"]:
+        pass
+    controller._shown_s = 0.0
+    controller._step()
+    assert main(["status", *words]) == 0
+    assert "1 connections without the token, the last from 127.0.0.1" in capsys.readouterr().out
     board.close()

@@ -239,3 +239,59 @@ def test_workers_are_told_to_stop_until_they_do(monkeypatch: pytest.MonkeyPatch,
     for _ in range(3):
         agent._look_after()
     assert told == [signal.SIGUSR1] * 3
+
+
+PLANS = [plan([[1], [1, 1]]), plan([[1], [1]])]
+
+
+def trained(board: Any, folder: Path, said: list[str]) -> Controller:
+    """Two workers train under the second plan, and a third one comes, with whom the first plan would do."""
+    controller = Controller(board, GivenPlans(PLANS), folder / "state.json", 2, Bounds(), said.append)
+    come(board, 1, "n1"), come(board, 2, "n2")
+    controller._step()
+    opened = {"type": "opened", "process": 1, "generation": 0, "iteration": 0, "times": {}, "padded_vocab_size": None}
+    board.post(opened)
+    come(board, 3, "n3")
+    controller._step()
+    return controller
+
+
+def test_a_better_plan_that_the_flags_refuse_ends_no_session(tmp_path: Path):
+    board: Any = Notes()
+    said: list[str] = []
+    controller = trained(board, tmp_path, said)
+    asked = board.get("check/3")
+    assert asked["plan"] == PLANS[0].to_json() and not board.has("0/wanted")
+    board.post({"type": "checked", "id": asked["id"], "problems": ["--tensor-model-parallel-size does not fit"]})
+    for _ in range(3):
+        controller._step()
+    assert not board.has("0/wanted"), said
+    assert any("its plan is refused: --tensor-model-parallel-size" in line for line in said)
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_plan_that_does_not_open_leads_back_to_the_one_before(is_refused: bool, tmp_path: Path):
+    """Refused by the flags, or twice for another reason, such as a device that is too small for it."""
+    board: Any = Notes()
+    said: list[str] = []
+    controller = trained(board, tmp_path, said)
+    board.post({"type": "checked", "id": board.get("check/3")["id"], "problems": []})
+    controller._step()
+    assert board.get("0/wanted") == "a node joins"
+    for process in (1, 2):
+        left = {"process": process, "generation": 0, "how": "left", "error": "", "iteration": 5}
+        board.post({"type": "ended", **left})
+    controller._step()
+    for generation in (1,) if is_refused else (1, 2):
+        assert board.get(f"{generation}/generation")["plan"] == PLANS[0].to_json()
+        for process in (1, 2, 3):
+            ended = {"process": process, "generation": generation, "how": "failed", "error": "no", "iteration": 5}
+            board.post({"type": "ended", **ended, "refused": is_refused})
+        controller._step()
+    assert board.get("latest") == (2 if is_refused else 3)
+    assert board.get(f"{board.get('latest')}/generation")["plan"] == PLANS[1].to_json()
+    assert sum("is given up: no" in line for line in said) == 1
+    board.post({"type": "replan"})
+    for _ in range(3):
+        controller._step()
+    assert not board.has("2/wanted") or controller._planner.plan(controller._pool())[0] == PLANS[1]
