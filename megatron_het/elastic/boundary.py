@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_het.checkpoint import asynchronous
+from megatron_het.checkpoint.choice import tracked
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.datasets import Kept, remembered
 from megatron_het.elastic.generation import Generation
@@ -197,10 +199,11 @@ def _load_newest_checkpoint(args: Any, folders: Sequence[str]) -> None:
     from megatron.training import checkpointing
 
     def saved(folder: str) -> int:
-        return int(checkpointing.read_metadata(checkpointing.get_checkpoint_tracker_filename(folder))[0])
+        iteration = tracked(Path(folder))
+        return iteration if isinstance(iteration, int) else -1
 
     found = [folder for folder in folders if folder and checkpointing.checkpoint_exists(folder)]
     if found:
-        args.load = found[0] if len(found) == 1 else max(found, key=saved)
+        args.load = max(found, key=saved)
         args.finetune, args.no_load_optim, args.no_load_rng = False, False, False
         args.ckpt_step = None
