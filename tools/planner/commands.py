@@ -249,6 +249,7 @@ def simulate(options: argparse.Namespace) -> int:
     candidate, estimate, seated = priced(estimator, made, options)
     found = simulate_candidate(estimator, candidate, estimate, made, seated)
     body = summary(estimator, candidate, estimate, found.iteration_s)
+    body["bubble_fraction"] = found.result.bubble_fraction
     body["bubble_by_cause_s"] = [dataclasses.asdict(b) for b in found.result.bubble]
     body["simulated_peak_bytes"] = list(found.peak_bytes)
     if options.trace:
