@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from math import inf
@@ -83,6 +84,13 @@ class Gpu(BaseModel):
         if precision == "tf32":
             return self.flops.get("tf32") or self.flops.get("fp32", 0.0)
         return self.flops.get(precision, 0.0)  # type: ignore[call-overload]
+
+
+def common_builds(gpus: Mapping[str, Gpu]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """The builds of PyTorch that all kinds have kernels in, newest first, and those of each kind that is known."""
+    known = {name: gpu.torch_builds for name, gpu in gpus.items() if gpu.torch_builds}
+    common = set.intersection(*map(set, known.values())) if known else set()
+    return sorted(common, reverse=True), known
 
 
 @cache
