@@ -123,6 +123,11 @@ def _model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     for option in ("--seq-length", "--global-batch-size"):
         parser.add_argument(option, type=count(1, 1 << 27), metavar="N", help="where FILE does not say it, or instead")
     parser.add_argument(
+        "--precision",
+        choices=("fp32", "tf32", "bf16", "fp16"),
+        help="where FILE does not say it, or instead: V100, T4 and RTX-20 have no bf16",
+    )
+    parser.add_argument(
         "--document-lengths",
         metavar="MEAN|FILE",
         help="of documents packed into sequences that do not see each other: their mean in tokens, or a file with the "

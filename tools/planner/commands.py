@@ -25,7 +25,7 @@ from .search.limit import cpu_limit, left_s, nothing_found, searching_s
 from .search.methods import search
 from .search.outcome import Found, Outcome, Progress
 from .search.paused import collector_paused
-from .setup import check_prices, estimator_from, goal_from
+from .setup import check_planned_precision, check_prices, estimator_from, goal_from
 from .verify import Verifier
 from .verify import lines as verified_lines
 
@@ -216,6 +216,7 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
             made.training.global_batch_size,
             f"{options.model} says {estimator.model.global_batch_size}",
         )
+    check_planned_precision(made, estimator.model, str(options.plan))
     experts = estimator.model.experts
     check_experts(made, experts.count if experts else 0, str(options.plan))
     return estimator, made

@@ -33,6 +33,7 @@ from .expect import expectations
 from .files import check_target, write_text
 from .profile_schema import load_profile
 from .replanning.inputs import CLUSTER, MODEL, PROFILE, keep_inputs
+from .setup import check_planned_precision
 
 
 @dataclass(slots=True)
@@ -232,6 +233,7 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         raise from_plan_error(str(options.plan), error) from None
     check_model(plan, model, str(options.plan))
     check_experts(plan, model.experts.count if model.experts else 0, str(options.plan))
+    check_planned_precision(plan, model, str(options.plan))
     check_training(options)
     extra = extra_flags(options.extra)
     check_target(options.out / "plan.json", "--out")

@@ -349,12 +349,14 @@ def load_model(
     seq_length: int | None = None,
     global_batch_size: int | None = None,
     document_lengths: Lengths | None = None,
+    precision: Precision | None = None,
 ) -> Model:
     """Read a model file (YAML or JSON), a Hugging Face ``config.json`` or the arguments in a Megatron checkpoint.
 
     Args:
         path: The file, or a folder with a ``config.json`` or a checkpoint.
-        seq_length, global_batch_size, document_lengths: In place of what the file says, or where it says nothing.
+        seq_length, global_batch_size, document_lengths, precision: In place of what the file says, or where it says
+            nothing.
 
     Raises:
         PlannerError: naming file, key and value.
@@ -375,7 +377,7 @@ def load_model(
                     raise PlannerError(file, key, None, "a config.json does not say it", f"Give {option} N")
     if isinstance(document, dict):
         options = {"seq_length": seq_length, "global_batch_size": global_batch_size}
-        options |= {"document_lengths": document_lengths}  # type: ignore[dict-item]
+        options |= {"document_lengths": document_lengths, "precision": precision}  # type: ignore[dict-item]
         document = document | {key: value for key, value in options.items() if value is not None}
     return model_from_document(document, file)
 
@@ -387,6 +389,7 @@ def model_of(options: argparse.Namespace) -> Model:
         seq_length=getattr(options, "seq_length", None),
         global_batch_size=getattr(options, "global_batch_size", None),
         document_lengths=read_lengths(given) if (given := getattr(options, "document_lengths", None)) else None,
+        precision=getattr(options, "precision", None),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from math import inf
 
+from megatron_het.plan import Plan
+
 from .cluster import Cluster, load_cluster
 from .command import command
 from .errors import PlannerError
@@ -72,9 +74,21 @@ def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_fil
         "precision",
         model.precision,
         f"{', '.join(without)} in {cluster_file} cannot compute in it",
-        f"All GPUs of the cluster support {', '.join(sorted(common)) or 'nothing in common'}; "
-        f"or remove {', '.join(without)}",
+        f"All GPUs of the cluster support {', '.join(sorted(common)) or 'nothing in common'}: "
+        f"give --precision, or remove {', '.join(without)}",
     )
+
+
+def check_planned_precision(made: Plan, model: Model, file: str) -> None:
+    """A plan trains in the precision that it was made for.
+
+    Raises:
+        PlannerError: The model file, or ``--precision``, says another.
+    """
+    planned, mine = made.training.precision, "fp32" if model.precision == "tf32" else model.precision
+    if planned != mine:
+        problem, hint = f"the model's is {mine}", f"Give --precision {planned}, or plan again"
+        raise PlannerError(file, "training.precision", planned, problem, hint)
 
 
 def check_prices(estimator: Estimator, goal: Goal, file: str) -> None:
