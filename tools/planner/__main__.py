@@ -209,16 +209,16 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="plan.json", metavar="FILE", help="plan to write (default plan.json)")
     parser.add_argument(
         "--verify",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="train one rank of each kind dry before the plan is written; take the next finalist, or search again "
-        "with a smaller memory margin, where one needs more than its GPU has",
+        "with a smaller memory margin, where one needs more than its GPU has (default: where torch and Megatron are "
+        "installed, for at most two minutes)",
     )
     parser.add_argument(
         "--verify-limit-s",
         type=amount(0.0, 1e6),
-        default=900.0,
         metavar="S",
-        help="seconds that these dry runs may take together (default %(default)g)",
+        help="seconds that these dry runs may take together (default 900 with --verify, else 120)",
     )
     parser.set_defaults(run=_call("commands", "plan"))
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +41,43 @@ def say(value: Any, options: Any, *tables: Any) -> None:
 
     console = Console()
     for table in tables:
-        console.print(table)
+        if isinstance(table, str):  # lines that are to be copied are not broken
+            sys.stdout.write(table + "\n")
+            sys.stdout.flush()
+        else:
+            console.print(table)
+
+
+@contextmanager
+def shown_progress(text: str | Callable[[], str], options: Any, every_s: float = 10.0) -> Iterator[None]:
+    """A progress line on a terminal; elsewhere a line on stderr every ten seconds, so that nobody takes it for dead."""
+    done, start_s = threading.Event(), time.monotonic()
+    is_watched = sys.stderr.isatty() and not options.json
+
+    def now() -> str:
+        return text if isinstance(text, str) else text()
+
+    def show(update: Callable[[str], None]) -> None:
+        while not done.wait(0.25 if is_watched else every_s):
+            update(now())
+
+    def line(what: str) -> None:
+        with suppress(OSError):  # nobody reads it
+            sys.stderr.write(f"{time.monotonic() - start_s:.0f} s: {what}\n")
+
+    with ExitStack() as stack:
+        update = line
+        if is_watched:
+            from rich.console import Console
+
+            update = stack.enter_context(Console(stderr=True).status(now())).update
+        thread = threading.Thread(target=show, args=(update,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(1.0)
 
 
 def table(title: str, *columns: str) -> Table:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 from math import inf
-
-from megatron_het.plan import Plan
+from typing import TYPE_CHECKING
 
 from .cluster import Cluster, load_cluster
 from .command import command
@@ -17,6 +16,9 @@ from .profile_schema import load_profile
 from .runtime import runtime_for
 from .schedules import SCHEDULES
 from .search.goal import Goal
+
+if TYPE_CHECKING:
+    from megatron_het.plan import Plan
 
 
 def check_memory_margin(options: argparse.Namespace) -> None:

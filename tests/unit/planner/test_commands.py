@@ -382,7 +382,7 @@ def test_precision_of_the_command_line(files, capsys):
     assert code == 2
     code, out = call(capsys, "check", plan, *common(files), *half)
     assert code == 0
-    given = [w for w in common(files)]
+    given = common(files)
     code, out = call(capsys, "emit", plan, *given, "--out", files / "run")
     assert code == 2 and json.loads(out.out)["error"]["hint"].startswith("Give --precision fp16")
     code, out = call(capsys, "emit", plan, *given, *half, "--out", files / "run")
