@@ -89,9 +89,10 @@ def _case(row: Row, name: str, rng: random.Random) -> Case:
     assert sum(sum(s.layers) for s in plan.stages) == LAYERS
     if "micro_batch_size" in row:
         plan = _with_larger_microbatches(plan, row["micro_batch_size"])
+    layers = row.get("layers") or [divided(sum(s.layers), row["ministages"], rng) for s in plan.stages]
     plan = replace(
         plan,
-        stages=tuple(replace(s, layers=divided(sum(s.layers), row["ministages"], rng)) for s in plan.stages),
+        stages=tuple(replace(s, layers=cut) for s, cut in zip(plan.stages, layers, strict=True)),
         schedule=ScheduleSpec("ministage", dict(row["window"])),
     )
     if "shares" in row:

@@ -28,6 +28,7 @@ from tests.functional.selected import tiers
 FP32_BAR = 1e-5
 NAMES = ("fp32-05", "fp32-08", "fp32-12", "fp32-14", "fp32-26", "fp32-30", "fp32-36", "fp32-40")
 NAMES += ("fp32-48", "fp32-49", "fp32-50", "fp32-51", "fp32-52", "fp32-53", "fp32-54")  # split vocabulary, ties
+NAMES += ("fp32-55", "fp32-56", "fp32-57")  # both copies of tied embeddings on one stage
 CASES = {case.name: case for case in ministage_cases(0, quick=False) if case.name in NAMES}
 FULL = {"fp32-05", "fp32-08", "fp32-12", "fp32-14", "fp32-26", "fp32-30", "fp32-48", "fp32-53", "fp32-54"}
 
@@ -69,7 +70,7 @@ def _buckets(case: Case, stage: int, op: Op) -> int:
     chunks = case.plan.stages[stage].layers
     is_split = "vocabulary" in case.plan.schedule.parameters
     first = op.chunk == 0 and (is_split or stage == 0)
-    last = op.chunk == len(chunks) - 1 and (is_split or stage == len(case.plan.stages) - 1)
+    last = op.chunk == len(chunks) - 1 and (is_split or (stage, op.chunk) == case.plan.path[-1])
     if not chunks[op.chunk]:
         return int(first or last)
     start, stop = (0, chunks[op.chunk]) if op.start < 0 else (op.start, op.stop)
@@ -241,7 +242,7 @@ def test_fp16_skips_and_clips_as_without_a_window(lab: MinistageLab, tmp_path: P
         "--het-init",
         "stock",
         "--initial-loss-scale",
-        "256",
+        str(256 * under_window("fp16").loss_divisor),
         "--loss-scale-window",
         "1",
         "--hysteresis",

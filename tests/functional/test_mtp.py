@@ -83,7 +83,10 @@ BY_NAME = {
             per_layer=False,
             offload_optimizer=True,
         ),
-        windowed(make("window-zero-3", [[1, 1]], [5], **_WINDOW), [(5,)], "data-parallel", zero=3),
+        windowed(
+            make("window-one-stage-has-both-copies", [[1, 1], [1]], [3, 2], **_WINDOW), [(2, 1), (2,)], prefetch=0
+        ),
+        windowed(make("window-zero-3", [[1, 1]], [5], **_WINDOW), [(3, 2)], "data-parallel", zero=3),
         cut(make("", [[1], [2, 1]], [3, 2], sequence_parallel=True), "slices-mixed-tp", "slimpipe", slices=5),
         cut(
             make("", [[1], [1]], [2, 1], tied=True, recompute="full"),
@@ -104,7 +107,7 @@ BY_NAME = {
         cut(make("", [[1, 1], [2]], [3, 2], sequence_parallel=True), "context-parallel", "1f1b", cp=2),
         cut(make("", [[1], [1]], [2, 1], tied=True), "shared-in-a-v", "zb-v", chunks=2, cp=2),
         cut(
-            make("", [[1], [1]], [2, 3], "later-tokens-experts"),
+            make("", [[1], [1]], [1, 4], "later-tokens-experts"),  # no experts on the first stage
             "experts-in-slices",
             "slimpipe",
             slices=4,
@@ -126,7 +129,7 @@ BY_NAME = {
             "by token, with positions",
             "later-tokens",
         ),
-        make("experts", [[1], [2, 1]], [2, 3], "later-tokens-experts", sequence_parallel=True),
+        make("experts", [[1], [2, 1]], [1, 4], "later-tokens-experts", sequence_parallel=True),
     )
 }
 BY_NAME["experts"] = replace(BY_NAME["experts"], plan=divided(BY_NAME["experts"].plan, [[1], [2, 1]]))
