@@ -177,8 +177,15 @@ def _check_measured_shares(plans: Sequence[Plan]) -> None:
         )
 
 
-_OF_THE_RUN = ("het_auto_batch", "het_transport", "het_report", "het_trace", "het_trace_iteration", "het_zero")
-_OF_THE_RUN += ("het_trust_checkpoint",)
+_OF_THE_RUN = (
+    "het_auto_batch",
+    "het_transport",
+    "het_report",
+    "het_trace",
+    "het_trace_iteration",
+    "het_trust_checkpoint",
+    "het_zero",
+)
 
 
 def _auto_batch(namespace: argparse.Namespace, parser: argparse.ArgumentParser) -> HetConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron_het.untrusted import one_line, shown
 
 _POLL_S, _CHANGE_POLL_S = 0.02, 0.004
 _SHOW_S = 1.0
-_SETTLE_S = 30.0
+_SETTLE_S, _GAP_S = 30.0, 1.0
 _TRIES = 2
 _KEPT = 2
 """Generations whose documents stay on the board."""
@@ -83,6 +84,7 @@ class Controller:
         self._considered, self._prepared = frozenset[int](), frozenset[int]()
         self._asked = self._waits = False
         self._shown_s = self._tried_s = 0.0
+        self._watched_s = time.monotonic()
         self._read, self._unwritten = 0, False
         self._started_s = time.monotonic()
         self.history: list[dict[str, Any]] = []
@@ -266,6 +268,12 @@ class Controller:
     def _watch(self) -> None:
         """Signs of life."""
         now = time.monotonic()
+        gap_s, self._watched_s = now - self._watched_s, now
+        if gap_s > _GAP_S:  # this process was stopped: what others said meanwhile is read after this
+            for member in self._members.values():
+                member.seen_s += gap_s
+            if self._failed_since is not None:
+                self._failed_since = replace(self._failed_since, clock_s=self._failed_since.clock_s + gap_s)
         if now - self._shown_s > _SHOW_S:
             self._shown_s = now
             self._board.put("status", self.status())
