@@ -277,7 +277,9 @@ class Controller:
         if now - self._shown_s > _SHOW_S:
             self._shown_s = now
             self._board.put("status", self.status())
-        self._hear_beats(now)
+            self._hear_beats(self._board.keys("beat/"), now)
+        else:
+            self._hear_beats([f"beat/{number}" for number in self._members], now)
         for number, member in list(self._members.items()):
             if now - member.seen_s > self._bounds.lost_s:
                 self._kill(number, "no sign of life")
@@ -288,10 +290,12 @@ class Controller:
             self._tell_waiting("an iteration is stuck")
             self._failed_since = Moment()
 
-    def _hear_beats(self, now_s: float) -> None:
-        for key in self._board.keys("beat/"):
+    def _hear_beats(self, keys: Sequence[str], now_s: float) -> None:
+        for key in keys:
             try:
-                self._hear_beat(self._board.get(key), now_s)
+                beat = self._board.get(key)
+                if beat is not None:
+                    self._hear_beat(beat, now_s)
             except (KeyError, TypeError, ValueError) as error:
                 self._board.drop(key)
                 self._say(f"a sign of life that makes no sense is left out: {shown(str(error))}")
