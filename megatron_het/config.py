@@ -92,6 +92,11 @@ _REFUSED = (
         "delay_wgrad_compute", "nothing makes the gradients of weights that it puts off; schedules zb-* delay them"
     ),
     Refusal(
+        "overlap_param_gather_with_optimizer_step",
+        "Megatron has it with checkpoints of --ckpt-format torch only, which a plan cannot write; "
+        "--overlap-param-gather alone goes with a plan",
+    ),
+    Refusal(
         "fine_grained_activation_offloading",
         "Megatron's own schedules tell it when an iteration ends and in which order passes go back; "
         "a plan's schedule has offload of its own",
