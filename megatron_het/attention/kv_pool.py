@@ -69,13 +69,14 @@ class KVPool:
         if self.slabs is not None and self._reserved > self._rows:
             self.slabs = None
 
-    def take(self, key: torch.Tensor, value: torch.Tensor, *, from_bottom: bool) -> Place:
+    def take(self, key: torch.Tensor, value: torch.Tensor, *, from_bottom: bool = False, at: int = -1) -> Place:
         """Copy keys and values into the pool.
 
         Args:
             key: ``[rows, batch, ...]``.
             value: The same of the values.
             from_bottom: Which side of the slab to search from.
+            at: The first row, if those are free; -1 for any.
 
         Raises:
             CacheError: Another shape than the pool's, or no room.
@@ -85,7 +86,8 @@ class KVPool:
         if self._held_rows + rows > self._rows:
             raise CacheError(f"all {self._rows} rows of the key-value pool are in use or reserved: {rows} more needed")
         self._held_rows += rows
-        at = self._free(rows, from_bottom)
+        if at < 0 or not self._are_free(at, rows):
+            at = self._free(rows, from_bottom)
         if at < 0:
             place = Place(key.clone(), value.clone(), at)
             self._apart.append(place)
@@ -105,11 +107,33 @@ class KVPool:
         else:
             del self._taken[bisect.bisect_left(self._taken, (place.at, place.at + rows))]
 
+    def move(self, place: Place, *, from_bottom: bool = False, at: int = -1) -> Place:
+        """Copy a chunk to other rows, and give its own back; it stays where there are no others.
+
+        Args:
+            place: Of the chunk.
+            from_bottom: See :meth:`take`.
+            at: See :meth:`take`; it stays if those are not free.
+        """
+        rows = place.keys.shape[0]
+        at = self._free(rows, from_bottom) if at < 0 else at
+        if at < 0 or self._held_rows + rows > self._rows or not self._are_free(at, rows):
+            return place
+        moved = self.take(place.keys, place.values, at=at)
+        self.give(place)
+        return moved
+
     def clear(self) -> None:
         """Forget everything and free the slab."""
         self._taken.clear()
         self._apart.clear()
         self._held_rows, self.slabs = 0, None
+
+    def _are_free(self, at: int, rows: int) -> bool:
+        """Whether a chunk can have rows."""
+        after = bisect.bisect_left(self._taken, (at, at))
+        is_below = after == len(self._taken) or at + rows <= self._taken[after][0]
+        return at + rows <= self._rows and is_below and (not after or self._taken[after - 1][1] <= at)
 
     def _free(self, rows: int, from_bottom: bool) -> int:
         """First row of the free ones that a chunk gets; -1 if there are none next to each other."""

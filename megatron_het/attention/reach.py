@@ -8,25 +8,15 @@ far end of a sliding window: there a query sees the later keys, and the earlier 
 from __future__ import annotations
 
 import bisect
-import enum
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_het.attention.calls import Form
 from megatron_het.schedule.cutting import Starts
 
 Span = tuple[int, int]
 """Tokens ``[first, end)`` of a sequence."""
-
-
-class Form(enum.Enum):
-    """Which keys of a block a query of it sees."""
-
-    FULL = enum.auto()
-    CAUSAL = enum.auto()
-    """A square: the i-th query sees the keys 0 to i."""
-    REVERSED = enum.auto()
-    """A square: the i-th query sees the keys i to the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +61,23 @@ class Reach:
             return
         for i, own in enumerate(starts):
             yield slice(i, i + 1), blocks_of(rows, keys, own, self.window_tokens)
+
+    def documents(self, rows: Span, batch: int) -> Iterator[tuple[slice, tuple[tuple[Span, int], ...]]]:
+        """Queries of one document each, and the first key that the first of them sees, as :meth:`blocks` has them.
+
+        Args:
+            rows: The queries.
+            batch: Sequences in the microbatch.
+        """
+        window = rows[1] if self.window_tokens is None else self.window_tokens
+        starts = self.starts or ((0,),)
+        each = starts if len(set(starts)) > 1 else starts[:1]
+        for i, own in enumerate(each):
+            found = (
+                (span, max(own[bisect.bisect_right(own, span[0]) - 1], span[0] - window))
+                for span in _documents(rows, own)
+            )
+            yield slice(i, i + 1) if len(each) > 1 else slice(0, batch), tuple(found)
 
     def unread(self, first: int, end: int) -> int:
         """How many tokens at the start of a slice ``[first, end)`` no later slice reads, in any sequence."""
