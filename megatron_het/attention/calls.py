@@ -30,7 +30,7 @@ class Form(enum.Enum):
 EVERY = slice(None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every call
 class Call:
     """One call of a kernel.
 
@@ -174,13 +174,16 @@ def differentiate(
             given = grad[rows, batch], query[rows, batch], out[rows, batch], lse[batch, :, rows].contiguous()
         dq, dk, dv = _backward(kernel, call, *given, scale)
         sums[0].add(dq, rows, batch)
-        before = 0 if call.run is None else call.run.keys.shape[0]
+        earlier, own = (dk, dv), (dk, dv)
+        if call.run is not None and call.own is not None:
+            sizes = [call.run.keys.shape[0], dk.shape[0] - call.run.keys.shape[0]]
+            earlier, own = zip(dk.split(sizes), dv.split(sizes), strict=True)
         if call.own is not None:
-            sums[1].add(dk[before:], call.own, batch)
-            sums[2].add(dv[before:], call.own, batch)
+            for total, part in zip(sums[1:], own, strict=True):
+                total.add(part, call.own, batch)
         if call.run is not None:
             assert cached is not None
-            cached(call.run, dk[:before], dv[:before], None if batch is EVERY else batch)
+            cached(call.run, *earlier, None if batch is EVERY else batch)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

@@ -7,9 +7,9 @@ in its backward.  Slices of a microbatch are released last in, first out; severa
 Every other microbatch grows from the top end of the pool, so that a microbatch's chunks mostly form one contiguous
 run and its prefix is one view, without concatenating anything.  Where they do not, the prefix is several views.
 
-Kernels that align a causal mask bottom-right want a slice's own keys last, in one view with those before.  A microbatch
-that grows down keeps its last chunk at the top for that: the chunk goes down to the others when the next one comes, and
-the one before comes up when it is given back.  Two copies of a chunk, whatever the length of its prefix.
+Kernels that align a causal mask bottom-right want a slice's own keys last, in one view with those before.  Where the
+rows after a microbatch's are not free, its last chunk makes room for the next one by going down to the other end.  It
+comes up again when the next one is given back.  Two copies of a chunk, whatever the length of its prefix.
 """
 
 from __future__ import annotations
@@ -59,14 +59,18 @@ class _Chunk:
     """All chunks up to it as one view, once it has been asked for."""
 
 
+def _span(chunk: _Chunk) -> tuple[int, int]:
+    """Rows of the slab that a chunk has; negative ones where it has none."""
+    place = chunk.place
+    return (-1, -1) if place is None or place.at < 0 else (place.at, place.at + place.keys.shape[0])
+
+
 @dataclass(slots=True)
 class _Sequence:
     """What one microbatch holds: ``batch`` sequences, the i-th slice of them in ``chunks[i]``."""
 
     grows_up: bool
     batch: int
-    front: int = -1
-    """Row where the last chunk has its place, if it goes there; -1 otherwise."""
     chunks: list[_Chunk] = field(default_factory=list)
     totals: GradientTotals = field(init=False)
 
@@ -147,27 +151,39 @@ class KVCache:
         tokens, begin = key.shape[0], chunks[-1].end if chunks else 0
         place = None
         if unread < tokens:
-            self._clear_front(sequence)
+            at = self._row_in_line(sequence, tokens - unread) if self._in_line else -1
             try:
-                place = self._pool.take(key[unread:], value[unread:], from_bottom=sequence.grows_up, at=sequence.front)
+                place = self._pool.take(key[unread:], value[unread:], from_bottom=sequence.grows_up, at=at)
             except CacheError as error:
                 raise CacheError(f"microbatch {microbatch} slice {index}: {error}") from None
-            if self._in_line and not sequence.grows_up and not chunks:
-                sequence.front = place.at
         chunks.append(_Chunk(begin, begin + unread, begin + tokens, place))
         return True
 
-    def _clear_front(self, sequence: _Sequence) -> None:
-        """Let the last chunk go down to the others."""
-        last = sequence.chunks[-1].place if sequence.chunks else None
-        if last is not None and last.at == sequence.front >= 0:
-            sequence.chunks[-1].place = self._pool.move(last, from_bottom=False)
+    def _row_in_line(self, sequence: _Sequence, rows: int) -> int:
+        """First row of the next chunk after all others of a microbatch; -1 where there is no room."""
+        ends = [_span(chunk) for chunk in sequence.chunks]
+        if not ends or min(ends)[0] < 0:
+            return -1
+        (first, last), end = ends[-1], max(end for _, end in ends)
+        if self._pool.are_free(end, rows):
+            return end
+        low = min(ends)[0] - (last - first)
+        fits = rows <= last - first or self._pool.are_free(end, rows - last + first)
+        place = sequence.chunks[-1].place
+        if last != end or not fits or place is None or not self._pool.are_free(low, last - first):
+            return -1
+        sequence.chunks[-1].place = self._pool.move(place, low)
+        return first
 
-    def _fill_front(self, sequence: _Sequence) -> None:
-        """Let the last chunk come up."""
-        last = sequence.chunks[-1].place if sequence.chunks else None
-        if last is not None and sequence.front >= 0:
-            sequence.chunks[-1].place = self._pool.move(last, at=sequence.front)
+    def _bring_up(self, sequence: _Sequence) -> None:
+        """Let the last chunk come up to the end of the others."""
+        ends = [_span(chunk) for chunk in sequence.chunks]
+        if len(ends) < 2 or min(ends)[0] < 0:
+            return
+        (first, last), end = ends[-1], max(end for _, end in ends[:-1])
+        place = sequence.chunks[-1].place
+        if first < end and place is not None and self._pool.are_free(end, last - first):
+            sequence.chunks[-1].place = self._pool.move(place, end)
 
     def begin_of(self, microbatch: int, index: int) -> int:
         """First token of a slice, whether it is cached or the next one to be."""
@@ -388,7 +404,8 @@ class KVCache:
         chunk = sequence.chunks.pop()
         if chunk.place is not None:
             self._pool.give(chunk.place)
-        self._fill_front(sequence)
+        if self._in_line:
+            self._bring_up(sequence)
         if not sequence.chunks:
             del self._sequences[microbatch]
         return gradients
@@ -410,7 +427,8 @@ class KVCache:
         later = self.release(microbatch, index)
         if later is not None:
             rows = later[0].shape[0]  # those that are held are the last ones
-            add_(grad_keys[-rows:], grad_values[-rows:], *later)
+            whole = rows == grad_keys.shape[0]
+            add_(*((grad_keys, grad_values) if whole else (grad_keys[-rows:], grad_values[-rows:])), *later)
         return grad_keys, grad_values
 
     def drop(self, microbatch: int) -> None:

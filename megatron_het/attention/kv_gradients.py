@@ -24,13 +24,18 @@ Addition = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], No
 
 def add_(keys: torch.Tensor, values: torch.Tensor, more_keys: torch.Tensor, more_values: torch.Tensor) -> None:
     """Add to keys and values in place: by one kernel where there is one for the device and the types."""
+    if not keys.is_cuda:
+        keys.add_(more_keys)
+        values.add_(more_values)
+        return
     tensors = keys, values, more_keys, more_values
-    if keys.is_cuda and type(keys) is torch.Tensor and all(t.is_contiguous() for t in tensors):
+    fused = None
+    if type(keys) is torch.Tensor and all(t.is_contiguous() for t in tensors):  # not in a dry run
         fused = fused_addition(keys.device, keys.dtype, more_keys.dtype)
-        if fused is not None:
-            fused(*tensors)
-            return
-    torch._foreach_add_([keys, values], [more_keys, more_values])
+    if fused is not None:
+        fused(*tensors)
+    else:
+        torch._foreach_add_([keys, values], [more_keys, more_values])
 
 
 @functools.lru_cache(maxsize=16)

@@ -86,7 +86,7 @@ class KVPool:
         if self._held_rows + rows > self._rows:
             raise CacheError(f"all {self._rows} rows of the key-value pool are in use or reserved: {rows} more needed")
         self._held_rows += rows
-        if at < 0 or not self._are_free(at, rows):
+        if at < 0 or not self.are_free(at, rows):
             at = self._free(rows, from_bottom)
         if at < 0:
             place = Place(key.clone(), value.clone(), at)
@@ -107,19 +107,17 @@ class KVPool:
         else:
             del self._taken[bisect.bisect_left(self._taken, (place.at, place.at + rows))]
 
-    def move(self, place: Place, *, from_bottom: bool = False, at: int = -1) -> Place:
-        """Copy a chunk to other rows, and give its own back; it stays where there are no others.
+    def are_free(self, at: int, rows: int) -> bool:
+        """Whether rows from ``at`` on are there, and nobody's."""
+        after = bisect.bisect_left(self._taken, (at, at))
+        is_below = after == len(self._taken) or at + rows <= self._taken[after][0]
+        return 0 <= at <= self._rows - rows and is_below and (not after or self._taken[after - 1][1] <= at)
 
-        Args:
-            place: Of the chunk.
-            from_bottom: See :meth:`take`.
-            at: See :meth:`take`; it stays if those are not free.
-        """
-        rows = place.keys.shape[0]
-        at = self._free(rows, from_bottom) if at < 0 else at
-        if at < 0 or self._held_rows + rows > self._rows or not self._are_free(at, rows):
-            return place
+    def move(self, place: Place, at: int) -> Place:
+        """Copy a chunk to free rows, from ``at`` on, and give its own back."""
+        self._held_rows -= place.keys.shape[0]  # it is counted once
         moved = self.take(place.keys, place.values, at=at)
+        self._held_rows += place.keys.shape[0]
         self.give(place)
         return moved
 
@@ -128,12 +126,6 @@ class KVPool:
         self._taken.clear()
         self._apart.clear()
         self._held_rows, self.slabs = 0, None
-
-    def _are_free(self, at: int, rows: int) -> bool:
-        """Whether a chunk can have rows."""
-        after = bisect.bisect_left(self._taken, (at, at))
-        is_below = after == len(self._taken) or at + rows <= self._taken[after][0]
-        return at + rows <= self._rows and is_below and (not after or self._taken[after - 1][1] <= at)
 
     def _free(self, rows: int, from_bottom: bool) -> int:
         """First row of the free ones that a chunk gets; -1 if there are none next to each other."""

@@ -106,7 +106,7 @@ def test_equals_one_process(name: str, lab: Lab) -> None:
 
 
 def test_one_call_per_slice(lab: Lab) -> None:
-    """Transformer Engine's attention, stood in for: a slice and all before it are one call, on both sides of the pool."""
+    """Transformer Engine's attention, stood in for: a slice and all before it are one call."""
     case = replace(CASES["slices-plain"], name="slices-in-one-call")
     job = replace(lab.job(case), timeout_s=240.0)
     assert job.setup is not None

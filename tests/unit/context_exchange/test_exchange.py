@@ -18,9 +18,9 @@ from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Setting
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.layer_exchange import NO_EXCHANGE
-from megatron_het.attention.places import SliceContext
+from megatron_het.attention.places import UNLIMITED, SliceContext
 from megatron_het.attention.reach import Reach
-from megatron_het.attention.slice_attention import UNLIMITED, slice_attention
+from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.context_exchange.exchange import ContextExchange
 from megatron_het.context_exchange.limits import Limits, first_layers
 from megatron_het.context_exchange.slot import ExchangeError
