@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,9 @@ from megatron_het.platform import activate
 
 activate()  # before Megatron is imported, which binds what the platform replaces
 
+from megatron_het.features.zero_bubble import ZeroBubble, ZeroBubbleOptions  # noqa: E402
 from megatron_het.lowering.ranks import RankOp  # noqa: E402
+from megatron_het.plan import PlanError  # noqa: E402
 from megatron_het.runtime.feature import BackwardPass  # noqa: E402
 from megatron_het.schedule.kinds import Kind  # noqa: E402
 from megatron_het.zero_bubble import weight_gradients  # noqa: E402
@@ -268,3 +271,26 @@ def expected_without_bias() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, N
     output.square().sum().backward()
     assert source.grad is not None and weight.grad is not None
     return output.detach(), source.grad, weight.grad, None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"transformer_impl": "transformer_engine", "overlap_grad_reduce": False, "tp_comm_overlap": False}, None),
+        ({"transformer_impl": "local", "overlap_grad_reduce": True, "tp_comm_overlap": False}, None),
+        (
+            {"transformer_impl": "transformer_engine", "overlap_grad_reduce": True, "tp_comm_overlap": False},
+            "--overlap-grad-reduce = True: schedule zb-h1 and Transformer Engine's layers.*first half",
+        ),
+        (
+            {"transformer_impl": "transformer_engine", "overlap_grad_reduce": False, "tp_comm_overlap": True},
+            "--tp-comm-overlap = True.*both gradients at once",
+        ),
+    ],
+)
+def test_what_layers_of_transformer_engine_cannot_go_with(given: dict[str, Any], message: str | None) -> None:
+    plan: Any = SimpleNamespace(schedule=SimpleNamespace(name="zb-h1"))
+    args = SimpleNamespace(overlap_moe_expert_parallel_comm=False, **given)
+    refused = pytest.raises(PlanError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        ZeroBubble().check_arguments(plan, ZeroBubbleOptions(), args)
