@@ -6,7 +6,6 @@ Outputs are merged by online softmax.  A result for all rows that comes first is
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,17 +14,7 @@ import torch
 from megatron_het.attention.kernels import Gradients, Kernel
 from megatron_het.attention.kv_cache import Run
 from megatron_het.attention.merge import in_type, merge_
-
-
-class Form(enum.Enum):
-    """Which keys of a block a query of it sees."""
-
-    FULL = enum.auto()
-    CAUSAL = enum.auto()
-    """Queries are the last tokens of the keys: of a square, the i-th query sees the keys 0 to i."""
-    REVERSED = enum.auto()
-    """A square: the i-th query sees the keys i to the last."""
-
+from megatron_het.attention.reach import Form
 
 EVERY = slice(None)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_het.attention.calls import EVERY, Attended, Call, Form, Sum, differentiate
+from megatron_het.attention.calls import EVERY, Attended, Call, Sum, differentiate
 from megatron_het.attention.kernels import Kernel
+from megatron_het.attention.reach import Form
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Output ``[s, b, heads, d]`` and log-sum-exp ``[b, heads, s]``, or keys and values."""

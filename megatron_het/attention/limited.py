@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from megatron_het.attention.blocks import held_before
-from megatron_het.attention.calls import Call, Form
+from megatron_het.attention.calls import Call
+from megatron_het.attention.kv_cache import Run
 from megatron_het.attention.layer_exchange import Given
 from megatron_het.attention.places import Keys, Own, Sharing, SliceContext
-from megatron_het.attention.reach import Span
+from megatron_het.attention.reach import Form, Span
 from megatron_het.plan.parts import Blocks
 
 _Spans = tuple[tuple[tuple[Span, ...], tuple[Span, ...]], tuple[tuple[Span, int], ...], int, Blocks, Span]
@@ -107,8 +108,14 @@ class LimitedPlace:
                     return None
                 held = slice(max(start, self.first) - self.first, hi - self.first)
                 k, v = (t[held, sequences] for t in own)
-                run = cache.in_order(context.microbatch, start, self.first) if start < self.first else None
-                if run is not None:
+                run = None
+                if start < self.first and not self.unread:  # all are held: mostly a view
+                    whole, size = cache.in_order(context.microbatch, start, hi), hi - self.first
+                    earlier = tuple(part for part in whole.parts if part[0] != context.index)
+                    run = Run(whole.keys[:-size], whole.values[:-size], earlier)
+                    k, v = whole.keys[:, sequences], whole.values[:, sequences]
+                elif start < self.first:
+                    run = cache.in_order(context.microbatch, start, self.first)
                     k, v = torch.cat((run.keys[:, sequences], k)), torch.cat((run.values[:, sequences], v))
                 rows = slice(lo - self.first, hi - self.first)
                 found.append(Call(Form.CAUSAL, k, v, rows, sequences, run, held, window, opens=True))
@@ -132,7 +139,7 @@ class LimitedPlace:
 
 
 def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None) -> _Spans:
-    """Queries of a slice, keys that are there, and the first own token, for a :class:`_Place`.
+    """Queries of a slice, keys that are there, and the first own token, for a :class:`LimitedPlace`.
 
     Args:
         begins: First own token of every slice up to this one, as the cache counts.

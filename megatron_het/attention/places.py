@@ -9,11 +9,11 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from megatron_het.attention.calls import Call, Form
+from megatron_het.attention.calls import Call
 from megatron_het.attention.kernels import Kernel
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.layer_exchange import NO_EXCHANGE, NOTHING, Given, LayerExchange
-from megatron_het.attention.reach import Reach
+from megatron_het.attention.reach import Form, Reach
 from megatron_het.attention.rotary import Rotation
 from megatron_het.plan.parts import Blocks
 

@@ -8,15 +8,25 @@ far end of a sliding window: there a query sees the later keys, and the earlier 
 from __future__ import annotations
 
 import bisect
+import enum
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_het.attention.calls import Form
 from megatron_het.schedule.cutting import Starts
 
 Span = tuple[int, int]
 """Tokens ``[first, end)`` of a sequence."""
+
+
+class Form(enum.Enum):
+    """Which keys of a block a query of it sees."""
+
+    FULL = enum.auto()
+    CAUSAL = enum.auto()
+    """Queries are the last tokens of the keys: of a square, the i-th query sees the keys 0 to i."""
+    REVERSED = enum.auto()
+    """A square: the i-th query sees the keys i to the last."""
 
 
 @dataclass(frozen=True, slots=True)

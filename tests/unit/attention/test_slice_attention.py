@@ -199,10 +199,12 @@ def test_choice_by_device(setting: Setting, name: str | None, gpu: dict[str, Any
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A device with all libraries; what their trials end with, and how long each kernel takes."""
-    found: dict[str, Any] = {"failed": {}, "ms": {}, "timed": []}
+    found: dict[str, Any] = {"failed": {}, "ms": {}, "timed": [], "added": []}
     monkeypatch.setattr(kernels, "_missing", lambda *_: None)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(kernel_choice, "_computes", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernel_choice, "fused_addition", lambda *given: found["added"].append(given[1:]))
     monkeypatch.setattr(kernel_choice, "_failed", lambda kernel, setting: found["failed"].get(kernel.name))
 
     def took_ms(kernel: Kernel, setting: Setting) -> float:
@@ -223,6 +225,7 @@ def test_a_kernel_that_fails_its_trial_is_passed_over(gpu: dict[str, Any]) -> No
     with pytest.raises(ValueError, match="te-fused is 0.4 off in a trial"):
         choose_kernel(hopper, ("te-fused",))
     assert not gpu["timed"]
+    assert (torch.float32, torch.bfloat16) in gpu["added"], "it is launched before training too"
 
 
 def test_other_devices_are_timed_and_say_so(gpu: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:

@@ -102,8 +102,8 @@ def test_each_half_does_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     source, weight, _ = tensors()
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
     count: list[int] = []
-    original = weight_gradients._Product.compute
-    monkeypatch.setattr(weight_gradients._Product, "compute", lambda self: (count.append(1), original(self))[1])
+    original = weight_gradients._Product.add
+    monkeypatch.setattr(weight_gradients._Product, "add", lambda self: (count.append(1), original(self))[1])
     found, gradients = split(source, weight)
     with gradients.deferring(KEY):
         found.sum().backward()
