@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_het.attention.calls import EVERY, Attended, Call, Sum, differentiate
 from megatron_het.attention.kernels import Kernel
-from megatron_het.attention.merge import merge_
+from megatron_het.attention.reach import Form
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Output ``[s, b, heads, d]`` and log-sum-exp ``[b, heads, s]``, or keys and values."""
@@ -104,40 +105,26 @@ def attend(
     query: torch.Tensor, keys: Sequence[Part], kernel: Kernel, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Full attention over several pieces of keys and values; output in the query's type."""
-    first, *rest = keys
-    out, lse = kernel.forward(query, *first, False, scale)
-    if rest:
-        out = out.to(torch.promote_types(query.dtype, torch.float32))
-        for piece in rest:
-            lse = merge_(out, lse, *kernel.forward(query, *piece, False, scale))
-    return out.to(query.dtype), lse
+    rows = Attended(query)
+    rows.attend((Call(Form.FULL, *piece) for piece in keys), kernel, scale)
+    return rows.out.to(query.dtype), rows.lse
 
 
 def attend_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    keys: Sequence[Part],
-    kernel: Kernel,
-    scale: float,
+    mine: Sequence[torch.Tensor], keys: Sequence[Part], kernel: Kernel, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of the query, and of the pieces' keys and values, joined in the order of the pieces.
 
     Args:
-        grad: Gradient of the whole output.
-        query: The owner's query.
-        out: The whole output.
-        lse: The whole log-sum-exp.
+        mine: Gradient of the owner's output, its query, its whole output and its whole log-sum-exp.
         keys: (keys, values) of the pieces.
         kernel: Does the work.
         scale: Factor of the scores.
     """
-    total = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
-    grads = []
+    total, grads = Sum(mine[1]), []
     for key, value in keys:
-        part, *rest = kernel.backward(grad, query, key, value, out, lse, False, scale)
-        total += part
-        grads.append(rest)
+        own = Sum(key), Sum(value)
+        differentiate([Call(Form.FULL, key, value, own=EVERY)], mine, (total, *own), kernel, scale)
+        grads.append([part.total for part in own])
     dk, dv = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*grads, strict=True))
-    return total.to(query.dtype), dk, dv
+    return total.total.to(mine[1].dtype), dk, dv

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_het.attention.calls import Attended, Call, Sum, differentiate
 from megatron_het.attention.context_exchange import Part
 from megatron_het.attention.kernels import Gradients, Kernel
-from megatron_het.attention.limited import kernel_backward, kernel_forward
-from megatron_het.attention.merge import merge_
-from megatron_het.attention.reach import Form, Reach, Span
+from megatron_het.attention.reach import Reach, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +31,20 @@ class Reached:
     rows: tuple[Span, ...]
     keys: tuple[Span, ...]
 
-    def calls(self, batch: int) -> Iterator[tuple[slice, slice, Form, slice]]:
-        """(rows, sequences, form, rows of the keys) of every call of the kernel."""
+    def calls(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Iterator[Call]:
+        """The calls of the kernel that the owner would make."""
         at: dict[Span, int] = {}
         for span in self.keys:
             at[span] = sum(end - first for first, end in at)
         row = 0
         for first, end in self.rows:
-            for sequences, blocks in self.reach.blocks((first, end), self.keys, batch):
+            for sequences, blocks in self.reach.blocks((first, end), self.keys, query.shape[1]):
                 for block in blocks:
                     span = next(s for s in self.keys if s[0] <= block.keys[0] < s[1])
-                    lo, hi = (at[span] + token - span[0] for token in block.keys)
+                    held = slice(*(at[span] + token - span[0] for token in block.keys))
                     rows = slice(row + block.rows[0] - first, row + block.rows[1] - first)
-                    yield rows, sequences, block.form, slice(lo, hi)
+                    k, v = keys[held, sequences], values[held, sequences]
+                    yield Call(block.form, k, v, rows, sequences, own=held)
             row += end - first
 
 
@@ -52,13 +52,9 @@ def attend_reached(
     query: torch.Tensor, parts: Sequence[Part], reached: Reached, kernel: Kernel, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output in the query's type and log-sum-exp; of queries that reach nothing zero, and minus infinity."""
-    keys, values = _joined(parts)
-    out = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
-    lse = out.new_full((query.shape[1], query.shape[2], query.shape[0]), -torch.inf)
-    for rows, batch, form, held in reached.calls(query.shape[1]):
-        part = kernel_forward(kernel, query[rows, batch], keys[held, batch], values[held, batch], form, scale)
-        lse[batch, :, rows] = merge_(out[rows, batch], lse[batch, :, rows], *part)
-    return out.to(query.dtype), lse
+    rows = Attended(query, has_blanks=True)
+    rows.attend(reached.calls(query, *_joined(parts)), kernel, scale)
+    return rows.out.to(query.dtype), rows.lse
 
 
 def attend_reached_backward(
@@ -73,16 +69,11 @@ def attend_reached_backward(
         kernel: Does the work.
         scale: Factor of the scores.
     """
-    grad, query, out, lse = mine
-    keys, values = _joined(parts)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (query, keys, values))
-    for rows, batch, form, held in reached.calls(query.shape[1]):
-        given = grad[rows, batch], query[rows, batch], out[rows, batch], lse[batch, :, rows].contiguous()
-        found = kernel_backward(kernel, *given, keys[held, batch], values[held, batch], form, scale)
-        for total, place, part in zip((dq, dk, dv), (rows, held, held), found, strict=True):
-            total[place, batch] += part
-    return dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype)
+    query, (keys, values) = mine[1], _joined(parts)
+    sums = Sum(query), Sum(keys), Sum(values)
+    differentiate(reached.calls(query, keys, values), mine, sums, kernel, scale)
+    dq, dk, dv = (part.total.to(query.dtype) for part in sums)
+    return dq, dk, dv
 
 
 def _joined(parts: Sequence[Part]) -> Part:

@@ -35,7 +35,8 @@ import torch
 from megatron_het.attention.context_exchange import AttentionShape, attend, attend_backward, heads_of, joined_heads
 from megatron_het.attention.core import SliceCoreAttention, head_width, score_scale
 from megatron_het.attention.helped import attend_reached, attend_reached_backward
-from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
+from megatron_het.attention.kernel_choice import choose_kernel
+from megatron_het.attention.kernels import Kernel, Setting
 from megatron_het.attention.layer_exchange import NOTHING, Given, TokenGradient
 from megatron_het.attention.messages import pack, unpack
 from megatron_het.context_exchange.keys import ExchangedKeys, returned_units
@@ -99,7 +100,7 @@ class ContextExchange:
         self._shape: AttentionShape | None = None
         self._sequences: Callable[[int], int] = lambda microbatch: 1
         self._scale = 1.0
-        self._kernel_name: str | None = None
+        self._kernels: Sequence[str] = ()
         self._kernel: Kernel | None = None
 
     def attach(
@@ -107,7 +108,7 @@ class ContextExchange:
         modules: Sequence[list[SliceCoreAttention]],
         models: Sequence[torch.nn.Module],
         sequences: Callable[[int], int],
-        kernel: str | None = None,
+        kernels: Sequence[str] = (),
     ) -> None:
         """Connect the attention of every chunk.
 
@@ -115,9 +116,9 @@ class ContextExchange:
             modules: Slice attention of every chunk, in layer order.
             models: The chunks (GPTModel, not wrapped).
             sequences: Sequences of a microbatch.
-            kernel: Name of the attention kernel, None for the best one.
+            kernels: Names of the attention kernels to choose from; nothing for all.
         """
-        self._kernel_name = kernel
+        self._kernels = kernels
         self._modules = [chunk[: self._layers] for chunk in modules]
         for chunk in self._modules:
             for layer, module in enumerate(chunk):
@@ -200,7 +201,7 @@ class ContextExchange:
             if self._kernel is None:
                 shape = self.shape(op)
                 like = torch.empty(shape.channels, dtype=shape.dtype, device=shape.device)
-                self._kernel = choose_kernel(Setting.of(like), self._kernel_name)
+                self._kernel = choose_kernel(Setting.of(like), self._kernels)
             for _ in range(self._layers):
                 self.help(self._kernel, self._scale)
                 slot.done += 1
@@ -300,7 +301,7 @@ class ContextExchange:
         parts = self._keys.parts(op, layer)
         lse, grad, query, out = unpack(message, self.shape(op).backward_query())
         if self._limits is None:
-            dq, *grads = attend_backward(grad, query, out, lse, parts, kernel, scale)
+            dq, *grads = attend_backward((grad, query, out, lse), parts, kernel, scale)
         else:
             reached = self._limits.reached(op, layer, self._keys.ranges(op))
             dq, *grads = attend_reached_backward((grad, query, out, lse), parts, reached, kernel, scale)
@@ -338,6 +339,11 @@ class _Layer:
     def __init__(self, exchange: ContextExchange, layer: int) -> None:
         self._exchange = exchange
         self._layer = layer
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the pass that runs takes part in a slot."""
+        return self._exchange.slot is not None
 
     def _check(self) -> None:
         slot = self._exchange.slot

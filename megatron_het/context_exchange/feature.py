@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_het.attention.core import SliceCoreAttention
-from megatron_het.attention.kernels import kernel_of_backend
+from megatron_het.attention.kernel_choice import kernels_of_backend
 from megatron_het.context_exchange.exchange import ContextExchange
 from megatron_het.context_exchange.limits import Limits
 from megatron_het.context_exchange.units import Units
@@ -67,8 +67,8 @@ class ContextExchangeFeature(RuntimeFeature):
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """See :class:`RuntimeFeature`; slice attention is in the models already."""
         placed = [[m for m in model.modules() if isinstance(m, SliceCoreAttention)] for model in models]
-        kernel = kernel_of_backend(self._args.attention_backend.name, self._device.type)
-        self._exchange.attach(placed, models, self._sequences, kernel)
+        kernels = kernels_of_backend(self._args.attention_backend.name, self._device.type)
+        self._exchange.attach(placed, models, self._sequences, kernels)
 
     def begin(self, call: Call, state: Iteration) -> None:
         """See :class:`RuntimeFeature`."""

@@ -56,12 +56,20 @@ class ZeroBubble(Feature):
     }
     refused = (
         Refusal("overlap_moe_expert_parallel_comm", "it orders the halves of backward passes itself"),
-        Refusal(
-            "transformer_impl",
-            "its linear layers compute both gradients at once; use --transformer-impl local",
-            lambda value: value == "transformer_engine",
-        ),
+        Refusal("tp_comm_overlap", "Transformer Engine computes both gradients at once where it overlaps them"),
     )
+
+    def check_arguments(self, plan: Plan, options: ZeroBubbleOptions, args: Any) -> None:
+        """The table, and reductions that begin before the layers' second half."""
+        super().check_arguments(plan, options, args)
+        if getattr(args, "transformer_impl", "local") == "transformer_engine" and args.overlap_grad_reduce:
+            raise PlanError(
+                "--overlap-grad-reduce",
+                True,
+                f"schedule {plan.schedule.name} and Transformer Engine's layers: Megatron takes the gradient of a "
+                "weight for complete after the first half of a backward",
+                "Leave it out, or use --transformer-impl local",
+            )
 
     def check_program(self, program: Callable[[], Program], options: ZeroBubbleOptions, args: Any) -> None:
         """Weight gradients fill idle time, and replicas with other work are idle at other times.

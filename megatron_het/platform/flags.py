@@ -1,6 +1,6 @@
 """The Megatron flags that a machine asks for, each with its reason.
 
-Transformer Engine and Apex are used where they are installed; their absence is what asks for most
+Transformer Engine and Apex are used where they are installed; the absence of either is what asks for most
 of the flags, on CPU and on GPU alike.
 """
 
@@ -63,10 +63,11 @@ def platform_flags(is_cuda: bool, has_nccl: bool = False, has_kernels: bool = Fa
             flags.append(_off("rope-fusion", reason))
         if not (is_cuda and _has("apex")):
             flags.append(_off("persist-layer-norm", "torch's norms do not know it"))
-        if not (has_kernels or (is_cuda and _has("fused_weight_gradient_mlp_cuda"))):
-            flags.append(_off("gradient-accumulation-fusion", "its CUDA kernel is not installed"))
         if not (is_cuda and _has("scaled_upper_triang_masked_softmax_cuda")):
             flags.append(_off("masked-softmax-fusion", "its CUDA kernel is not installed"))
+    if not (has_kernels or (is_cuda and _has("fused_weight_gradient_mlp_cuda"))):
+        # Transformer Engine has a kernel of its own, which Megatron's output layer does not use.
+        flags.append(_off("gradient-accumulation-fusion", "its CUDA kernel is not installed"))
     if not is_cuda and not has_kernels:
         flags += [
             _off("bias-swiglu-fusion", "nothing fuses it on CPU", required=False),

@@ -88,15 +88,15 @@ class SlicedSequences(Batches):
             models: GPTModels, not wrapped, in the order of the chunks.
         """
         from megatron_het.attention.core import replace_core_attention
-        from megatron_het.attention.kernels import kernel_of_backend
+        from megatron_het.attention.kernel_choice import kernels_of_backend
         from megatron_het.layers.light import lighten_linear_layers
 
         first = len(self._models)
         self._models += models
-        kernel = kernel_of_backend(self._args.attention_backend.name, self._device.type)
+        kernels = kernels_of_backend(self._args.attention_backend.name, self._device.type)
         for chunk, model in enumerate(models, first):
             slots = max(most_held(passes[chunk]) for passes in self._passes.values())
-            replace_core_attention(model, slots, self._device, kernel, self._largest)
+            replace_core_attention(model, slots, self._device, kernels, self._largest)
         lighten_linear_layers(models)
         self._current.attach(models)
 

@@ -5,14 +5,18 @@ that of its weight, which nobody needs before the optimizer.  Megatron's layers 
 get another forward function: its backward computes the first product and keeps what the second
 one is made of; BACKWARD_WEIGHT computes the second and adds it to ``main_grad``, as the hooks of Megatron's DDP do.
 Gradients of everything else (norms, biases, embeddings) are computed with the first half.
+
+Transformer Engine's layers can put the second product off themselves.  They ask a store of their own whether to, and
+``backward_dw`` takes from there what was put off, in the order of the backwards.  Here that store is replaced by
+:class:`LayerStore`, which knows the pass.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,13 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 Key = tuple[int, int, int]
 """(microbatch, slice, chunk) of the passes that belong together."""
+
+
+class _Half(Protocol):
+    """The second half of a layer's backward."""
+
+    def add(self) -> tuple[torch.nn.Parameter, ...]:
+        """Compute it and add it to the gradients; what an overlapped reduction waits for of them."""
 
 
 @dataclass(slots=True)
@@ -40,13 +51,86 @@ class _Product:
     gradient: torch.Tensor
     group: dist.ProcessGroup | None
 
-    def compute(self) -> torch.Tensor:
-        """The weight's gradient ``[n, k]``."""
+    def add(self) -> tuple[torch.nn.Parameter, ...]:
+        """See :class:`_Half`."""
         source = self.source
         if self.group is not None:
             source = gather_from_sequence_parallel_region(source, group=self.group)
         gradient, source = prepare_input_tensors_for_wgrad_compute(self.gradient, source)
-        return gradient.t().matmul(source)
+        _add(self.weight, gradient.t().matmul(source))
+        return (self.weight,)
+
+
+@dataclass(slots=True)
+class _PutOff:
+    """What a layer of Transformer Engine has put off."""
+
+    store: LayerStore
+    entry: Sequence[Any]
+
+    def add(self) -> tuple[torch.nn.Parameter, ...]:
+        """See :class:`_Half`."""
+        self.store.complete(self.entry)
+        return ()  # nobody waits for them: overlapped reductions are refused with these layers
+
+
+class LayerStore:
+    """In place of a Transformer Engine layer's store of weight gradients (``WeightGradStore``).
+
+    Args:
+        layer: The layer.
+        gradients: Takes what is put off.
+    """
+
+    def __init__(self, layer: Any, gradients: WeightGradients) -> None:
+        self._layer, self._gradients = layer, gradients
+        self._due: list[Sequence[Any]] = []
+        self.own = layer.wgrad_store
+
+    @property
+    def context(self) -> LayerStore:
+        """What is asked whether anything is ``empty``."""
+        return self
+
+    def empty(self) -> bool:
+        """Whether nothing is to be computed now."""
+        return not self._due
+
+    def qsize(self) -> int:
+        """How many gradients are to be computed now."""
+        return len(self._due)
+
+    def delay_wgrad_compute(self) -> bool:
+        """Whether to put off: in a BACKWARD_INPUT, and while what it has put off is computed."""
+        return self._gradients.defers or bool(self._due)
+
+    def put(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
+        """Put a function of tensors off."""
+        self._gradients.take(_PutOff(self, (tensors, function)))
+
+    def pop(self) -> tuple[Any, Sequence[torch.Tensor]]:
+        """The result of what is to be computed now, and its tensors."""
+        tensors, function = self._due.pop()
+        return function(*tensors), tensors
+
+    def complete(self, entry: Sequence[Any]) -> None:
+        """Let the layer compute what it has put off.
+
+        The layer adds to ``main_grad`` by itself where it fuses that.  Otherwise it sets ``grad``, which may hold
+        gradients of other passes.
+        """
+        weights = tuple(p for p in self._layer.parameters(recurse=False) if p.requires_grad)
+        before = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = None
+        self._due.append(entry)
+        self._layer.backward_dw()
+        if self._due:
+            raise RuntimeError(f"{type(self._layer).__name__}.backward_dw has not computed a gradient that was put off")
+        for weight, earlier in zip(weights, before, strict=True):
+            found, weight.grad = weight.grad, earlier
+            if found is not None:
+                _add(weight, found)
 
 
 @dataclass
@@ -59,8 +143,13 @@ class WeightGradients:
 
     splits: bool = False
     """Whether what runs belongs to a pass whose backward comes in two halves."""
-    _waiting: dict[Key, list[_Product]] = field(default_factory=dict)
-    _open: list[_Product] | None = None
+    _waiting: dict[Key, list[_Half]] = field(default_factory=dict)
+    _open: list[_Half] | None = None
+
+    @property
+    def defers(self) -> bool:
+        """Whether a BACKWARD_INPUT runs."""
+        return self._open is not None
 
     @contextlib.contextmanager
     def splitting(self) -> Iterator[None]:
@@ -81,12 +170,12 @@ class WeightGradients:
         finally:
             self._open = None
 
-    def take(self, product: _Product) -> None:
-        """Keep a product of the BACKWARD_INPUT that runs; outside of one it is computed at once."""
+    def take(self, half: _Half) -> None:
+        """Keep what the BACKWARD_INPUT that runs leaves to do; outside of one it is computed at once."""
         if self._open is None:
-            _add(product.weight, product.compute())
+            half.add()
         else:
-            self._open.append(product)
+            self._open.append(half)
 
     @torch.no_grad()
     def compute(self, key: Key, ready: Callable[[torch.nn.Parameter], None] | None = None) -> None:
@@ -96,13 +185,13 @@ class WeightGradients:
             key: Of the BACKWARD_INPUT.
             ready: Is told of every weight whose gradient has been added.
         """
-        products = self._waiting.pop(key)
-        products.reverse()
-        while products:
-            product = products.pop()
-            _add(product.weight, product.compute())
+        halves = self._waiting.pop(key)
+        halves.reverse()
+        while halves:
+            weights = halves.pop().add()
             if ready is not None:
-                ready(product.weight)
+                for weight in weights:
+                    ready(weight)
 
     def check_empty(self) -> None:
         """The iteration is done.
@@ -209,7 +298,7 @@ class SplitForward:
 
 
 def split_linear_layers(models: Iterable[torch.nn.Module], gradients: WeightGradients) -> list[torch.nn.Module]:
-    """Let the backwards of Megatron's linear layers be split.
+    """Let the backwards of linear layers be split, Megatron's own and those of Transformer Engine.
 
     Args:
         models: GPTModels, not wrapped.
@@ -218,18 +307,33 @@ def split_linear_layers(models: Iterable[torch.nn.Module], gradients: WeightGrad
     Returns:
         The layers that were changed.
     """
-    found = [
-        module
-        for model in models
-        for module in model.modules()
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
-    ]
-    for module in found:
-        module._forward_impl = SplitForward(module._forward_impl, gradients)
+    found = []
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            layer: Any = module
+            layer._forward_impl = SplitForward(layer._forward_impl, gradients)
+            found.append(module)
+        elif getattr(module, "wgrad_store", None) is not None:
+            _split_layer(module, gradients)
+            found.append(module)
     return found
 
 
+def _split_layer(layer: Any, gradients: WeightGradients) -> None:
+    """Replace the store of a layer of Transformer Engine."""
+    layer.wgrad_store = LayerStore(layer, gradients)
+    # Megatron's subclasses ask for it before they call the layer's own ``backward_dw``.  Nothing else reads it after
+    # models are built; as a flag it is refused, because it wants Megatron's own schedules.
+    owners: tuple[Any, ...] = layer, getattr(layer, "config", None)
+    for owner in owners:
+        if hasattr(owner, "delay_wgrad_compute"):
+            owner.delay_wgrad_compute = True
+
+
 def join_linear_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Give layers their own forward back."""
+    """Give layers their own forward, or store, back."""
     for layer in layers:
         vars(layer).pop("_forward_impl", None)
+        store = getattr(layer, "wgrad_store", None)
+        if isinstance(store, LayerStore):
+            layer.wgrad_store = store.own

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_het.attention.kernels import Gradients, Kernel
 from megatron_het.attention.messages import pack, unpack
 from megatron_het.plan.parts import Blocks
 
@@ -92,54 +91,20 @@ class CommutedContextParallel:
 
         return wait
 
-    def causal(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: Kernel, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of the others' queries ``[S, ...]`` to this rank's part of their own slice."""
-        out = torch.zeros_like(query)
-        lse = None
-        for rows, keys in self._parts(key.shape[0]):
-            out[rows], part_lse = kernel.forward(query[rows], key[keys], value[keys], False, scale)
-            if lse is None:
-                # Queries that see nothing of this slice here: merging leaves them alone.
-                lse = part_lse.new_full((*part_lse.shape[:2], query.shape[0]), -torch.inf)
-            lse[..., rows] = part_lse
-        assert lse is not None
-        return out, lse
-
-    def causal_backward(
-        self,
-        grad: torch.Tensor,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kernel: Kernel,
-        scale: float,
-    ) -> Gradients:
-        """Gradients of the others' queries ``[S, ...]`` and of this rank's keys and values, in wide types."""
-        wide = torch.promote_types(query.dtype, torch.float32)
-        dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (query, key, value))
-        for rows, keys in self._parts(key.shape[0]):
-            parts = kernel.backward(
-                grad[rows], query[rows], key[keys], value[keys], out[rows], lse[..., rows].contiguous(), False, scale
-            )
-            for total, place, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
-                total[place] += part
-        return dq, dk, dv
-
-    def _parts(self, tokens: int) -> list[tuple[slice, slice]]:
-        """(rows of the others' queries, own keys that they see).
+    def seen(self, own: int) -> list[tuple[slice, slice]]:
+        """Rows of the others' queries, and this rank's keys of their slice that these see.
 
         A lower rank's second block comes after both of the keys' blocks and its first before both; a higher
         rank's blocks lie between the two.
+
+        Args:
+            own: How many keys this rank has.
         """
-        half, found, first = tokens // 2, [], 0
+        half, found, first = own // 2, [], 0
         for rank in self._others:
             end = first + self._tokens[rank]
             if rank < self._rank:
-                found.append((slice((first + end) // 2, end), slice(0, tokens)))
+                found.append((slice((first + end) // 2, end), slice(0, own)))
             else:
                 found.append((slice(first, end), slice(0, half)))
             first = end

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_het.attention.kernels import Setting, choose_kernel
+from megatron_het.attention.kernel_choice import choose_kernel
+from megatron_het.attention.kernels import Setting
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.layer_exchange import NO_EXCHANGE
+from megatron_het.attention.places import UNLIMITED, SliceContext
 from megatron_het.attention.reach import Reach
-from megatron_het.attention.slice_attention import UNLIMITED, slice_attention
+from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.context_exchange.exchange import ContextExchange
 from megatron_het.context_exchange.limits import Limits, first_layers
 from megatron_het.context_exchange.slot import ExchangeError
@@ -194,7 +196,9 @@ class Device:
             q, k, v = (leaf[op.slice] for leaf in sample.leaves)
             place = {"microbatch": op.microbatch, "index": op.slice, "scale": SCALE, "kernel": KERNEL}
             place["reach"] = self.reach(op.chunk, layer, op.microbatch)
-            sample.outs[op.slice] = slice_attention(q, k, v, cache=module.cache, exchange=module.exchange, **place)
+            sample.outs[op.slice] = slice_attention(
+                q, k, v, SliceContext(cache=module.cache, exchange=module.exchange, **place)
+            )
 
 
 def devices(

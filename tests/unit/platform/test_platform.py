@@ -182,6 +182,17 @@ def test_flags_without_transformer_engine_choose_the_local_layers(monkeypatch):
     assert ("--distributed-backend", "gloo") not in words
 
 
+def test_flags_with_transformer_engine_and_without_apex(monkeypatch):
+    """Megatron's own output layer wants Apex's kernel, whatever the other layers are."""
+    from megatron_het.platform import flags
+
+    monkeypatch.setattr(flags, "_has", lambda *modules: "transformer_engine" in modules)
+    found = flags.platform_flags(is_cuda=True)
+    assert [flag.words for flag in found] == [("--no-gradient-accumulation-fusion",)]
+    assert flags.unmet(found, SimpleNamespace(gradient_accumulation_fusion=True)) == found
+    assert not flags.unmet(found, SimpleNamespace(gradient_accumulation_fusion=False))
+
+
 def test_unmet_flag_names_itself_and_why(active):
     args = SimpleNamespace(**{flag.attribute: object() for flag in active.flags()})
     for flag in active.unmet_flags(args):

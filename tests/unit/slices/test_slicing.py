@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_het.attention.kernel_choice import choose_kernel
+from megatron_het.attention.kernels import Setting
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.schedule.cutting import Cutting
 from megatron_het.schedule.generators import generate
@@ -124,10 +126,15 @@ def test_a_rank_without_data_reads_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "device", "kernel"),
-    [("flash", "cuda", "cuda-flash"), ("fused", "cuda", "cudnn"), ("auto", "cuda", None), ("flash", "cpu", None)],
+    [
+        ("flash", "cuda", "cuda-flash"),
+        ("fused", "cuda", "cudnn"),
+        ("auto", "cuda", "cudnn"),
+        ("flash", "cpu", "cpu-flash"),
+    ],
 )
 def test_kernel_of_the_device_that_weights_will_be_on(
-    backend: str, device: str, kernel: str | None, monkeypatch: pytest.MonkeyPatch
+    backend: str, device: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without Transformer Engine the norms are still on the CPU when attention is replaced."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -137,7 +144,14 @@ def test_kernel_of_the_device_that_weights_will_be_on(
     slicing = SlicedSequences(args, Cutting(32, 8), {False: rank_program(1, 8, 1)}, torch.device(device))
     slicing.attach([model])
     for layer in model.decoder.layers:
-        assert layer.self_attention.core_attention._kernel_name == kernel
+        placed = layer.self_attention.core_attention
+        assert (
+            choose_kernel(
+                Setting(device, torch.bfloat16, 8, (9, 0) if device == "cuda" else (0, 0)), placed._kernels
+            ).name
+            == kernel
+        )
+        assert placed.cache._in_line == (kernel == "cuda-flash")
 
 
 def test_a_kernel_that_cannot_run_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:

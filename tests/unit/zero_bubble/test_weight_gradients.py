@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,9 @@ from megatron_het.platform import activate
 
 activate()  # before Megatron is imported, which binds what the platform replaces
 
+from megatron_het.features.zero_bubble import ZeroBubble, ZeroBubbleOptions  # noqa: E402
 from megatron_het.lowering.ranks import RankOp  # noqa: E402
+from megatron_het.plan import PlanError  # noqa: E402
 from megatron_het.runtime.feature import BackwardPass  # noqa: E402
 from megatron_het.schedule.kinds import Kind  # noqa: E402
 from megatron_het.zero_bubble import weight_gradients  # noqa: E402
@@ -99,8 +102,8 @@ def test_each_half_does_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     source, weight, _ = tensors()
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
     count: list[int] = []
-    original = weight_gradients._Product.compute
-    monkeypatch.setattr(weight_gradients._Product, "compute", lambda self: (count.append(1), original(self))[1])
+    original = weight_gradients._Product.add
+    monkeypatch.setattr(weight_gradients._Product, "add", lambda self: (count.append(1), original(self))[1])
     found, gradients = split(source, weight)
     with gradients.deferring(KEY):
         found.sum().backward()
@@ -160,3 +163,134 @@ def test_closing_gives_layers_their_own_forward_back(monkeypatch: pytest.MonkeyP
     assert isinstance(layer._forward_impl, SplitForward)
     feature.close()
     assert layer._forward_impl() == "own"
+
+
+class _Store:
+    """What Transformer Engine's layers have without delayed gradients."""
+
+    context = None
+
+    def delay_wgrad_compute(self) -> bool:
+        return False
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, weight: torch.nn.Parameter, layer: Any) -> torch.Tensor:
+        ctx.save_for_backward(source, weight)
+        ctx.layer, ctx.store = layer, layer.wgrad_store  # as Transformer Engine does
+        return source @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        source, weight = ctx.saved_tensors
+        fused = ctx.layer.fuse_wgrad_accumulation
+
+        def second(source: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            found = grad.flatten(0, 1).t() @ source.flatten(0, 1)
+            return weight.main_grad.add_(found) if fused else found, None
+
+        found = None
+        if ctx.store is not None and ctx.store.delay_wgrad_compute():
+            ctx.store.put([source, grad], second)
+        else:
+            found, _ = second(source, grad)
+        return grad @ weight, None if fused else found, None
+
+
+class _EngineLinear(torch.nn.Module):
+    """Stands in for ``transformer_engine.pytorch.Linear`` and for its grouped relative."""
+
+    def __init__(self, weight: torch.nn.Parameter, fused: bool, grouped: bool) -> None:
+        super().__init__()
+        self.weight, self.fuse_wgrad_accumulation, self.grouped = weight, fused, grouped
+        self.wgrad_store: Any = _Store()
+
+    def forward(self, source: torch.Tensor) -> torch.Tensor:
+        return _Function.apply(source, self.weight, self)
+
+    def backward_dw(self) -> None:
+        if not self.wgrad_store.delay_wgrad_compute():
+            return
+        if self.grouped and (self.wgrad_store.context is None or self.wgrad_store.context.empty()):
+            return
+        (found, _), _ = self.wgrad_store.pop()
+        if not self.fuse_wgrad_accumulation:
+            self.weight.grad = found.to(self.weight.dtype)  # in place of what was there
+
+
+class _MegatronLinear(_EngineLinear):
+    """Megatron's subclass, which asks its configuration first."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.config = SimpleNamespace(delay_wgrad_compute=False)
+
+    def backward_dw(self) -> None:
+        if self.config.delay_wgrad_compute:
+            super().backward_dw()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("has_main_grad", [False, True])
+def test_layers_of_transformer_engine(has_main_grad: bool, fused: bool, grouped: bool) -> None:
+    """Two passes wait at a time, and the later one is completed first."""
+    if fused and not has_main_grad:
+        return
+    _, source_grad, weight_grad, _ = expected_without_bias()
+    weight = tensors()[1]
+    layer, gradients = _MegatronLinear(weight, fused, grouped), WeightGradients()
+    own_store = layer.wgrad_store
+    if has_main_grad:
+        weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    changed = weight_gradients.split_linear_layers([layer], gradients)
+    assert changed == [layer]
+    for key, factor in (((0, 0, 0), 1.0), ((1, 0, 0), 2.0)):
+        source = tensors()[0]
+        with gradients.splitting():
+            found = layer(source)
+        with gradients.deferring(key):
+            (factor * found.square().sum()).backward()
+        torch.testing.assert_close(source.grad, factor * source_grad)
+    assert weight.grad is None and (not has_main_grad or not weight.main_grad.any())
+    for key, total in (((1, 0, 0), 2.0), ((0, 0, 0), 3.0)):
+        gradients.compute(key)
+        torch.testing.assert_close(weight.main_grad if has_main_grad else weight.grad, total * weight_grad)
+    gradients.check_empty()
+    layer(tensors()[0]).square().sum().backward()  # a whole backward, as of the output layer's parts
+    whole = weight.main_grad if fused else weight.grad
+    torch.testing.assert_close(whole, (4.0 if fused or not has_main_grad else 1.0) * weight_grad)
+    weight_gradients.join_linear_layers(changed)
+    assert layer.wgrad_store is own_store
+
+
+def expected_without_bias() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    source, weight, _ = tensors()
+    output = torch.nn.functional.linear(source, weight)
+    output.square().sum().backward()
+    assert source.grad is not None and weight.grad is not None
+    return output.detach(), source.grad, weight.grad, None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"transformer_impl": "transformer_engine", "overlap_grad_reduce": False, "tp_comm_overlap": False}, None),
+        ({"transformer_impl": "local", "overlap_grad_reduce": True, "tp_comm_overlap": False}, None),
+        (
+            {"transformer_impl": "transformer_engine", "overlap_grad_reduce": True, "tp_comm_overlap": False},
+            "--overlap-grad-reduce = True: schedule zb-h1 and Transformer Engine's layers.*first half",
+        ),
+        (
+            {"transformer_impl": "transformer_engine", "overlap_grad_reduce": False, "tp_comm_overlap": True},
+            "--tp-comm-overlap = True.*both gradients at once",
+        ),
+    ],
+)
+def test_what_layers_of_transformer_engine_cannot_go_with(given: dict[str, Any], message: str | None) -> None:
+    plan: Any = SimpleNamespace(schedule=SimpleNamespace(name="zb-h1"))
+    args = SimpleNamespace(overlap_moe_expert_parallel_comm=False, **given)
+    refused = pytest.raises(PlanError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        ZeroBubble().check_arguments(plan, ZeroBubbleOptions(), args)
