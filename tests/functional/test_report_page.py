@@ -185,4 +185,15 @@ def test_on_paper_it_is_light_and_without_controls(made: tuple[Path, dict[str, A
     tab.call("Emulation.setEmulatedMedia", media="print")
     assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert tab.value("getComputedStyle(document.querySelector('.controls')).display") == "none"
+    tab.call("Emulation.setDeviceMetricsOverride", width=688, height=974, deviceScaleFactor=1, mobile=False)
+    tab.value("dispatchEvent(new Event('beforeprint'))")
+    assert tab.value("getComputedStyle(document.querySelector('.links')).display") != "none"
+    joined = """(() => {
+        const box = document.querySelector("[data-pool='0']").getBoundingClientRect();
+        const line = document.querySelector(".links path").getBoundingClientRect();
+        return Math.min(Math.abs(line.x - box.right), Math.abs(line.y - box.bottom), Math.abs(line.bottom - box.y))
+    })()"""
+    assert tab.value(joined) <= 5, "the line between pools ends at its pool, also at the widths of paper"
+    assert tab.value("Math.max(...[...document.querySelectorAll('canvas')].map(c => c.clientHeight))") <= 600
+    tab.value("dispatchEvent(new Event('afterprint'))")
     tab.call("Emulation.setEmulatedMedia", media="")

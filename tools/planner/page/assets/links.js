@@ -53,6 +53,13 @@
     }
   }
 
+  // Paper has its own widths, and no script runs once it has them: what the style sheet says of it is said before.
+  const paper = (on) => {
+    map.classList.toggle("on-paper", on);
+    draw();
+  };
+  addEventListener("beforeprint", () => paper(true));
+  addEventListener("afterprint", () => paper(false));
   new ResizeObserver(draw).observe(map);
   draw();
 })();
