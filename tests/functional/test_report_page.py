@@ -197,3 +197,16 @@ def test_on_paper_it_is_light_and_without_controls(made: tuple[Path, dict[str, A
     assert tab.value("Math.max(...[...document.querySelectorAll('canvas')].map(c => c.clientHeight))") <= 600
     tab.value("dispatchEvent(new Event('afterprint'))")
     tab.call("Emulation.setEmulatedMedia", media="")
+
+
+def test_no_label_of_a_line_is_hidden_on_a_telephone(made: tuple[Path, dict[str, Any]], tab: Tab) -> None:
+    tab.open(made[0], 400, 900)
+    hidden = """[...document.querySelectorAll(".links text")].filter(text => {
+        const t = text.getBoundingClientRect();
+        return [...document.querySelectorAll(".pool")].some(pool => {
+            const p = pool.getBoundingClientRect();
+            return t.x < p.right && p.x < t.right && t.y < p.bottom && p.y < t.bottom;
+        });
+    }).length"""
+    assert tab.value("document.querySelectorAll('.links text').length") > 0
+    assert tab.value(hidden) == 0

@@ -73,7 +73,12 @@ BRIDGE_NODES = {
 CAPTURED = ("GB200", "GB300")
 """Where the vendor's runs capture CUDA graphs: nothing waits for the host to know how many tokens experts got."""
 
-EXPERTS_2026: dict[str, Any] = {"dropless_launches": 0.0, "expert_launches": 40.0, "dispatch": 8.0, "expert_quantize_bytes": 4.0}
+EXPERTS_2026: dict[str, Any] = {
+    "dropless_launches": 0.0,
+    "expert_launches": 40.0,
+    "dispatch": 8.0,
+    "expert_quantize_bytes": 4.0,
+}
 """Constants of experts for releases from 2026 on, whose layers wait for no host and fuse what sorts and casts tokens.
 
 Chosen, not fitted: the tables end in 2025.

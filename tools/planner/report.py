@@ -66,11 +66,12 @@ def shown_progress(text: str | Callable[[], str], options: Any, every_s: float =
             sys.stderr.write(f"{time.monotonic() - start_s:.0f} s: {what}\n")
 
     with ExitStack() as stack:
-        update = line
+        update: Callable[[str], None] = line
         if is_watched:
             from rich.console import Console
 
-            update = stack.enter_context(Console(stderr=True).status(now())).update
+            status = stack.enter_context(Console(stderr=True).status(now()))
+            update = lambda what: status.update(what)  # noqa: E731
         thread = threading.Thread(target=show, args=(update,), daemon=True)
         thread.start()
         try:
