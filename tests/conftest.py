@@ -4,8 +4,8 @@ import os
 
 from hypothesis import settings
 
-settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=100)
-settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=30)
+settings.register_profile("explore", deadline=None, max_examples=300)
 settings.load_profile("fixed")
 
 # Dry runs of every plan that a test makes would take minutes.

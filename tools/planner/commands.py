@@ -43,8 +43,8 @@ def plan(options: argparse.Namespace) -> int:
             "--search",
             options.search,
             f"the plan needs ZeRO-{best.candidate.zero_stage}, which the runtime has only as ministages",
-            "Allow them (--schedules ministage, distributed_optimizer: true and untied embeddings in the model file, "
-            "at least 2 layers), use --search auto, or GPUs with more memory",
+            "Allow them (--schedules ministage, distributed_optimizer: true in the model file, at least 2 layers), "
+            "use --search auto, or GPUs with more memory",
         )
     checked = None
     if verifier is not None:
@@ -137,8 +137,7 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
             ",".join(goal.schedules),
             "no plan with these schedules was found for this model and cluster",
             f"The nearest plan uses {candidate.schedule}: add it. Interleaved needs stages with equal numbers of "
-            "replicas and microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true "
-            "and untied embeddings",
+            "replicas and microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true",
         )
     raise PlannerError(
         "command line",
