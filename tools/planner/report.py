@@ -70,8 +70,7 @@ def shown_progress(text: str | Callable[[], str], options: Any, every_s: float =
         if is_watched:
             from rich.console import Console
 
-            status = stack.enter_context(Console(stderr=True).status(now()))
-            update = lambda what: status.update(what)  # noqa: E731
+            update = stack.enter_context(Console(stderr=True).status(now())).update
         thread = threading.Thread(target=show, args=(update,), daemon=True)
         thread.start()
         try:
