@@ -18,7 +18,6 @@ from tools.planner.profile_schema import DeviceProfile, LayerKind, LayerTiming
 from tools.planner.replanning.corrections import _slower, _slower_device
 from tools.planner.runtime import MEGATRON_HET
 
-
 ONE_KERNEL = replace(MEGATRON_HET, newest_in_slices=True)
 """The same attention kernel for slices and for whole sequences."""
 
