@@ -138,7 +138,7 @@ def activation_bytes(
     mlp = (3 if model.gated else 2) * width * e
     # The attention's output and its inputs.  Values are views of the fused projection, which therefore stays whole
     # beside the rotated queries and keys.  Slices copy keys and values into their pool instead.
-    attention = (2 * model.attention_size + 2 * model.kv_size) * e
+    attention: float = (2 * model.attention_size + 2 * model.kv_size) * e
     if model.latent is not None:
         attention = model.latent.kept(model.num_attention_heads, sliced) * e
         whole += 2 * (model.latent.query_rank + model.latent.compressed) * e  # before and after their norms

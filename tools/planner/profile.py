@@ -12,7 +12,6 @@ interrupted run goes on where it stopped.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
 import socket
@@ -34,8 +33,6 @@ from .profile_settings import ProfileSettings, check_same_model, check_settings,
 #: The module to run after ``torchrun ... -m``.
 WORKER = (f"{__package__}.profile_worker",)
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options (``--model`` and ``--json`` belong to the command line)."""
@@ -49,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ep", default="1", help="expert-parallel sizes inside TP groups, e.g. 1,2,4")
     parser.add_argument("--slice-tokens", default="", help="tokens per pass besides the sequence length")
     parser.add_argument("--recompute", default="none", help="none, selective, full; several with commas")
-    parser.add_argument("--precision", default="", help="fp32, tf32, bf16 or fp16 (default: the model file's)")
     parser.add_argument("--window-s", type=amount(1e-3, 3600), default=1.0, help="seconds per figure and window")
     parser.add_argument("--windows", type=count(1, 1000), default=3, help="the median over this many windows is kept")
     parser.add_argument(
@@ -80,8 +76,6 @@ def check_options(options: argparse.Namespace) -> None:
         for number in parse_numbers(getattr(options, option), flag):
             if not least <= number <= most:
                 raise PlannerError("profile", flag, number, f"must be {least} to {most}")
-    if options.precision and options.precision not in PRECISIONS:
-        raise PlannerError("profile", "--precision", options.precision, f"must be one of {', '.join(PRECISIONS)}")
     if problem := text_problem(options.kind):
         raise PlannerError("profile", "--kind", options.kind, problem)
     check_target(options.out, "--out")
@@ -93,7 +87,7 @@ def settings_of(options: argparse.Namespace, model: ProfiledModel) -> ProfileSet
     if slices and model.seq_length not in slices:
         slices = (model.seq_length, *slices)
     return ProfileSettings(
-        model=dataclasses.replace(model, precision=options.precision or model.precision),
+        model=model,
         out=str(options.out),
         kinds=(options.kind or device_kind(),),
         micro_batch_sizes=parse_numbers(options.micro_batch_sizes, "--micro-batch-sizes"),

@@ -73,7 +73,12 @@ BRIDGE_NODES = {
 CAPTURED = ("GB200", "GB300")
 """Where the vendor's runs capture CUDA graphs: nothing waits for the host to know how many tokens experts got."""
 
-EXPERTS_2026 = {"dropless_launches": 0.0, "expert_launches": 40.0, "dispatch": 8.0, "expert_quantize_bytes": 4.0}
+EXPERTS_2026: dict[str, Any] = {
+    "dropless_launches": 0.0,
+    "expert_launches": 40.0,
+    "dispatch": 8.0,
+    "expert_quantize_bytes": 4.0,
+}
 """Constants of experts for releases from 2026 on, whose layers wait for no host and fuse what sorts and casts tokens.
 
 Chosen, not fitted: the tables end in 2025.
@@ -238,7 +243,6 @@ def _stages_s(row: Row, model: Model, nodes: tuple[str, int, float], runtime: Ru
     """Stages of equal layers, interleaved where there are virtual stages, or in slices."""
     gpu, domain, network = nodes
     gpus, tp, pp, cp, ep = (int(row.get(k, 1)) for k in ("gpus", "tp", "pp", "cp", "ep"))
-    slices = int(row.get("slices", 1))
     per_node = min(domain, gpus)
     node = NodeGroup(
         gpu=gpu, count=-(-gpus // per_node), gpus_per_node=per_node, network_bytes_per_s=network * per_node
@@ -249,9 +253,9 @@ def _stages_s(row: Row, model: Model, nodes: tuple[str, int, float], runtime: Ru
     candidate = Candidate(
         tuple(Stage(n, (Group(0, tp, replicas),)) for n in reversed(layers)),
         int(row["micro_batch_size"]),
-        schedule="slimpipe" if slices > 1 else "interleaved" if chunks > 1 else "1f1b",
+        schedule=row.get("schedule") or ("interleaved" if chunks > 1 else "1f1b"),
         chunks=chunks,
-        slices=slices,
+        slices=int(row.get("slices", 1)),
         zero_stage=3 if int(row.get("fsdp", 0)) else 1,
         even=True,
         cp=cp,

@@ -66,7 +66,7 @@ def shown_progress(text: str | Callable[[], str], options: Any, every_s: float =
             sys.stderr.write(f"{time.monotonic() - start_s:.0f} s: {what}\n")
 
     with ExitStack() as stack:
-        update = line
+        update: Callable[[str], None] = line
         if is_watched:
             from rich.console import Console
 

@@ -115,7 +115,7 @@ def test_equal_stages_with_unequal_parts_of_a_vocabulary() -> None:
 
 def test_long_sequences_are_cut_exchanged_and_offloaded() -> None:
     """What does not fit at all becomes a plan, without computing everything again."""
-    priced = estimator(seq_length=1048576, global_batch_size=4, recompute=("none", "full"))
+    priced = estimator("A100-80", seq_length=1048576, global_batch_size=4, recompute=("none", "full"))
     plain = Candidate(two_stages(), 1, zero_stage=1)
     estimate = priced.estimate(plain)
     assert estimate is not None and not priced.fits(estimate)

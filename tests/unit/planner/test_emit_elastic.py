@@ -194,7 +194,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             text = text.replace(f'"{kind}"', f'"{gpu}"')
         (tmp_path / f"{name}.json").write_text(text)
     model = {"name": "m", "num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
-    model |= {"num_query_groups": 2, "vocab_size": 100, "seq_length": 32, "global_batch_size": 4, "precision": "bf16"}
+    model |= {"num_query_groups": 2, "vocab_size": 100, "seq_length": 32, "global_batch_size": 4, "precision": "fp32"}
     (tmp_path / "model.json").write_text(json.dumps(model))
     nodes = [{"gpu": kinds[name], "count": 2, "gpus_per_node": kind.devices} for name, kind in KINDS.items()]
     (tmp_path / "cluster.json").write_text(json.dumps({"nodes": nodes}))

@@ -16,11 +16,15 @@ from tools.planner.model import Model
 from tools.planner.model_parts import Experts
 from tools.planner.profile_schema import DeviceProfile, LayerKind, LayerTiming
 from tools.planner.replanning.corrections import _slower, _slower_device
+from tools.planner.runtime import MEGATRON_HET
+
+ONE_KERNEL = replace(MEGATRON_HET, newest_in_slices=True)
+"""The same attention kernel for slices and for whole sequences."""
 
 
 def estimator(of: Model, gpu: str = "H100-SXM") -> Estimator:
     cluster = Cluster(nodes=(NodeGroup(gpu=gpu, count=1, gpus_per_node=8),))
-    return Estimator(cluster, of, CatalogCosts(of, lambda name: catalog()[name]))
+    return Estimator(cluster, of, CatalogCosts(of, lambda name: catalog()[name], ONE_KERNEL))
 
 
 def unit(of: Model, slices: int = 1, tp: int = 1) -> Unit:

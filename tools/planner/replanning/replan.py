@@ -16,7 +16,7 @@ from ..estimate import Estimator
 from ..layercost import CatalogCosts, LayerCosts, MeasuredCosts
 from ..model import Model
 from ..profile_schema import Profile
-from ..runtime import CPU_GLOO, MEGATRON_HET, Runtime
+from ..runtime import CPU_GLOO, Runtime, runtime_for
 from ..search.goal import Goal
 from ..search.methods import search
 from ..search.outcome import Outcome, Progress
@@ -96,7 +96,7 @@ def replan(
         PlannerError: The plan does not fit the cluster or is not priced; nothing fits.
     """
     corrected = correct(plan, cluster, profile, watched)
-    estimator = estimator_of(corrected, model, _runtime(plan), memory_margin)
+    estimator = estimator_of(corrected, model, _runtime(plan, cluster), memory_margin)
     before_s = predicted_s(estimator, corrected.plan)
     outcome = (find or _search)(estimator, goal or Goal())
     best = outcome.best
@@ -124,10 +124,11 @@ def _search(estimator: Estimator, goal: Goal) -> Outcome:
     return search("auto", estimator, goal, Progress())
 
 
-def _runtime(plan: Plan) -> Runtime:
+def _runtime(plan: Plan, cluster: Cluster) -> Runtime:
     """As the plan's prediction was made: on the CPU the host computes and posts."""
     costs = plan.predicted.costs if plan.predicted is not None else None
-    return CPU_GLOO if costs is not None and costs.host_blocks else MEGATRON_HET
+    is_cpu = costs is not None and costs.host_blocks
+    return CPU_GLOO if is_cpu else runtime_for(cluster.gpu(node.gpu) for node in cluster.nodes)
 
 
 def estimator_of(corrected: Corrected, model: Model, runtime: Runtime, memory_margin: float = 0.95) -> Estimator:
