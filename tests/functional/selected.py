@@ -20,18 +20,22 @@ def tiers(names: Iterable[str], full: Collection[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.full) if name in full else name for name in found]
 
 
-def run_selected(by_name: Mapping[str, Case], lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
-    """The runs of the cases that selected tests of the asking file have as their ``name``, two at a time."""
+def selected[T](by_name: Mapping[str, T], request: pytest.FixtureRequest) -> dict[str, T]:
+    """Those that selected tests of the asking file have as their ``name``."""
     wanted = [
         item.callspec.params.get("name")
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
     ]
-    selected = [case for name, case in by_name.items() if name in wanted]
-    for case in selected:
+    return {name: value for name, value in by_name.items() if name in wanted}
+
+
+def run_selected(by_name: Mapping[str, Case], lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:
+    """The runs of the selected cases, two at a time."""
+    cases = selected(by_name, request).values()
+    for case in cases:
         lab.reference(case)
-    jobs = [lab.job(case) for case in selected]
-    return {done.job.name: done for done in lab.runner.run_all(jobs, at_once=2)}
+    return {done.job.name: done for done in lab.runner.run_all([lab.job(case) for case in cases], at_once=2)}
 
 
 def compared(case: Case, done: Finished, lab: Lab) -> Differences:

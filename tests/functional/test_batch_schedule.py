@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.cases import MICROBATCHES, Weights, build_plan, common_flags, words
 from benchmarks.lab import Lab
+from benchmarks.runner import Job
 from megatron_het.plan import Plan, save_plan
 from tests.functional.launch import launch
 
@@ -36,17 +37,13 @@ def of_size(plan: Plan, size: int) -> Plan:
     return replace(plan, stages=tuple(stages), training=replace(plan.training, global_batch_size=size))
 
 
-def steps(folder: Path, world_size: int, starts: tuple[int, ...], *flags: str) -> list[tuple[float, float]]:
+def steps(log: str, starts: tuple[int, ...]) -> list[tuple[float, float]]:
     """Loss and gradient norm of every iteration.
 
     Args:
-        folder: For logs.
-        world_size: Ranks.
+        log: Of the last rank.
         starts: Iterations with which Megatron's training begins; the next line of its log has the mean of both.
-        flags: Of the training.
     """
-    argv = ["-m", "megatron_het.pretrain_gpt", *flags]
-    log = launch(world_size, argv, folder).log(world_size - 1)
     found = re.findall(r"iteration +(\d+)/ +\d+ \|.*?lm loss: (\S+).*?grad norm: (\S+)", log)
     assert [int(iteration) for iteration, *_ in found] == list(range(1, ITERATIONS + 1))
     losses = [float(loss) for _, loss, _ in found]
@@ -66,9 +63,11 @@ def test_equals_stock_megatron_with_the_schedule(lab: Lab, tmp_path: Path) -> No
     files = [str(tmp_path / f"plan-{size}.json") for size in SIZES]
     for plan, file in zip(plans(), files, strict=True):
         save_plan(plan, file)
-    expected = steps(tmp_path / "stock", 1, (1,), *flags)
+    stock = lab.runner.run(Job("stock", 1, flags, tmp_path / "stock"))
+    expected = steps(stock.log(), (1,))
     under_plans = ("--het-plan", *files, "--het-report", str(tmp_path / "report"))
-    found = steps(tmp_path / "turns", 2, (1, 3, 5), *flags, *under_plans)
+    turns = launch(2, ["-m", "megatron_het.pretrain_gpt", *flags, *under_plans], tmp_path / "turns")  # starts again
+    found = steps(turns.log(1), (1, 3, 5))
     for (loss, norm), (stock_loss, stock_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(stock_loss, rel=1e-5)
         assert norm == pytest.approx(stock_norm, abs=2e-3)  # the log has three decimals

@@ -17,8 +17,9 @@ from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job
 from benchmarks.zorse_cases import with_shares
 from megatron_het.plan import Placement, Plan, ScheduleSpec, save_plan
+from tests.functional.selected import tiers
 
-STEPS, SAVED_AT = 8, 4
+STEPS, SAVED_AT = 6, 3
 BAR = 1e-5
 
 
@@ -134,6 +135,7 @@ KINDS = {
         plan("second", [[1], [1, 1]], [2, 3], distributed_optimizer=True),
     ),
 }
+FULL = {"split-vocabulary", "padded-bucket", "chunks-in-a-v", "later-tokens"}
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ def assert_same(lab: Lab, first: Path, second: Path, folder: Path) -> None:
     assert any("exp_avg_sq" in key and "layers.4." in key for key in found["keys"]), found["keys"]
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+@pytest.fixture(scope="module", params=tiers(KINDS, FULL))
 def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
@@ -236,20 +238,26 @@ def stock_flags(kind: Kind) -> list[str]:
     return ["--use-distributed-optimizer"] if distributed else []
 
 
-def test_saved_under_one_plan_and_loaded_under_another(lab: Lab, train: Train, kind: Kind, whole: Run, tmp_path: Path):
+# Loading without training in between; less training than the schedule of the checkpoint was made for.
+AGAIN: dict[str, Any] = {"steps": SAVED_AT, "save_interval": SAVED_AT - 1}
+STEP = ("--ckpt-step", str(SAVED_AT), "--override-opt-param-scheduler")
+
+
+def test_saved_by_stock_megatron_and_back(lab: Lab, train: Train, kind: Kind, whole: Run, tmp_path: Path):
     """Loading and saving again without a step in between changes no bit."""
-    again = {"load": whole.checkpoints, "steps": SAVED_AT, "save_interval": SAVED_AT - 1}
-    # Less training than the schedule of the checkpoint was made for.
-    step = ("--ckpt-step", str(SAVED_AT), "--override-opt-param-scheduler")
-    second = train(kind.second, kind.weights, *step, **again)
-    assert_same(lab, whole.checkpoint(SAVED_AT), second.checkpoint(SAVED_AT), tmp_path / "a")
-    stock = train(None, kind.weights, *step, *stock_flags(kind), **again)
-    assert_same(lab, whole.checkpoint(SAVED_AT), stock.checkpoint(SAVED_AT), tmp_path / "b")
-    back = train(kind.first, kind.weights, *step, **{**again, "load": stock.checkpoints})
-    assert_same(lab, whole.checkpoint(SAVED_AT), back.checkpoint(SAVED_AT), tmp_path / "c")
+    stock = train(None, kind.weights, *STEP, *stock_flags(kind), load=whole.checkpoints, **AGAIN)
+    assert_same(lab, whole.checkpoint(SAVED_AT), stock.checkpoint(SAVED_AT), tmp_path / "a")
+    back = train(kind.first, kind.weights, *STEP, load=stock.checkpoints, **AGAIN)
+    assert_same(lab, whole.checkpoint(SAVED_AT), back.checkpoint(SAVED_AT), tmp_path / "b")
 
 
-@pytest.mark.parametrize("under", ["second plan", "stock Megatron"])
+@pytest.mark.full
+def test_saved_under_another_plan(lab: Lab, train: Train, kind: Kind, whole: Run, tmp_path: Path):
+    second = train(kind.second, kind.weights, *STEP, load=whole.checkpoints, **AGAIN)
+    assert_same(lab, whole.checkpoint(SAVED_AT), second.checkpoint(SAVED_AT), tmp_path)
+
+
+@pytest.mark.parametrize("under", tiers(["second plan", "stock Megatron"], ["stock Megatron"]))
 def test_resuming_elsewhere_continues_the_losses(train: Train, kind: Kind, whole: Run, under: str):
     chosen = kind.second if under == "second plan" else None
     flags = [] if chosen else stock_flags(kind)
@@ -260,6 +268,7 @@ def test_resuming_elsewhere_continues_the_losses(train: Train, kind: Kind, whole
         assert loss == pytest.approx(whole.losses[iteration], rel=bar, abs=0.0), iteration
 
 
+@pytest.mark.full
 def test_stock_checkpoint_resumes_under_a_plan(train: Train):
     kind = KINDS["distributed-optimizer"]
     stock = train(None, kind.weights, *stock_flags(kind))
@@ -289,9 +298,9 @@ def test_slices_resume_bit_for_bit(train: Train):
     """Three microbatches per replica and iteration: iterations of a run must not alternate in how they round."""
     base = plan("slices", [[1, 1], [1, 1]], [2, 3], even_routing=True)
     under = replace(base, schedule=ScheduleSpec("slimpipe", {"slices": 4}))
-    whole = train(under, Weights(), save_interval=3)
-    resumed = train(under, Weights(), "--ckpt-step", "3", load=whole.checkpoints, save_interval=3)
-    assert resumed.losses == {i: whole.losses[i] for i in range(4, STEPS + 1)}
+    whole = train(under, Weights())
+    resumed = train(under, Weights(), "--ckpt-step", str(SAVED_AT), load=whole.checkpoints)
+    assert resumed.losses == {i: whole.losses[i] for i in range(SAVED_AT + 1, STEPS + 1)}
 
 
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
@@ -309,13 +318,14 @@ def test_dropout_resumes_bit_for_bit_under_the_same_topology(train: Train):
     assert fresh.losses != resumed.losses, "dropout does not depend on the random-number state"
 
 
+@pytest.mark.full
 def test_dropout_resumes_from_a_non_persistent_checkpoint(train: Train):
-    """Megatron loads iteration 5, although 3 is asked for; the random-number states are those of 5, too."""
+    """Megatron loads iteration 5, although 2 is asked for; the random-number states are those of 5, too."""
     kind = KINDS["distributed-optimizer"]
     flags = (*DROPOUT, "--non-persistent-save-interval", "5", "--non-persistent-ckpt-type", "global")
-    whole = train(kind.first, kind.weights, *flags, save_interval=3)
-    resumed = train(kind.first, kind.weights, *flags, "--ckpt-step", "3", load=whole.checkpoints)
-    assert sorted(resumed.losses) == [6, 7, 8]
+    whole = train(kind.first, kind.weights, *flags, save_interval=2)
+    resumed = train(kind.first, kind.weights, *flags, "--ckpt-step", "2", load=whole.checkpoints)
+    assert sorted(resumed.losses) == [6]
     assert resumed.losses == {i: whole.losses[i] for i in resumed.losses}
 
 

@@ -14,7 +14,7 @@ from benchmarks.combination_cases import PARAMETERS, are_of_two_schedules, case_
 from benchmarks.combinations import markdown, refusals
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished
-from tests.functional.selected import compared
+from tests.functional.selected import compared, tiers
 
 BAR = 1e-5
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "combinations.md"
@@ -95,6 +95,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
 }
 BY_NAME = {name: case_of(pair_row(row.items()), name, 0) for name, row in ROWS.items()}
+FULL = {"exchange", "window", "zero-3-vocabulary", "v"}
 
 
 def test_values_are_of_the_table() -> None:
@@ -108,7 +109,7 @@ def test_the_table_is_true(tmp_path: Path) -> None:
     assert markdown(refusals(wanted, 0, tmp_path)) == TABLE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
     case = BY_NAME[name]
     found = compared(case, finished[name], lab)

@@ -16,6 +16,7 @@ from benchmarks.lab import Lab
 from benchmarks.runner import Job
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
 from tests.functional.conversations import write_conversations
+from tests.functional.selected import tiers
 
 BAR = 1e-5
 _SHARED = {"layers": 5, "cp": 2, "uneven": True, "microbatches": 3}
@@ -55,7 +56,7 @@ def evaluated(folder: Path, rank: int) -> list[float]:
     return json.loads((folder / f"evaluations-{rank}.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", tiers(CASES, ["vocabulary", "shared-sequences", "of-equal-work-exchanged"]))
 def test_equals_one_process(name: str, lab: Lab, start: Callable[[Case], tuple[str, ...]], tmp_path: Path):
     case = CASES[name]
     reference = tmp_path / "one"

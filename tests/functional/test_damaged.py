@@ -15,6 +15,7 @@ from benchmarks.cases import Weights, build_plan, common_flags
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job
 from megatron_het.plan import Plan, save_plan
+from tests.functional.selected import selected, tiers
 
 PLAN = build_plan([[1], [1, 1]], [2, 3], random.Random(0), even_routing=False)
 STEPS, INTERVAL = 5, 2
@@ -101,13 +102,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "empty tracker": (empty_tracker, 4, "names no iteration"),
     "no tracker": (lose_tracker, 4, "is missing"),
 }
+FULL = {"missing file", "truncated description", "tracker ahead", "no tracker"}
 
 
 @pytest.fixture(scope="module")
-def resumed(lab: Lab, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    """A run from each damaged folder, two at a time."""
+def resumed(
+    lab: Lab, whole: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Finished]:
+    """A run from each damaged folder that selected tests name, two at a time."""
     jobs = []
-    for name, (damage, _, _) in DAMAGE.items():
+    for name, (damage, _, _) in selected(DAMAGE, request).items():
         folder = tmp_path_factory.mktemp("damaged")
         shutil.copytree(whole / "checkpoints", folder / "checkpoints")
         damage(folder / "checkpoints")
@@ -115,7 +119,7 @@ def resumed(lab: Lab, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return {done.job.name: done for done in lab.runner.run_all(jobs, at_once=2)}
 
 
-@pytest.mark.parametrize("name", list(DAMAGE))
+@pytest.mark.parametrize("name", tiers(DAMAGE, FULL))
 def test_training_goes_on_from_the_newest_whole_checkpoint(name: str, whole: Path, resumed: dict[str, Finished]):
     _, start, said = DAMAGE[name]
     done = resumed[name].check()
@@ -165,7 +169,7 @@ def test_a_missing_checkpoint_is_an_error_where_one_must_exist(lab: Lab, tmp_pat
     assert "there is no checkpoint" in refusal(lab.runner.run(job, check=False))
 
 
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_optimizers_other_form_is_refused(distributed: bool, lab: Lab, tmp_path: Path):
     plans = {
         form: build_plan([[1], [1]], [2, 3], random.Random(0), distributed_optimizer=form) for form in (False, True)

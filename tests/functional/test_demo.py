@@ -36,6 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.full
 def test_report(run: Path) -> None:
     report = json.loads((run / "report.json").read_text())
     for key in (
@@ -61,6 +62,7 @@ def test_report(run: Path) -> None:
         assert row["predicted_memory_bytes"] == pytest.approx(row["measured_memory_bytes"], rel=0.25)
 
 
+@pytest.mark.full
 def test_the_even_split_has_the_losses_of_the_plan(run: Path) -> None:
     """The plan decides where a layer runs, not what is computed; sums in fp32 are made in another order."""
     runs = json.loads((run / "report.json").read_text())["runs"]
@@ -70,6 +72,7 @@ def test_the_even_split_has_the_losses_of_the_plan(run: Path) -> None:
     assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in even], rel=0, abs=1e-4)
 
 
+@pytest.mark.full
 def test_files(run: Path) -> None:
     for name in ("plan-even.json", "args.sh", "train.sbatch", "loss.png", "timeline.png", "training/train.log"):
         assert (run / name).stat().st_size > 0
@@ -84,6 +87,7 @@ def test_files(run: Path) -> None:
     assert words[words.index("--num-layers") + 1] == "6"
 
 
+@pytest.mark.full
 def test_the_page_has_the_figures_of_the_report(run: Path) -> None:
     report = json.loads((run / "report.json").read_text())
     text = (run / "report.html").read_text()
@@ -99,6 +103,7 @@ def test_the_page_has_the_figures_of_the_report(run: Path) -> None:
     assert sorted(rank for _, _, rank in held) == [r["rank"] for r in report["per_rank"]]
 
 
+@pytest.mark.full
 def test_what_it_says(run: Path) -> None:
     text = (run / "stdout").read_text()
     for words in ("The cluster", "Profile", "even split", "speedup over the even split", "report.json", "report.html"):

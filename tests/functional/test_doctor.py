@@ -35,6 +35,7 @@ def found(out: Path, check: str, status: str) -> list[tuple[str, str]]:
     return [(f["where"], f["what"]) for f in report["findings"] if f["check"] == check and f["status"] == status]
 
 
+@pytest.mark.full
 def test_three_faults_are_found(out: Path) -> None:
     slowed = len(mixed_devices(available_cores(), 4)) - 1
     assert any(f"rank {slowed} " in where and "its kind" in what for where, what in found(out, "devices", "FAULT"))
@@ -45,6 +46,7 @@ def test_three_faults_are_found(out: Path) -> None:
     assert [where for where, what in found(out, "flags", "FAULT") if MISSING_FLAG in what] == ["all ranks"]
 
 
+@pytest.mark.full
 def test_the_rest_runs_all_the_same(out: Path) -> None:
     """One check's fault hides no other: transfers, losses, disk and versions are fine."""
     for check in ("software", "disk", "stress", "numerics"):
@@ -80,6 +82,7 @@ def test_transfers_of_four_ranks(tmp_path: Path) -> None:
     assert all(d["bytes"] > 0 for d in report["stress"]["data"].values())
 
 
+@pytest.mark.full
 def test_values_that_change_on_the_way_are_noticed(tmp_path: Path) -> None:
     report = transfers(tmp_path, "spoil")
     assert report["links"]["errors"] == []

@@ -12,6 +12,7 @@ from benchmarks.cases import Case, Weights, build_plan, common_flags, with_sched
 from benchmarks.lab import Lab
 from benchmarks.runner import Job
 from megatron_het.plan import save_plan
+from tests.functional.selected import tiers
 
 STEPS = 3
 DROPOUT = words("--attention-dropout 0.1 --hidden-dropout 0.1")
@@ -44,7 +45,7 @@ def losses(lab: Lab, folder: Path, world_size: int, *flags: str) -> list[float]:
     return [float(value) for value in re.findall(r"lm loss(?: value)?: (\S+)", log)]
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", tiers(CASES, ["TP"]))
 def test_dropout_is_that_of_stock_megatron(name: str, lab: Lab, tmp_path: Path):
     case, layout = CASES[name]
     save_plan(case.plan, tmp_path / "plan.json")

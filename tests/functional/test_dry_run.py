@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import Case
 from benchmarks.dry_run import compare
 from benchmarks.dry_run_cases import dry_run_cases
 from benchmarks.runner import Runner
+from tests.functional.selected import tiers
 from tools.planner.__main__ import main
 
 _CHOSEN = (
@@ -23,10 +23,12 @@ _CHOSEN = (
     "slimpipe",
     "1f1b, experts, mixed TP in a stage",
 )
+_FULL = {"interleaved", "zero-bubble", "ministage with a window", "1f1b, experts, mixed TP in a stage"}
 
 
-@pytest.mark.parametrize("case", [c for c in dry_run_cases() if c.name in _CHOSEN], ids=lambda case: case.name)
-def test_equals_a_real_run(case: Case, runner: Runner, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", tiers(_CHOSEN, _FULL))
+def test_equals_a_real_run(name: str, runner: Runner, tmp_path: Path) -> None:
+    (case,) = (case for case in dry_run_cases() if case.name == name)
     ranks = [0, 2] if case.plan.world_size > 3 and "experts" in case.name else [0]
     entry = compare(runner, case, tmp_path / "runs", ranks)
     assert "error" not in entry, entry["error"]

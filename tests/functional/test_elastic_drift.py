@@ -19,6 +19,7 @@ pytest.importorskip("megatron.core")
 _AT, _ITERATIONS = 5, 18
 
 
+@pytest.mark.full
 def test_a_slow_device_gets_less_work(lab: Lab, tmp_path: Path) -> None:
     inputs, folder = drift.folder_of(drift.planned((4, 4)), tmp_path / "inputs"), tmp_path / "job"
     folder.mkdir()

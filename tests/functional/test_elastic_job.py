@@ -189,6 +189,7 @@ def test_join_death_and_leave(
     check_losses(losses_of(tmp_path), undisturbed)
 
 
+@pytest.mark.full
 def test_a_death_in_the_first_generation(lab: Lab, tmp_path: Path, undisturbed: dict[int, float]):
     # The optimizer has no state yet when the first copy is taken; the shard of the rank that dies must be copied later.
     job = Running(lab, tmp_path, [("a", ""), ("b", ""), ("c", "")], kill=(1, 5, 0))
@@ -200,6 +201,7 @@ def test_a_death_in_the_first_generation(lab: Lab, tmp_path: Path, undisturbed: 
     check_losses(losses_of(tmp_path), undisturbed)
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_left_behind(lab: Lab, tmp_path: Path, undisturbed: dict[int, float]):
     # Its process gives signs of life all the time, and its peers' waits would end after a minute.
     hangs = ("benchmarks.drift_stand_ins:hang", {"hung": 1, "iteration": 5, "seconds": 16.0})
@@ -213,6 +215,7 @@ def test_a_rank_that_hangs_is_left_behind(lab: Lab, tmp_path: Path, undisturbed:
     check_losses(losses_of(tmp_path), undisturbed)
 
 
+@pytest.mark.full
 def test_asynchronous_saves_go_on_through_a_death(lab: Lab, tmp_path: Path, undisturbed: dict[int, float]):
     # A save is being written under a window while the rank dies, and others begin in the generation after it.
     saved, every = tmp_path / "saved", 4

@@ -25,7 +25,10 @@ KINDS = {"big": NodeKind(devices=1, constraint="big"), "small": NodeKind(devices
 ITERATIONS, SAVE_INTERVAL, TIMEOUT_S = 60, 1000, 240.0
 LINE = re.compile(r"iteration +(\d+)/ +\d+ \|.*?lm loss: ([0-9.E+-]+)")
 
-pytestmark = pytest.mark.skipif(bool(slurm_cluster.missing()), reason=f"no Slurm: {slurm_cluster.missing()}")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(bool(slurm_cluster.missing()), reason=f"no Slurm: {slurm_cluster.missing()}"),
+]
 
 
 def plan(*second: str, first: str = "big") -> Plan:

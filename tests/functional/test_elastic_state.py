@@ -12,6 +12,7 @@ from benchmarks.cases import Weights, common_flags
 from benchmarks.lab import Lab
 from benchmarks.runner import Job
 from megatron_het.plan import Placement, Plan, save_plan
+from tests.functional.selected import tiers
 from tests.functional.test_checkpoint import KINDS, plan
 
 STEPS = 6
@@ -74,7 +75,7 @@ CHAINS = {
 FLAGS = {"gathered late": ("--overlap-grad-reduce", "--overlap-param-gather")}
 
 
-@pytest.mark.parametrize("name", list(CHAINS))
+@pytest.mark.parametrize("name", tiers(CHAINS, ["bf16", "gathered late"]))
 def test_a_change_of_plan_keeps_the_losses(lab: Lab, tmp_path: Path, name: str):
     plans = CHAINS[name]
     model = plans[0].model
@@ -95,6 +96,7 @@ def test_a_change_of_plan_keeps_the_losses(lab: Lab, tmp_path: Path, name: str):
             assert loss == pytest.approx(whole[iteration], rel=bar, abs=0.0), iteration
 
 
+@pytest.mark.full
 def test_an_incomplete_state_leaves_nothing_behind(lab: Lab, tmp_path: Path):
     # Every rank of a stage holds the only copy of its weights, so nothing is complete once one of them is lost.
     weights = Weights("fp32", False, 5)

@@ -17,6 +17,7 @@ from examples.llama.slowed import SLOWED_VARIABLE
 from megatron_het.doctor.expectations import Expectations, LinkExpectation
 from megatron_het.doctor.links import pairs_of
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
+from tests.functional.selected import tiers
 from tools.planner.emit import Emitted, emit
 from tools.planner.emit_flags import ModelOptions, model_arguments
 from tools.planner.emit_nodes import NodeKind
@@ -125,6 +126,7 @@ def findings(out: Path, status: str) -> dict[str, list[dict[str, str]]]:
     return found
 
 
+@pytest.mark.full
 def test_heterogeneous_job_then_plain_job_resumes(
     cluster: slurm_cluster.SlurmCluster, data_arguments: list[str], tmp_path: Path
 ) -> None:
@@ -151,6 +153,7 @@ def test_heterogeneous_job_then_plain_job_resumes(
     assert losses[-1] < reports(out / "report-3")[3]["losses"][0][1]
 
 
+@pytest.mark.full
 def test_a_failing_rank_fails_the_job(
     cluster: slurm_cluster.SlurmCluster, data_arguments: list[str], tmp_path: Path
 ) -> None:
@@ -172,6 +175,7 @@ exec {sys.executable} -m examples.llama.slowed "${{@:2}}"
 """
 
 
+@pytest.mark.full
 def test_the_doctor_finds_a_slow_rank_a_wrong_bandwidth_and_a_missing_flag_on_the_nodes(
     cluster: slurm_cluster.SlurmCluster, tmp_path: Path
 ) -> None:
@@ -197,13 +201,15 @@ echo "$2" >> "$NOTES/$RANK"
 """
 
 
-@pytest.mark.parametrize("script", ["train.sbatch", "train-plain.sbatch"])
+@pytest.mark.parametrize("script", tiers(["train.sbatch", "train-plain.sbatch"], ["train-plain.sbatch"]))
 @pytest.mark.parametrize(
     ("setting", "state", "ran"),
     [
         ({}, "COMPLETED", ["megatron_het.doctor", "megatron_het.pretrain_gpt"]),
-        ({"FAULT": "yes"}, "FAILED", ["megatron_het.doctor"]),
-        ({"FAULT": "yes", "HET_DOCTOR": "0"}, "COMPLETED", ["megatron_het.pretrain_gpt"]),
+        pytest.param({"FAULT": "yes"}, "FAILED", ["megatron_het.doctor"], marks=pytest.mark.full),
+        pytest.param(
+            {"FAULT": "yes", "HET_DOCTOR": "0"}, "COMPLETED", ["megatron_het.pretrain_gpt"], marks=pytest.mark.full
+        ),
     ],
 )
 def test_the_doctor_comes_first_and_a_fault_ends_the_job(
@@ -232,6 +238,7 @@ echo "starts" >>"$NOTES/$RANK"; sleep 600
 """
 
 
+@pytest.mark.full
 def test_a_job_that_is_queued_again_resumes(cluster: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
     """As Slurm does after a node has failed."""
     script = write_run(tmp_path / "run", [], iterations=3).files["train-plain.sbatch"]

@@ -21,7 +21,7 @@ from benchmarks.nccl_order import in_nccl_order, transports
 from benchmarks.runner import Finished
 from benchmarks.slimpipe_cases import with_context_parallel_sizes
 from megatron_het.plan import ScheduleSpec
-from tests.functional.selected import compared
+from tests.functional.selected import compared, tiers
 
 BAR = 1e-5
 _ITERATION = re.compile(r" iteration +(\d+)/(.*)")
@@ -108,15 +108,27 @@ CASES = [
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
+FULL = {
+    "dense-first-with-biases",
+    "norms-of-heads-in-mixed-tp",
+    "global-balance",
+    "in-a-v",
+    "interleaved",
+    "ep-in-mixed-tp",
+    "slimpipe-slices",
+    "slimpipe-sequence-balance-in-parts",
+    "balance-in-context-parallelism",
+}
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
     case = BY_NAME[name]
     found = compared(case, finished[name], lab)
     assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found
 
 
+@pytest.mark.full
 def test_divided_experts_in_nccls_order(lab: Lab) -> None:
     case = BY_NAME["ep-in-mixed-tp"]
     done = lab.runner.run(in_nccl_order(lab.job(case)))
@@ -144,7 +156,7 @@ LOGGED = [
 ]
 
 
-@pytest.mark.parametrize("name", LOGGED)
+@pytest.mark.parametrize("name", tiers(LOGGED, FULL.intersection(LOGGED)))
 def test_balancing_losses_in_the_log_are_those_of_one_process(
     name: str, lab: Lab, finished: dict[str, Finished]
 ) -> None:

@@ -16,7 +16,7 @@ from benchmarks.cases import Case, build_plan, with_schedule
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
-from tests.functional.selected import compared
+from tests.functional.selected import compared, tiers
 
 BAR = 1e-5
 # Under the fused cross entropy, gradients of logits are rounded to bf16, which enlarges rounding elsewhere.
@@ -75,9 +75,10 @@ CASES = [
     make("layernorm-1p", [[1], [2, 1]], [2, 3], family="layernorm-1p", even_routing=False, sequence_parallel=True),
 ]
 BY_NAME = {case.name: case for case in CASES}
+FULL = {"skipped-iterations", "softmax-offset-mixed-tp", "fused-cross-entropy", "qkv-bias", "layernorm-1p"}
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
     case = BY_NAME[name]
     found = compared(case, finished[name], lab)
@@ -90,8 +91,15 @@ def params_norms(log: str) -> list[float]:
     return [float(value) for value in re.findall(r"params norm: ([0-9.]+)", log)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "distributed"),
+    [
+        ("fp32", False),
+        ("bf16", True),
+        pytest.param("fp32", True, marks=pytest.mark.full),
+        pytest.param("bf16", False, marks=pytest.mark.full),
+    ],
+)
 def test_the_norm_of_the_parameters_counts_each_once(precision: str, distributed: bool, lab: Lab, tmp_path: Path):
     plan = build_plan(
         [[1, 1], [1, 1, 2]], [2, 3], random.Random(0), precision=precision, distributed_optimizer=distributed, tied=True

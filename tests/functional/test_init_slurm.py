@@ -11,7 +11,7 @@ from tests.functional.slurm_cluster import SlurmCluster, missing
 from tools.planner.__main__ import main
 from tools.planner.cluster import load_cluster
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is there")
+pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is there")]
 
 
 def test_init_from_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from benchmarks.expert_cases import divided
 from benchmarks.lab import Lab
 from benchmarks.runner import Job
 from megatron_het.plan import ScheduleSpec, save_plan
+from tests.functional.selected import tiers
 
 # One step without a change of any parameter, then a checkpoint.
 STEP = words("--lr 0 --min-lr 0 --weight-decay 0 --save-interval 1 --exit-interval 1 --het-transport gloo")
@@ -96,7 +97,7 @@ def difference(lab: Lab, first: Path, second: Path, out: Path) -> float:
     return json.loads(out.read_text())["difference"]
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", tiers(CASES, ["three-stages", "experts", "in-a-v"]))
 def test_the_weights_are_those_of_one_rank(name: str, lab: Lab, alone: Callable[[Case], Path], tmp_path: Path):
     found, expected = checkpoint(lab, CASES[name]), alone(CASES[name])
     assert difference(lab, found, expected, tmp_path / "found.json") == 0

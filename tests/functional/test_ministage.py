@@ -23,12 +23,14 @@ from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_case
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement, Plan, ScheduleSpec, Stage, save_plan
 from megatron_het.schedule.ir import Kind, Op
+from tests.functional.selected import tiers
 
 FP32_BAR = 1e-5
 NAMES = ("fp32-05", "fp32-08", "fp32-12", "fp32-14", "fp32-26", "fp32-30", "fp32-36", "fp32-40")
 NAMES += ("fp32-48", "fp32-49", "fp32-50", "fp32-51", "fp32-52", "fp32-53", "fp32-54")  # split vocabulary, ties
 NAMES += ("fp32-55", "fp32-56", "fp32-57")  # both copies of tied embeddings on one stage
 CASES = {case.name: case for case in ministage_cases(0, quick=False) if case.name in NAMES}
+FULL = {"fp32-05", "fp32-08", "fp32-12", "fp32-14", "fp32-26", "fp32-30", "fp32-48", "fp32-53", "fp32-54"}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def lab(lab_of: Callable[[type[MinistageLab]], MinistageLab]) -> MinistageLab:
     return lab_of(MinistageLab)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiers(NAMES, FULL))
 def test_equals_one_process(name: str, lab: MinistageLab):
     case = CASES[name]
     lab.reference(case)
@@ -101,7 +103,7 @@ def test_from_flags(lab: MinistageLab, tmp_path: Path):
 # -- updates -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("update", ["at-once", "undo"])
+@pytest.mark.parametrize("update", tiers(["at-once", "undo"], ["at-once"]))
 def test_updates_come_early_where_stages_have_different_numbers_of_ministages(update: str, lab: MinistageLab):
     """The second stage updates its last ministage before its first one gives the other stage any gradient."""
     window = {"window": True, "update": update}
@@ -178,6 +180,7 @@ def test_undone_updates_are_bit_equal_to_exact_ones(lab: MinistageLab, exact: Pa
     assert_equal_at_the_end(lab, exact, tmp_path / "undo", tmp_path)
 
 
+@pytest.mark.full
 def test_killed_in_the_middle_of_an_update(lab: MinistageLab, exact: Path, tmp_path: Path):
     """The optimizer has stepped, half of its state has left: the last checkpoint goes on as if nothing was.
 

@@ -19,7 +19,7 @@ from benchmarks.lab import Lab
 from benchmarks.model_families import FOLDER, MODELS, printed
 from benchmarks.models import case_for
 from benchmarks.runner import Finished, words
-from tests.functional.selected import compared
+from tests.functional.selected import compared, tiers
 
 BAR = 1e-5
 # Different parts of the product; the families under all of them are in the table.
@@ -37,13 +37,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"schedule": "ministage", "window": "exact", "distributed_optimizer": True},
 }
 BY_NAME = {name: case_for(name, pair_row(row.items()), name, 0) for name, row in ROWS.items()}
+FULL = {"deepseek_v3", "gpt2", "gpt3", "llama3", "mistral", "qwen3_moe"}
 
 
 def test_every_family_is_trained() -> None:
     assert sorted(ROWS) == list(MODELS)
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
     case = BY_NAME[name]
     found = compared(case, finished[name], lab)

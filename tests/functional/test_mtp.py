@@ -21,6 +21,7 @@ from benchmarks.runner import Finished, Job
 from benchmarks.slimpipe_cases import with_context_parallel
 from benchmarks.zorse_cases import MinistageLab
 from megatron_het.plan import ScheduleSpec
+from tests.functional.selected import tiers
 
 BAR = 1e-5
 
@@ -83,9 +84,7 @@ BY_NAME = {
             offload_optimizer=True,
         ),
         windowed(
-            make("window-one-stage-has-both-copies", [[1, 1], [1]], [3, 2], **_WINDOW),
-            [(2, 1), (2,)],
-            prefetch=0,
+            make("window-one-stage-has-both-copies", [[1, 1], [1]], [3, 2], **_WINDOW), [(2, 1), (2,)], prefetch=0
         ),
         windowed(make("window-zero-3", [[1, 1]], [5], **_WINDOW), [(3, 2)], "data-parallel", zero=3),
         cut(make("", [[1], [2, 1]], [3, 2], sequence_parallel=True), "slices-mixed-tp", "slimpipe", slices=5),
@@ -134,12 +133,26 @@ BY_NAME = {
     )
 }
 BY_NAME["experts"] = replace(BY_NAME["experts"], plan=divided(BY_NAME["experts"].plan, [[1], [2, 1]]))
+FULL = {
+    "one-stage",
+    "in-a-v",
+    "window-tied",
+    "window-zero-3",
+    "slices-mixed-tp",
+    "context-parallel",
+    "shared-in-a-v",
+    "window-shared",
+    "repeated-in-shared-slices",
+    "documents",
+    "experts",
+}
 
 
 def logged(log: str) -> list[float]:
     return [float(value) for value in re.findall(r"mtp_\d loss: (\S+)", log)]
 
 
+@pytest.mark.full
 def test_updates_inside_the_iteration(lab_of: Callable[[type[MinistageLab]], MinistageLab]):
     """Ministages are updated at once and saved: the copy of the embedding waits for that of the first ministage."""
     lab, parameters = lab_of(MinistageLab), {"update": "undo", "offload": True}
@@ -152,7 +165,7 @@ def test_updates_inside_the_iteration(lab_of: Callable[[type[MinistageLab]], Min
     assert lab.parameter_difference(case) <= BAR
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
     case, done = BY_NAME[name], finished[name].check()
     reference = lab.reference(case)
@@ -198,7 +211,10 @@ def test_packed_documents_end_predictions(lab: Lab, tmp_path: Path):
     assert beyond.gradient > 100 * BAR, beyond
 
 
-@pytest.mark.parametrize(("case", "accident"), [("slices-mixed-tp", "of_the_part"), ("context-parallel", "by_part")])
+@pytest.mark.parametrize(
+    ("case", "accident"),
+    [("slices-mixed-tp", "of_the_part"), pytest.param("context-parallel", "by_part", marks=pytest.mark.full)],
+)
 def test_the_comparison_can_fail(case: str, accident: str, lab: Lab) -> None:
     broken = replace(BY_NAME[case], name=f"{case}-broken")
     job = lab.job(broken)

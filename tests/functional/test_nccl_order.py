@@ -22,6 +22,7 @@ from benchmarks.nccl_order import cases_of, caught_by_some_rank, in_nccl_order, 
 from benchmarks.packed_cases import packed
 from benchmarks.parity import labs
 from benchmarks.runner import Job, Runner
+from tests.functional.selected import tiers
 
 FP32_BAR = 1e-5
 STEPS_IN_ORDER = 3
@@ -39,16 +40,24 @@ CHOSEN = {
     "data-parallel": ("12-sizes-1-1-1-2-1-zero-2",),
     "depths": ("pair-00",),
 }
+FULL = {
+    "random-03",
+    "gpipe-pair-01",
+    "zb-h1-pair-04",
+    "sizes-1-2-1-1-1-p4-n16-v2",
+    "fp32-03",
+    "fp32-48",
+    "fp32-52",
+    "exchange-p2-n2-idle-vocabulary",
+    "12-sizes-1-1-1-2-1-zero-2",
+}
+NAMED = {name: schedule for schedule, names in CHOSEN.items() for name in names}
 
 
-def chosen_of(schedule: str) -> list[Case]:
-    found = [
-        case
-        for case in cases_of(schedule, 0, schedule not in ("slimpipe", "ministage"))
-        if case.name in CHOSEN[schedule]
-    ]
-    assert len(found) == len(CHOSEN[schedule])
-    return found
+def chosen(name: str) -> Case:
+    schedule = NAMED[name]
+    cases = cases_of(schedule, 0, schedule not in ("slimpipe", "ministage"))
+    return next(case for case in cases if case.name == name)
 
 
 def short(lab: Lab, case: Case) -> Job:
@@ -56,18 +65,11 @@ def short(lab: Lab, case: Case) -> Job:
     return in_nccl_order(lab.job(case, "--exit-interval", str(STEPS_IN_ORDER)))
 
 
-@pytest.mark.parametrize("schedule", list(CHOSEN))
-def test_training_in_nccls_order_equals_one_process(schedule: str, lab_of: Callable[[type[Lab]], Lab]):
-    for kind, cases in labs(chosen_of(schedule)).items():
-        lab = lab_of(kind)
-        by_name = {case.name: case for case in cases}
-        for case in cases:
-            lab.reference(case)
-        for done in lab.runner.run_all([short(lab, case) for case in cases], at_once=2):
-            case = by_name[done.check().job.name]
-            assert transports(done.job.log_dir) == {"nccl"}, case.name
-            found = compare(done.job.log_dir, case.plan, lab.reference(case), gradients=False, steps=STEPS_IN_ORDER)
-            assert max(found.loss, found.validation) <= FP32_BAR, (case.name, found)
+@pytest.mark.parametrize("name", tiers(NAMED, FULL))
+def test_training_in_nccls_order_equals_one_process(name: str, lab_of: Callable[[type[Lab]], Lab]):
+    case = chosen(name)
+    (kind,) = labs([case])
+    check_in_nccls_order(case, lab_of(kind))
 
 
 def check_in_nccls_order(case: Case, lab: Lab) -> None:
@@ -85,6 +87,7 @@ def test_documents_are_told_in_nccls_order(lab: Lab):
     check_in_nccls_order(case, lab)
 
 
+@pytest.mark.full
 def test_later_tokens_are_told_in_nccls_order(lab: Lab):
     """Between the ranks of a TP group, before a forward of the last stage."""
     plan = build_plan([[1], [2]], [3, 2], random.Random(0), sequence_parallel=True)
@@ -93,6 +96,7 @@ def test_later_tokens_are_told_in_nccls_order(lab: Lab):
     check_in_nccls_order(case, lab)
 
 
+@pytest.mark.full
 def test_latent_attention_and_experts_in_nccls_order(lab: Lab):
     """Slices with a cache of compressed keys and values, part of whose attention is computed by another stage."""
     row = {"schedule": "slimpipe", "context_exchange": True, "tp": "by stage"}

@@ -15,7 +15,7 @@ from benchmarks.runner import Finished
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
 from benchmarks.zorse_cases import with_shares
 from megatron_het.plan import Plan
-from tests.functional.selected import compared
+from tests.functional.selected import compared, tiers
 from tests.functional.test_checkpoint import KINDS, SAVED_AT, STEPS, Train, plan, train, with_ministages
 from tests.functional.test_elastic_state import run
 from tests.functional.test_flags import make
@@ -54,9 +54,10 @@ CASES = [
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
+FULL = {"lion-split-vocabulary", "lion-shards", "muon", "muon-beside-lion", "muon-experts"}
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
     found = compared(BY_NAME[name], finished[name], lab)
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
@@ -73,7 +74,7 @@ PLANS = {
 TRAININGS = {"lion": ("whole", LION), "muon": ("whole", MUON), "lion-shards": ("shards", LION)}
 
 
-@pytest.fixture(params=list(TRAININGS))
+@pytest.fixture(params=tiers(TRAININGS, {"lion"}))
 def training(request: pytest.FixtureRequest) -> tuple[Plan, Plan, Weights, list[str]]:
     """Two plans, their weights, and more flags."""
     kind, flags = TRAININGS[request.param]

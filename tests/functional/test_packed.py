@@ -16,7 +16,7 @@ from benchmarks.lab import Lab
 from benchmarks.packed_cases import packed
 from benchmarks.runner import Finished
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
-from tests.functional.selected import compared
+from tests.functional.selected import compared, tiers
 
 BAR = 1e-5
 _SLICED = {**PLAIN, "layers": 5}
@@ -97,9 +97,16 @@ _CASES = [
     ),
 ]
 BY_NAME = {case.name: case for case in _CASES}
+FULL = {
+    "windows-in-slices",
+    "windows-with-context-parallelism",
+    "documents-with-context-parallelism",
+    "documents-of-equal-work-exchanged",
+    "seq1f1b-documents-of-equal-work-mixed-tp",
+}
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
     case = BY_NAME[name]
     found = compared(case, finished[name], lab)

@@ -19,7 +19,7 @@ from benchmarks.compare import Differences, compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job
 from megatron_het.plan import Stage, save_plan
-from tests.functional.selected import compared
+from tests.functional.selected import compared, tiers
 
 FP32_BAR = 1e-5
 # In bf16 a sum over TP ranks rounds elsewhere than the sum of one process does: one part in 2^8 per
@@ -91,9 +91,10 @@ CASES = [
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
+FULL = {"tp-4-staged", "norms-of-heads", "one-stage-mixed-tied"}
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
     case = BY_NAME[name]
     found = compared(case, finished[name], lab)

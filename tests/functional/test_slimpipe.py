@@ -14,6 +14,7 @@ from benchmarks.compare import compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Job
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
+from tests.functional.selected import tiers
 
 BAR = 1e-5
 _ROW = {**PLAIN, "microbatches": 3, "layers": LAYERS}
@@ -94,9 +95,19 @@ ROWS: dict[str, dict[str, Any]] = {
     },
 }
 CASES = {name: sliced_case({**_ROW, **row}, name, random.Random(0)) for name, row in ROWS.items()}
+FULL = {
+    "slices-plain",
+    "split-vocabulary",
+    "exchange",
+    "exchange-interleaved-tp",
+    "exchange-unequal-devices",
+    "exchange-slices-that-do-not-divide",
+    "exchange-equal-work",
+    "exchange-replicas-vocabulary",
+}
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", tiers(CASES, FULL))
 def test_equals_one_process(name: str, lab: Lab) -> None:
     case = CASES[name]
     reference = lab.reference(case)

@@ -14,7 +14,7 @@ from benchmarks.lab import Lab
 from benchmarks.poplar_cases import with_sizes
 from benchmarks.runner import Finished
 from benchmarks.slimpipe_cases import PLAIN, sliced_case
-from tests.functional.selected import compared
+from tests.functional.selected import compared, tiers
 
 BAR = 1e-5
 _ROW = {**PLAIN, "microbatches": 3}
@@ -37,9 +37,10 @@ def made() -> list[Case]:
 
 
 BY_NAME = {case.name: case for case in made()}
+FULL = {"sizes-2-3-1-context-parallel"}
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
 def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]) -> None:
     case = BY_NAME[name]
     found = compared(case, finished[name], lab)

@@ -16,6 +16,7 @@ pytest.importorskip("megatron.core")
 _FACTOR, _AT, _UNTIL = 5.0, 10, 20
 
 
+@pytest.mark.full
 def test_a_slowed_rank_is_named_and_a_better_plan_found(
     runner: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

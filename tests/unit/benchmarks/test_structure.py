@@ -76,14 +76,39 @@ def test_two_circles_are_two(tmp_path: Path) -> None:
 
 
 def test_long_functions_and_files(tmp_path: Path) -> None:
-    sixty = "def f():\n" + "    x = 1\n" * 59
-    nested = "class C:\n    @staticmethod\n    async def g():\n" + "        x = 1\n" * 60
-    root = tree(tmp_path, PLAIN | {"benchmarks/f.py": sixty, "tests/t.py": "x = 1\n" * 400})
-    assert (figure(root, "functions_over_60"), figure(root, "files_over_400")) == (0, 0)
-    tree(root, {"benchmarks/f.py": sixty + nested, "tests/t.py": "x = 1\n" * 401})
+    eighty = "def f():\n" + "    x = 1\n" * 79
+    nested = "class C:\n    @staticmethod\n    async def g():\n" + "        x = 1\n" * 80
+    root = tree(tmp_path, PLAIN | {"benchmarks/f.py": eighty, "tests/t.py": "x = 1\n" * 600})
+    assert (figure(root, "long_functions"), figure(root, "long_files")) == (0, 0)
+    tree(root, {"benchmarks/f.py": eighty + nested, "tests/t.py": "x = 1\n" * 601})
     found = measure(root)
-    assert found["functions_over_60"].offenders == ["benchmarks/f.py:63 g has 61 lines"]
-    assert found["files_over_400"].value == 1
+    assert found["long_functions"].offenders == ["benchmarks/f.py:83 g has 81 lines"]
+    assert found["long_files"].value == 1
+
+
+def test_packages_that_import_each_other(tmp_path: Path) -> None:
+    files = {"megatron_het/p/x.py": "def f():\n    from megatron_het.q import y\n", "megatron_het/q/y.py": "X = 1\n"}
+    root = tree(tmp_path, PLAIN | files | {"megatron_het/q/z.py": "X = 1\n"})
+    assert figure(root, "package_circles") == 0
+    tree(root, {"megatron_het/q/z.py": "from megatron_het.p import x\n"})
+    found = measure(root)
+    assert found["package_circles"].offenders == ["circle of 2 packages: megatron_het/p, megatron_het/q"]
+    assert found["import_circles"].value == 0
+
+
+def test_short_modules_of_one_importer(tmp_path: Path) -> None:
+    """Tests do not count as importers; what nobody imports is a command."""
+    files = {"tools/a.py": "from tools import b, c\n", "tools/d.py": "from tools import b\n", "tools/b.py": "X = 1\n"}
+    root = tree(tmp_path, PLAIN | files | {"tests/t.py": "import tools.c\n", "tools/c.py": "X = 1\n" * 79})
+    assert measure(root)["one_importer_modules"].offenders == ["tools/c.py has 79 lines; tools.a imports it"]
+    tree(root, {"tools/c.py": "X = 1\n" * 80})
+    assert figure(root, "one_importer_modules") == 0
+
+
+def test_docstrings_begin_with_what_there_is(tmp_path: Path) -> None:
+    text = '"""The samples."""\n\n\ndef f():\n    """Of all."""\n\n\nclass C:\n    """Asks."""\n\n    x = "What"\n'
+    found = measure(tree(tmp_path, PLAIN | {"tools/a.py": text, "tests/t.py": '"""As before."""\n'}))
+    assert found["docstring_openings"].offenders == ["tools/a.py:4 Of all."]
 
 
 def test_type_checking_blocks(tmp_path: Path) -> None:
@@ -171,7 +196,7 @@ def test_every_feature_of_the_table_has_a_home_in_this_tree() -> None:
     assert not lost, "benchmarks/structure_features.py must follow when a feature moves"
 
 
-def test_this_tree_has_no_circles_and_nothing_that_is_too_long() -> None:
+def test_this_tree_reaches_the_targets() -> None:
     found = measure(ROOT)
-    for figure in ("import_circles", "functions_over_60", "files_over_400", "kinds_compared_as_numbers"):
-        assert not found[figure].value, "\n".join([figure, *found[figure].offenders])
+    for figure in TARGETS.keys() - {"modules_per_feature", "type_checking_blocks"}:
+        assert not found[figure].missed(TARGETS[figure]), "\n".join([figure, *found[figure].offenders])

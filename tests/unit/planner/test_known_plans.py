@@ -53,7 +53,11 @@ SMALL = even(Group(1, 1, 4), (2,) * 8) + even(Group(0, 1, 4), (2,) * 8)
     ("kinds", "known"),
     [
         ((H100, A100_80), Candidate(FAST, 2, "none", schedule="slimpipe", slices=16, zero_stage=1)),
-        ((A100_40, L40S), Candidate(SMALL, 1, "none", schedule="slimpipe", slices=16, zero_stage=1)),
+        pytest.param(
+            (A100_40, L40S),
+            Candidate(SMALL, 1, "none", schedule="slimpipe", slices=16, zero_stage=1),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_stages_of_equal_width_over_two_pools(kinds: tuple[tuple[str, int, int, float], ...], known: Candidate):

@@ -50,7 +50,7 @@ def small_pool(seed: int) -> tuple[Cluster, Model]:
     return Cluster(nodes=nodes), model
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))])
 def test_more_schedules_kinds_and_nodes_are_never_worse(seed):
     cluster, model = small_pool(seed)
     best = search_auto(estimator_of(cluster, model), Goal(), effort=EFFORT).best
@@ -66,6 +66,7 @@ def test_more_schedules_kinds_and_nodes_are_never_worse(seed):
         assert alone is None or best.iteration_s <= TOLERANCE * alone.iteration_s
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [5, 7])
 def test_a_node_more_of_a_large_cluster_is_never_worse(seed):
     """139 and 153 GPUs of several kinds, searched as ``plan`` does; ``--only nodes`` compares more of them."""

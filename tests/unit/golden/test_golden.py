@@ -1,0 +1,30 @@
+"""Programs, plans, launch files and refusals are the recorded ones (``python -m tests.golden --update``)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.golden.corpus import EMITTED, KINDS_OF_OUTPUT, PLANS, differences, digest, program_rows, programs_of, read
+
+
+@pytest.mark.parametrize("kind", list(KINDS_OF_OUTPUT))
+def test_outputs_are_the_recorded_ones(kind: str) -> None:
+    found = differences(kind, KINDS_OF_OUTPUT[kind]())
+    assert not found, "\n".join(found)
+
+
+def test_records_are_of_everything() -> None:
+    assert len(read("plans")) == len(PLANS) >= 40
+    assert read("programs").keys() == program_rows().keys()
+    assert {name.partition("/")[0] for name in read("emitted")} == set(EMITTED)
+
+
+def test_a_change_is_told_by_name() -> None:
+    """A plan whose file has other bytes, and a refusal in other words."""
+    plans = read("plans")
+    name = next(name for name, body in plans.items() if " s; " in body)
+    head, _, rest = plans[name].partition("; ")
+    (said,) = differences("plans", {**plans, name: f"{head}x; {rest}"})
+    assert said.startswith(f"plans: {name}\n") and f"+{head}x" in said
+    text = programs_of(program_rows()["gpipe"], "gpipe")
+    assert read("programs")["gpipe"].endswith(digest(text)) and digest(text) != digest(text.replace("0", "1", 1))
