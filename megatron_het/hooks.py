@@ -183,7 +183,7 @@ def _install_plan(
     from megatron_het.checkpoint.loading import LoadHook
     from megatron_het.runtime.boundary import Boundary
     from megatron_het.runtime.session import HetSession
-    from megatron_het.runtime.training import PretrainHook
+    from megatron_het.runtime.training import PretrainHook, single_iterations
 
     assert config.plan is not None
     for feature, _ in features_of(config.plan):
@@ -200,6 +200,7 @@ def _install_plan(
             "plan_arguments": _validate_args_hook(config, device, session, boundary.prepare),
             "plan_schedule": pretrain.wrap_schedule_getter,
             "plan_pretrain": pretrain.wrap,
+            "plan_log": single_iterations,
             "plan_save": pretrain.wrap_generate_state_dict,
             "plan_load": LoadHook(config.plan, pretrain.restore, pretrain.before_loading).wrap,
         },

@@ -42,7 +42,7 @@ def steps(folder: Path, world_size: int, starts: tuple[int, ...], *flags: str) -
     Args:
         folder: For logs.
         world_size: Ranks.
-        starts: Iterations with which Megatron's training begins; the next line of its log has the mean of both.
+        starts: Iterations with which stock Megatron's training begins; the next line of its log has the mean of both.
         flags: Of the training.
     """
     argv = ["-m", "megatron_het.pretrain_gpt", *flags]
@@ -68,7 +68,7 @@ def test_equals_stock_megatron_with_the_schedule(lab: Lab, tmp_path: Path) -> No
         save_plan(plan, file)
     expected = steps(tmp_path / "stock", 1, (1,), *flags)
     under_plans = ("--het-plan", *files, "--het-report", str(tmp_path / "report"))
-    found = steps(tmp_path / "turns", 2, (1, 3, 5), *flags, *under_plans)
+    found = steps(tmp_path / "turns", 2, (), *flags, *under_plans)
     for (loss, norm), (stock_loss, stock_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(stock_loss, rel=1e-5)
         assert norm == pytest.approx(stock_norm, abs=2e-3)  # the log has three decimals
