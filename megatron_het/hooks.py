@@ -8,6 +8,7 @@ functions of ``megatron.training`` that have no public hook (see ``upstream/plan
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import runpy
 import sys
@@ -228,6 +229,16 @@ def _check_platform(device: Platform, args: Any) -> None:
         )
 
 
+def _check_wandb(args: Any) -> None:
+    """Where Megatron logs, which is the last rank, it looks for wandb once all groups exist."""
+    project = getattr(args, "wandb_project", None)
+    if project and args.rank == args.world_size - 1 and importlib.util.find_spec("wandb") is None:
+        error = PlanError("--wandb-project", project, "wandb is not installed", "Install it, or leave the flag out")
+        sys.stderr.write(f"megatron_het: rank {args.rank}: {error}\n")
+        sys.stderr.flush()
+        raise SystemExit(2)
+
+
 def argument_problems(config: HetConfig, device: Platform, session: HetSession, args: Any) -> Iterator[PlanError]:
     """What is wrong with Megatron's parsed, not yet validated arguments under a plan; one error per kind of check.
 
@@ -291,6 +302,9 @@ def _validate_args_hook(
                 _check_platform(device, args)
             except PlanError as error:
                 _exit_with(error)
+            _check_wandb(args)
+            if getattr(args, "sequence_parallel", False) and not plan.training.sequence_parallel and args.rank == 0:
+                sys.stderr.write("megatron_het: --sequence-parallel is left out: the plan has TP 1 everywhere\n")
             prepare(args)
             world_size = args.world_size
             args.world_size = apply_plan(plan, Placement(plan), args, args.rank)

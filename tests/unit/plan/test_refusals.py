@@ -222,6 +222,12 @@ def test_what_replicas_of_different_tp_would_train_in_different_ways(flag: str) 
         check_arguments(of_mixed_tp(), arguments(**{flag: "given"}), 4)
 
 
+def test_sequence_parallelism_without_tp_is_left_out_as_stock_does() -> None:
+    check_arguments(more_stages(2), arguments(sequence_parallel=True), 2)
+    with pytest.raises(PlanError, match="--sequence-parallel = True: the plan was made without it"):
+        check_arguments(more_stages(2, tp=2), arguments(sequence_parallel=True), 4)
+
+
 BALANCED = {"num_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 
 REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
