@@ -218,7 +218,7 @@ def _check_parallelism(plan: Plan, args: Any) -> None:
             raise PlanError(flag_of(name), value, f"the plan says {fits}", "Leave the flag out")
     wanted = {
         # With TP 1 everywhere there is nothing to divide: left out, as stock does.
-        "sequence_parallel": plan.training.sequence_parallel or Placement(plan).max_tp() == 1,
+        "sequence_parallel": plan.training.sequence_parallel or sizes == [1],
         "use_distributed_optimizer": plan.training.distributed_optimizer,
         "bf16": plan.training.precision == "bf16",
         "fp16": plan.training.precision == "fp16",

@@ -225,7 +225,9 @@ def check_optimizer_state(args: Any, folder: Path) -> None:
 
 def _check_schedule(args: Any, saved: Any, folder: Path) -> None:
     """Refuse another learning rate than the checkpoint's, unless it is said which of them goes on."""
-    if getattr(args, "override_opt_param_scheduler", False) or getattr(args, "use_checkpoint_opt_param_scheduler", False):
+    if getattr(args, "override_opt_param_scheduler", False) or getattr(
+        args, "use_checkpoint_opt_param_scheduler", False
+    ):
         return
     for name in ("lr", "min_lr", "lr_decay_style"):
         before, now = getattr(saved, name, None), getattr(args, name, None)

@@ -70,7 +70,7 @@ class Ranks:
     def broadcast(self, tensor: torch.Tensor, source: int, group: Group) -> None:
         tensor.copy_(group.meet(tensor)[group.ranks.index(source)])
 
-    def P2POp(self, kind: str, tensor: torch.Tensor, peer: int, group: Group) -> tuple[str, torch.Tensor, int]:  # noqa: N802
+    def P2POp(self, kind: str, tensor: torch.Tensor, peer: int, group: Group) -> tuple[str, torch.Tensor, int]:
         return kind, tensor, peer
 
     def batch_isend_irecv(self, operations: list[tuple[str, torch.Tensor, int]]) -> list[Any]:

@@ -93,7 +93,11 @@ class Groups(dict[str, Any]):
 @pytest.mark.parametrize(
     ("error", "roles", "note"),
     [
-        (RuntimeError("Connection closed"), ("tp", "stage"), "F3 failed; in collectives it works with rank 0, rank 2. If"),
+        (
+            RuntimeError("Connection closed"),
+            ("tp", "stage"),
+            "F3 failed; in collectives it works with rank 0, rank 2. If",
+        ),
         (RuntimeError("Connection closed"), (), "F3 failed; in collectives it works with all ranks. If"),
         (RuntimeError("shapes differ"), ("tp",), "F3 failed"),
         (torch.OutOfMemoryError("out of memory"), ("stage",), "F3 failed"),
