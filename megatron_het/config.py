@@ -38,6 +38,8 @@ class HetConfig:
     turns: tuple[Plan, ...] = ()
     """All plans of the job, where several take turns, one for each global batch size."""
     turn_files: tuple[str, ...] = ()
+    trust_checkpoint: bool = False
+    """Whether the description of a checkpoint may name classes that are no part of its format."""
 
     @property
     def is_active(self) -> bool:

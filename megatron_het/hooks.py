@@ -185,6 +185,7 @@ def _install_plan(
     from megatron_het.runtime.boundary import Boundary
     from megatron_het.runtime.session import HetSession
     from megatron_het.runtime.training import PretrainHook, single_iterations
+    from megatron_het.upstream import torch_metadata
 
     assert config.plan is not None
     for feature, _ in features_of(config.plan):
@@ -193,6 +194,7 @@ def _install_plan(
         session = (make_session or HetSession)(config, device, int(os.environ.get("RANK", "0")))
     except PlanError as error:
         _exit_with(error)
+    torch_metadata.guard(trusts=config.trust_checkpoint)
     boundary = boundary or Boundary()
     pretrain = PretrainHook(session, boundary)
     upstream.install(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from benchmarks.cases import Case, Weights, build_plan, common_flags, with_schedule
 from benchmarks.compare import compare
-from benchmarks.runner import Finished, Job, Runner
+from benchmarks.runner import Finished, Job
 from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases, with_shares
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement, Plan, ScheduleSpec, Stage, save_plan
@@ -31,8 +32,8 @@ CASES = {case.name: case for case in ministage_cases(0, quick=False) if case.nam
 
 
 @pytest.fixture(scope="module")
-def lab(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> MinistageLab:
-    return MinistageLab(runner, tmp_path_factory.mktemp("ministages"))
+def lab(lab_of: Callable[[type[MinistageLab]], MinistageLab]) -> MinistageLab:
+    return lab_of(MinistageLab)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,7 +83,12 @@ def test_from_flags(lab: MinistageLab, tmp_path: Path):
     case = with_schedule(Case("like-flags", even), "ministage", 2, {"window": True, "offload": True})
     layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --use-distributed-optimizer"
     ours = "--het-schedule ministage --het-offload-parameters --dist-ckpt-optim-fully-reshardable"
-    flags = (*common_flags(*case.reference), *lab.start_flags(case.weights), *layout.split(), *ours.split())
+    flags = (
+        *common_flags(*case.reference, steps=lab.steps),
+        *lab.start_flags(case.weights),
+        *layout.split(),
+        *ours.split(),
+    )
     observe = ("benchmarks.probe:observe", {"out": str(tmp_path), "gradients": True})
     report = ("--het-report", str(tmp_path))
     done = lab.runner.run(Job("flags", 4, (*flags, *report), tmp_path, setup=observe))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from benchmarks.expert_cases import divided
 from benchmarks.families import ALL_FAMILIES
 from benchmarks.lab import Lab
 from benchmarks.packed_cases import packed
-from benchmarks.runner import Finished, Job, Runner
+from benchmarks.runner import Finished, Job
 from benchmarks.slimpipe_cases import with_context_parallel
 from benchmarks.zorse_cases import MinistageLab
 from megatron_het.plan import ScheduleSpec
@@ -137,17 +138,17 @@ def logged(log: str) -> list[float]:
     return [float(value) for value in re.findall(r"mtp_\d loss: (\S+)", log)]
 
 
-def logged_by_stock(folder: Path, case: Case) -> list[float]:
+def logged_by_stock(folder: Path, case: Case, steps: int) -> list[float]:
     """Of every iteration: the second line of stock Megatron's log has the means with the first."""
     found, layers = logged((folder / "rank-0.log").read_text()), case.plan.model.mtp_num_layers
-    assert len(found) == 10 * layers
+    assert len(found) == steps * layers
     means = [2 * second - first for first, second in zip(found[:layers], found[layers:])]
     return [*found[:layers], *means[:layers], *found[2 * layers :]]
 
 
-def test_updates_inside_the_iteration(runner: Runner, tmp_path: Path):
+def test_updates_inside_the_iteration(lab_of: Callable[[type[MinistageLab]], MinistageLab]):
     """Ministages are updated at once and saved: the copy of the embedding waits for that of the first ministage."""
-    lab, parameters = MinistageLab(runner, tmp_path / "saved"), {"update": "undo", "offload": True}
+    lab, parameters = lab_of(MinistageLab), {"update": "undo", "offload": True}
     made = make("window-undo", [[1, 1], [1, 1]], [3, 2], **_WINDOW)
     case = replace(windowed(made, [(2, 1), (1, 1)], **parameters), chosen={"window": parameters})
     lab.reference(case)
@@ -163,13 +164,13 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
     reference = lab.reference(case)
     found = compare(done.job.log_dir, case.plan, reference)
     assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found
-    assert logged(done.log()) == pytest.approx(logged_by_stock(reference, case), rel=BAR)
+    assert logged(done.log()) == pytest.approx(logged_by_stock(reference, case, lab.steps), rel=BAR)
 
 
 def within_documents(lab: Lab, case: Case, folder: Path) -> Path:
     """The folder of one process of stock Megatron that predicts nothing beyond the end of a document."""
     weights, clip, extra = case.reference
-    flags = (*common_flags(weights, clip, extra), *lab.start_flags(weights, extra))
+    flags = (*common_flags(weights, clip, extra, steps=lab.steps), *lab.start_flags(weights, extra))
     setup = ("tests.functional.later_tokens:within_documents", {"out": str(folder), "gradients": True})
     lab.runner.run(Job("one", 1, flags, folder, setup=setup))
     return folder
@@ -190,7 +191,7 @@ def test_packed_documents_end_predictions(lab: Lab, tmp_path: Path):
     accident = ("tests.functional.later_tokens:beyond_documents", broken.setup[1])
     jobs = [*map(lab.job, cases), replace(broken, setup=accident)]
     by_name = {done.job.name: done.check() for done in lab.runner.run_all(jobs, at_once=2)}
-    expected = logged_by_stock(reference, cases[0])
+    expected = logged_by_stock(reference, cases[0], lab.steps)
     for case in cases:
         done = by_name[case.name]
         found = compare(done.job.log_dir, case.plan, reference)

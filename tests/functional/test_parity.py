@@ -112,7 +112,12 @@ def test_cyclic_epochs_may_end_inside_an_iteration(lab: Lab):
     observe = "tests.functional.short_epochs:observe"
     planned = replace(planned, setup=(observe, planned.setup[1]))
     folder = lab.folder / "one-cyclic-short-epochs"
-    flags = (*common_flags(*case.reference), *lab.start_flags(case.weights), "--dataloader-type", "cyclic")
+    flags = (
+        *common_flags(*case.reference, steps=lab.steps),
+        *lab.start_flags(case.weights),
+        "--dataloader-type",
+        "cyclic",
+    )
     stock = Job(folder.name, 1, flags, folder, setup=(observe, {"out": str(folder), "gradients": True}))
     for done in lab.runner.run_all([stock, planned], at_once=2):
         done.check()
