@@ -377,3 +377,15 @@ def test_a_start_checks_the_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.plan is not None
     check_arguments(config.plan, arguments(tied_embeddings=True), 2)
     assert asked == [feature.name for feature in FEATURES]
+
+
+def test_wandb_is_looked_for_where_megatron_logs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hooks.importlib.util, "find_spec", lambda name: None)
+    hooks._check_wandb(arguments(wandb_project="run", rank=0, world_size=2))
+    hooks._check_wandb(arguments(rank=1, world_size=2))
+    with pytest.raises(SystemExit) as stopped:
+        hooks._check_wandb(arguments(wandb_project="run", rank=1, world_size=2))
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "rank 1: --wandb-project = 'run': wandb is not installed" in said
