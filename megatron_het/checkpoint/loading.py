@@ -157,11 +157,11 @@ def _with_matched_groups(optimizer: Any, args: Any) -> Iterator[None]:
     if optimizer is None or not (keeps or getattr(args, "override_opt_param_scheduler", False)):
         yield
         return
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    current = [group for part in parts for group in part.optimizer.param_groups]
     load = optimizer.load_state_dict
 
     def load_state_dict(state_dict: Any) -> None:
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        current = [group for part in parts for group in part.optimizer.param_groups]  # made anew until now
         match_groups(current, list(_saved_groups(state_dict)), keep_saved=keeps)
         load(state_dict)
 
