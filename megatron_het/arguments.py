@@ -52,7 +52,10 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "tensors by way of host memory: several ranks per GPU, mixed vendors); auto chooses",
     )
     group.add_argument(
-        "--het-report", metavar="DIR", help="write rank-<rank>.json with times, losses and memory of this run into DIR"
+        "--het-report",
+        metavar="DIR",
+        help="write rank-<rank>.json with times, losses and memory of this run's newest 10,000 iterations into DIR, "
+        "every half minute and at the end",
     )
     group.add_argument(
         "--het-trace",

@@ -219,7 +219,8 @@ def _check_parallelism(plan: Plan, args: Any) -> None:
         if value not in (1, *fits):
             raise PlanError(flag_of(name), value, f"the plan says {fits}", "Leave the flag out")
     wanted = {
-        "sequence_parallel": plan.training.sequence_parallel,
+        # With TP 1 everywhere there is nothing to divide: left out, as stock does.
+        "sequence_parallel": plan.training.sequence_parallel or sizes == [1],
         "use_distributed_optimizer": plan.training.distributed_optimizer,
         "bf16": plan.training.precision == "bf16",
         "fp16": plan.training.precision == "fp16",

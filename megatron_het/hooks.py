@@ -8,6 +8,7 @@ functions of ``megatron.training`` that have no public hook (see ``upstream/plan
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import runpy
 import sys
@@ -183,7 +184,7 @@ def _install_plan(
     from megatron_het.checkpoint.loading import LoadHook
     from megatron_het.runtime.boundary import Boundary
     from megatron_het.runtime.session import HetSession
-    from megatron_het.runtime.training import PretrainHook
+    from megatron_het.runtime.training import PretrainHook, single_iterations
     from megatron_het.upstream import torch_metadata
 
     assert config.plan is not None
@@ -202,6 +203,7 @@ def _install_plan(
             "plan_arguments": _validate_args_hook(config, device, session, boundary.prepare),
             "plan_schedule": pretrain.wrap_schedule_getter,
             "plan_pretrain": pretrain.wrap,
+            "plan_log": single_iterations,
             "plan_save": pretrain.wrap_generate_state_dict,
             "plan_load": LoadHook(config.plan, pretrain.restore, pretrain.before_loading).wrap,
         },
@@ -227,6 +229,16 @@ def _check_platform(device: Platform, args: Any) -> None:
             f"this machine ({device.device_name}) needs other flags",
             "Add " + ", ".join(str(flag) for flag in missing),
         )
+
+
+def _check_wandb(args: Any) -> None:
+    """Where Megatron logs, which is the last rank, it looks for wandb once all groups exist."""
+    project = getattr(args, "wandb_project", None)
+    if project and args.rank == args.world_size - 1 and importlib.util.find_spec("wandb") is None:
+        error = PlanError("--wandb-project", project, "wandb is not installed", "Install it, or leave the flag out")
+        sys.stderr.write(f"megatron_het: rank {args.rank}: {error}\n")
+        sys.stderr.flush()
+        raise SystemExit(2)
 
 
 def argument_problems(config: HetConfig, device: Platform, session: HetSession, args: Any) -> Iterator[PlanError]:
@@ -292,6 +304,9 @@ def _validate_args_hook(
                 _check_platform(device, args)
             except PlanError as error:
                 _exit_with(error)
+            _check_wandb(args)
+            if getattr(args, "sequence_parallel", False) and not plan.training.sequence_parallel and args.rank == 0:
+                sys.stderr.write("megatron_het: --sequence-parallel is left out: the plan has TP 1 everywhere\n")
             prepare(args)
             world_size = args.world_size
             args.world_size = apply_plan(plan, Placement(plan), args, args.rank)

@@ -100,17 +100,8 @@ class Vocabulary(Feature):
                 f"Leave out {_SWITCH}",
             )
         window = Window().options_of(plan)
-        if window is None or window.zero:
+        if window is None:
             return
-        if window.per_microbatch or not window.keep_at_turn:
-            name = "per_microbatch" if window.per_microbatch else "keep_at_turn"
-            raise PlanError(
-                f"schedule.parameters.{name}",
-                window.per_microbatch,
-                "parts of the output layer run between the last ministage's forwards and backwards, all over the "
-                "pipeline: its replicas would wait for each other if it was closed in between",
-                f"Leave it out, or {_SWITCH}",
-            )
         if plan.model.tied_embeddings and any(len(stage.layers) > 1 for stage in plan.stages):
             raise PlanError(
                 "model.tied_embeddings",
@@ -118,6 +109,15 @@ class Vocabulary(Feature):
                 f"with a parameter window and {_SWITCH} a stage's rows are in its first ministage, which is closed "
                 "when its last ministage needs them for the output layer",
                 f"Use one ministage per stage, untie them, or leave out {_SWITCH}",
+            )
+        if not window.zero and (window.per_microbatch or not window.keep_at_turn):
+            name = "per_microbatch" if window.per_microbatch else "keep_at_turn"
+            raise PlanError(
+                f"schedule.parameters.{name}",
+                window.per_microbatch,
+                "parts of the output layer run between the last ministage's forwards and backwards, all over the "
+                "pipeline: its replicas would wait for each other if it was closed in between",
+                f"Leave it out, or {_SWITCH}",
             )
 
     def named(self, plan: Plan) -> str:

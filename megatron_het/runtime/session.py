@@ -386,10 +386,10 @@ class HetSession:
                 me = self.groups.rank
                 groups = [group for group in map(self.groups.get, roles) if group is not None]
                 ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
-                peers = [f"rank {rank}" for rank in sorted(ranks - {me})]
-                error.add_note(
-                    f"{_NOTE}rank {me}: {operation()} failed; in collectives it works with "
-                    f"{'all ranks' if not roles else ', '.join(peers) or 'nobody'}. "
-                    "If one of them has stopped, its log says why"
-                )
+                peers = "all ranks" if not roles else ", ".join(f"rank {rank}" for rank in sorted(ranks - {me}))
+                note = f"{_NOTE}rank {me}: {operation()} failed"
+                # What others have to do with: not an error of its own, as of memory, nor of a rank without peers.
+                if peers and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
+                    note += f"; in collectives it works with {peers}. If one of them has stopped, its log says why"
+                error.add_note(note)
             raise

@@ -192,6 +192,24 @@ class PretrainHook:
         dist.destroy_process_group()
 
 
+def single_iterations(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Megatron's log, whose second line is not a mean with the first one where every iteration is logged."""
+
+    @functools.wraps(original)
+    def training_log(
+        loss_dict: Any, total_loss_dict: dict[str, Any], learning_rate: Any, iteration: int, *rest: Any, **keywords: Any
+    ) -> bool:
+        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **keywords)
+        if keywords.get("is_first_iteration") and iteration % _get_args().log_interval == 0:
+            from megatron.training import get_timers
+
+            total_loss_dict.clear()
+            get_timers()("interval-time").elapsed(reset=True, barrier=False)
+        return result
+
+    return training_log
+
+
 def _initialize_distributed(store: Any) -> Any:
     """Start ``torch.distributed`` as Megatron does it, leaving model-parallel groups to the plan."""
     from megatron.training import initialize

@@ -62,6 +62,16 @@ PATCHES = (
         },
     ),
     Patch(
+        name="plan_log",
+        group="plan",
+        target=f"{_TRAINING}.training_log",
+        reason=(
+            "sums of losses are not reset after the first iteration, so that the second loss in the log of every "
+            "session would be a mean of two; they are known to this function only"
+        ),
+        sources={f"{_TRAINING}.training_log": "8fb3e6b1ee07cfe5336ab3aa552d934b743556170b344f85014b85760936c1fe"},
+    ),
+    Patch(
         name="plan_save",
         group="plan",
         target="megatron.training.checkpointing.generate_state_dict",

@@ -114,6 +114,10 @@ REFUSED = [
         tied(scheduled("ministage", stages=1, chunks=2, **WINDOW, update="per-ministage")),
         "update = 'per-ministage': the copies of tied embeddings",
     ),
+    (
+        tied(scheduled("data-parallel", stages=1, chunks=2, **WINDOW, zero=3, vocabulary=True)),
+        "tied_embeddings = True: with a parameter window and .* first ministage",
+    ),
     (scheduled("slimpipe", slices=1), "fewer slices than the 2 stages"),
     (scheduled("slimpipe", slices="x"), "needs a number of slices"),
     (scheduled("1f1b", offload_activations=None), "a share above 0"),

@@ -222,6 +222,12 @@ def test_what_replicas_of_different_tp_would_train_in_different_ways(flag: str) 
         check_arguments(of_mixed_tp(), arguments(**{flag: "given"}), 4)
 
 
+def test_sequence_parallelism_without_tp_is_left_out_as_stock_does() -> None:
+    check_arguments(more_stages(2), arguments(sequence_parallel=True), 2)
+    with pytest.raises(PlanError, match="--sequence-parallel = True: the plan was made without it"):
+        check_arguments(more_stages(2, tp=2), arguments(sequence_parallel=True), 4)
+
+
 BALANCED = {"num_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 
 REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
@@ -371,3 +377,15 @@ def test_a_start_checks_the_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.plan is not None
     check_arguments(config.plan, arguments(tied_embeddings=True), 2)
     assert asked == [feature.name for feature in FEATURES]
+
+
+def test_wandb_is_looked_for_where_megatron_logs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hooks.importlib.util, "find_spec", lambda name: None)
+    hooks._check_wandb(arguments(wandb_project="run", rank=0, world_size=2))
+    hooks._check_wandb(arguments(rank=1, world_size=2))
+    with pytest.raises(SystemExit) as stopped:
+        hooks._check_wandb(arguments(wandb_project="run", rank=1, world_size=2))
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "rank 1: --wandb-project = 'run': wandb is not installed" in said

@@ -77,7 +77,7 @@ def test_installed_release_is_the_one_the_patches_name():
 
 
 def test_few_patches():
-    assert len(upstream.all_patches()) < 10
+    assert len(upstream.all_patches()) <= 10
 
 
 def test_listing_patches_imports_neither_torch_nor_megatron():

@@ -392,7 +392,7 @@ def test_copies_in_two_ministages_of_a_rank_get_one_sum() -> None:
 
         def sum_parts(self, parameters: list[Any]) -> None:
             for parameter in parameters:
-                parameter *= 2
+                parameter.mul_(2)
 
     ends: Any = Doubled()
     first, last = torch.arange(6.0), torch.full((6,), 10.0)
