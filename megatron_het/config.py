@@ -18,7 +18,7 @@ from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.plan import Placement, Plan, PlanError
 
 LATENT_SPEC = ("megatron_het.latent_attention", "layer_spec")
-"""``--spec`` of a model with multi-latent attention where Transformer Engine is not used."""
+"""``--spec`` of a model with multi-latent attention without Transformer Engine, or without compressed queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,8 @@ def _check_model(plan: Plan, args: Any) -> None:
     }
     if plan.model.ffn_hidden_size is not None and args.ffn_hidden_size is not None:
         found["ffn_hidden_size"] = args.ffn_hidden_size
+    if plan.model.head_size is not None and not getattr(args, "multi_latent_attention", False):
+        found["head_size"] = args.kv_channels
     for name, value in found.items():
         expected = getattr(plan.model, name)
         if value != expected:
@@ -321,8 +323,9 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     for feature, options in features_of(plan):
         feature.apply(plan, options, args)
     _apply_recompute(plan, args)
-    if getattr(args, "multi_latent_attention", False) and args.spec is None and args.transformer_impl == "local":
-        args.spec = list(LATENT_SPEC)
+    if getattr(args, "multi_latent_attention", False) and args.spec is None:
+        if args.transformer_impl == "local" or args.q_lora_rank is None:
+            args.spec = list(LATENT_SPEC)
     cuts = {r.cut for s in plan.stages for r in s.replicas}
     sizes = {found.tp for found in cuts}
     if args.padded_vocab_size is None:

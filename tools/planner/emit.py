@@ -21,6 +21,7 @@ from megatron_het.features.documents import DOCUMENT_FLAGS
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 
+from .build import check_same_model
 from .emit_checks import check_experts, check_launch, check_training, extra_flags
 from .emit_elastic import SCRIPT, ElasticOptions, checked_sbatch, load_more
 from .emit_elastic import notes as elastic_notes
@@ -30,6 +31,7 @@ from .emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatc
 from .errors import PlannerError, from_plan_error
 from .expect import expectations
 from .files import check_target, write_text
+from .model_parts import FlagValue
 from .profile_schema import load_profile
 from .replanning.inputs import CLUSTER, MODEL, PROFILE, keep_inputs
 
@@ -229,8 +231,8 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         plan = load_plan(options.plan)
     except PlanError as error:
         raise from_plan_error(str(options.plan), error) from None
-    check_model(plan, model, str(options.plan))
-    check_experts(plan, model.experts.count if model.experts else 0, str(options.plan))
+    check_same_model(plan, model, str(options.plan), str(options.model))
+    check_experts(plan, model, str(options.plan))
     check_training(options)
     extra = extra_flags(options.extra)
     check_target(options.out / "plan.json", "--out")
@@ -279,7 +281,7 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
     """
     return ModelOptions(
         normalization="LayerNorm" if model.biases else "RMSNorm",
-        swiglu=model.gated,
+        gated=model.gated,
         biases=model.biases,
         learned_positions=model.learned_positions,
         vocab_size=model.vocab_size,
@@ -288,7 +290,15 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
         window=None if model.attention_window is None else (model.attention_window, model.window_period or 0),
         latent=model.latent,
         documents=model.document_lengths is not None and DOCUMENT_FLAGS.isdisjoint(extra),
+        flags=routing_flags(model) | model.flags,
     )
+
+
+def routing_flags(model: Any) -> dict[str, FlagValue]:
+    """Flags without which Megatron could not train the experts of a model."""
+    one = model.experts is not None and model.experts.top_k == 1
+    # A softmax over one expert has no gradient.
+    return {"moe-router-pre-softmax": True} if one and "moe-router-score-function" not in model.flags else {}
 
 
 def node_kinds(cluster: Any) -> dict[str, NodeKind]:
@@ -311,20 +321,3 @@ def node_kinds(cluster: Any) -> dict[str, NodeKind]:
             zone=group.zone,
         )
     return kinds
-
-
-def check_model(plan: Plan, model: Any, file: str) -> None:
-    """The plan is one of this model.
-
-    Raises:
-        PlannerError: What differs.
-    """
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-        if getattr(plan.model, name) != getattr(model, name):
-            raise PlannerError(
-                file,
-                f"model.{name}",
-                getattr(plan.model, name),
-                f"the model file says {getattr(model, name)}",
-                "Make a plan for this model",
-            )

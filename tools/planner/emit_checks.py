@@ -13,6 +13,7 @@ from megatron_het.plan import Plan, PlanError
 
 from .emit_nodes import NodeKind
 from .errors import PlannerError, from_plan_error
+from .model import Model
 from .names import SLURM_RULES, folder_problem, host_problem, job_problem, text_problem, time_problem
 
 if TYPE_CHECKING:
@@ -39,16 +40,20 @@ _MANAGED = (
 _MOST = 10**12
 
 
-def check_experts(plan: Plan, experts: int, file: str) -> None:
-    """The replicas of a plan can divide the experts of a layer (0 without such layers).
+def check_experts(plan: Plan, model: Model, file: str) -> None:
+    """Check that the replicas of a plan can divide the experts of a layer.
 
     Raises:
         PlannerError: They cannot.
     """
     try:
-        check_expert_parallel(plan, experts)
+        check_expert_parallel(plan, model.experts.count if model.experts else 0)
     except PlanError as error:
         raise from_plan_error(file, error) from None
+    wide = next((r.tp for s in plan.stages for r in s.replicas if r.tp > 1), 1)
+    if model.experts is not None and model.biases and wide > 1:
+        problem = f"a replica has TP {wide}, and with experts Megatron trains biases of linear layers under TP 1 only"
+        raise PlannerError(file, "stages", wide, problem, "Plan again")
 
 
 def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:

@@ -139,6 +139,7 @@ def summary(
             for p, n in sorted(candidate.gpus().items())
         },
         "not_run": model.not_run,
+        "model_notes": model.notes,
         "host_memory": offloaded(estimator, estimate),
         "schedule": candidate.schedule,
         "chunks": candidate.chunks,
@@ -234,6 +235,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
     if body["not_run"]:
         unknown = ", ".join(body["not_run"]).replace("_", " ")
         lines.append(f"The planner prices this model, but runs with a plan cannot train it yet ({unknown}).")
+    lines += body["model_notes"]
     lines += host_memory_lines(body["host_memory"])
     more = len(body["stages"]) - MOST_ROWS
     return [*lines, causes, where, memory, *([f"and {more} rows more: --json prints all"] if more > 0 else [])]
