@@ -34,6 +34,10 @@ _SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
     "initializer_range": 0.2,
+    # Other values than Megatron's defaults, so that none can be left out unseen.
+    "rms_norm_eps": 1e-3,
+    "layer_norm_eps": 1e-3,
+    "rope_theta": 5000.0,
 }
 _LATENT = {
     "kv_lora_rank": 12,
@@ -46,7 +50,6 @@ _LATENT = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
-    "rope_theta": 5000.0,
 }
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -69,20 +72,19 @@ _DEEPSEEK_YARN = {
 _YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
-    "beta_fast": 16.0,
-    "beta_slow": 2.0,
+    "beta_fast": 5.0,
+    "beta_slow": 0.7,
     "truncate": False,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 64,
     "rope_theta": 1000.0,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_QWEN = {"rms_norm_eps": 1e-3, "rope_theta": 5000.0, "head_dim": 16}
 SMALL: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "rms_norm_eps": 1e-3, "rope_theta": 5000.0},
+    "llama": {"model_type": "llama"},
     "llama-3.2": {"model_type": "llama", "rope_parameters": _LLAMA3, "tie_word_embeddings": True, "head_dim": 16},
     "llama-linear": {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
     "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN},
+    "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN, "head_dim": 32},
     "llama4": {
         "model_type": "llama4_text",
         "head_dim": 8,
@@ -99,13 +101,13 @@ SMALL: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 1, 1, 1],
         "attention_chunk_size": 64,
     },
-    "mistral": {"model_type": "mistral", "sliding_window": 6, "rms_norm_eps": 1e-5, "head_dim": 16},
+    "mistral": {"model_type": "mistral", "sliding_window": 6, "head_dim": 16},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
-    "qwen2": {"model_type": "qwen2", "rope_theta": 5000.0},
+    "qwen2": {"model_type": "qwen2"},
     "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen2_moe": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24, **_EXPERTS},
-    "qwen3": {"model_type": "qwen3", **_QWEN},
-    "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [1], **_QWEN, **_EXPERTS},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [1], "head_dim": 16, **_EXPERTS},
     "deepseek_v2_lite": {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy", **_LATENT},
     "deepseek_v2": {
         "model_type": "deepseek_v2",
@@ -138,10 +140,11 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         "model_type": "gpt_oss",
-        "head_dim": 8,
+        "head_dim": 32,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": 5,
+        "swiglu_limit": 0.5,
         "rope_parameters": _YARN,
     },
     "gpt2": {
@@ -154,10 +157,11 @@ SMALL: dict[str, dict[str, Any]] = {
         "bos_token_id": None,
         "eos_token_id": None,
         "initializer_range": 0.2,
+        "layer_norm_epsilon": 1e-3,
     },
     "gpt_neox": {"model_type": "gpt_neox", "use_parallel_residual": False, "rotary_pct": 0.5, "num_key_value_heads": 4},
     "phi3": {"model_type": "phi3", "sliding_window": 7, "partial_rotary_factor": 1.0},
-    "glm": {"model_type": "glm", "head_dim": 8, "rope_theta": 5000.0},
+    "glm": {"model_type": "glm", "head_dim": 8},
     "glm4_moe": {
         "model_type": "glm4_moe",
         "head_dim": 16,
@@ -177,7 +181,8 @@ SMALL: dict[str, dict[str, Any]] = {
 def small_config(name: str) -> dict[str, Any]:
     """The ``config.json`` of a small model."""
     own = SMALL[name]
-    return dict(own) if own["model_type"] == "gpt2" else _SHAPE | own
+    shape = {} if own["model_type"] == "gpt2" else _SHAPE
+    return {key: value for key, value in shape.items() if key != "rope_theta" or "rope_parameters" not in own} | own
 
 
 def small_model(name: str) -> tuple[Any, Model]:

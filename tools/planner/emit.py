@@ -31,7 +31,6 @@ from .emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatc
 from .errors import PlannerError, from_plan_error
 from .expect import expectations
 from .files import check_target, write_text
-from .model_parts import FlagValue
 from .profile_schema import load_profile
 from .replanning.inputs import CLUSTER, MODEL, PROFILE, keep_inputs
 
@@ -290,15 +289,8 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
         window=None if model.attention_window is None else (model.attention_window, model.window_period or 0),
         latent=model.latent,
         documents=model.document_lengths is not None and DOCUMENT_FLAGS.isdisjoint(extra),
-        flags=routing_flags(model) | model.flags,
+        flags=model.flags,
     )
-
-
-def routing_flags(model: Any) -> dict[str, FlagValue]:
-    """Flags without which Megatron could not train the experts of a model."""
-    one = model.experts is not None and model.experts.top_k == 1
-    # A softmax over one expert has no gradient.
-    return {"moe-router-pre-softmax": True} if one and "moe-router-score-function" not in model.flags else {}
 
 
 def node_kinds(cluster: Any) -> dict[str, NodeKind]:

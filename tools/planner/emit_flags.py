@@ -77,6 +77,9 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
     found |= _attention_flags(options)
     if options.experts is not None:
         found |= _expert_flags(options.experts, model.num_layers)
+        # A softmax over one expert has no gradient.
+        one = options.experts.top_k == 1 and "moe-router-score-function" not in options.flags
+        found["moe-router-pre-softmax"] = one
     plain = options.latent is not None and not options.latent.query_rank
     return flag_words(found | options.flags) + (["--spec", *LATENT_SPEC] if plain else [])
 

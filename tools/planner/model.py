@@ -136,7 +136,7 @@ class Model(BaseModel):
         parts = ["attention_window"] if self.attention_window is not None and not has_pattern else []
         parts += ["fp8"] if self.fp8 else []
         x = self.experts
-        runs = x is None or (x.dropless and (x.dense_first or not x.dense_layers or "moe-layer-freq" in self.flags))
+        runs = x is None or x.runs or (x.dropless and "moe-layer-freq" in self.flags)
         return parts + ([] if runs else ["experts"]) + list(self.lost)
 
     @property

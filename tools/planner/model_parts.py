@@ -125,6 +125,11 @@ class Experts(BaseModel):
     dense_first: bool = True
     dropless: bool = True
 
+    @property
+    def runs(self) -> bool:
+        """Whether plans train it: what a rank drops depends on its TP size, and other patterns are not told apart."""
+        return self.dropless and (self.dense_first or not self.dense_layers)
+
     def check_layers(self, num_layers: int) -> None:
         """Raise a ValueError when a model has fewer layers than dense ones."""
         if self.dense_layers > num_layers:
