@@ -39,7 +39,7 @@ EXTRAS = {
 
 # A checkout has the planner under tools/, a name that other projects use too; installed, it is a package of its
 # own.  The git patches travel inside megatron_het.
-FOLDERS = {"het_planner": "tools/planner", "megatron_het.patches": "patches"}
+FOLDERS = {"het_planner": "tools/planner", "megatron_het.patches": "patches", "megatron_het.docs": "docs"}
 PLANNER_PACKAGES = [f"het_planner.{name}" for name in find_packages("tools/planner")]
 
 setup(
@@ -58,6 +58,7 @@ setup(
         "het_planner.compiled": ["*.c"],
         "het_planner.page": ["assets/*"],
         "megatron_het.patches": ["*.md", "*.patch"],
+        "megatron_het.docs": ["*.md"],
     },
     install_requires=RUNTIME,
     extras_require=EXTRAS,

@@ -95,7 +95,9 @@ def _qwen3_moe(layers: int, hidden: int, ffn: int, heads: int, width: int) -> Co
     )
 
 
-def _mistral(hidden: int, heads: int, layers: int, ffn: int, vocabulary: int, window: int | None, **more: Any) -> Config:
+def _mistral(
+    hidden: int, heads: int, layers: int, ffn: int, vocabulary: int, window: int | None, **more: Any
+) -> Config:
     return {
         "model_type": "mistral",
         "num_hidden_layers": layers,
@@ -375,7 +377,12 @@ def _llama4(layers: int, experts: int, **more: Any) -> Config:
         "router_jitter_noise": 0.0,
         **more,
     }
-    return {"model_type": "llama4", "text_config": text, "vision_config": {"hidden_size": 1408}, "torch_dtype": "bfloat16"}
+    return {
+        "model_type": "llama4",
+        "text_config": text,
+        "vision_config": {"hidden_size": 1408},
+        "torch_dtype": "bfloat16",
+    }
 
 
 _OLD_LLAMA = {"rope_theta": 10000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
@@ -394,16 +401,14 @@ FILES: dict[str, Config] = {
     ),
     "llama-linear": _llama(32, 4096, 11008, 32, 32, 32016, rope_scaling={"type": "linear", "factor": 4.0}),
     "llama-new-style": {
-        key: value for key, value in _llama(32, 4096, 14336, 32, 8, 128256).items() if key not in ("rope_theta", "rope_scaling")
+        key: value
+        for key, value in _llama(32, 4096, 14336, 32, 8, 128256).items()
+        if key not in ("rope_theta", "rope_scaling")
     }
     | {"rope_parameters": {**_llama3(8.0), "rope_theta": 500000.0}, "dtype": "bfloat16"},
     "llama-4-maverick": _llama4(48, 128, use_qk_norm=False, interleave_moe_layer_step=2, rope_scaling=None),
     "llama-4-scout": _llama4(
-        48,
-        16,
-        use_qk_norm=True,
-        interleave_moe_layer_step=1,
-        rope_scaling={**_llama3(16.0), "high_freq_factor": 1.0},
+        48, 16, use_qk_norm=True, interleave_moe_layer_step=1, rope_scaling={**_llama3(16.0), "high_freq_factor": 1.0}
     ),
     "qwen-2.5-0.5b": _qwen("qwen2", 24, 896, 4864, 14, 2, tie_word_embeddings=True),
     "qwen-2.5-7b": _qwen("qwen2", 28, 3584, 18944, 28, 4, vocab_size=152064),
@@ -531,15 +536,7 @@ FILES: dict[str, Config] = {
     ),
     "phi-4": _phi3(5120, 17920, 40, 40, 10, 100352, rope_theta=250000, max_position_embeddings=16384),
     "gemma-2-9b": _gemma(
-        "gemma2",
-        42,
-        3584,
-        14336,
-        16,
-        8,
-        sliding_window=4096,
-        attn_logit_softcapping=50.0,
-        final_logit_softcapping=30.0,
+        "gemma2", 42, 3584, 14336, 16, 8, sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
     ),
     "gemma-3-12b": {
         "model_type": "gemma3",

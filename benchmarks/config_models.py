@@ -50,6 +50,8 @@ _LATENT = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
+    # Norms of what is compressed have this epsilon in transformers, whatever the file says.
+    "rms_norm_eps": 1e-6,
 }
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -82,7 +84,10 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-3.2": {"model_type": "llama", "rope_parameters": _LLAMA3, "tie_word_embeddings": True, "head_dim": 16},
-    "llama-linear": {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    "llama-linear": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    },
     "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN, "head_dim": 32},
     "llama4": {
@@ -107,7 +112,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen2_moe": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24, **_EXPERTS},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
-    "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [1], "head_dim": 16, **_EXPERTS},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "head_dim": 16,
+        **_EXPERTS,
+    },
     "deepseek_v2_lite": {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy", **_LATENT},
     "deepseek_v2": {
         "model_type": "deepseek_v2",
@@ -159,7 +170,13 @@ SMALL: dict[str, dict[str, Any]] = {
         "initializer_range": 0.2,
         "layer_norm_epsilon": 1e-3,
     },
-    "gpt_neox": {"model_type": "gpt_neox", "use_parallel_residual": False, "rotary_pct": 0.5, "num_key_value_heads": 4},
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "use_parallel_residual": False,
+        "rotary_pct": 0.5,
+        "num_key_value_heads": 4,
+        "rotary_emb_base": 5000.0,
+    },
     "phi3": {"model_type": "phi3", "sliding_window": 7, "partial_rotary_factor": 1.0},
     "glm": {"model_type": "glm", "head_dim": 8},
     "glm4_moe": {
@@ -182,7 +199,8 @@ def small_config(name: str) -> dict[str, Any]:
     """The ``config.json`` of a small model."""
     own = SMALL[name]
     shape = {} if own["model_type"] == "gpt2" else _SHAPE
-    return {key: value for key, value in shape.items() if key != "rope_theta" or "rope_parameters" not in own} | own
+    has_base = "rope_parameters" in own or "rotary_emb_base" in own
+    return {key: value for key, value in shape.items() if key != "rope_theta" or not has_base} | own
 
 
 def small_model(name: str) -> tuple[Any, Model]:
@@ -259,7 +277,7 @@ def megatron_model(read: Model, weights: Mapping[str, torch.Tensor]) -> Any:
     from megatron_het.platform import activate
     from megatron_het.runtime.training import complete_model_config
 
-    words = emitted_flags(read) + ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"]
+    words = [*emitted_flags(read), "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"]
     words += ["--vocab-size", str(read.vocab_size), "--make-vocab-size-divisible-by", str(read.vocab_size)]
     words += ["--tokenizer-type", "NullTokenizer", "--attention-dropout", "0", "--hidden-dropout", "0"]
     words += activate().default_flags()

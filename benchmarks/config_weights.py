@@ -86,9 +86,8 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 def _layer(parts: dict[str, torch.Tensor], kind: str, config: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     is_latent = "self_attn.kv_a_proj_with_mqa.weight" in parts
-    for name, value in parts.items():
-        transposed = kind == "gpt2" and value.dim() == 2
-        value = value.T if transposed else value
+    for name, given in parts.items():
+        value = given.T if kind == "gpt2" and given.dim() == 2 else given
         if name.startswith("attn.c_attn."):
             found[f"self_attention.linear_qkv.{name.rsplit('.', 1)[1]}"] = _by_group(value, config)
         elif is_latent and name == "self_attn.q_proj.weight":
@@ -124,9 +123,8 @@ def _experts(name: str, value: torch.Tensor, kind: str) -> dict[str, torch.Tenso
     layer, end = ("linear_fc1", "gate_up_proj") if "gate_up_proj" in name else ("linear_fc2", "down_proj")
     suffix = "bias" if name.endswith("_bias") else "weight"
     found = {}
-    for expert, own in enumerate(value):
-        if kind in ("gpt_oss", "llama4_text") and own.dim() == 2:
-            own = own.T
+    for expert, given in enumerate(value):
+        own = given.T if kind in ("gpt_oss", "llama4_text") and given.dim() == 2 else given
         if kind == "gpt_oss" and end == "gate_up_proj":  # gate and up take turns
             own = torch.cat([own[::2], own[1::2]])
         found[f"mlp.experts.local_experts.{expert}.{layer}.{suffix}"] = own

@@ -323,9 +323,9 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     for feature, options in features_of(plan):
         feature.apply(plan, options, args)
     _apply_recompute(plan, args)
-    if getattr(args, "multi_latent_attention", False) and args.spec is None:
-        if args.transformer_impl == "local" or args.q_lora_rank is None:
-            args.spec = list(LATENT_SPEC)
+    is_ours = args.transformer_impl == "local" or getattr(args, "q_lora_rank", None) is None
+    if getattr(args, "multi_latent_attention", False) and args.spec is None and is_ours:
+        args.spec = list(LATENT_SPEC)
     cuts = {r.cut for s in plan.stages for r in s.replicas}
     sizes = {found.tp for found in cuts}
     if args.padded_vocab_size is None:

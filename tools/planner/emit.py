@@ -22,10 +22,26 @@ from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 
 from .build import check_same_model
-from .emit_checks import check_experts, check_launch, check_training, extra_flags
+from .emit_checks import (
+    check_experts,
+    check_launch,
+    check_start,
+    check_told_apart,
+    check_training,
+    extra_flags,
+    to_fill_in,
+)
 from .emit_elastic import SCRIPT, ElasticOptions, checked_sbatch, load_more
 from .emit_elastic import notes as elastic_notes
-from .emit_flags import ModelOptions, args_sh, extension_reasons, layout_string, model_arguments, stock_arguments
+from .emit_flags import (
+    ModelOptions,
+    args_sh,
+    extension_reasons,
+    layout_string,
+    model_arguments,
+    plan_arguments,
+    stock_arguments,
+)
 from .emit_nodes import Node, NodeKind, place
 from .emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
 from .errors import PlannerError, from_plan_error
@@ -81,6 +97,7 @@ def emit(
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     check_launch(launch, kinds)
     nodes = place(plan, kinds)
+    alike = check_told_apart({node.kind: kinds[node.kind] for node in nodes})
     script = None if elastic is None else checked_sbatch(plan, nodes, kinds, launch, elastic)
     launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
     texts = {
@@ -90,6 +107,7 @@ def emit(
     if script is not None:
         texts[SCRIPT] = script
     result = Emitted(nodes=nodes, notes=[] if elastic is None else elastic_notes(nodes, kinds))
+    result.notes += alike
     obstacle = plain_obstacle(nodes, kinds)
     if obstacle:
         result.notes.append(f"no train-plain.sbatch: {obstacle}")
@@ -126,8 +144,8 @@ def _write(out: Path, plans: Mapping[str, Plan], texts: Mapping[str, str]) -> di
 def training_group(options: argparse.Namespace) -> list[str]:
     """Flags of the optimization that the command line offers."""
     return [
-        "--train-iters",
-        str(options.train_iters),
+        *(["--train-samples", str(options.train_samples)] if options.train_samples else []),
+        *([] if options.train_samples else ["--train-iters", str(options.train_iters)]),
         "--lr",
         options.lr,
         "--min-lr",
@@ -163,6 +181,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-dir", default="", help="the same folder as the nodes see it (default: its absolute path)"
     )
     parser.add_argument("--train-iters", type=int, default=1000, metavar="N", help="iterations (default %(default)s)")
+    parser.add_argument(
+        "--train-samples", type=int, metavar="N", help="sequences to train on, instead of --train-iters"
+    )
     parser.add_argument("--lr", default="3e-4", help="learning rate (default %(default)s); a tenth of it at the end")
     parser.add_argument(
         "--save-interval",
@@ -233,7 +254,7 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     check_same_model(plan, model, str(options.plan), str(options.model))
     check_experts(plan, model, str(options.plan))
     check_training(options)
-    extra = extra_flags(options.extra)
+    extra = extra_flags(options.extra, model.flags)
     check_target(options.out / "plan.json", "--out")
     launch = LaunchOptions(
         run_dir=options.run_dir or str(options.out.resolve()),
@@ -249,10 +270,17 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         "TRAINING": training_group(options),
         "EXTRA": extra,
     }
+    line = [word for words in groups.values() for word in words] + plan_arguments(plan)
+    notes = check_start([*line, "--het-plan", str(options.plan)], plan.world_size) + to_fill_in(extra)
     profile = load_profile(options.profile) if options.profile else None
     expected = expectations(plan, cluster, profile) if options.doctor else None
     elastic = elastic_options(options, profile is not None)
     written = emit(plan, options.out, node_kinds(cluster), groups, launch, expected=expected, elastic=elastic)
+    if model.flags.get("rope-scaling-factor", 8) != 8:
+        notes.append(
+            "stock Megatron takes no notice of --rope-scaling-factor, which is 8 there: run this model with the plan"
+        )
+    written.notes += notes
     written.files |= keep_inputs(options.out, cluster, model, profile)
     return written
 

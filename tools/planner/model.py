@@ -58,7 +58,7 @@ class Model(BaseModel):
             ``qk-layernorm: true`` (``model_parts.MODEL_FLAGS``).
         lost: Fields of another format that Megatron has no flag for, with the reason: the model can be priced, and
             not be trained.
-        unread: Fields of another format that are not known here, with their values.
+        unread: Fields of another format that are not known here, with their values, and small differences that stay.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, ignored_types=(cached_property,))
@@ -148,7 +148,7 @@ class Model(BaseModel):
         if self.lost:
             found.append("Megatron cannot train this model: " + "; ".join(f"{k} = {v}" for k, v in self.lost.items()))
         if self.unread:
-            found.append("not known, and not taken over: " + "; ".join(self.unread))
+            found.append("not taken over: " + "; ".join(self.unread))
         return found
 
     @property

@@ -1,4 +1,4 @@
-"""Models of Hugging Face: which fields of a ``config.json`` become fields of a model file, flags of Megatron, or neither.
+"""Models of Hugging Face: which fields of a ``config.json`` become fields of a model file or flags of Megatron.
 
 ``RULES`` and ``FAMILIES`` are the one place that knows a field.  ``docs/models.md`` has them as tables, made by
 ``python -m benchmarks.configs``.
@@ -91,19 +91,18 @@ FAMILIES: dict[str, Family] = {
         biases="qkv",
         names={"attention_bias": "qkv_bias"},
     ),
-    "qwen3": Family("Qwen3", {"rms_norm_eps": 1e-6, "use_sliding_window": False, "head_dim": 128}, {"qk-layernorm": True}),
+    "qwen3": Family(
+        "Qwen3", {"rms_norm_eps": 1e-6, "use_sliding_window": False, "head_dim": 128}, {"qk-layernorm": True}
+    ),
     "qwen3_moe": Family(
         "Qwen3 MoE",
-        {
-            "rms_norm_eps": 1e-6,
-            "use_sliding_window": False,
-            "norm_topk_prob": False,
-            "router_aux_loss_coef": 0.001,
-        },
+        {"rms_norm_eps": 1e-6, "use_sliding_window": False, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
         {"qk-layernorm": True},
     ),
     "deepseek_v2": Family(
-        "DeepSeek-V2, V2-Lite", _OF_DEEPSEEK | {"norm_topk_prob": False, "topk_method": "greedy", "n_shared_experts": 2}, _LATENT
+        "DeepSeek-V2, V2-Lite",
+        _OF_DEEPSEEK | {"norm_topk_prob": False, "topk_method": "greedy", "n_shared_experts": 2},
+        _LATENT,
     ),
     "deepseek_v3": Family(
         "DeepSeek-V3, R1, Moonlight, Kimi K2",
@@ -139,12 +138,7 @@ FAMILIES: dict[str, Family] = {
             "router_aux_loss_coef": 0.001,
             "num_experts_per_tok": 4,
         },
-        {
-            "quick-geglu": True,
-            "glu-linear-offset": 1.0,
-            "no-bias-gelu-fusion": True,
-            "softmax-type": "learnable",
-        },
+        {"quick-geglu": True, "glu-linear-offset": 1.0, "no-bias-gelu-fusion": True, "softmax-type": "learnable"},
         biases="all",
     ),
     "gpt2": Family(
@@ -185,11 +179,7 @@ FAMILIES: dict[str, Family] = {
         layer_norm=True,
         names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
     ),
-    "phi3": Family(
-        "Phi-3, Phi-4",
-        {"rms_norm_eps": 1e-5, "embd_pdrop": 0.0},
-        names={"hidden_dropout": "resid_pdrop"},
-    ),
+    "phi3": Family("Phi-3, Phi-4", {"rms_norm_eps": 1e-5, "embd_pdrop": 0.0}, names={"hidden_dropout": "resid_pdrop"}),
     "gemma": Family("Gemma", _GEMMA_DEFAULTS | {"hidden_act": "gelu_pytorch_tanh"}, lost=_GEMMA),
     "gemma2": Family(
         "Gemma 2",
@@ -220,7 +210,9 @@ FAMILIES: dict[str, Family] = {
         names={"hidden_act": "hidden_activation"},
     ),
     "olmo2": Family(
-        "OLMo 2", {"rms_norm_eps": 1e-5}, lost={"(layer)": "norms after attention and MLP, none before: " + _NONE, "(queries)": _WIDE_NORM}
+        "OLMo 2",
+        {"rms_norm_eps": 1e-5},
+        lost={"(layer)": "norms after attention and MLP, none before: " + _NONE, "(queries)": _WIDE_NORM},
     ),
     "olmoe": Family(
         "OLMoE",
@@ -274,7 +266,7 @@ NOT_OF_THE_MODEL = frozenset(
     summary_proj_to_labels summary_type summary_use_proj task_specific_params tf_legacy_loss tokenizer_class torch_dtype
     torchscript transformers_version unsloth_fixed unsloth_version upcast use_bfloat16 use_cache vision_config
     multimodal_projector_bias vision_feature_layer spatial_merge_size projector_hidden_act mm_tokens_per_image
-    bos_token eos_token gradient_checkpointing_kwargs max_length top_k_experts head_type""".split()
+    bos_token eos_token gradient_checkpointing_kwargs max_length head_type""".split()  # noqa: SIM905
 )
 _SHAPES_ONLY = ("max_position_embeddings", "original_max_position_embeddings", "num_key_value_heads", "qk_head_dim")
 
@@ -292,6 +284,7 @@ class Reading:
         flags: Megatron's flags found so far.
         lost: What no flag says, with the reason.
         used: Fields that were read.
+        notes: Small differences that stay.
     """
 
     config: Config
@@ -302,6 +295,7 @@ class Reading:
     flags: dict[str, FlagValue] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def family(self) -> Family:
@@ -335,7 +329,9 @@ class Reading:
 
     def lose(self, name: str, value: Any, reason: str) -> None:
         """Note that no flag says a field."""
-        self.lost[self.key(name) if name in self.family.names else name] = f"{value!r}: {reason}" if value is not None else reason
+        self.lost[self.key(name) if name in self.family.names else name] = (
+            f"{value!r}: {reason}" if value is not None else reason
+        )
 
     @property
     def layers(self) -> int:
@@ -395,7 +391,11 @@ def from_config(config: Config, file: str, seq_length: int | None = None) -> dic
     reading.document["name"] = _name(config, file)
     reading.document["distributed_optimizer"] = True
     unread = sorted(set(config) - reading.used - NOT_OF_THE_MODEL - set(_SHAPES_ONLY))
-    found = {"flags": reading.flags, "lost": reading.lost, "unread": [_shown(key, config[key]) for key in unread]}
+    found = {
+        "flags": reading.flags,
+        "lost": reading.lost,
+        "unread": [*(_shown(key, config[key]) for key in unread), *reading.notes],
+    }
     return reading.document | {key: value for key, value in found.items() if value}
 
 
@@ -430,7 +430,8 @@ def _sizes(r: Reading) -> None:
     r.document |= {
         "num_layers": r.whole("num_hidden_layers"),
         "hidden_size": hidden,
-        "ffn_hidden_size": ffn or (4 * hidden if r.kind == "gpt2" and not r.get("intermediate_size") else None)
+        "ffn_hidden_size": ffn
+        or (4 * hidden if r.kind == "gpt2" and not r.get("intermediate_size") else None)
         or r.whole("intermediate_size"),
         "num_attention_heads": heads,
         "num_query_groups": heads if latent else r.get("num_key_value_heads") or heads,
@@ -471,6 +472,10 @@ def _norms(r: Reading) -> None:
     r.flags["normalization"] = "LayerNorm" if r.family.layer_norm else "RMSNorm"
     name = "layer_norm_eps" if r.family.layer_norm else "rms_norm_eps"
     r.flags["norm-epsilon"] = float(r.number(name, 1e-6))
+    if _latent_attention(r) and r.flags["norm-epsilon"] != 1e-6:
+        r.notes.append(
+            "norms of what is compressed have epsilon 1e-6 there, and Megatron has one epsilon for all norms"
+        )
     use = r.get("use_qk_norm", False)
     if use and r.kind == "glm4_moe":
         r.flags["qk-layernorm"] = True
@@ -488,11 +493,15 @@ def _biases(r: Reading) -> None:
     if kind == "all" or (kind == "qkvo" and given and mlp):
         r.document["biases"] = True
         if not given:
-            r.lose("attention_bias", False, "Megatron gives biases to all linear layers, or to queries, keys and values")
+            r.lose(
+                "attention_bias", False, "Megatron gives biases to all linear layers, or to queries, keys and values"
+            )
     elif kind == "qkv" and given:
         r.flags["add-qkv-bias"] = True
     elif kind == "qkvo" and given:
-        r.lose("attention_bias", True, "Megatron gives the projection after attention a bias with all linear layers only")
+        r.lose(
+            "attention_bias", True, "Megatron gives the projection after attention a bias with all linear layers only"
+        )
     if mlp and not r.document["biases"]:
         r.lose("mlp_bias", True, "Megatron gives biases to all linear layers, or to queries, keys and values")
 
@@ -567,7 +576,9 @@ def _yarn(r: Reading, kind: str, scaling: dict[str, Any]) -> None:
         found = {"beta_fast": fast, "beta_slow": slow, "original_max_position_embeddings": length, "truncate": rounded}
         for name, value in fixed.items():
             if found[name] != value:
-                r.lose(f"rope_scaling.{name}", found[name], f"no flag says it for latent attention: Megatron has {value}")
+                r.lose(
+                    f"rope_scaling.{name}", found[name], f"no flag says it for latent attention: Megatron has {value}"
+                )
     else:
         r.flags |= {
             "position-embedding-type": "yarn",
@@ -625,9 +636,13 @@ def _layers_without_positions(r: Reading) -> None:
     chunk, floor = r.whole("attention_chunk_size"), r.whole("floor_scale")
     r.used.add("attn_scale")
     if r.seq_length is None or r.seq_length > chunk:
-        r.lose("attention_chunk_size", chunk, f"Megatron has no attention by chunks; sequences up to {chunk} are the same")
+        r.lose(
+            "attention_chunk_size", chunk, f"Megatron has no attention by chunks; sequences up to {chunk} are the same"
+        )
     if r.get("attn_temperature_tuning") and any(without) and (r.seq_length is None or r.seq_length >= floor):
-        r.lose("attn_temperature_tuning", True, f"Megatron has none; sequences below floor_scale = {floor} are the same")
+        r.lose(
+            "attn_temperature_tuning", True, f"Megatron has none; sequences below floor_scale = {floor} are the same"
+        )
     r.used.add("layer_types")
 
 
@@ -813,7 +828,9 @@ def _only_when(r: Reading) -> None:
     if scale is not None:
         width = r.get("head_dim") or r.whole("hidden_size") // r.whole("num_attention_heads")
         if scale != width:
-            r.lose("query_pre_attn_scalar", scale, f"no flag says the scale of attention, which is by head_dim = {width}")
+            r.lose(
+                "query_pre_attn_scalar", scale, f"no flag says the scale of attention, which is by head_dim = {width}"
+            )
 
 
 RULES: tuple[Rule, ...] = (
@@ -892,9 +909,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("num_nextn_predict_layers",), "`mtp_num_layers`", _later_tokens),
     Rule(("initializer_range",), "`--init-method-std`", _start),
-    Rule(
-        ("attention_dropout", "hidden_dropout", "embd_pdrop"), "`--attention-dropout`, `--hidden-dropout`", _dropout
-    ),
+    Rule(("attention_dropout", "hidden_dropout", "embd_pdrop"), "`--attention-dropout`, `--hidden-dropout`", _dropout),
     Rule((*_ONLY_WHEN, "query_pre_attn_scalar"), "refused where they change anything: no flag says them", _only_when),
 )
 

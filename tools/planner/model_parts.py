@@ -96,7 +96,9 @@ def check_flags(flags: Mapping[str, FlagValue]) -> None:
             )
         switch = isinstance(MODEL_FLAGS[name][1], bool) or name.startswith("no-yarn")
         if switch != isinstance(value, bool):
-            raise ValueError(f"flags.{name} = {value!r}: " + ("true or false is" if switch else "a value is") + " wanted")
+            raise ValueError(
+                f"flags.{name} = {value!r}: " + ("true or false is" if switch else "a value is") + " wanted"
+            )
         if isinstance(value, str) and not (value.isprintable() and value.isascii() and " " not in value and value):
             raise ValueError(f"flags.{name} = {value!r} is not one word")
 

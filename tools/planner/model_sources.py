@@ -101,7 +101,9 @@ def _flags(arguments: Mapping[str, Any], document: Config) -> dict[str, FlagValu
             numbers = all(isinstance(item, int) for item in value)
             value = pattern_text(value) if value and numbers else value[0] if len(value) == 1 else None
         if name == "no-yarn-correction-range-round-to-int":
-            value, default = False if value is False else None, None
+            value = False if value is False else None
+            found |= {} if value is None else {name: True}
+            continue
         if value is None or value == default or not isinstance(value, bool | int | float | str):
             continue
         found[name] = True if isinstance(default, bool) or name.startswith("no-yarn") else value

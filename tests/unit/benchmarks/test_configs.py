@@ -9,18 +9,19 @@ from megatron_het.platform import activate
 
 activate()  # Megatron binds on import what the platform replaces
 
-from benchmarks import configs
-from benchmarks.config_files import FILES
-from benchmarks.config_models import SMALL, logit_difference, one_rank
-from tools.planner.__main__ import main
-from tools.planner.model_configs import FAMILIES, from_config, tables
-from tools.planner.model_parts import MODEL_FLAGS
+from benchmarks import configs  # noqa: E402
+from benchmarks.config_files import FILES  # noqa: E402
+from benchmarks.config_models import SMALL, logit_difference, one_rank  # noqa: E402
+from benchmarks.runner import words  # noqa: E402
+from tools.planner.__main__ import main  # noqa: E402
+from tools.planner.model_configs import FAMILIES, from_config, tables  # noqa: E402
+from tools.planner.model_parts import MODEL_FLAGS  # noqa: E402
 
-SHAPES = frozenset(
+SHAPES = words(
     """model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size
     n_embd n_layer n_head n_positions num_experts num_local_experts n_routed_experts moe_intermediate_size
     shared_expert_intermediate_size kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
-    intermediate_size_mlp num_experts_per_tok head_dim""".split()
+    intermediate_size_mlp num_experts_per_tok head_dim"""
 )
 
 
@@ -38,7 +39,9 @@ def test_a_small_model_of_each_family_has_the_logits_of_hugging_face(alone, name
 def test_no_field_of_a_published_file_can_be_changed_unseen():
     assert len(FILES) >= 40
     found = configs.files()
-    assert {name: entry["lost"] + entry["unread"] for name, entry in found.items() if entry["lost"] or entry["unread"]} == {}
+    assert {
+        name: entry["lost"] + entry["unread"] for name, entry in found.items() if entry["lost"] or entry["unread"]
+    } == {}
 
 
 @pytest.mark.parametrize("kind", sorted(set(FAMILIES) - {"mistral3_text"}))
@@ -82,7 +85,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_code():
     assert made.strip() == tables().strip(), "run python -m benchmarks.configs --json OUT --markdown docs/models.md"
 
 
-CLUSTER = {"nodes": [{"gpu": "A100-SXM-80GB", "count": 1, "gpus_per_node": 8}]}
+CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 8}]}
 
 
 def planned(folder, config, capsys, *more):

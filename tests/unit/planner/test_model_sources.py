@@ -156,7 +156,13 @@ WINDOWED = {**QWEN, "use_sliding_window": True, "sliding_window": 64,
 
 @pytest.mark.parametrize(
     ("config", "word"),
-    [(LLAMA, None), (QWEN, None), (DEEPSEEK, None), (WINDOWED, None), ({**LLAMA, "attn_logit_softcapping": 50.0}, "attn logit softcapping")],
+    [
+        (LLAMA, None),
+        (QWEN, None),
+        (DEEPSEEK, None),
+        (WINDOWED, None),
+        ({**LLAMA, "attn_logit_softcapping": 50.0}, "attn logit softcapping"),
+    ],
 )
 def test_commands_take_a_config(tmp_path, capsys, config, word):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))

@@ -29,7 +29,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"l40s", "L40S"),
     (r"l4\b", "L4"),
     (r"a10g", "A10G"),
-    (r"\bt4\b", "T4"),
+    (r"(\b|tesla)t4\b", "T4"),
     (r"(rtx )?a6000", "A6000"),
     (r"5090", "RTX-5090"),
     (r"4090", "RTX-4090"),
@@ -50,7 +50,7 @@ def catalog_name(text: str, memory_bytes: float | None = None) -> Named | None:
     """
     plain = re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
     for word, sizes in _BY_MEMORY.items():
-        if not re.search(rf"\b{word}", plain):
+        if word not in plain:
             continue
         said = re.search(r"(\d+) ?gb?\b", plain)
         gib = memory_bytes / GIB if memory_bytes else float(said.group(1)) if said else None
