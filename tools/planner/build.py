@@ -101,8 +101,6 @@ def check_same_model(plan: Plan, model: Model, plan_file: str, model_file: str) 
         for item in dataclasses.fields(mine)
         if getattr(plan.model, item.name) is not None
     ]
-    precision = _stored(model)
-    pairs.append(("training.precision", plan.training.precision, precision))
     pairs.append(("training.global_batch_size", plan.training.global_batch_size, model.global_batch_size))
     for key, found, wanted in pairs:
         if found != wanted:

@@ -1,4 +1,4 @@
-"""From one command to the next: another model's plan, files that replace others, flags that cannot start, odd answers."""
+"""From one command to the next: another model's plan, outputs onto inputs, jobs that cannot start, odd answers."""
 
 from types import SimpleNamespace
 
