@@ -99,7 +99,8 @@ def check_same_model(plan: Plan, model: Model, plan_file: str, model_file: str) 
     pairs = [
         (f"model.{item.name}", getattr(plan.model, item.name), getattr(mine, item.name))
         for item in dataclasses.fields(mine)
-        if getattr(plan.model, item.name) is not None
+        # Without a width of heads they have the usual one; other fields may be left open.
+        if getattr(plan.model, item.name) is not None or item.name == "head_size"
     ]
     pairs.append(("training.global_batch_size", plan.training.global_batch_size, model.global_batch_size))
     for key, found, wanted in pairs:

@@ -45,7 +45,7 @@ _MANAGED = (
     *("save", "save-interval", "load", "finetune", "ckpt-format", "exit-on-missing-checkpoint", "lr", "yaml-cfg"),
 )
 _MOST = 10**12
-_START_LIMIT_S = 120.0
+_START_LIMIT_S = 300.0
 _WEIGHTS = (
     "The scripts load what the job itself has saved. Weights to begin with: --extra '--pretrained-checkpoint DIR', "
     "which counts until there is a checkpoint of the job"
