@@ -81,7 +81,7 @@ def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
         one = options.experts.top_k == 1 and "moe-router-score-function" not in options.flags
         found["moe-router-pre-softmax"] = one
     plain = options.latent is not None and not options.latent.query_rank
-    return flag_words(found | options.flags) + (["--spec", *LATENT_SPEC] if plain else [])
+    return flag_words(found | dict(options.flags)) + (["--spec", *LATENT_SPEC] if plain else [])
 
 
 def _attention_flags(options: ModelOptions) -> dict[str, FlagValue]:
