@@ -18,7 +18,8 @@ from typing import Any
 from benchmarks.config_files import FILES, Config
 from benchmarks.machine import write_report
 from tools.planner.errors import PlannerError
-from tools.planner.model_configs import INSIDE, NOT_OF_THE_MODEL, from_config, tables
+from tools.planner.model_configs import from_config, tables
+from tools.planner.model_families import INSIDE, NOT_OF_THE_MODEL
 
 SEQ_LENGTH = 4096
 MOST = 1e-5

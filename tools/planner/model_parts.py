@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -83,6 +84,16 @@ def flag_words(flags: Mapping[str, FlagValue]) -> list[str]:
         if value is not False:
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return words
+
+
+def pattern_text(layers: Sequence[int]) -> str:
+    """Ones and zeros by layer in the form of Megatron's flags: ``[1]*2+[0]*3``."""
+    return "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(map(int, layers)))
+
+
+def are_first(layers: Sequence[int]) -> bool:
+    """Whether layers are the first ones of a model."""
+    return list(layers) == list(range(len(layers)))
 
 
 def check_flags(flags: Mapping[str, FlagValue]) -> None:

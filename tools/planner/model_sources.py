@@ -11,8 +11,7 @@ from megatron_het import untrusted
 from megatron_het.untrusted.pickled import Inert, read_pickled
 
 from .errors import PlannerError, from_file_error
-from .model_configs import are_first, pattern_text
-from .model_parts import MODEL_FLAGS, FlagValue
+from .model_parts import MODEL_FLAGS, FlagValue, are_first, pattern_text
 
 Config = Mapping[str, Any]
 

@@ -14,7 +14,8 @@ from benchmarks.config_files import FILES  # noqa: E402
 from benchmarks.config_models import SMALL, logit_difference, one_rank  # noqa: E402
 from benchmarks.runner import words  # noqa: E402
 from tools.planner.__main__ import main  # noqa: E402
-from tools.planner.model_configs import FAMILIES, from_config, tables  # noqa: E402
+from tools.planner.model_configs import from_config, tables  # noqa: E402
+from tools.planner.model_families import FAMILIES  # noqa: E402
 from tools.planner.model_parts import MODEL_FLAGS  # noqa: E402
 
 SHAPES = words(
