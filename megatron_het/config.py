@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,40 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     asynchronous.check(args)
     for feature, options in features_of(plan):
         feature.check_arguments(plan, options, args)
+
+
+def check_device_kind(plan: Plan, rank: int, name: str) -> None:
+    """Compare the device of a rank with the kind that the plan has there.
+
+    Only what cannot be otherwise is an error: the driver's name has the word of another kind of the plan (``v100`` of
+    ``V100-16``), and not that of the rank's own.
+
+    Args:
+        plan: The plan.
+        rank: This process.
+        name: What the driver calls its device.
+
+    Raises:
+        PlanError: The process is on a node of another kind.
+    """
+    kinds = {rank: replica.device for stage in plan.stages for replica in stage.replicas for rank in replica.ranks}
+    own, words = _model_word(kinds[rank]), set(re.split(r"[^a-z0-9]+", name.lower()))
+    others = sorted({kind for kind in kinds.values() if (word := _model_word(kind)) in words and word != own})
+    if own and own not in words and others:
+        raise PlanError(
+            f"rank {rank}",
+            name,
+            f"the plan has {kinds[rank]} there, not {others[0]}: processes are on other nodes than planned",
+            "Start them as emit's scripts do; with Slurm every kind needs a gres type, constraint or partition of its own",
+        )
+
+
+def _model_word(kind: str) -> str:
+    """The word of a kind's name that tells models apart, empty without one."""
+    found = [
+        word for word in re.split(r"[^a-z0-9]+", kind.lower()) if re.fullmatch(r"[a-z]+[0-9]+[a-z]*|[0-9]{4}", word)
+    ]
+    return found[0] if found else ""
 
 
 def _check_mixed(plan: Plan, args: Any) -> None:

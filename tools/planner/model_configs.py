@@ -1,7 +1,6 @@
 """Models of Hugging Face: which fields of a ``config.json`` become fields of a model file or flags of Megatron.
 
-``RULES`` and ``FAMILIES`` are the one place that knows a field.  ``docs/models.md`` has them as tables, made by
-``python -m benchmarks.configs``.
+``RULES`` and ``FAMILIES`` are the one place that knows a field; ``python -m benchmarks.configs`` makes ``docs/models.md``.
 """
 
 from __future__ import annotations

@@ -159,3 +159,28 @@ def test_a_kind_of_operation_that_is_not_known():
     with pytest.MonkeyPatch.context() as patch, pytest.raises(PlannerError, match="unknown operation"):
         patch.setattr("tools.planner.replanning.measured.identity", lambda _: "x")
         _check(watched, plan, "watch.json")
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "wrong"),
+    [
+        (0, "NVIDIA A100-SXM4-80GB", False),
+        (0, "Tesla V100-SXM2-16GB", True),
+        (1, "Tesla V100-SXM2-16GB", False),
+        (1, "NVIDIA A100-PCIE-40GB", True),
+        (1, "Quadro GV100", False),  # no word of a kind of the plan
+        (2, "Tesla V100-SXM2-16GB", False),  # the plan's name says no model
+    ],
+)
+def test_a_rank_on_a_node_of_another_kind_does_not_start(rank, name, wrong):
+    from megatron_het.config import check_device_kind
+    from megatron_het.plan import PlanError
+
+    replicas = [SimpleNamespace(ranks=(i,), device=kind) for i, kind in enumerate(("A100-80", "V100-16", "mine"))]
+    plan = SimpleNamespace(stages=[SimpleNamespace(replicas=replicas)])
+    try:
+        check_device_kind(plan, rank, name)
+    except PlanError as error:
+        assert wrong and "processes are on other nodes" in str(error)
+    else:
+        assert not wrong
