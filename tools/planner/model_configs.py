@@ -1,6 +1,6 @@
 """Models of Hugging Face: which fields of a ``config.json`` become fields of a model file or flags of Megatron.
 
-``RULES`` and ``FAMILIES`` are the one place that knows a field; ``python -m benchmarks.configs`` makes ``docs/models.md``.
+``RULES`` and ``FAMILIES`` are all that knows a field; ``python -m benchmarks.configs`` makes ``docs/models.md`` of them.
 """
 
 from __future__ import annotations
