@@ -83,7 +83,9 @@ BY_NAME = {
             offload_optimizer=True,
         ),
         windowed(
-            make("window-one-stage-has-both-copies", [[1, 1], [1]], [3, 2], **_WINDOW), [(2, 1), (2,)], prefetch=0
+            make("window-one-stage-has-both-copies", [[1, 1], [1]], [3, 2], **_WINDOW),
+            [(2, 1), (2,)],
+            prefetch=0,
         ),
         windowed(make("window-zero-3", [[1, 1]], [5], **_WINDOW), [(3, 2)], "data-parallel", zero=3),
         cut(make("", [[1], [2, 1]], [3, 2], sequence_parallel=True), "slices-mixed-tp", "slimpipe", slices=5),

@@ -1,6 +1,6 @@
 """Models of Hugging Face: which fields of a ``config.json`` become fields of a model file or flags of Megatron.
 
-``RULES`` and ``FAMILIES`` are all that knows a field; ``python -m benchmarks.configs`` makes ``docs/models.md`` of them.
+``RULES`` and ``FAMILIES`` know all fields; ``python -m benchmarks.configs`` makes tables in ``docs/models.md`` of them.
 """
 
 from __future__ import annotations
