@@ -247,18 +247,18 @@ EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "g
 NOT_OF_THE_MODEL = frozenset(
     # Of files, tokens, generation, other tasks, how weights are stored, and of numerics that change no result.
     """_attn_implementation _name_or_path add_cross_attention architectures attn_implementation auto_map
-    aux_loss_alpha_scale bad_words_ids
+    bad_words_ids
     begin_suppress_tokens bos_token_id boi_token_index cache_implementation chunk_size_feed_forward classifier_dropout
-    decoder_start_token_id dtype embd_layer eos_token_id eoi_token_index ep_size for_llm_compressor hidden_size_per_head
+    decoder_start_token_id dtype eos_token_id eoi_token_index ep_size
     finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label initial_context_length
-    experts_per_token image_token_index is_decoder is_encoder_decoder label2id language_model_only
-    model_type num_labels num_nextn_predict_layers_scale n_ctx output_attentions output_hidden_states
+    experts_per_token image_token_index is_decoder is_encoder_decoder label2id
+    model_type num_labels n_ctx output_attentions output_hidden_states
     output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
     quantization_config reorder_and_upcast_attn return_dict sep_token_id summary_activation summary_first_dropout
     summary_proj_to_labels summary_type summary_use_proj task_specific_params tf_legacy_loss tokenizer_class torch_dtype
-    torchscript transformers_version unsloth_fixed unsloth_version upcast use_bfloat16 use_cache vision_config
+    torchscript transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache vision_config
     multimodal_projector_bias vision_feature_layer spatial_merge_size projector_hidden_act mm_tokens_per_image
-    bos_token eos_token gradient_checkpointing_kwargs max_length head_type""".split()  # noqa: SIM905
+    bos_token eos_token max_length""".split()  # noqa: SIM905
 )
 SHAPES_ONLY = ("max_position_embeddings", "original_max_position_embeddings", "num_key_value_heads", "qk_head_dim")
 
