@@ -114,8 +114,8 @@ def dry_run(options: argparse.Namespace) -> int:
     except PlanError as error:
         raise from_plan_error(options.plan, error) from None
     check_same_model(plan, model, str(options.plan), str(options.model))
-    check_planned_precision(plan, model, str(options.plan))
     flags = rank_flags(plan, model, options.plan, options.flags)
+    check_planned_precision(plan, model, str(options.plan))
     kinds = _chosen(plan, options)
     found = run_ranks([k.ranks[0] for k in kinds], flags, options.limit_s, options.kernels, cuda=options.cuda)
     rows = [_row(plan, kind, found.get(kind.ranks[0])) for kind in kinds]
