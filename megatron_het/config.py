@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.plan import Placement, Plan, PlanError
 
 LATENT_SPEC = ("megatron_het.latent_attention", "layer_spec")
-"""``--spec`` of a model with multi-latent attention where Transformer Engine is not used."""
+"""``--spec`` of a model with multi-latent attention without Transformer Engine, or without compressed queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,40 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
         feature.check_arguments(plan, options, args)
 
 
+def check_device_kind(plan: Plan, rank: int, name: str) -> None:
+    """Compare the device of a rank with the kind that the plan has there.
+
+    Only what cannot be otherwise is an error: the driver's name has the word of another kind of the plan (``v100`` of
+    ``V100-16``), and not that of the rank's own.
+
+    Args:
+        plan: The plan.
+        rank: This process.
+        name: What the driver calls its device.
+
+    Raises:
+        PlanError: The process is on a node of another kind.
+    """
+    kinds = {rank: replica.device for stage in plan.stages for replica in stage.replicas for rank in replica.ranks}
+    own, words = _model_word(kinds[rank]), set(re.split(r"[^a-z0-9]+", name.lower()))
+    others = sorted({kind for kind in kinds.values() if (word := _model_word(kind)) in words and word != own})
+    if own and own not in words and others:
+        raise PlanError(
+            f"rank {rank}",
+            name,
+            f"the plan has {kinds[rank]} there, not {others[0]}: processes are on other nodes than planned",
+            "With Slurm every kind needs a gres type, constraint or partition of its own",
+        )
+
+
+def _model_word(kind: str) -> str:
+    """The word of a kind's name that tells models apart, empty without one."""
+    found = [
+        word for word in re.split(r"[^a-z0-9]+", kind.lower()) if re.fullmatch(r"[a-z]+[0-9]+[a-z]*|[0-9]{4}", word)
+    ]
+    return found[0] if found else ""
+
+
 def _check_mixed(plan: Plan, args: Any) -> None:
     for number, stage in enumerate(plan.stages):
         if len({replica.cut for replica in stage.replicas}) > 1:
@@ -175,6 +210,8 @@ def _check_model(plan: Plan, args: Any) -> None:
     }
     if plan.model.ffn_hidden_size is not None and args.ffn_hidden_size is not None:
         found["ffn_hidden_size"] = args.ffn_hidden_size
+    if plan.model.head_size is not None and not getattr(args, "multi_latent_attention", False):
+        found["head_size"] = args.kv_channels
     for name, value in found.items():
         expected = getattr(plan.model, name)
         if value != expected:
@@ -329,7 +366,8 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     for feature, options in features_of(plan):
         feature.apply(plan, options, args)
     _apply_recompute(plan, args)
-    if getattr(args, "multi_latent_attention", False) and args.spec is None and args.transformer_impl == "local":
+    is_ours = args.transformer_impl == "local" or getattr(args, "q_lora_rank", None) is None
+    if getattr(args, "multi_latent_attention", False) and args.spec is None and is_ours:
         args.spec = list(LATENT_SPEC)
     cuts = {r.cut for s in plan.stages for r in s.replicas}
     sizes = {found.tp for found in cuts}

@@ -22,6 +22,7 @@ from megatron_het.config import (
     apply_after_validation,
     apply_plan,
     check_arguments,
+    check_device_kind,
     check_skipping,
     environment_of,
 )
@@ -307,6 +308,15 @@ def _validate_args_hook(
             _check_wandb(args)
             if getattr(args, "sequence_parallel", False) and not plan.training.sequence_parallel and args.rank == 0:
                 sys.stderr.write("megatron_het: --sequence-parallel is left out: the plan has TP 1 everywhere\n")
+            if device.is_cuda:
+                import torch
+
+                name = torch.cuda.get_device_name(args.local_rank % torch.cuda.device_count())
+                try:
+                    check_device_kind(plan, args.rank, name)
+                except PlanError as error:  # of this rank only
+                    sys.stderr.write(f"megatron_het: {error}\n")
+                    raise SystemExit(2) from None
             prepare(args)
             world_size = args.world_size
             args.world_size = apply_plan(plan, Placement(plan), args, args.rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,3 +98,16 @@ def _parse() -> Any:
     from megatron.training.arguments import parse_args
 
     return parse_args()
+
+
+def main(words: tuple[str, ...]) -> None:
+    """Print the problems of a training's flags as JSON, whatever this machine lacks of what the job's nodes have."""
+    from megatron_het import platform, upstream
+
+    device = platform.activate()
+    upstream.install("stock")
+    sys.stdout.write(json.dumps(problems_of(words, device)[1]) + "\n")
+
+
+if __name__ == "__main__":
+    main(tuple(sys.argv[1:]))

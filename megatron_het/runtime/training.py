@@ -21,6 +21,17 @@ from megatron_het.runtime.session import HetSession
 from megatron_het.upstream import failed_writes
 
 
+def complete_model_config(model_config: Any, args: Any) -> None:
+    """Give Megatron's model configuration what it does not take over from the arguments.
+
+    Args:
+        model_config: ``GPTModelConfig``.
+        args: Megatron's arguments.
+    """
+    # gpt_config_from_args leaves it at 8, whatever the flag says.
+    model_config.rope_scaling_factor = args.rope_scaling_factor
+
+
 class PretrainHook:
     """Builds the replacements of the functions that a session serves.
 
@@ -74,6 +85,7 @@ class PretrainHook:
             self._add_verdict(error, args.rank)
             raise
         self._state_dict = StateDictHook(session.groups, session.tied_copies, session.copies)
+        complete_model_config(cfg_container.model, args)
         session.prepare_model_config(cfg_container.model)
         provider = self._route_data(args, self._boundary.remember(provider))
         keywords["skip_model_parallel_init"] = True

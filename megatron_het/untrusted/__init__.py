@@ -10,7 +10,7 @@ from megatron_het.untrusted.json_text import parse_json, read_json
 from megatron_het.untrusted.options import amount, count
 from megatron_het.untrusted.reading import MAX_BYTES, read_text
 from megatron_het.untrusted.sizes import MAX_DEVICES, MAX_PASSES
-from megatron_het.untrusted.writing import check_target, write_bytes, write_json, write_text
+from megatron_het.untrusted.writing import check_replaces, check_target, write_bytes, write_json, write_text
 from megatron_het.untrusted.yaml_text import parse_yaml, read_yaml
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "MAX_PASSES",
     "FileError",
     "amount",
+    "check_replaces",
     "check_target",
     "count",
     "one_line",

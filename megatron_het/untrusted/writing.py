@@ -14,6 +14,7 @@ from megatron_het.untrusted.errors import FileError
 from megatron_het.untrusted.reading import is_virtual
 
 # /dev/shm holds ordinary files in memory; the rest of /dev does not.
+_HEAD_BYTES = 1 << 16
 _NO_TARGETS = ("/proc", "/sys", "/dev")
 _ORDINARY = ("/dev/shm",)
 
@@ -54,6 +55,32 @@ def check_target(path: str | os.PathLike[str], endings: Sequence[str] = ()) -> P
     if any(len(os.fsencode(part)) > longest for part in Path(real).parts):
         raise FileError(path, "", f"cannot be written: a name has more than {longest} bytes")
     return Path(real)
+
+
+def check_replaces(
+    path: str | os.PathLike[str], inputs: Sequence[str | os.PathLike[str]], marks: Sequence[bytes] = ()
+) -> None:
+    """Check that writing a file destroys nothing: it is no input, and what is there has been written so before.
+
+    Args:
+        path: The file to write.
+        inputs: Files that the command reads.
+        marks: What an earlier file of this kind has within its first bytes, one of them; any file when empty.
+
+    Raises:
+        FileError: Another file is there.
+    """
+    if not os.path.lexists(path):
+        return
+    if any(os.path.exists(given) and os.path.samefile(path, given) for given in inputs):
+        raise FileError(path, "", "this file is read by the same command", "Give another name, or --force")
+    if not marks or not os.path.isfile(path):  # what is no file is refused elsewhere
+        return
+    with open(path, "rb") as stream:
+        head = stream.read(_HEAD_BYTES).lower()
+    if head and not any(mark.lower() in head for mark in marks):
+        problem = "a file of another kind is there, which this command has not written"
+        raise FileError(path, "", problem, "Give another name, or --force")
 
 
 def _check_existing(path: str | os.PathLike[str], real: str) -> None:

@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        from .files import check_outputs
+
+        check_outputs(options.command, options)
         return options.run(options)
     except PlannerError as error:
         _say_error(options, error)
@@ -102,15 +105,26 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
-            _OPTIONS[name](sub)
+            _add_options(name, sub)
+            sub.set_defaults(command=name)
     return parser
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """A parser with the options of one command."""
     parser = argparse.ArgumentParser(prog=name)
-    _OPTIONS[name](parser)
+    _add_options(name, parser)
     return parser
+
+
+def _add_options(name: str, parser: argparse.ArgumentParser) -> None:
+    from .files import WRITING
+
+    _OPTIONS[name](parser)
+    if name in WRITING:
+        parser.add_argument(
+            "--force", action="store_true", help="replace files that the command reads or did not write"
+        )
 
 
 def _model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

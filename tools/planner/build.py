@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,7 +80,32 @@ def model_shape(model: Model) -> ModelShape:
         vocab_size=model.vocab_size,
         tied_embeddings=model.tied_embeddings,
         mtp_num_layers=model.mtp_num_layers,
+        head_size=model.head_size,
     )
+
+
+def _stored(model: Model) -> str:
+    """Precision of weights as plans name it: tf32 is how a GPU multiplies fp32."""
+    return "fp32" if model.precision == "tf32" else model.precision
+
+
+def check_same_model(plan: Plan, model: Model, plan_file: str, model_file: str) -> None:
+    """Compare a plan with the model that it is used with.
+
+    Raises:
+        PlannerError: What differs; what a plan does not say is not compared.
+    """
+    mine = model_shape(model)
+    pairs = [
+        (f"model.{item.name}", getattr(plan.model, item.name), getattr(mine, item.name))
+        for item in dataclasses.fields(mine)
+        # Without a width of heads they have the usual one; other fields may be left open.
+        if getattr(plan.model, item.name) is not None or item.name == "head_size"
+    ]
+    pairs.append(("training.global_batch_size", plan.training.global_batch_size, model.global_batch_size))
+    for key, found, wanted in pairs:
+        if found != wanted:
+            raise PlannerError(plan_file, key, found, f"{model_file} says {wanted}", "Plan again for this model")
 
 
 def _block_counts(estimator: Estimator, candidate: Candidate, s: int, total: int) -> list[int]:
@@ -184,7 +210,7 @@ def build_plan(
         training=TrainingShape(
             micro_batch_size=candidate.micro_batch_size,
             global_batch_size=batch,
-            precision="fp32" if model.precision == "tf32" else model.precision,
+            precision=_stored(model),
             sequence_parallel=model.sequence_parallel,
             recompute=candidate.recompute,
             distributed_optimizer=candidate.zero_stage >= 1,

@@ -9,7 +9,16 @@ from functools import cache
 from .catalog import Gpu
 from .errors import PlannerError
 from .kernels import Product, attention_s, backward_product_s, exchange_s, memory_s, product_s
-from .layer import ALONE, LayerCost, Spread, activation_bytes, attention_matrix_bytes, backward_bytes, pool_size
+from .layer import (
+    ALONE,
+    LayerCost,
+    Spread,
+    activation_bytes,
+    attention_matrix_bytes,
+    backward_bytes,
+    most_tp,
+    pool_size,
+)
 from .model import Model
 from .profile_schema import LayerKind
 from .runtime import MEGATRON_HET, Runtime
@@ -39,7 +48,7 @@ class CatalogCosts:
         """Powers of two that divide heads, groups and widths."""
         m = self.model
         sizes = (m.num_attention_heads, m.groups, m.hidden_size, m.ffn_hidden_size)
-        return tuple(t for t in (1, 2, 4, 8) if all(n % t == 0 for n in sizes))
+        return tuple(t for t in (1, 2, 4, 8) if t <= most_tp(m) and all(n % t == 0 for n in sizes))
 
     def max_batch(self, gpu: str, tp: int) -> int:
         """Unlimited."""

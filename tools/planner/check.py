@@ -18,6 +18,7 @@ def check(options: argparse.Namespace) -> int:
     estimator, made = load(options)
     problem = _obstacle(made)
     problems, notes = ([problem], []) if problem else _misfits(estimator, made, options)
+    notes += estimator.model.notes
     tables: list[Any] = ["the plan is valid and fits"]
     if problems:
         tables = [table("Problems", "where", "what")]

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from megatron_het.untrusted import MAX_DEVICES, shown
+from megatron_het.untrusted import MAX_DEVICES
 
 from .catalog import Gpu, find_gpu, parse_gpu
 from .errors import PlannerError, validated
 from .files import read_yaml
-from .names import SLURM_RULES, host_problem, text_problem
+from .names import SLURM_RULES, expanded_hosts, text_problem
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -76,7 +76,7 @@ class NodeGroup(BaseModel):
         intra_node_bytes_per_s: Overrides the catalog's figure.
         usd_per_gpu_hour: Price; overrides the catalog's.
         max_gpus: Quota in GPUs, when less than ``count * gpus_per_node``.
-        hosts: Host names, for generated scripts.
+        hosts: Host names, for generated scripts; ``node[01-04]`` stands for four.
         python: The interpreter of these nodes, for generated scripts, where kinds need environments of their own;
             None = that of ``emit --python``.
     """
@@ -110,10 +110,12 @@ class NodeGroup(BaseModel):
     @field_validator("hosts")
     @classmethod
     def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        found: list[str] = []
         for host in hosts:
-            if problem := host_problem(host):
-                raise ValueError(f"{shown(host, 80)} {problem}")
-        return hosts
+            found += expanded_hosts(host)
+            if len(found) > MAX_GPUS:
+                raise ValueError(f"more than {MAX_GPUS} hosts")
+        return tuple(found)
 
     def measured_rate(self, streams: int, size: float) -> float:
         """Bytes per second of so many streams with messages of ``size`` bytes, from ``measured_rates``.
@@ -257,6 +259,19 @@ def _check_links(cluster: Cluster, file: str) -> None:
                     "no node is in this zone or region",
                     f"Known: {', '.join(sorted(places))}",
                 )
+    known: dict[frozenset[str], int] = {}
+    for i, link in enumerate(cluster.links):
+        pair = frozenset(link.between)
+        earlier = known.setdefault(pair, i)
+        one, other = (cluster.links[n].model_dump(exclude={"between"}) for n in (earlier, i))
+        if one != other:
+            raise PlannerError(
+                file,
+                f"links[{i}]",
+                list(link.between),
+                f"links[{earlier}] has other figures for the same two places",
+                "Keep one of them: a link counts in both directions",
+            )
     for i, first in enumerate(cluster.nodes):
         for second in cluster.nodes[i + 1 :]:
             if first.where != second.where and not any(

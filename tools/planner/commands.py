@@ -176,7 +176,7 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
     """A plan file with its cluster and model: (estimator, plan)."""
     from megatron_het.plan import PlanError, load_plan
 
-    from .build import model_shape
+    from .build import check_same_model
     from .emit_checks import check_experts
 
     estimator = estimator_from(options)
@@ -184,26 +184,9 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
         made = load_plan(options.plan)
     except PlanError as error:
         raise from_plan_error(options.plan, error) from None
-    mine = model_shape(estimator.model)
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length"):
-        if getattr(made.model, name) != getattr(mine, name):
-            raise PlannerError(
-                options.plan,
-                f"model.{name}",
-                getattr(made.model, name),
-                f"{options.model} says {getattr(mine, name)}",
-                "Plan again for this model",
-            )
-    if made.training.global_batch_size != estimator.model.global_batch_size:
-        raise PlannerError(
-            options.plan,
-            "training.global_batch_size",
-            made.training.global_batch_size,
-            f"{options.model} says {estimator.model.global_batch_size}",
-        )
+    check_same_model(made, estimator.model, str(options.plan), str(options.model))
     check_planned_precision(made, estimator.model, str(options.plan))
-    experts = estimator.model.experts
-    check_experts(made, experts.count if experts else 0, str(options.plan))
+    check_experts(made, estimator.model, str(options.plan))
     return estimator, made
 
 
@@ -312,8 +295,9 @@ def emit(options: argparse.Namespace) -> int:
     files = {name: str(path) for name, path in written.files.items()}
     body = {
         "files": files,
+        "model_notes": model.notes,
         "notes": written.notes,
         "nodes": [{"kind": n.kind, "ranks": list(n.ranks), "host": n.host} for n in written.nodes],
     }
-    say(body, options, *[f"wrote {path}" for path in files.values()], *written.notes)
+    say(body, options, *[f"wrote {path}" for path in files.values()], *model.notes, *written.notes)
     return 0

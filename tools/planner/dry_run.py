@@ -19,12 +19,14 @@ from typing import Any
 
 from megatron_het.plan import Plan, PlanError, load_plan
 
-from .emit import check_model, model_options
+from .build import check_same_model
+from .emit import model_options
 from .emit_flags import model_arguments, plan_arguments
 from .errors import PlannerError, from_plan_error
 from .files import check_target, write_json
 from .model import model_of
 from .report import GIB, say, table
+from .setup import check_planned_precision
 
 START_S = 300.0
 """Bound on importing Megatron, which takes seconds on a machine that does nothing else."""
@@ -111,15 +113,17 @@ def dry_run(options: argparse.Namespace) -> int:
         plan = load_plan(options.plan)
     except PlanError as error:
         raise from_plan_error(options.plan, error) from None
-    check_model(plan, model, options.plan)
+    check_same_model(plan, model, str(options.plan), str(options.model))
     flags = rank_flags(plan, model, options.plan, options.flags)
+    check_planned_precision(plan, model, str(options.plan))
     kinds = _chosen(plan, options)
     found = run_ranks([k.ranks[0] for k in kinds], flags, options.limit_s, options.kernels, cuda=options.cuda)
     rows = [_row(plan, kind, found.get(kind.ranks[0])) for kind in kinds]
     body = {"plan": options.plan, "world_size": plan.world_size, "kernels": options.kernels, "ranks": rows}
+    body["model_notes"] = model.notes
     if options.out:
         write_json(options.out, body)
-    say(body, options, *tables(rows))
+    say(body, options, *tables(rows), *model.notes)
     return int(any("error" in row for row in rows))
 
 

@@ -21,11 +21,28 @@ from megatron_het.features.documents import DOCUMENT_FLAGS
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 
+from .build import check_same_model
 from .catalog import common_builds
-from .emit_checks import check_experts, check_launch, check_training, extra_flags
+from .emit_checks import (
+    check_experts,
+    check_launch,
+    check_start,
+    check_told_apart,
+    check_training,
+    extra_flags,
+    to_fill_in,
+)
 from .emit_elastic import SCRIPT, ElasticOptions, checked_sbatch, load_more
 from .emit_elastic import notes as elastic_notes
-from .emit_flags import ModelOptions, args_sh, extension_reasons, layout_string, model_arguments, stock_arguments
+from .emit_flags import (
+    ModelOptions,
+    args_sh,
+    extension_reasons,
+    layout_string,
+    model_arguments,
+    plan_arguments,
+    stock_arguments,
+)
 from .emit_nodes import Node, NodeKind, place
 from .emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
 from .errors import PlannerError, from_plan_error
@@ -82,6 +99,7 @@ def emit(
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     check_launch(launch, kinds)
     nodes = place(plan, kinds)
+    alike = check_told_apart({node.kind: kinds[node.kind] for node in nodes})
     script = None if elastic is None else checked_sbatch(plan, nodes, kinds, launch, elastic)
     launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
     texts = {
@@ -91,6 +109,7 @@ def emit(
     if script is not None:
         texts[SCRIPT] = script
     result = Emitted(nodes=nodes, notes=[] if elastic is None else elastic_notes(nodes, kinds))
+    result.notes += alike
     obstacle = plain_obstacle(nodes, kinds)
     if obstacle:
         result.notes.append(f"no train-plain.sbatch: {obstacle}")
@@ -127,8 +146,8 @@ def _write(out: Path, plans: Mapping[str, Plan], texts: Mapping[str, str]) -> di
 def training_group(options: argparse.Namespace) -> list[str]:
     """Flags of the optimization that the command line offers."""
     return [
-        "--train-iters",
-        str(options.train_iters),
+        *(["--train-samples", str(options.train_samples)] if options.train_samples else []),
+        *([] if options.train_samples else ["--train-iters", str(options.train_iters)]),
         "--lr",
         options.lr,
         "--min-lr",
@@ -164,6 +183,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-dir", default="", help="the same folder as the nodes see it (default: its absolute path)"
     )
     parser.add_argument("--train-iters", type=int, default=1000, metavar="N", help="iterations (default %(default)s)")
+    parser.add_argument(
+        "--train-samples", type=int, metavar="N", help="sequences to train on, instead of --train-iters"
+    )
     parser.add_argument("--lr", default="3e-4", help="learning rate (default %(default)s); a tenth of it at the end")
     parser.add_argument(
         "--save-interval",
@@ -231,11 +253,11 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         plan = load_plan(options.plan)
     except PlanError as error:
         raise from_plan_error(str(options.plan), error) from None
-    check_model(plan, model, str(options.plan))
-    check_experts(plan, model.experts.count if model.experts else 0, str(options.plan))
+    check_same_model(plan, model, str(options.plan), str(options.model))
+    check_experts(plan, model, str(options.plan))
     check_planned_precision(plan, model, str(options.plan))
     check_training(options)
-    extra = extra_flags(options.extra)
+    extra = extra_flags(options.extra, model.flags)
     check_target(options.out / "plan.json", "--out")
     launch = LaunchOptions(
         run_dir=options.run_dir or str(options.out.resolve()),
@@ -253,11 +275,17 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         "TRAINING": training_group(options),
         "EXTRA": extra,
     }
+    line = [word for words in groups.values() for word in words] + plan_arguments(plan)
+    notes = check_start([*line, "--het-plan", str(options.plan)], plan.world_size) + to_fill_in(extra)
     profile = load_profile(options.profile) if options.profile else None
     expected = expectations(plan, cluster, profile) if options.doctor else None
     elastic = elastic_options(options, profile is not None)
     written = emit(plan, options.out, node_kinds(cluster), groups, launch, expected=expected, elastic=elastic)
-    written.notes += device_notes
+    if model.flags.get("rope-scaling-factor", 8) != 8:
+        notes.append(
+            "stock Megatron takes no notice of --rope-scaling-factor, which is 8 there: run this model with the plan"
+        )
+    written.notes += [*device_notes, *notes]
     written.files |= keep_inputs(options.out, cluster, model, profile)
     return written
 
@@ -333,7 +361,7 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
     """
     return ModelOptions(
         normalization="LayerNorm" if model.biases else "RMSNorm",
-        swiglu=model.gated,
+        gated=model.gated,
         biases=model.biases,
         learned_positions=model.learned_positions,
         vocab_size=model.vocab_size,
@@ -342,6 +370,7 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
         window=None if model.attention_window is None else (model.attention_window, model.window_period or 0),
         latent=model.latent,
         documents=model.document_lengths is not None and DOCUMENT_FLAGS.isdisjoint(extra),
+        flags=model.flags,
     )
 
 
@@ -366,20 +395,3 @@ def node_kinds(cluster: Any) -> dict[str, NodeKind]:
             python=group.python or "",
         )
     return kinds
-
-
-def check_model(plan: Plan, model: Any, file: str) -> None:
-    """The plan is one of this model.
-
-    Raises:
-        PlannerError: What differs.
-    """
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-        if getattr(plan.model, name) != getattr(model, name):
-            raise PlannerError(
-                file,
-                f"model.{name}",
-                getattr(plan.model, name),
-                f"the model file says {getattr(model, name)}",
-                "Make a plan for this model",
-            )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_het.features import FEATURES
@@ -13,6 +19,8 @@ from megatron_het.plan import Plan, PlanError
 
 from .emit_nodes import NodeKind
 from .errors import PlannerError, from_plan_error
+from .model import Model
+from .model_parts import MODEL_FLAGS, TRAINING_FLAGS, FlagValue
 from .names import SLURM_RULES, folder_problem, host_problem, job_problem, text_problem, time_problem
 
 if TYPE_CHECKING:
@@ -34,21 +42,78 @@ _MANAGED = (
     *("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"),
     *(flag.removeprefix("--") for feature in FEATURES for flag in feature.sets),
     *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "het-plan", "het-schedule"),
-    *("save", "save-interval", "load", "ckpt-format", "exit-on-missing-checkpoint", "lr", "yaml-cfg"),
+    *("save", "save-interval", "load", "finetune", "ckpt-format", "exit-on-missing-checkpoint", "lr", "yaml-cfg"),
 )
 _MOST = 10**12
+_START_LIMIT_S = 300.0
+_WEIGHTS = (
+    "The scripts load what the job itself has saved. Weights to begin with: --extra '--pretrained-checkpoint DIR', "
+    "which counts until there is a checkpoint of the job"
+)
+_DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
 
 
-def check_experts(plan: Plan, experts: int, file: str) -> None:
-    """The replicas of a plan can divide the experts of a layer (0 without such layers).
+def _instead(flag: str) -> str:
+    """What to do in place of giving a flag."""
+    if flag in ("load", "finetune", "exit-on-missing-checkpoint"):
+        return _WEIGHTS
+    if flag in MODEL_FLAGS:
+        return f"Say it in the model file: 'flags: {{{flag}: VALUE}}'"
+    return "Leave it out; change the model file, plan again or use the option of emit"
+
+
+def to_fill_in(words: Sequence[str]) -> list[str]:
+    """What a job still needs that no file says: data and tokenizer."""
+    given = {word.split("=", 1)[0] for word in words}
+    missing = [] if given & set(_DATA) else ["data (--data-path PREFIX, or --mock-data)"]
+    missing += [] if "--tokenizer-type" in given else ["a tokenizer (--tokenizer-type and --tokenizer-model)"]
+    return [f"still to be filled in, with --extra or in args.sh: {' and '.join(missing)}"] if missing else []
+
+
+def check_start(words: Sequence[str], world_size: int) -> list[str]:
+    """Send a training's flags through Megatron's own parser and the checks of a start, in a process of its own.
+
+    Args:
+        words: The command line.
+        world_size: Processes of the job.
+
+    Returns:
+        Why nothing was checked, where Megatron is not installed or does not answer.
+
+    Raises:
+        PlannerError: The job would not start.
+    """
+    if not all(map(importlib.util.find_spec, ("torch", "megatron"))):
+        return ["the flags were not checked: Megatron is not installed here"]
+    environment = {**os.environ, "WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}
+    command = [sys.executable, "-m", "megatron_het.doctor.flags", *words]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_START_LIMIT_S, check=False
+        )
+        problems = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        return ["the flags were not checked: Megatron's parser does not run here"]
+    if problems:
+        more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise PlannerError("emit", "(flags)", None, f"the job would not start: {problems[0]}{more}")
+    return []
+
+
+def check_experts(plan: Plan, model: Model, file: str) -> None:
+    """Check that the replicas of a plan can divide the experts of a layer.
 
     Raises:
         PlannerError: They cannot.
     """
     try:
-        check_expert_parallel(plan, experts)
+        check_expert_parallel(plan, model.experts.count if model.experts else 0)
     except PlanError as error:
         raise from_plan_error(file, error) from None
+    wide = next((r.tp for s in plan.stages for r in s.replicas if r.tp > 1), 1)
+    if model.experts is not None and model.biases and wide > 1:
+        problem = f"a replica has TP {wide}, and with experts Megatron trains biases of linear layers under TP 1 only"
+        raise PlannerError(file, "stages", wide, problem, "Plan again")
 
 
 def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:
@@ -81,6 +146,35 @@ def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:
                 raise PlannerError("cluster", f"{name}: hosts", host, problem)
 
 
+def check_told_apart(kinds: Mapping[str, NodeKind]) -> list[str]:
+    """Check that Slurm can tell nodes with different GPUs apart; else stages for one kind may land on the other.
+
+    Args:
+        kinds: Those of the launch.
+
+    Returns:
+        What the reader should know where the cluster file has no settings of Slurm at all.
+
+    Raises:
+        PlannerError: Two kinds would be asked for by the same words.
+    """
+    asked: dict[tuple[str, ...], str] = {}
+    uses_slurm = any(kind.partition or kind.constraint or kind.account for kind in kinds.values())
+    for name, kind in kinds.items():
+        words = kind.partition, kind.constraint, kind.account, kind.gres
+        other = asked.setdefault(words, name)
+        if (kinds[other].gpu or other) == (kind.gpu or name):
+            continue
+        hint = "Give both a 'slurm' section with a gres type (gpu:a100), a constraint or a partition of their own"
+        problem = (
+            f"Slurm is asked for {other} and for {name} by the same words, so that either may get the other's nodes"
+        )
+        if uses_slurm or kind.gres not in ("", "gpu"):
+            raise PlannerError("cluster", f"{name}: slurm", " ".join(filter(None, words)), problem, hint)
+        return [f"train.sbatch: {problem}. {hint}"]
+    return []
+
+
 def check_training(options: Any) -> None:
     """Iterations and learning rate.
 
@@ -89,6 +183,12 @@ def check_training(options: Any) -> None:
     """
     if not 1 <= options.train_iters <= _MOST:
         raise PlannerError("emit", "--train-iters", options.train_iters, f"must be 1 to {_MOST}")
+    if options.train_samples is not None:
+        if not 1 <= options.train_samples <= _MOST:
+            raise PlannerError("emit", "--train-samples", options.train_samples, f"must be 1 to {_MOST}")
+        if options.elastic:
+            hint = "Give --train-iters"
+            raise PlannerError("emit", "--train-samples", options.train_samples, "does not go with --elastic", hint)
     try:
         rate = float(options.lr)
     except ValueError:
@@ -97,8 +197,12 @@ def check_training(options: Any) -> None:
         raise PlannerError("emit", "--lr", options.lr, "must be a positive number")
 
 
-def extra_flags(text: str) -> list[str]:
+def extra_flags(text: str, model_flags: Mapping[str, FlagValue] = MappingProxyType({})) -> list[str]:
     """The words of ``--extra``.
+
+    Args:
+        text: As it was given.
+        model_flags: Those that the model file says; what they decide of the model is not for ``--extra``.
 
     Raises:
         PlannerError: Unbalanced quotes, control characters, a flag that plan, model file or scripts set.
@@ -111,22 +215,22 @@ def extra_flags(text: str) -> list[str]:
         raise PlannerError("emit", "--extra", text, f"cannot be split into words: {error}") from None
     if words and not words[0].startswith("-"):
         raise PlannerError("emit", "--extra", words[0], "is no flag: the first word must begin with --")
-    _check_contradictions(words)
+    _check_contradictions(words, [*_MANAGED, *(set(model_flags) - TRAINING_FLAGS)])
     return words
 
 
-def _check_contradictions(words: Sequence[str]) -> None:
+def _check_contradictions(words: Sequence[str], managed_flags: Sequence[str]) -> None:
     for word in words:
         name = word.split("=", 1)[0].removeprefix("--")
         if not word.startswith("--") or not name:
             continue
         # argparse takes the beginning of a flag for the flag.
-        managed = next((m for m in _MANAGED if m == name or (len(name) > 3 and m.startswith(name))), None)
+        managed = next((m for m in managed_flags if m == name or (len(name) > 3 and m.startswith(name))), None)
         if managed is not None:
             raise PlannerError(
                 "emit",
                 "--extra",
                 word,
                 f"--{managed} follows from the plan, the model file or an option of emit, and would contradict it",
-                "Leave it out; change the model file, plan again or use the option of emit",
+                _instead(managed),
             )

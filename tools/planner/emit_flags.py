@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megatron_het.config import pipeline_layout
+from megatron_het.config import LATENT_SPEC, pipeline_layout
 from megatron_het.features import features_of
 from megatron_het.features.base import flag_of
 from megatron_het.features.documents import BY_DATASET
 from megatron_het.plan import Plan, plan_hash
 
-from .model_parts import Experts, Latent
+from .model_parts import Experts, FlagValue, Latent, flag_words
 from .names import comment, default_of
 from .schedules import STOCK
 
@@ -23,7 +23,7 @@ class ModelOptions:
 
     Attributes:
         normalization: ``RMSNorm`` or ``LayerNorm``.
-        swiglu: Gated MLP.
+        gated: Gated MLP.
         biases: Linear layers with biases.
         learned_positions: Rows of a learned position table; 0 = rotary embeddings.
         vocab_size: For the tokenizer flags; 0 = leave them out.
@@ -33,10 +33,11 @@ class ModelOptions:
             none does).
         latent: Multi-head latent attention.
         documents: Whether sequences are packed documents that do not see each other.
+        flags: Further flags of the model, which count where they repeat one (``model_parts.MODEL_FLAGS``).
     """
 
     normalization: str = "RMSNorm"
-    swiglu: bool = True
+    gated: bool = True
     biases: bool = False
     learned_positions: int = 0
     vocab_size: int = 0
@@ -45,74 +46,75 @@ class ModelOptions:
     window: tuple[int, int] | None = None
     latent: Latent | None = None
     documents: bool = False
+    flags: Mapping[str, FlagValue] = field(default_factory=dict)
 
 
 def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
-    """Flags of the model's shape."""
+    """Flags of the model: its shape, its parts, and what the model file has besides."""
     model = plan.model
-    words = [
-        "--num-layers",
-        str(model.num_layers),
-        "--hidden-size",
-        str(model.hidden_size),
-        "--num-attention-heads",
-        str(model.num_attention_heads),
-        "--seq-length",
-        str(model.seq_length),
-        "--max-position-embeddings",
-        str(options.learned_positions or model.seq_length),
-        "--normalization",
-        options.normalization,
-        "--attention-dropout",
-        "0",
-        "--hidden-dropout",
-        "0",
-    ]
+    found: dict[str, FlagValue] = {
+        "num-layers": model.num_layers,
+        "hidden-size": model.hidden_size,
+        "num-attention-heads": model.num_attention_heads,
+        "seq-length": model.seq_length,
+        "max-position-embeddings": options.learned_positions or model.seq_length,
+        "normalization": options.normalization,
+        "attention-dropout": 0,
+        "hidden-dropout": 0,
+    }
     if model.ffn_hidden_size is not None:
-        words += ["--ffn-hidden-size", str(model.ffn_hidden_size)]
+        found["ffn-hidden-size"] = model.ffn_hidden_size
     if model.num_query_groups != model.num_attention_heads:
-        words += ["--group-query-attention", "--num-query-groups", str(model.num_query_groups)]
+        found |= {"group-query-attention": True, "num-query-groups": model.num_query_groups}
     if options.head_size is not None:
-        words += ["--kv-channels", str(options.head_size)]
-    words += ["--position-embedding-type", "learned_absolute" if options.learned_positions else "rope"]
-    if options.swiglu:
-        words.append("--swiglu")
-    if not options.biases:
-        words.append("--disable-bias-linear")
-    if not model.tied_embeddings:
-        words.append("--untie-embeddings-and-output-weights")
+        found["kv-channels"] = options.head_size
+    found["position-embedding-type"] = "learned_absolute" if options.learned_positions else "rope"
+    found["swiglu"] = options.gated and "quick-geglu" not in options.flags
+    found["disable-bias-linear"] = not options.biases
+    found["untie-embeddings-and-output-weights"] = not model.tied_embeddings
     if model.mtp_num_layers:
-        words += ["--mtp-num-layers", str(model.mtp_num_layers)]
-    words += _attention_arguments(options)
-    return words + ([] if options.experts is None else _expert_arguments(options.experts, model.num_layers))
+        found["mtp-num-layers"] = model.mtp_num_layers
+    found |= _attention_flags(options)
+    if options.experts is not None:
+        found |= _expert_flags(options.experts, model.num_layers)
+        # A softmax over one expert has no gradient.
+        one = options.experts.top_k == 1 and "moe-router-score-function" not in options.flags
+        found["moe-router-pre-softmax"] = one
+    plain = options.latent is not None and not options.latent.query_rank
+    return flag_words(found | dict(options.flags)) + (["--spec", *LATENT_SPEC] if plain else [])
 
 
-def _attention_arguments(options: ModelOptions) -> list[str]:
-    """Flags of documents, sliding windows and latent attention; how positions are scaled is the user's."""
-    words = [flag_of(BY_DATASET)] if options.documents else []
+def _attention_flags(options: ModelOptions) -> dict[str, FlagValue]:
+    """Flags of documents, sliding windows and latent attention."""
+    found: dict[str, FlagValue] = {flag_of(BY_DATASET).removeprefix("--"): True} if options.documents else {}
     if options.window is not None:
         keys, period = options.window
-        words += ["--window-size", f"{keys - 1},0"]  # Megatron does not count a token's own key
-        words += ["--window-attn-skip-freq", str(period)] if period else []
+        found["window-size"] = f"{keys - 1},0"  # Megatron does not count a token's own key
+        if period:
+            found["window-attn-skip-freq"] = period
     if options.latent is not None:
         x = options.latent
-        words += ["--multi-latent-attention", "--q-lora-rank", str(x.query_rank)]
-        words += ["--kv-lora-rank", str(x.key_value_rank), "--qk-head-dim", str(x.nope_size)]
-        words += ["--qk-pos-emb-head-dim", str(x.rope_size), "--v-head-dim", str(x.value_size)]
-    return words
+        found["multi-latent-attention"] = True
+        if x.query_rank:
+            found["q-lora-rank"] = x.query_rank
+        found |= {"kv-lora-rank": x.key_value_rank, "qk-head-dim": x.nope_size}
+        found |= {"qk-pos-emb-head-dim": x.rope_size, "v-head-dim": x.value_size}
+    return found
 
 
-def _expert_arguments(experts: Experts, num_layers: int) -> list[str]:
-    """Flags of the layers of experts; how tokens are balanced is the user's, in ``emit --extra``."""
-    words = ["--num-experts", str(experts.count), "--moe-router-topk", str(experts.top_k)]
-    words += ["--moe-ffn-hidden-size", str(experts.ffn_hidden_size), "--moe-token-dispatcher-type", "alltoall"]
-    if experts.top_k == 1:
-        words.append("--moe-router-pre-softmax")  # a softmax over one expert has no gradient
+def _expert_flags(experts: Experts, num_layers: int) -> dict[str, FlagValue]:
+    """Flags of the layers of experts; how tokens are balanced is the model file's, or the user's."""
+    found: dict[str, FlagValue] = {
+        "num-experts": experts.count,
+        "moe-router-topk": experts.top_k,
+        "moe-ffn-hidden-size": experts.ffn_hidden_size,
+        "moe-token-dispatcher-type": "alltoall",
+    }
     if experts.shared_ffn_hidden_size:
-        words += ["--moe-shared-expert-intermediate-size", str(experts.shared_ffn_hidden_size)]
+        found["moe-shared-expert-intermediate-size"] = experts.shared_ffn_hidden_size
     if experts.dense_layers:
-        words += ["--moe-layer-freq", f"[0]*{experts.dense_layers}+[1]*{num_layers - experts.dense_layers}"]
-    return words
+        found["moe-layer-freq"] = f"[0]*{experts.dense_layers}+[1]*{num_layers - experts.dense_layers}"
+    return found
 
 
 def common_arguments(plan: Plan) -> list[str]:

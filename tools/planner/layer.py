@@ -67,6 +67,11 @@ class LayerCost:
     fixed_backward_s: float = 0.0
 
 
+def most_tp(model: Model) -> int:
+    """Largest TP size that Megatron trains a model with: with experts it has biases under TP 1 only."""
+    return 1 if model.experts is not None and model.biases else 1024
+
+
 class LayerCosts(Protocol):
     """Where the cost model gets the figures of single layers."""
 

@@ -10,7 +10,7 @@ from .catalog import Gpu
 from .catalogcost import CatalogCosts
 from .curves import Kind, pass_at
 from .errors import PlannerError
-from .layer import ALONE, KINDS, LayerCost, LayerCosts, Spread, activation_bytes, attention_matrix_bytes
+from .layer import ALONE, KINDS, LayerCost, LayerCosts, Spread, activation_bytes, attention_matrix_bytes, most_tp
 from .model import Model
 from .profile_schema import LayerKind, LayerTiming, Profile
 from .runtime import MEGATRON_HET, Runtime
@@ -66,7 +66,8 @@ class MeasuredCosts:
                 f"nothing was measured on {gpu}",
                 f"Profile a node with {gpu}, or plan without --profile",
             )
-        return tuple(sorted({k.tp for k in self.points if k.gpu == gpu and k.layer == "layer"}))
+        most = most_tp(self.analytic.model)
+        return tuple(sorted({k.tp for k in self.points if k.gpu == gpu and k.layer == "layer" and k.tp <= most}))
 
     def max_batch(self, gpu: str, tp: int) -> int:
         """Twice the largest measured micro batch (times beyond it are extrapolated)."""

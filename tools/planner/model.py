@@ -17,8 +17,9 @@ from .command import command
 from .documents import Lengths, lengths_problem, read_lengths, share_left
 from .errors import PlannerError, validated
 from .files import read_yaml
-from .model_parts import Experts, Latent, check_sizes
-from .model_sources import checkpoint_arguments, from_arguments, from_config, is_config
+from .model_configs import from_config, is_config
+from .model_parts import Experts, FlagValue, Latent, check_sizes, flag_words
+from .model_sources import checkpoint_arguments, from_arguments
 from .names import text_problem
 from .profile_schema import ProfiledExperts, ProfiledLatent, ProfiledModel
 
@@ -54,6 +55,11 @@ class Model(BaseModel):
         fp4: The same in fp4 (NVFP4).
         mtp_num_layers: Layers for multi-token prediction on the last stage, which ``num_layers`` does not count; 0
             trains without them.
+        flags: Megatron's flags of the model that no other field stands for, without dashes: ``rotary-base: 500000``,
+            ``qk-layernorm: true`` (``model_parts.MODEL_FLAGS``).
+        lost: Fields of another format that Megatron has no flag for, with the reason: the model can be priced, and
+            not be trained.
+        unread: Fields of another format that are not known here, with their values, and small differences that stay.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, ignored_types=(cached_property,))
@@ -87,6 +93,9 @@ class Model(BaseModel):
     fp8: bool = False
     fp4: bool = False
     mtp_num_layers: int = Field(default=0, ge=0, le=LARGEST["num_layers"])
+    flags: dict[str, FlagValue] = {}
+    lost: dict[str, str] = {}
+    unread: tuple[str, ...] = ()
 
     @field_validator("name")
     @classmethod
@@ -125,9 +134,24 @@ class Model(BaseModel):
     @property
     def not_run(self) -> list[str]:
         """Fields of this model that are priced, but that no run with a plan has yet."""
-        parts = ["attention_window"] if self.attention_window is not None and self.window_period is None else []
+        has_pattern = "window-attn-skip-freq" in self.flags or self.window_period is not None
+        parts = ["attention_window"] if self.attention_window is not None and not has_pattern else []
         parts += [name for name in ("fp8", "fp4") if getattr(self, name)]
-        return parts + (["experts"] if self.experts is not None and not self.experts.runs else [])
+        x = self.experts
+        runs = x is None or x.runs or (x.dropless and "moe-layer-freq" in self.flags)
+        return parts + ([] if runs else ["experts"]) + list(self.lost)
+
+    @property
+    def notes(self) -> list[str]:
+        """What people should know of the file that the model was read from, one line each."""
+        found = []
+        if self.flags:
+            found.append(f"flags of the model: {' '.join(flag_words(self.flags))}")
+        if self.lost:
+            found.append("Megatron cannot train this model: " + "; ".join(f"{k} = {v}" for k, v in self.lost.items()))
+        if self.unread:
+            found.append("not taken over: " + "; ".join(self.unread))
+        return found
 
     @property
     def window_period(self) -> int | None:
@@ -145,7 +169,18 @@ class Model(BaseModel):
         """
         if self.not_run:
             name, problem = self.not_run[0], "is priced, but no run with a plan has it yet"
+            self._check_lost("model")
             raise PlannerError("model", name, str(getattr(self, name)), problem, hint)
+
+    def _check_lost(self, file: str) -> None:
+        for key, reason in self.lost.items():
+            raise PlannerError(
+                file,
+                key,
+                None,
+                f"{reason}, so Megatron would train another model",
+                "A plan can be made and priced; to train another model on purpose, write a model file (docs/models.md)",
+            )
 
     @property
     def kv_size(self) -> int:
@@ -196,8 +231,8 @@ class Model(BaseModel):
             return h * (self.attention_size + 2 * self.kv_size) + self.attention_size * h
         heads = self.num_attention_heads
         return (
-            h * (x.query_rank + x.key_value_rank + x.rope_size)
-            + heads * x.query_rank * (x.nope_size + x.rope_size)
+            sum(int(outputs * inputs) for outputs, inputs in x.query_products(h, heads))
+            + h * (x.key_value_rank + x.rope_size)
             + heads * x.key_value_rank * (x.nope_size + x.value_size)
             + heads * x.value_size * h
         )
@@ -283,6 +318,7 @@ class Model(BaseModel):
 
     def check_run(self, file: str) -> None:
         """Raise a PlannerError when the model has parts that are priced only."""
+        self._check_lost(file)
         if self.not_run:
             key = self.not_run[0]
             raise PlannerError(
@@ -297,9 +333,6 @@ class Model(BaseModel):
             raise PlannerError(
                 file, "sequence_parallel", False, problem, "Set sequence_parallel to true and plan again"
             )
-        if self.experts is not None and self.biases:
-            problem = "with experts Megatron trains biases under TP 1 only"
-            raise PlannerError(file, "biases", True, problem, "Set biases to false and plan again")
 
     @property
     def profiled(self) -> ProfiledModel:
@@ -370,7 +403,7 @@ def load_model(
     else:
         document = read_yaml(file)
         if is_config(document):
-            document = from_config(document, file)
+            document = from_config(document, file, seq_length)
             for key, given in (("seq_length", seq_length), ("global_batch_size", global_batch_size)):
                 if given is None:
                     option = "--" + key.replace("_", "-")

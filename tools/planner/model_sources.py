@@ -1,4 +1,4 @@
-"""Models that others describe: a Hugging Face ``config.json`` and the arguments in a Megatron checkpoint."""
+"""Models from the arguments in a Megatron checkpoint."""
 
 from __future__ import annotations
 
@@ -11,144 +11,9 @@ from megatron_het import untrusted
 from megatron_het.untrusted.pickled import Inert, read_pickled
 
 from .errors import PlannerError, from_file_error
+from .model_parts import MODEL_FLAGS, FlagValue, are_first, pattern_text
 
 Config = Mapping[str, Any]
-_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
-
-def is_config(document: Any) -> bool:
-    """Whether a document is a Hugging Face ``config.json``."""
-    return isinstance(document, dict) and ("model_type" in document or "architectures" in document)
-
-
-def from_config(config: Config, file: str) -> dict[str, Any]:
-    """Our model document from a Hugging Face ``config.json``; batch and sequence length are not in it.
-
-    Raises:
-        PlannerError: An architecture that is not known here, or a key that is missing.
-    """
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
-        raise PlannerError(
-            file,
-            "model_type",
-            kind,
-            "unknown architecture",
-            f"Known: {', '.join(sorted(_ARCHITECTURES))}; write a model file for others (docs/planner.md)",
-        )
-    heads, hidden = _need(config, "num_attention_heads", file), _need(config, "hidden_size", file)
-    document: dict[str, Any] = {
-        "name": _name(config, file),
-        "num_layers": _need(config, "num_hidden_layers", file),
-        "hidden_size": hidden,
-        "ffn_hidden_size": _need(config, "intermediate_size", file),
-        "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
-        "vocab_size": _need(config, "vocab_size", file),
-        "precision": _PRECISIONS.get(str(config.get("torch_dtype") or config.get("dtype")), "bf16"),
-        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "distributed_optimizer": True,
-    }
-    width = config.get("head_dim")
-    if width and width * heads != hidden:
-        document["head_size"] = width
-    document |= _window(config)
-    return document | _ARCHITECTURES[kind](config, file)
-
-
-def _name(config: Config, file: str) -> str:
-    """The name of the model, or of the folder that holds the file."""
-    given = str(config.get("_name_or_path") or "").rstrip("/").rsplit("/", 1)[-1]
-    text = given or Path(file).resolve().parent.name or "model"
-    return "".join(c for c in text if c.isprintable())[:100] or "model"
-
-
-def _need(config: Config, key: str, file: str) -> int:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise PlannerError(file, key, value, "a whole number is required")
-    return value
-
-
-def _window(config: Config) -> dict[str, Any]:
-    """A sliding window, where some layers have one."""
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
-    if not window or config.get("use_sliding_window") is False:
-        return {}
-    if isinstance(kinds, list) and kinds:
-        share = sum(kind == "sliding_attention" for kind in kinds) / len(kinds)
-    else:
-        share = 1.0
-    return {"attention_window": window, "windowed_layers": share} if share else {}
-
-
-def _dense(config: Config, file: str) -> dict[str, Any]:
-    return {}
-
-
-def _mixtral(config: Config, file: str) -> dict[str, Any]:
-    return {
-        "experts": {
-            "count": _need(config, "num_local_experts", file),
-            "top_k": _need(config, "num_experts_per_tok", file),
-            "ffn_hidden_size": _need(config, "intermediate_size", file),
-        }
-    }
-
-
-def _qwen_experts(config: Config, file: str) -> dict[str, Any]:
-    layers, step = _need(config, "num_hidden_layers", file), config.get("decoder_sparse_step") or 1
-    only = set(config.get("mlp_only_layers") or ())
-    dense = [layer for layer in range(min(layers, 10_000)) if layer in only or (layer + 1) % step != 0]
-    return {
-        "experts": {
-            "count": _need(config, "num_experts", file),
-            "top_k": _need(config, "num_experts_per_tok", file),
-            "ffn_hidden_size": _need(config, "moe_intermediate_size", file),
-            "shared_ffn_hidden_size": config.get("shared_expert_intermediate_size") or 0,
-            "dense_layers": len(dense),
-            "dense_first": _are_first(dense),
-        }
-    }
-
-
-def _are_first(layers: list[int]) -> bool:
-    return layers == list(range(len(layers)))
-
-
-def _deepseek(config: Config, file: str) -> dict[str, Any]:
-    width = _need(config, "moe_intermediate_size", file)
-    return {
-        "mtp_num_layers": config.get("num_nextn_predict_layers") or 0,
-        "num_query_groups": _need(config, "num_attention_heads", file),
-        "experts": {
-            "count": _need(config, "n_routed_experts", file),
-            "top_k": _need(config, "num_experts_per_tok", file),
-            "ffn_hidden_size": width,
-            "shared_ffn_hidden_size": (config.get("n_shared_experts") or 0) * width,
-            "dense_layers": config.get("first_k_dense_replace") or 0,
-        },
-        "latent": {
-            "query_rank": _need(config, "q_lora_rank", file),
-            "key_value_rank": _need(config, "kv_lora_rank", file),
-            "nope_size": _need(config, "qk_nope_head_dim", file),
-            "rope_size": _need(config, "qk_rope_head_dim", file),
-            "value_size": _need(config, "v_head_dim", file),
-        },
-    }
-
-
-_ARCHITECTURES: dict[str, Callable[[Config, str], dict[str, Any]]] = {
-    "llama": _dense,
-    "mistral": _dense,
-    "qwen2": _dense,
-    "qwen3": _dense,
-    "mixtral": _mixtral,
-    "qwen2_moe": _qwen_experts,
-    "qwen3_moe": _qwen_experts,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-}
 
 
 def checkpoint_arguments(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
@@ -222,7 +87,39 @@ def from_arguments(arguments: Mapping[str, Any], file: str) -> dict[str, Any]:
     if arguments.get("position_embedding_type") == "learned_absolute":
         document["learned_positions"] = number("max_position_embeddings")
     document |= _parts(arguments, number, document)
+    document["flags"] = _flags(arguments, document) or None
     return {key: value for key, value in document.items() if value is not None}
+
+
+def _flags(arguments: Mapping[str, Any], document: Config) -> dict[str, FlagValue]:
+    """Flags of the model that differ from Megatron's defaults, and those whose value a document implies otherwise."""
+    found: dict[str, FlagValue] = {}
+    for name, (argument, default) in MODEL_FLAGS.items():
+        value = arguments.get(argument, default)
+        if isinstance(value, list | tuple):
+            numbers = all(isinstance(item, int) for item in value)
+            value = pattern_text(value) if value and numbers else value[0] if len(value) == 1 else None
+        if name == "no-yarn-correction-range-round-to-int":
+            value = False if value is False else None
+            found |= {} if value is None else {name: True}
+            continue
+        if value is None or value == default or not isinstance(value, bool | int | float | str):
+            continue
+        found[name] = True if isinstance(default, bool) or name.startswith("no-yarn") else value
+    found["normalization"] = str(arguments.get("normalization") or "LayerNorm")
+    for name in ("attention-dropout", "hidden-dropout"):  # emit's default is 0, Megatron's is not
+        value = arguments.get(MODEL_FLAGS[name][0], 0)
+        found.pop(name, None)
+        if isinstance(value, int | float) and value:
+            found[name] = float(value)
+    if document.get("learned_positions") or found.get("position-embedding-type") == "rope":
+        found.pop("position-embedding-type", None)
+    dense = document.get("experts", {})
+    if not dense.get("dense_layers") or dense.get("dense_first"):
+        found.pop("moe-layer-freq", None)
+    if isinstance(found.get("window-attn-skip-freq"), int):
+        found.pop("window-attn-skip-freq")  # windowed_layers says it
+    return found
 
 
 def _parts(arguments: Mapping[str, Any], number: Callable[..., Any], document: Config) -> dict[str, Any]:
@@ -243,7 +140,7 @@ def _parts(arguments: Mapping[str, Any], number: Callable[..., Any], document: C
             "ffn_hidden_size": number("moe_ffn_hidden_size", document["ffn_hidden_size"]),
             "shared_ffn_hidden_size": number("moe_shared_expert_intermediate_size", 0),
             "dense_layers": len(dense),
-            "dense_first": _are_first(dense),
+            "dense_first": are_first(dense),
         }
     window, period = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
     if isinstance(window, list | tuple) and window:
@@ -254,7 +151,7 @@ def _parts(arguments: Mapping[str, Any], number: Callable[..., Any], document: C
             found["windowed_layers"] = 1 - 1 / period if period else 1.0
     if latent:
         found["latent"] = {
-            "query_rank": number("q_lora_rank"),
+            "query_rank": number("q_lora_rank", 0),
             "key_value_rank": number("kv_lora_rank"),
             "nope_size": number("qk_head_dim"),
             "rope_size": number("qk_pos_emb_head_dim"),

@@ -19,6 +19,8 @@ _TIME = re.compile(
     r"[0-9]{1,8}|[0-9]{1,6}(?::[0-5]?[0-9]){1,2}|[0-9]{1,5}-[0-9]{1,2}(?::[0-5]?[0-9]){0,2}|UNLIMITED|INFINITE"
 )
 _MOST = 200
+_MOST_HOSTS = 100_000
+_HOSTS = re.compile(r"(?P<head>[^\[\]]*)\[(?P<ranges>[0-9,-]{1,1000})\](?P<tail>[^\[\]]*)")
 
 
 def host_problem(name: str) -> str:
@@ -28,6 +30,34 @@ def host_problem(name: str) -> str:
     except ValueError:
         return "" if len(name) <= 253 and _HOST.fullmatch(name) else "is no host name: letters, digits, '-' and '.'"
     return ""
+
+
+def expanded_hosts(text: str) -> list[str]:
+    """Names from ``n1,n2`` or ``n[01-16,20]``, as Slurm writes them.
+
+    Raises:
+        ValueError: Not a list of host names.
+    """
+    out: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", text):
+        out += _expanded(part.strip())
+    for name in out:
+        if problem := host_problem(name):
+            raise ValueError(f"{name[:80]!r} {problem}; names are given as n1,n2 or n[01-16]")
+    return out
+
+
+def _expanded(part: str) -> list[str]:
+    match = _HOSTS.fullmatch(part)
+    if match is None:
+        return [part]
+    out = []
+    for one in match["ranges"].split(","):
+        first, _, last = one.partition("-")
+        if not first.isdigit() or not (last or first).isdigit() or int(last or first) - int(first) >= _MOST_HOSTS:
+            raise ValueError(f"{part[:80]!r} is not a range of numbers, like n[01-16]")
+        out += [f"{match['head']}{n:0{len(first)}}{match['tail']}" for n in range(int(first), int(last or first) + 1)]
+    return out
 
 
 def _matches(pattern: re.Pattern[str], rule: str) -> Callable[[str], str]:

@@ -87,7 +87,7 @@ def _special(settings: ProfileSettings, point: Point) -> tuple[type[TransformerC
         latent, kind = model.latent, MLATransformerConfig
         extra |= {
             "multi_latent_attention": True,
-            "q_lora_rank": latent.query_rank,
+            "q_lora_rank": latent.query_rank or None,
             "kv_lora_rank": latent.key_value_rank,
         }
         extra |= {

@@ -189,6 +189,7 @@ def summary(
         },
         "idle_gpus": _idle(estimator, candidate),
         "not_run": model.not_run,
+        "model_notes": model.notes,
         "host_memory": offloaded(estimator, estimate),
         "schedule": candidate.schedule,
         "chunks": candidate.chunks,
@@ -317,6 +318,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
     if body["not_run"]:
         unknown = ", ".join(body["not_run"]).replace("_", " ")
         lines.append(f"The planner prices this model, but runs with a plan cannot train it yet ({unknown}).")
+    lines += body["model_notes"]
     lines += host_memory_lines(body["host_memory"])
     if body.get("bubble_fraction") is not None:
         lines.append(f"bubble {100 * body['bubble_fraction']:.1f} %: idle time over compute, mean of the replicas")

@@ -71,8 +71,7 @@ def _attention_products(model: Model, tokens: float, tp: int) -> list[Product]:
         ]
     heads = model.num_attention_heads / tp
     return [
-        Product(tokens, x.query_rank, h),
-        Product(tokens, heads * (x.nope_size + x.rope_size), x.query_rank),
+        *(Product(tokens, rows, columns) for rows, columns in x.query_products(h, heads)),
         Product(tokens, x.key_value_rank + x.rope_size, h),
         Product(tokens, heads * (x.nope_size + x.value_size), x.key_value_rank),
         Product(tokens, h, heads * x.value_size),

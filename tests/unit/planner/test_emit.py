@@ -109,7 +109,7 @@ def test_flags_of_plan_and_model() -> None:
     words = model_arguments(plan, ModelOptions())
     assert words[words.index("--num-query-groups") + 1] == "2"
     assert "--untie-embeddings-and-output-weights" in words and "--swiglu" in words
-    words = model_arguments(plan, ModelOptions(swiglu=False, biases=True, learned_positions=64))
+    words = model_arguments(plan, ModelOptions(gated=False, biases=True, learned_positions=64))
     assert words[words.index("--max-position-embeddings") + 1] == "64"
     assert "--disable-bias-linear" not in words
 

@@ -124,6 +124,21 @@ def test_sinfo(tools, tmp_path, capsys):
     assert third.gpus_per_node == 2 and third.slurm.constraint is None
 
 
+def test_nodes_that_no_job_gets_are_left_out(tools, tmp_path, capsys):
+    rows = [f"n{i}|big*|gpu:h100:8|(null)|1|{state}" for i, state in enumerate(("idle", "drained", "down*", "mixed"))]
+    rows += ["n4|big*|gpu:h100:8|(null)|1|reserved", "n5|big*|gpu:h100:8|(null)|1|idle*"]
+    tools("sinfo", "\n".join(rows) + "\n")
+    code, said = run(tmp_path, capsys)
+    assert code == 0 and said["left_out"] == ["n1 (drained)", "n2 (down*)", "n4 (reserved)", "n5 (idle*)"]
+    assert load_cluster(tmp_path / "c.yaml").nodes[0].hosts == ("n0", "n3")
+
+
+def test_an_answer_without_end_is_refused(tools, tmp_path, capsys):
+    tools("sinfo", "n|p|gpu:8|(null)|1|idle\n" * 30_000)
+    code, said = run(tmp_path, capsys)
+    assert code == 2 and "30000 lines" in said["error"]["problem"]
+
+
 def test_an_existing_file_stays_without_force(tools, tmp_path, capsys):
     tools("nvidia-smi", "Tesla T4, 15360\n")
     (tmp_path / "c.yaml").write_text("mine")

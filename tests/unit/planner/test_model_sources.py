@@ -132,16 +132,16 @@ def test_what_a_config_lacks_or_cannot_be(tmp_path):
         ({"num_hidden_layers": True}, "whole number"),
         ({"num_key_value_heads": 7}, "does not divide"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"head_dim": "wide"}, "head_size"),
+        ({"head_dim": "wide"}, "head_dim"),
     ):
         with pytest.raises(PlannerError, match=word):
             load_model(write(tmp_path, {**LLAMA, **change}), seq_length=8, global_batch_size=8)
-    with pytest.raises(PlannerError, match="q_lora_rank"):
-        load_model(write(tmp_path, {**DEEPSEEK, "q_lora_rank": None}), seq_length=8, global_batch_size=8)
+    with pytest.raises(PlannerError, match="kv_lora_rank"):
+        load_model(write(tmp_path, {**DEEPSEEK, "kv_lora_rank": None}), seq_length=8, global_batch_size=8)
 
 
 def test_windows():
-    from tools.planner.model_sources import from_config
+    from tools.planner.model_configs import from_config
 
     found = from_config(WINDOWED, "config.json")
     assert (found["attention_window"], found["windowed_layers"]) == (64, 0.25)
@@ -155,7 +155,14 @@ WINDOWED = {**QWEN, "use_sliding_window": True, "sliding_window": 64,
 
 
 @pytest.mark.parametrize(
-    ("config", "word"), [(LLAMA, None), (QWEN, None), (DEEPSEEK, None), (WINDOWED, "attention window")]
+    ("config", "word"),
+    [
+        (LLAMA, None),
+        (QWEN, None),
+        (DEEPSEEK, None),
+        (WINDOWED, None),
+        ({**LLAMA, "attn_logit_softcapping": 50.0}, "attn logit softcapping"),
+    ],
 )
 def test_commands_take_a_config(tmp_path, capsys, config, word):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
@@ -171,7 +178,7 @@ def test_commands_take_a_config(tmp_path, capsys, config, word):
     if word:  # refused before a search or a rank is started, with what is missing
         for command in (["plan", *common, *plan, "--verify"], ["dry-run", str(tmp_path / "p.json"), *common[2:]]):
             assert main(command) == 2
-            assert "no run with a plan has it yet" in capsys.readouterr().err
+            assert "Megatron would train another model" in capsys.readouterr().err
 
 
 def test_a_plan_for_experts_is_emitted_with_their_flags(tmp_path, capsys):

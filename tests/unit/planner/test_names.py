@@ -120,6 +120,6 @@ def test_names_that_are_fine() -> None:
 
 def test_constraints_that_are_expressions_need_a_heterogeneous_job(tmp_path: Path) -> None:
     kinds = node_kinds(cluster_from_document(CLUSTER, "c"))
-    kinds = {name: replace(kind, constraint="a|b", gres="") for name, kind in kinds.items()}
+    kinds = {name: replace(kind, constraint=f"a{i}|b", gres="") for i, (name, kind) in enumerate(kinds.items())}
     done = emit(Plan.from_json(PLAN), tmp_path, kinds, {}, LaunchOptions(run_dir=str(tmp_path)))
     assert any("no train-plain.sbatch" in note for note in done.notes)

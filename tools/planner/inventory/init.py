@@ -30,7 +30,7 @@ def init(options: argparse.Namespace) -> int:
         raise PlannerError(
             "command line", "--out", options.out, "this file is there already", "Give another name, or --force"
         )
-    found, source = _found(options)
+    found, source, left_out = _found(options)
     text = cluster_text(found, source)
     todo = [n.seen for n in found if n.gpu is None]
     if not todo:  # what is written can be read
@@ -44,27 +44,37 @@ def init(options: argparse.Namespace) -> int:
             for n in found
         ],
         "unknown": todo,
+        "left_out": left_out,
     }
-    say(body, options, *_lines(found, source, options.out))
+    say(body, options, *_lines(found, source, options.out), *_left_out(left_out))
     return 0
 
 
-def _found(options: argparse.Namespace) -> tuple[list[Nodes], str]:
-    """What there is, and who says so."""
+def _left_out(nodes: Sequence[str]) -> list[str]:
+    if not nodes:
+        return []
+    more = f" and {len(nodes) - 20} more" if len(nodes) > 20 else ""
+    return [f"Left out, because no job gets them now: {', '.join(nodes[:20])}{more}"]
+
+
+def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
+    """What there is, who says so, and which nodes cannot be used now."""
     hosts = host_names(options.hosts) if options.hosts else ()
     if options.gpu:
         find_gpu(options.gpu, {}, "command line", "--gpu")
         nodes = Nodes(options.gpu, Named(options.gpu), options.gpus_per_node, len(hosts) or 1, hosts)
-        return [nodes], "the command line"
+        return [nodes], "the command line", []
     if options.source in ("auto", "slurm") and not hosts:
         nodes_of_slurm = slurm_nodes()
-        if nodes_of_slurm:
-            return nodes_of_slurm, "sinfo"
+        if nodes_of_slurm and nodes_of_slurm[0]:
+            return nodes_of_slurm[0], "sinfo", nodes_of_slurm[1]
         if options.source == "slurm":
             what = "sinfo is not on PATH" if nodes_of_slurm is None else "sinfo lists no node with GPUs (gres gpu)"
+            if nodes_of_slurm and nodes_of_slurm[1]:
+                what += f" that is up: {', '.join(nodes_of_slurm[1][:5])}"
             raise PlannerError("command line", "--from", "slurm", what, "Run it where Slurm's commands work")
     if options.source != "slurm" and (here := this_machine(hosts)):
-        return here, "nvidia-smi"
+        return here, "nvidia-smi", []
     raise PlannerError(
         "command line",
         "--from",

@@ -43,7 +43,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"rtx 8000", "RTX-8000"),
     (r"(rtx )?a5000", "A5000"),
     (r"a10g", "A10G"),
-    (r"\bt4\b", "T4"),
+    (r"(\b|tesla)t4\b", "T4"),
     (r"(rtx )?a6000", "A6000"),
     (r"5090", "RTX-5090"),
     (r"4090", "RTX-4090"),
@@ -64,7 +64,7 @@ def catalog_name(text: str, memory_bytes: float | None = None) -> Named | None:
     """
     plain = re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
     for word, sizes in _BY_MEMORY.items():
-        if not re.search(rf"\b{word}", plain):
+        if word not in plain:
             continue
         said = re.search(r"(\d+) ?gb?\b", plain)
         gib = memory_bytes / GIB if memory_bytes else float(said.group(1)) if said else None

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import PlannerError
-from ..names import SLURM_RULES, host_problem
+from ..names import SLURM_RULES, expanded_hosts, host_problem
 from .naming import GIB, Named, catalog_name
 
 LIMIT_S = 30.0
 _MOST = 4 << 20
-_HOSTS = re.compile(r"(?P<head>[^\[\]]*)\[(?P<ranges>[0-9,-]+)\](?P<tail>[^\[\]]*)")
+_MOST_LINES = 20_000
+_UNUSABLE = re.compile(r"down|drain|fail|maint|reserved|power(ed|ing)_down|unknown|not_responding|no_respond|\*")
+"""States of nodes that no job of today gets; a star marks one that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def this_machine(hosts: Sequence[str] = ()) -> list[Nodes]:
     """
     said = ask(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
     kinds: dict[tuple[str, float | None], int] = {}
-    for line in (said or "").splitlines():
+    for line in (said or "").splitlines()[:1024]:
         name, _, size = (part.strip() for part in line.partition(","))
         if name:
             memory = float(size) * 2.0**20 if re.fullmatch(r"[0-9]{1,9}", size) else None
@@ -92,25 +94,34 @@ def this_machine(hosts: Sequence[str] = ()) -> list[Nodes]:
     ]
 
 
-def slurm_nodes() -> list[Nodes] | None:
-    """The nodes with GPUs that ``sinfo`` lists, equal ones together; None without the program.
+def slurm_nodes() -> tuple[list[Nodes], list[str]] | None:
+    """The nodes with GPUs that ``sinfo`` lists, equal ones together, and those left out; None without the program.
 
-    A node counts in the first partition that lists it, the default one first.
+    A node counts in the first partition that lists it, the default one first.  Nodes that are down, drained or
+    reserved are left out.
     """
-    said = ask(["sinfo", "--noheader", "--Node", "--format=%N|%P|%G|%f|%m"])
+    said = ask(["sinfo", "--noheader", "--Node", "--format=%N|%P|%G|%f|%m|%T"])
     if said is None:
         return None
-    rows = [line.split("|") for line in said.splitlines() if line.count("|") == 4]
+    lines = said.splitlines()
+    if len(lines) > _MOST_LINES:
+        problem = f"{len(lines)} lines, more than the {_MOST_LINES} of any cluster file"
+        raise PlannerError("sinfo", "(answer)", None, problem, "Write the cluster file by hand (docs/planner.md)")
+    rows = [line.split("|") for line in lines if line.count("|") in (4, 5)]
     rows.sort(key=lambda row: not row[1].strip().endswith("*"))
     groups: dict[tuple[str, ...], list[str]] = {}
     placed: set[str] = set()
-    for host, partition, gres, features, memory in ([cell.strip() for cell in row] for row in rows):
+    left_out = []
+    for host, partition, gres, features, memory, *state in ([cell.strip() for cell in row] for row in rows):
         if host in placed or host_problem(host):
             continue
         placed.add(host)
+        if state and _UNUSABLE.search(state[0].lower()):
+            left_out += [f"{host} ({state[0][:20]})"] if _gpus_of(gres) else []
+            continue
         for kind, count in _gpus_of(gres):
             groups.setdefault((partition.rstrip("*"), kind, str(count), features, memory), []).append(host)
-    return [_slurm_group(key, hosts) for key, hosts in groups.items()]
+    return [_slurm_group(key, hosts) for key, hosts in groups.items()], left_out
 
 
 def _slurm_group(key: tuple[str, ...], hosts: list[str]) -> Nodes:
@@ -150,26 +161,10 @@ def host_names(text: str) -> tuple[str, ...]:
     Raises:
         PlannerError: Not a list of host names.
     """
-    out: list[str] = []
-    for part in re.split(r",(?![^\[]*\])", text):
-        out += _expanded(part.strip())
-    for name in out:
-        if problem := host_problem(name):
-            raise PlannerError("command line", "--hosts", name, problem, "Give names as n1,n2 or n[01-16]")
-    return tuple(dict.fromkeys(out))
-
-
-def _expanded(part: str) -> list[str]:
-    match = _HOSTS.fullmatch(part)
-    if match is None:
-        return [part]
-    out = []
-    for one in match["ranges"].split(","):
-        first, _, last = one.partition("-")
-        if not first.isdigit() or not (last or first).isdigit() or int(last or first) - int(first) >= 100_000:
-            raise PlannerError("command line", "--hosts", part, "not a range of numbers", "Like n[01-16]")
-        out += [f"{match['head']}{n:0{len(first)}}{match['tail']}" for n in range(int(first), int(last or first) + 1)]
-    return out
+    try:
+        return tuple(dict.fromkeys(expanded_hosts(text)))
+    except ValueError as error:
+        raise PlannerError("command line", "--hosts", text, str(error), "Like n1,n2 or n[01-16]") from None
 
 
 def _main_memory() -> float | None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_het.plan import Plan
+from megatron_het.schedule.ir import Kind
 from megatron_het.watch.monitor import FORMAT, VERSION, identity
 
 from ..errors import PlannerError, validated
@@ -125,6 +126,12 @@ def _check(watched: Watched, plan: Plan, file: str) -> None:
             f"measured under another plan than the one given, which has the hash {identity(plan)}",
             "Give the run's own plan with --plan",
         )
+    for index, times in enumerate(watched.devices):
+        for name in times.operations:
+            if name not in Kind.__members__:
+                raise PlannerError(
+                    file, f"devices[{index}].operations", name, "unknown operation", "Use the report as it was written"
+                )
     replicas = [r for stage in plan.stages for r in stage.replicas]
     if [d.device for d in watched.devices] != list(range(len(replicas))):
         raise PlannerError(file, "devices", [d.device for d in watched.devices], "must be all replicas of the plan")
