@@ -70,6 +70,8 @@ class Platform:
         """Wait until the device has finished all queued work."""
         if self.is_cuda:
             torch.cuda.synchronize()
+        else:
+            nccl_order.host_wait("a synchronisation with the device")
 
     def flags(self) -> tuple[Flag, ...]:
         """Megatron flags that this machine asks for, each with its reason."""
