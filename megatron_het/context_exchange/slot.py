@@ -35,7 +35,7 @@ class Slot:
         queries: Expected from others in that layer, in the order of ``helps``.
         results: Memory for what helpers send back in it, in the order of ``gives``.
         expected: Receives of these, once they are posted.
-        answers: Made for others in it and not sent yet: the operation, the message, and the moment at which it was made.
+        answers: Made for others in it and not sent yet: the operation, the message, and the moment when it was made.
     """
 
     gives: tuple[RankOp, ...]

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_het.elastic.board import Board
 from megatron_het.elastic.worker import ENVIRONMENT, Setting
+from megatron_het.platform import SAME_DEVICES
 
 _POLL_S = 0.02
 _END_S = 20.0
@@ -117,7 +118,8 @@ class Agent:
         folder.mkdir(parents=True, exist_ok=True)
         setting = replace(self._node.setting, process=number, folder=str(folder))
         environment = dict(os.environ)
-        environment.update({ENVIRONMENT: setting.to_text(), "LOCAL_RANK": str(slot), "PYTHONUNBUFFERED": "1"})
+        where = {"LOCAL_RANK": str(slot), "LOCAL_WORLD_SIZE": str(self._node.workers), SAME_DEVICES: "1"}
+        environment.update({ENVIRONMENT: setting.to_text(), "PYTHONUNBUFFERED": "1", **where})
         with log_file.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_het.elastic.worker", *self._node.flags],

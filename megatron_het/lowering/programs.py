@@ -229,7 +229,7 @@ def assemble(
         program = add_transfers(program, speeds=speeds, order=transfers)
     for feature, options in features:
         program = feature.after_transfers(program, options)
-    return post_together(program)
+    return post_together(program, speeds=speeds) if transfers == "global" else program
 
 
 def _refused(plan: Plan, error: Exception) -> PlanError:

@@ -6,8 +6,8 @@ Transports:
 
 - ``nccl``: device tensors travel directly.
 - ``gloo``: host tensors travel directly (CPU training).
-- ``staged``: tensors are copied to host memory, travel over gloo, and are copied back.  For
-  several ranks on one GPU and for devices that share no library.
+- ``staged``: tensors are copied to host memory, travel over gloo, and are copied back.  For programs whose
+  transfers may form a cycle, and devices that share no library.
 
 Every wait is bounded by the timeout, and every failure names the operation and the peer.
 """
@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from megatron_het.report.transfers import Arrival, TransferLog
 from megatron_het.topology import Edge, Link, PairGroups
-
 
 Moment = torch.cuda.Event
 """How far the compute stream of a device has come."""

@@ -30,7 +30,6 @@ from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import PARTS
 from megatron_het.topology import at_chunk
 
-
 _SHOWN_POSTS = 8
 
 
@@ -300,7 +299,7 @@ class StallWatch:
         now = time.monotonic()
         posts = sorted(post for channels in self._channels for post in list(channels.posted))[-_SHOWN_POSTS:]
         lines = [
-            f"het: rank {self._rank}: {self._executor.current or 'an operation'} has not ended for {self._limit_s:g} s.",
+            f"het: rank {self._rank}: {self._executor.current} has not ended for {self._limit_s:g} s.",
             "Transfers posted last: " + ("; ".join(f"{now - at:.1f} s ago {what}" for at, what in posts) or "none"),
             "If the stack ends in a launch, an allocation, a copy or a read of a value, the host waits for the device, "
             "and a transfer is under way there whose other end does not come: CUDA waits for the device at the first "

@@ -169,7 +169,7 @@ def event_places(
             put(a, b)
         for b in nodes:  # values that are not the pipeline's transfers, e.g. of the vocabulary
             for a in graph.waits[b]:
-                if graph.device[a] != d or b in spans:
+                if graph.device[a] != d:
                     put(events.carrier(a), b)
     for first, second in extra:
         put(first, second)

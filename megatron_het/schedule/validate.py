@@ -243,8 +243,8 @@ def _joint_events(graph: Graph, teams: Sequence[Sequence[int]]) -> Iterator[Prob
     for node in stuck:
         device, position = graph.where(node)
         reason = (
-            "devices that attend for each other in one slot, replicas that gather or reduce together, or their transfers, "
-            "wait for each other"
+            "devices that attend for each other in one slot, replicas that gather or reduce together, or their "
+            "transfers, wait for each other"
         )
         yield _problem(graph.program, "deadlock", device, position, reason)
 
