@@ -1,9 +1,9 @@
 """Training under a plan on one GPU, against one process: ``python -m benchmarks.gpu.ranks --case CASE --json OUT``.
 
 ``staged``: three ranks share the GPU, over NCCL by way of sockets; two stages, the second with two replicas;
-activations travel by way of host memory.  ``nccl``: one rank, ministages with a parameter window over NCCL.  The model is
-the doctor's tiny one.  The figure is the largest relative difference of a loss.  It runs on a CPU as well, over gloo, to
-see that it works.
+activations travel by way of host memory.  ``nccl``: one rank, ministages with a parameter window over NCCL.  The
+model is the doctor's tiny one.  The figure is the largest relative difference of a loss.  It runs on a CPU as well,
+over gloo, to see that it works.
 """
 
 from __future__ import annotations
