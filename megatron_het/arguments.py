@@ -49,7 +49,7 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         choices=TRANSPORTS,
         default="auto",
         help="how activations travel between stages: nccl, gloo (host tensors), staged (device "
-        "tensors by way of host memory: several ranks per GPU, mixed vendors); auto chooses",
+        "tensors by way of host memory; all other groups stay those of --distributed-backend); auto chooses",
     )
     group.add_argument(
         "--het-report",

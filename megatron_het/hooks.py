@@ -211,11 +211,20 @@ def _install_plan(
     )
 
 
-def _check_transport(transport: str, backend: str, on_cuda: bool) -> None:
+def _check_transport(transport: str, backend: str, device: Platform) -> None:
     from megatron_het.lowering.transports import choose_transport
 
+    if backend == "gloo" and (device.is_cuda or device.plays_cuda):
+        raise PlanError(
+            "--distributed-backend",
+            backend,
+            "groups of gloo cannot train with CUDA tensors: they cannot sum gradients, and change tensors that a "
+            "backward pass still needs",
+            "Leave the flag out. Ranks that share a device use NCCL, too: torchrun and het-run prepare them for it. "
+            "--het-transport staged moves activations by way of host memory",
+        )
     try:
-        choose_transport(transport, backend, on_cuda, ())
+        choose_transport(transport, backend, device.has_nccl, ())
     except ValueError as error:
         raise PlanError("--het-transport", transport, str(error)) from error
 
@@ -260,7 +269,7 @@ def argument_problems(config: HetConfig, device: Platform, session: HetSession, 
         *(functools.partial(_check_turn, one, config.turns, args) for one in config.turns or (plan,)),
         lambda: session.check(args),
         *(functools.partial(_check_programs, one, config.turns, args) for one in config.turns if one is not plan),
-        lambda: _check_transport(config.transport, args.distributed_backend, device.has_nccl),
+        lambda: _check_transport(config.transport, args.distributed_backend, device),
     )
     for check in checks:
         try:

@@ -8,13 +8,18 @@ attention calls.
 
 No deadlock inside a slot: all devices that exchange do so in the same number of layers, the first ones of their
 chunks, as many as the smallest chunk has; forward from the first to the last, backward from the last to the
-first.  Layers after them attend alone.  In a layer each device first posts everything that it
-has to send without waiting for anybody (its query), then helps, then waits for its own results.  Suppose
-the slot stood still; take a device in the lowest layer.  If it waits for a query of this layer, its owner is
-in this layer or a later one and has sent it.  If it waits for a result of this layer, its helper is in this
-layer, where it waits for queries at most, which have been sent, or in a later one and has sent the result.
-So somebody goes on.  Between slots, ``schedule/joint.py`` proves it.  Every wait has the channels' timeout all
-the same.
+first.  Layers after them attend alone.  A layer has two points at which transfers are posted, all at once: queries,
+sent and received, where it begins, and results, sent and received, where it ends.  Before each point the memory of
+all messages is there and those to send are packed; after it a device computes, and waits for what was posted at it.
+So wherever the host waits for the device, as it does at the first launch of a kernel, what is under way was posted
+at a point that the device has passed, and its other end is posted as soon as the peer comes to the same point.
+Suppose the slot stood still; take a device that has passed the fewest points.  What it waits for is posted at a point
+that all have passed, so it goes on.  Between slots, ``schedule/joint.py`` proves it.  Every wait has the channels'
+timeout all the same.
+
+The order of posts is the host's.  On the device a transfer begins when what it needs is there: results leave when they
+are made, not when everything is done that was launched meanwhile (:meth:`Channels.send`).  Over host memory,
+where the host waits for no device, results are sent and expected as early as possible.
 
 A rank gives a part of the work to every rank of the helper that has some of its heads, as TP cuts them there.  The
 helper needs no weights for it, so replicas may have different TP sizes.
@@ -203,7 +208,9 @@ class ContextExchange:
                 like = torch.empty(shape.channels, dtype=shape.dtype, device=shape.device)
                 self._kernel = choose_kernel(Setting.of(like), self._kernels)
             for _ in range(self._layers):
+                self.give((), None)
                 self.help(self._kernel, self._scale)
+                self._answer(slot)
                 slot.done += 1
 
     @contextlib.contextmanager
@@ -222,8 +229,6 @@ class ContextExchange:
         self._helps.clear()
         slot = Slot(gives, helps, is_backward, self._layers)
         self._slot = slot if gives or helps else None
-        for help_ in helps:
-            self._expect_query(slot, help_, 0)
         try:
             yield slot
         finally:
@@ -235,53 +240,77 @@ class ContextExchange:
 
     # -- inside a layer ----------------------------------------------------------------------------
 
-    def give(self, tensors: Sequence[torch.Tensor], expected: Callable[[RankOp], Any]) -> Given:
-        """Send a layer's query to all helpers and post the receives of their results.
+    def give(self, tensors: Sequence[torch.Tensor], expected: Callable[[RankOp], Any] | None) -> Given:
+        """Begin a layer: send its query to all helpers, and post the receives of others' queries.
 
         Args:
             tensors: What is sent, with all heads of this rank.
-            expected: Shapes and types of what comes back, by what is given.
+            expected: Shapes and types of what comes back, by what is given; None where nothing is given.
 
         Returns:
             Tokens given away.
         """
         slot = self._slot
-        if slot is None or not slot.gives:
+        if slot is None:
             return NOTHING
-        for op in slot.gives:
-            buffer = self.shape(op).message(expected(op))
-            pending = self._channels.receive(buffer, op.peer, op.label)
-            slot.results.append(Message(buffer, pending))
-            self._channels.send(self.of_heads(op, tensors), op.peer, op.label)
+        queries = [self._query(slot, op) for op in slot.helps]
+        packed = [self.of_heads(op, tensors) for op in slot.gives]
+        slot.results = [self.shape(op).message(expected(op)) for op in slot.gives if expected is not None]
+        # Nothing from here to the last post makes the host wait for the device.
+        slot.moment = self._channels.moment(self._device)
+        for op, buffer in zip(slot.helps, queries, strict=True):
+            slot.queries.append(Message(buffer, self._channels.receive(buffer, op.peer, op.label)))
+        for op, message in zip(slot.gives, packed, strict=True):
+            self._channels.send(message, op.peer, op.label)
+        if not self._channels.on_device:
+            self._expect_results(slot)
+        if not slot.gives:
+            return NOTHING
         first, end = min(op.start for op in slot.gives), max(op.stop for op in slot.gives)
         return self.first_token(slot.gives[0], first), self.first_token(slot.gives[0], end)
 
     def results(self) -> Iterator[tuple[RankOp, torch.Tensor]]:
-        """Wait for what comes back in this layer."""
+        """End a layer: send what was made for others, and wait for what comes back."""
         slot = self._slot
         if slot is None:
             return
-        waiting, slot.results = slot.results, []
-        for op, message in zip(slot.gives, waiting, strict=True):
+        self._answer(slot)
+        self._expect_results(slot)
+        buffers, expected = slot.results, slot.expected
+        slot.results, slot.expected = [], []
+        for op, buffer, pending in zip(slot.gives, buffers, expected, strict=True):
             with self._timeline.waiting():
-                self._channels.wait_receive(message.pending)
-            yield op, message.buffer
+                self._channels.wait_receive(pending)
+            yield op, buffer
 
     def help(self, kernel: Kernel, scale: float) -> None:
         """Attend, or differentiate, for others in the current layer."""
         slot = self._slot
         if slot is None:
             return
-        step, layer = slot.done, slot.layer_at(slot.done)
-        for op in slot.helps:
-            message = slot.queries.pop((op, step))
+        layer = slot.layer_at(slot.done)
+        queries, slot.queries = slot.queries, []
+        for op, message in zip(slot.helps, queries, strict=True):
             with self._timeline.waiting():
                 self._channels.wait_receive(message.pending)
                 self._keys.wait(op)
-            if step + 1 < slot.layers:
-                self._expect_query(slot, op, step + 1)
             attending = self._attend_backward if slot.is_backward else self._attend
-            self._channels.send(attending(op, layer, message.buffer, kernel, scale), op.peer, op.label)
+            answer = attending(op, layer, message.buffer, kernel, scale)
+            slot.answers.append((op, answer, self._channels.moment(self._device)))
+            if not self._channels.on_device:
+                self._answer(slot)
+
+    def _answer(self, slot: Slot) -> None:
+        """Send what was made for others in this layer."""
+        for op, answer, moment in slot.answers:
+            self._channels.send(answer, op.peer, op.label, moment)
+        slot.answers.clear()
+
+    def _expect_results(self, slot: Slot) -> None:
+        """Post the receives of what comes back in this layer."""
+        if not slot.expected:
+            posts = zip(slot.gives, slot.results, strict=True)
+            slot.expected = [self._channels.receive(to, op.peer, op.label, slot.moment) for op, to in posts]
 
     def _attend(self, op: RankOp, layer: int, message: torch.Tensor, kernel: Kernel, scale: float) -> torch.Tensor:
         """The answer to a query: log-sum-exp and output."""
@@ -307,10 +336,10 @@ class ContextExchange:
             dq, *grads = attend_reached_backward((grad, query, out, lse), parts, reached, kernel, scale)
         return pack(dq, *self._keys.collect(op, layer, *grads))
 
-    def _expect_query(self, slot: Slot, op: RankOp, step: int) -> None:
+    def _query(self, slot: Slot, op: RankOp) -> torch.Tensor:
+        """Memory for what an operation is asked in a layer."""
         shape = self.shape(op)
-        buffer = shape.message(shape.backward_query() if slot.is_backward else shape.forward_query())
-        slot.queries[op, step] = Message(buffer, self._channels.receive(buffer, op.peer, op.label))
+        return shape.message(shape.backward_query() if slot.is_backward else shape.forward_query())
 
     # -- life ----------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_het.lowering.ranks import RankOp
-from megatron_het.runtime.channels import PendingReceive
+from megatron_het.runtime.channels import Moment, PendingReceive
 
 
 class ExchangeError(RuntimeError):
@@ -31,8 +31,11 @@ class Slot:
         is_backward: Whether the pass runs through the layers from the last to the first.
         layers: Layers that exchange.
         done: Of them, those that the pass has left.
-        queries: Expected from others, by the help that needs one and the step.
-        results: Expected from helpers in the layer that runs, in the order of ``gives``.
+        moment: Of the compute stream, when all that is received in the layer that runs had its memory.
+        queries: Expected from others in that layer, in the order of ``helps``.
+        results: Memory for what helpers send back in it, in the order of ``gives``.
+        expected: Receives of these, once they are posted.
+        answers: Made for others in it and not sent yet: the operation, the message, and the moment when it was made.
     """
 
     gives: tuple[RankOp, ...]
@@ -40,8 +43,11 @@ class Slot:
     is_backward: bool
     layers: int
     done: int = 0
-    queries: dict[tuple[RankOp, int], Message] = field(default_factory=dict)
-    results: list[Message] = field(default_factory=list)
+    moment: Moment | None = None
+    queries: list[Message] = field(default_factory=list)
+    results: list[torch.Tensor] = field(default_factory=list)
+    expected: list[PendingReceive] = field(default_factory=list)
+    answers: list[tuple[RankOp, torch.Tensor, Moment | None]] = field(default_factory=list)
 
     def layer_at(self, step: int) -> int:
         """The layer that is the ``step``-th of this slot."""

@@ -19,6 +19,7 @@ from megatron_het.schedule.generators.pipelines import Part, parts_of
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 from megatron_het.schedule.kinds import COLLECTIVES
 from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.passes.parameters import post_together
 from megatron_het.schedule.paths import placement_of
 from megatron_het.schedule.validate import check
 
@@ -228,7 +229,7 @@ def assemble(
         program = add_transfers(program, speeds=speeds, order=transfers)
     for feature, options in features:
         program = feature.after_transfers(program, options)
-    return program
+    return post_together(program, speeds=speeds) if transfers == "global" else program
 
 
 def _refused(plan: Plan, error: Exception) -> PlanError:

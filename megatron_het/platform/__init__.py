@@ -10,7 +10,10 @@ Everything else in the project asks the :class:`Platform` instead of testing for
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import os
+import socket
+import sys
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,8 +22,10 @@ import torch
 from megatron_het.platform import nccl_order
 from megatron_het.platform.flags import Flag, platform_flags, unmet
 
-__all__ = ["Flag", "Platform", "activate", "is_active", "pretend"]
+__all__ = ["SAME_DEVICES", "Flag", "Platform", "activate", "is_active", "pretend", "share_devices"]
 
+SAME_DEVICES = "HET_SAME_DEVICES"
+"""Set by launchers that show the same devices to all their processes of a host, as ``torchrun`` does."""
 _ACTIVE: list[Platform] = []
 
 
@@ -70,6 +75,8 @@ class Platform:
         """Wait until the device has finished all queued work."""
         if self.is_cuda:
             torch.cuda.synchronize()
+        else:
+            nccl_order.host_wait("a synchronisation with the device")
 
     def flags(self) -> tuple[Flag, ...]:
         """Megatron flags that this machine asks for, each with its reason."""
@@ -93,6 +100,39 @@ class Platform:
         return common if self.is_cuda else common | {"GLOO_SOCKET_IFNAME": "lo"}
 
 
+def share_devices(environment: MutableMapping[str, str], devices: int) -> str:
+    """Prepare the environment of a rank process where several ranks of a host share a device; before NCCL starts.
+
+    NCCL refuses two ranks on one device, which it knows by host and bus.  With a host name of its own for every rank it
+    moves data by way of sockets.  What is set already stays.
+
+    Args:
+        environment: Of this process; changed in place.
+        devices: How many the process sees.
+
+    Returns:
+        What to tell the user; empty where ranks have devices of their own, or nobody knows.
+    """
+    local_rank, ranks = (int(environment.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    told = any(name in environment for name in (SAME_DEVICES, "TORCHELASTIC_RUN_ID", "NCCL_HOSTID"))
+    if not told or ranks <= devices:
+        return ""
+    settings = {
+        "NCCL_HOSTID": f"{socket.gethostname()}-{local_rank}",
+        "NCCL_CUMEM_HOST_ENABLE": "0",
+        "NCCL_MAX_NCHANNELS": "2",
+    }
+    if environment.get("WORLD_SIZE") == str(ranks):
+        settings |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    for name, value in settings.items():
+        environment.setdefault(name, value)
+    environment["LOCAL_RANK"] = str(local_rank % devices)
+    return (
+        f"{ranks} ranks share {devices} device{'s' if devices > 1 else ''} on {socket.gethostname()}: NCCL takes every "
+        f"rank for a host ({', '.join(settings)}), so that transfers are slow; for trials, not for training"
+    )
+
+
 @functools.cache
 def _cuda_is_usable() -> bool:
     return torch.cuda.is_available() and torch.cuda.device_count() > 0
@@ -109,6 +149,10 @@ def activate(*, plays_cuda: bool = False) -> Platform:
     """
     if not _ACTIVE:
         if _cuda_is_usable():
+            is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+            said = share_devices(os.environ, torch.cuda.device_count())
+            if said and is_first:
+                sys.stderr.write(f"megatron_het: {said}\n")
             _ACTIVE.append(Platform("cuda"))
         else:
             from megatron_het.platform import cpu, cpu_children

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron_het.platform import unequal_parts
+from megatron_het.platform import nccl_order, unequal_parts
 
 _CPU = torch.device("cpu")
 
@@ -49,6 +49,7 @@ _FACTORIES = [
     "zeros",
     "zeros_like",
 ]
+_PINNING = "an allocation of pinned memory"
 _TENSOR_FACTORIES = ["new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
 
 
@@ -147,6 +148,15 @@ def _device_identity() -> None:
     cuda.nvtx.range_pop = _idle()
 
 
+def _host_wait(why: str) -> Callable[..., None]:
+    """A function in which a GPU would make the host wait; where NCCL's order is simulated, it does."""
+
+    def wait(*args: Any, **kwargs: Any) -> None:
+        nccl_order.host_wait(why)
+
+    return wait
+
+
 class _Stream:
     """A stream on which everything has happened already: CPU work is ordered by itself."""
 
@@ -205,7 +215,7 @@ def _streams_and_events() -> None:
     cuda.current_stream = cuda.default_stream = lambda device=None: only_stream
     cuda.set_stream = _idle()
     cuda.stream = lambda stream=None: contextlib.nullcontext(stream)
-    cuda.synchronize = _idle()
+    cuda.synchronize = _host_wait("torch.cuda.synchronize()")
     torch.Tensor.record_stream = _nothing
 
 
@@ -263,7 +273,7 @@ def _loader_seeds() -> None:
 def _memory_queries() -> None:
     """There is no device allocator to ask; :mod:`megatron_het.platform.memory` measures."""
     cuda = torch.cuda
-    cuda.empty_cache, cuda.reset_peak_memory_stats = _idle(), _idle()
+    cuda.empty_cache, cuda.reset_peak_memory_stats = _host_wait("torch.cuda.empty_cache()"), _idle()
     for name in ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]:
         setattr(cuda, name, lambda device=None: 0)
     cuda.device_memory_used = lambda device=None: 0
@@ -279,6 +289,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         if "device" in kwargs:
             kwargs["device"] = _as_cpu(kwargs["device"])
         if kwargs.get("pin_memory"):
+            nccl_order.host_wait(_PINNING)
             kwargs["pin_memory"] = False
         return function(*args, **kwargs)
 
@@ -300,6 +311,11 @@ def _itself(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
 
+def _pinned_itself(self: Any, *args: Any, **kwargs: Any) -> Any:
+    nccl_order.host_wait(_PINNING)
+    return self
+
+
 def _tensor_placement() -> None:
     """Tensors asked for on a CUDA device, or by a device number, are made on the CPU."""
     for name in _FACTORIES:
@@ -309,7 +325,7 @@ def _tensor_placement() -> None:
     for owner in (torch.Tensor, torch.nn.Module):
         owner.to = _to_cpu(owner.to)
         owner.cuda = _itself
-    torch.Tensor.pin_memory = _itself
+    torch.Tensor.pin_memory = _pinned_itself
     torch.nn.Module.to_empty = _on_cpu(torch.nn.Module.to_empty)
 
 

@@ -25,7 +25,7 @@ class HostPool:
     """
 
     def __init__(self, platform: Platform) -> None:
-        self._pinned = platform.is_cuda
+        self._pinned = platform.has_nccl
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.used_bytes = 0
         self.peak_bytes = 0

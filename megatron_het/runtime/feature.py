@@ -177,7 +177,10 @@ class RuntimeFeature:
         return program
 
     def losses_known(self, call: Call, state: Iteration) -> None:
-        """In training: this rank has counted the tokens of all its losses; no rank waits for an update before that."""
+        """In training with updates inside the iteration: this rank has counted the tokens of all its losses.
+
+        All ranks come to it at one point of one order of all transfers and collectives, before the first update.
+        """
 
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
         """Around a FORWARD: entering may change ``forward``; at the end its output is there."""
@@ -250,6 +253,7 @@ class OpenContext:
         timeline: Is told about waiting.
         batches: What forwards read; a feature may put another reader here.
         options: Of the feature that is being opened.
+        opened: The transfers of all purposes.
     """
 
     config: HetConfig
@@ -267,6 +271,7 @@ class OpenContext:
     timeline: Timeline
     batches: Batches = field(default_factory=Batches)
     options: Any = None
+    opened: list[Channels] = field(default_factory=list)
 
     @property
     def plan(self) -> Plan:
@@ -286,7 +291,7 @@ class OpenContext:
             edges: Directed pairs of world ranks; the same for all ranks that they connect.
             pending_per_edge: See :class:`Channels`.
         """
-        return Channels.open(
+        channels = Channels.open(
             self.groups.pairs,
             purpose,
             edges,
@@ -295,6 +300,8 @@ class OpenContext:
             self.rank,
             pending_per_edge=pending_per_edge,
         )
+        self.opened.append(channels)
+        return channels
 
 
 OpenChannels = Callable[[str, Iterable[Edge], int | None], Channels]

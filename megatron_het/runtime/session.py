@@ -25,7 +25,7 @@ from megatron_het.platform import Platform
 from megatron_het.report.run_report import Measurement, RunReport
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels
-from megatron_het.runtime.executor import Executor, iterators_per_chunk
+from megatron_het.runtime.executor import Executor, StallWatch, iterators_per_chunk
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature, open_features, optimizer_of
 from megatron_het.runtime.letting_go import let_go
 from megatron_het.runtime.losses import Reports, of_whole_stage, passed_on
@@ -33,6 +33,8 @@ from megatron_het.topology import PlanGroups, build_groups, install_stage_state,
 
 _NOTE = "het: "
 _PENDING_SLICES = 4
+_STALLED_SHARE = 0.8
+"""Of the bound on every wait: an operation that takes so long says what it does before it is ended."""
 
 
 def check_programs(plan: Plan, args: Any) -> None:
@@ -68,6 +70,7 @@ class HetSession:
         self._channels: Channels | None = None
         self._features: tuple[RuntimeFeature, ...] = ()
         self._executor: Executor | None = None
+        self._stalls: StallWatch | None = None
         self._finalizer: GradientFinalizer | None = None
         self._models: list[torch.nn.Module] = []
         self._marks_params_norm = config.plan.training.distributed_optimizer
@@ -129,6 +132,8 @@ class HetSession:
             features=self._features,
             batches=context.batches,
         )
+        limit_s = _STALLED_SHARE * context.timeout_s
+        self._stalls = StallWatch(self._executor, [context.channels, *context.opened], limit_s, self.groups.rank)
         self._batches = context.batches
         self._finalizer = GradientFinalizer(self.groups, self.tied_copies, self.plan.loss_divisor)
         self.report = RunReport(
@@ -207,7 +212,9 @@ class HetSession:
 
     def close(self) -> None:
         """Destroy everything that ``open`` created, in the opposite order."""
-        self._executor = self._finalizer = None
+        if self._stalls is not None:
+            self._stalls.close()
+        self._executor = self._finalizer = self._stalls = None
         for feature in reversed(self._features):
             feature.close()
         let_go(self._models)
@@ -351,6 +358,8 @@ class HetSession:
             yield
         finally:
             self.is_running = False
+            if self._executor is not None:
+                self._executor.since_s = None
 
     @contextlib.contextmanager
     def _divided(self, config: Any) -> Iterator[None]:

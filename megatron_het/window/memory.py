@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_het.platform import nccl_order
 from megatron_het.platform.memory import uncounted
 
 
@@ -77,9 +78,9 @@ class HostCopy:
     """
 
     def __init__(self, tensor: torch.Tensor, streams: Streams) -> None:
-        on_cuda = tensor.is_cuda
+        pinned = tensor.is_cuda or nccl_order.is_installed()
         with uncounted():
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_cuda)
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         self._stream = streams.of(tensor.device, "copy")
         self._fetched: torch.cuda.Event | None = None
         self._is_ordered = True

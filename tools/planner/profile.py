@@ -129,6 +129,8 @@ def run(options: argparse.Namespace, model: ProfiledModel) -> Profile | None:
     """
     check_options(options)
     settings = settings_of(options, model)
+    if (text := settings.left_out()) and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"warning: {text}\n")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _as_rank(settings)
     return run_profile(settings, options.processes or device_count(), on_line=_show_progress)

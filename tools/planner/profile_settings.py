@@ -74,9 +74,24 @@ class ProfileSettings:
     notes: str = ""
     link_bytes: tuple[int, ...] = field(default=(1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 23))
 
+    def fitting_slices(self) -> tuple[int, ...]:
+        """Tokens per pass that divide the sequence length."""
+        return tuple(tokens for tokens in self.slice_tokens if self.model.seq_length % tokens == 0)
+
+    def left_out(self) -> str:
+        """A warning about tokens per pass that do not; empty if all do."""
+        length, fitting = self.model.seq_length, self.fitting_slices()
+        others = [tokens for tokens in self.slice_tokens if tokens not in fitting]
+        if not others:
+            return ""
+        return (
+            f"--slice-tokens {','.join(map(str, others))}: left out, because slices of equal length must divide the "
+            f"sequence length {length}; these do: {shown_divisors(length)}"
+        )
+
     def points(self) -> list[Point]:
         """Every point to measure, cheap ones first within a TP size."""
-        slices = self.slice_tokens or (self.model.seq_length,)
+        slices = self.fitting_slices() or (self.model.seq_length,)
         found: dict[Point, None] = {}
         kinds: tuple[LayerKind, ...] = ("embedding", "layer", "head")
         if self.model.experts is not None and self.model.experts.dense:
@@ -115,6 +130,12 @@ class ProfileSettings:
         return ProfileSettings(**body)
 
 
+def shown_divisors(length: int) -> str:
+    """The numbers of tokens that divide a sequence into 2 to 64 slices, for messages."""
+    found = [length // slices for slices in range(2, 65) if length % slices == 0]
+    return ", ".join(map(str, found)) or "none into 2 to 64 slices"
+
+
 def check_settings(settings: ProfileSettings, world_size: int) -> None:
     """Raise a PlannerError for settings that cannot be measured with ``world_size`` ranks."""
     model, where = settings.model, "profile"
@@ -148,11 +169,14 @@ def check_settings(settings: ProfileSettings, world_size: int) -> None:
             if getattr(model, name) % tp:
                 raise PlannerError(where, "--tp", tp, f"does not divide the model's {name} = {getattr(model, name)}")
     _check_ep(settings)
-    for tokens in settings.slice_tokens:
-        if tokens > model.seq_length or model.seq_length % tokens:
-            raise PlannerError(
-                where, "--slice-tokens", tokens, f"does not divide the sequence length {model.seq_length}"
-            )
+    if settings.slice_tokens and not settings.fitting_slices():
+        raise PlannerError(
+            where,
+            "--slice-tokens",
+            list(settings.slice_tokens),
+            f"none of them divides the sequence length {model.seq_length}",
+            f"These do: {shown_divisors(model.seq_length)}",
+        )
     if len(settings.kinds) not in (1, world_size):
         raise PlannerError(
             where, "--kind", list(settings.kinds), f"give one kind, or one per rank ({world_size} of them)"

@@ -19,6 +19,10 @@ GPUs.  The rules:
 * tensors of an operation are touched only in order: what is read, written or freed without a ``wait``, or without
   having seen the end of the operation, is an error even where the operation has ended by chance,
 * a tensor must not change between the post of an operation and its run,
+* the host waits for all that was launched at the first launch of an operator with new types and shapes (CUDA loads its
+  kernel then, cuDNN and Triton make one), at an allocation of a new size (the caching allocator may have to free
+  memory first), at an allocation of pinned memory, at ``empty_cache`` and at ``synchronize``; at a read of a value it
+  waits for the compute stream,
 * ``abort`` ends what is open without waiting for other members, and a watchdog does so with operations that nobody
   waits for and that do not end.
 
@@ -30,8 +34,8 @@ Operations that wait for each other end in an error that says, for every rank, w
 
 from __future__ import annotations
 
-from megatron_het.platform.nccl_order.group import install, is_installed, synchronize
+from megatron_het.platform.nccl_order.group import host_wait, install, is_installed, synchronize
 from megatron_het.platform.nccl_order.items import OrderError
 from megatron_het.platform.nccl_order.launch import Options
 
-__all__ = ["Options", "OrderError", "install", "is_installed", "synchronize"]
+__all__ = ["Options", "OrderError", "host_wait", "install", "is_installed", "synchronize"]

@@ -321,6 +321,19 @@ def synchronize() -> None:
         device.synchronize()
 
 
+def host_wait(why: str) -> None:
+    """Let the host wait for the device, where CUDA makes it wait; does nothing where no device is simulated.
+
+    Args:
+        why: The call that does so, for messages.
+
+    Raises:
+        OrderError: An operation failed, or cannot end while this host stands still.
+    """
+    for device in _DEVICES:
+        device.host_wait(why)
+
+
 def _rebind(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     replacement = wrap(getattr(distributed_c10d, name))
     for module in (dist, distributed_c10d):

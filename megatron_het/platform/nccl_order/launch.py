@@ -15,6 +15,7 @@ import torch
 from megatron_het.platform.nccl_order.items import Item, OrderError
 from megatron_het.platform.nccl_order.memory import Use, Uses
 
+HOST_WAIT_ADVICE = "nothing may be under way then whose other end depends on this rank"
 _POLL_S = 0.02
 _OTHERS_S = 3.0
 """How long a rank waits for the other ranks' states before it reports a stall."""
@@ -30,12 +31,15 @@ class Options:
         one_queue: Operations start in the order of their launch, whatever their communicator
             (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
         check_changes: Refuse tensors that change between post and run.
+        host_waits: The host waits for all that was launched before the first launch of a kernel, and wherever else
+            a GPU makes it wait (:meth:`Device.host_wait`).
     """
 
     stall_s: float = 20.0
     resident: int = 16
     one_queue: bool = True
     check_changes: bool = True
+    host_waits: bool = True
 
     def __post_init__(self) -> None:
         if not self.stall_s > 0:
@@ -69,6 +73,8 @@ class Device:
         self.store: Any = None
         """The default store, through which ranks tell each other where they stand."""
         self._watchdog: threading.Thread | None = None
+        self._host_waits: str | None = None
+        """Why the host stands still, where no operation says so."""
 
     def launch(self, item: Item) -> None:
         """Give an item its place in the order of launches.
@@ -163,6 +169,37 @@ class Device:
             self.await_end(item)
         self.raise_untold()
 
+    def host_wait(self, why: str) -> None:
+        """Let the host stand still until all that was launched has ended, as CUDA does at some calls.
+
+        It does not count as a wait for an operation: on a GPU whether the host waits here is luck.
+
+        Args:
+            why: The call, for messages.
+
+        Raises:
+            OrderError: An operation failed, or cannot end while this host stands still.
+        """
+        if not self.options.host_waits:
+            return
+        with self._state:
+            items = [self._open[n] for n in sorted(self._open)]
+        self._host_waits = f"{why}, where the host waits for the device: {HOST_WAIT_ADVICE}"
+        for item in items:
+            self._await(item, self.options.stall_s)
+        self._host_waits = None
+
+    def wait_for_compute(self) -> None:
+        """Let the host stand still until the compute stream has ended, as a read of a value does.
+
+        Raises:
+            OrderError: As :meth:`host_wait`.
+        """
+        with self._state:
+            items = list(self._ahead.values())
+        for item in items if self.options.host_waits else ():
+            self.await_end(item)
+
     def raise_untold(self) -> None:
         """Raise the failure that nobody has been told of."""
         with self._state:
@@ -236,18 +273,21 @@ class Device:
         Raises:
             OrderError: The item failed, or it waits longer than a deadlock takes.
         """
-        limit = min(self.options.stall_s, timeout_s or self.options.stall_s)
-        while not item.done.wait(_POLL_S):
-            if time.monotonic() - item.posted_s > limit:
-                raise self._stalled(item, limit)
+        self._await(item, min(self.options.stall_s, timeout_s or self.options.stall_s))
         item.waited = True
+
+    def _await(self, item: Item, limit_s: float) -> None:
+        while not item.done.wait(_POLL_S):
+            if time.monotonic() - item.posted_s > limit_s:
+                raise self._stalled(item, limit_s)
         if item.error is not None:
             self.told = True
             raise OrderError(str(item.error)) from item.error
 
     def _stalled(self, item: Item, limit_s: float) -> OrderError:
         """The error of a deadlock, with the states of all ranks that tell theirs in time."""
-        mine = {"waits": f"{item.communicator}: {item.what}", "open": self.describe()}
+        waits = self._host_waits or f"{item.communicator}: {item.what}"
+        mine = {"waits": waits, "open": self.describe()}
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         states = {rank: mine}
         if self.store is not None:

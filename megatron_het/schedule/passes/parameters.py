@@ -1,11 +1,14 @@
 """Adds what happens to parameters, gradients and the optimizer (Zorse, sections 4.1.1 and 4.1.2)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_het.schedule.columns import Direction
-from megatron_het.schedule.ir import COMPUTE, Kind, Op, Program
-from megatron_het.schedule.kinds import PARAMETER_KINDS, PARTS, chunk_of
+from megatron_het.schedule.graph import Graph, replay
+from megatron_het.schedule.ir import COMPUTE, RECEIVES, TRANSFERS, Kind, Op, Program
+from megatron_het.schedule.joint import event_places, stuck_events
+from megatron_het.schedule.kinds import COLLECTIVES, PARAMETER_KINDS, PARTS, chunk_of
+from megatron_het.schedule.passes.transfers import add_transfers, plain_durations
 from megatron_het.schedule.paths import Place
 
 STEPS = ("end", "ministage", "none")
@@ -181,3 +184,77 @@ class _Window:
             out.append(op)
             out += after.get(i, ())
         return tuple(out) + tuple(tail)
+
+
+_COPIES = frozenset({Kind.PARAM_PREFETCH, Kind.PARAM_OFFLOAD})
+_PLACED = RECEIVES | {Kind.SEND_FORWARD, Kind.SEND_BACKWARD}
+"""What ``add_transfers`` adds."""
+
+
+def post_together(program: Program, *, speeds: Sequence[float] | None = None) -> Program:
+    """The program whose replicas come to what they gather and reduce together at one point of one order of all.
+
+    Such an operation is posted ahead of its use, and a replica that posts it waits for nobody.  But where the host
+    waits for the device before the others have posted theirs (a kernel is launched for the first time, memory is
+    pinned), they must not need anything of this replica until then.  So posts move among the transfers around them, and
+    those of replicas that are ahead may move up to the use: the operation does not run before the last one anyway.
+    Where that does not help, transfers are placed anew, with what is gathered and reduced in mind.
+
+    Args:
+        program: With transfers.
+        speeds: See :func:`~megatron_het.schedule.passes.add_transfers`.
+    """
+    if not program.has_transfers:
+        return program
+    graph = Graph(program)
+    teams = graph.teams()
+    if not teams or next(stuck_events(graph, teams), None) is None:
+        return program
+    found = _in_order(graph, teams)
+    if found is None:
+        kept = (tuple(op for op in ops if op.kind not in _PLACED) for ops in program.ops)
+        graph = Graph(add_transfers(replace(program, ops=tuple(kept)), speeds=speeds))
+        found = _in_order(graph, graph.teams())
+    return found or program  # the validator says what waits for what
+
+
+def _in_order(graph: Graph, teams: Sequence[Sequence[int]]) -> Program | None:
+    """The program with collectives at the places of one order; None where there is none."""
+    program = graph.program
+    _, end, _ = replay(graph, plain_durations(program, graph))
+    latest = {node: max(end[member] for member in team) for team in teams for node in team}
+    copies = (node for node, op in enumerate(graph.ops) if op.kind in _COPIES)
+    spans = {node: _span(graph, node) for node in (*latest, *copies)}
+    places = event_places(graph, teams, spans, lambda node: latest.get(node, end[node]))
+    if min(places) < 0:
+        return None
+    order = (sorted(range(first, stop), key=places.__getitem__) for first, stop in zip(graph.first, graph.first[1:]))
+    return replace(program, ops=tuple(tuple(graph.ops[node] for node in nodes) for nodes in order))
+
+
+def _span(graph: Graph, node: int) -> tuple[list[int], list[int]]:
+    """Operations of its device after which, and before which, a collective or a copy to or from the host may be."""
+    device, kind = graph.device[node], graph.ops[node].kind
+    chunks, chunk = len(graph.program.shape.layers[graph.program.devices[device].stage]), graph.ops[node].chunk
+
+    def is_collective(other: int) -> bool:
+        return graph.ops[other].kind in COLLECTIVES
+
+    def is_anchor(other: int) -> bool:
+        return graph.ops[other].kind not in TRANSFERS | COLLECTIVES
+
+    def is_about(other: int) -> bool:
+        if kind is Kind.GRAD_REDUCE and graph.ops[other].kind in _COPIES:
+            return False  # these are about parameters
+        same = chunk_of(graph.ops[other].kind, graph.ops[other].chunk, chunks) == chunk
+        return is_anchor(other) and (same or node in graph.waits[other])
+
+    def nearest(nodes: range, *wanted: Callable[[int], bool]) -> list[int]:
+        found = (next(filter(one, nodes), None) for one in wanted)
+        return [other for other in found if other is not None]
+
+    before = range(node - 1, graph.first[device] - 1, -1)
+    later = range(node + 1, graph.first[device + 1])
+    if kind in _COPIES:
+        return nearest(before, is_anchor), nearest(later, is_anchor)
+    return nearest(before, is_anchor, is_collective), nearest(later, is_about, is_collective)

@@ -52,20 +52,41 @@ class Wires:
 
 
 class Ends:
-    """One device's channels."""
+    """One device's channels; with ``on_device`` the host may have to wait for all that was posted, as on a GPU."""
 
-    def __init__(self, wires: Wires, rank: int) -> None:
-        self.wires, self.rank = wires, rank
+    def __init__(self, wires: Wires, rank: int, on_device: bool) -> None:
+        self.wires, self.rank, self.on_device = wires, rank, on_device
+        self.under_way: list[tuple[dict[tuple[int, int], Any], tuple[int, int], int]] = []
 
-    def send(self, tensor: torch.Tensor, dst: int, label: str) -> None:
+    def moment(self, device: torch.device) -> None:
+        """There are no streams."""
+
+    def send(self, tensor: torch.Tensor, dst: int, label: str, after: None = None) -> None:
         with self.wires.changed:
-            self.wires.sent[self.rank, dst].append(tensor.clone())
+            sent = self.wires.sent[self.rank, dst]
+            self.under_way.append((self.wires.posted, (self.rank, dst), len(sent)))
+            sent.append(tensor.clone())
             self.wires.changed.notify_all()
 
-    def receive(self, target: torch.Tensor, src: int, label: str) -> Any:
-        number = self.wires.posted[src, self.rank]
-        self.wires.posted[src, self.rank] += 1
-        return SimpleNamespace(edge=(src, self.rank), number=number, target=target, label=label)
+    def receive(self, target: torch.Tensor, src: int, label: str, after: None = None) -> Any:
+        edge = src, self.rank
+        with self.wires.changed:
+            number = self.wires.posted[edge]
+            self.wires.posted[edge] += 1
+            self.under_way.append((self.wires.sent, edge, number))
+            self.wires.changed.notify_all()
+        return SimpleNamespace(edge=edge, number=number, target=target, label=label)
+
+    def host_wait(self) -> None:
+        """Until the other end of all that is under way is posted."""
+
+        def ended(other: dict[tuple[int, int], Any], edge: tuple[int, int], number: int) -> bool:
+            return (other[edge] if isinstance(other[edge], int) else len(other[edge])) > number
+
+        with self.wires.changed:
+            if not self.wires.changed.wait_for(lambda: all(ended(*one) for one in self.under_way), _WAIT_S):
+                raise TimeoutError(f"the host of rank {self.rank} waits for its device")
+            self.under_way.clear()
 
     def wait_receive(self, pending: Any) -> None:
         with self.wires.changed:
@@ -76,6 +97,25 @@ class Ends:
 
     def wait_sends(self) -> None:
         """Nothing is under way."""
+
+
+class WaitingKernel:
+    """A kernel before whose every call the host waits for the device."""
+
+    def __init__(self, ends: Sequence[Ends]) -> None:
+        self.ends = ends
+
+    def forward(self, *tensors: Any) -> Any:
+        self._wait()
+        return KERNEL.forward(*tensors)
+
+    def backward(self, *tensors: Any) -> Any:
+        self._wait()
+        return KERNEL.backward(*tensors)
+
+    def _wait(self) -> None:
+        for ends in self.ends:
+            ends.host_wait()
 
 
 @dataclass
@@ -140,6 +180,7 @@ class Device:
         alone: int = 0,
         limits: Limits | None = None,
         reach: Callable[[int, int, int], Reach] = lambda chunk, layer, microbatch: UNLIMITED,
+        on_device: bool = False,
     ) -> None:
         self.program, self.rank, self.bounds, self.reach = program, rank, bounds, reach
         chunks = len(program.backwards)
@@ -158,11 +199,13 @@ class Device:
             config=SimpleNamespace(softmax_scale=None, params_dtype=torch.float64),
         )
         model = SimpleNamespace(decoder=SimpleNamespace(layers=[SimpleNamespace(self_attention=attention)]))
-        ends = [Ends(w, rank) for w in wires]
+        ends = [Ends(w, rank, on_device) for w in wires]
+        self.kernel: Any = WaitingKernel(ends) if on_device else KERNEL
         self.exchange = ContextExchange(
             {False: program}, units, rank, layers, *ends, Timeline(), torch.device("cpu"), keep
         )
         self.exchange.attach(self.modules, [model], lambda microbatch: 1)
+        self.exchange._kernel = self.kernel
         if limits is not None:
             self.exchange.begin_limited(program, limits)
             for module in (m for modules in self.modules for m in modules):
@@ -194,7 +237,7 @@ class Device:
                 self.samples[key] = Sample.make(self.bounds(op.microbatch), seed)
             sample = self.samples[key]
             q, k, v = (leaf[op.slice] for leaf in sample.leaves)
-            place = {"microbatch": op.microbatch, "index": op.slice, "scale": SCALE, "kernel": KERNEL}
+            place = {"microbatch": op.microbatch, "index": op.slice, "scale": SCALE, "kernel": self.kernel}
             place["reach"] = self.reach(op.chunk, layer, op.microbatch)
             sample.outs[op.slice] = slice_attention(
                 q, k, v, SliceContext(cache=module.cache, exchange=module.exchange, **place)
@@ -210,6 +253,7 @@ def devices(
     alone: int = 0,
     seen_by: tuple[Sequence[Starts] | None, int | None] = (None, None),
     keys_per_token: float = 0.0,
+    on_device: bool = False,
     **options: Any,
 ) -> list[Device]:
     """All devices; the chunks of rank r have ``r * alone`` layers more than those of rank 0.
@@ -252,8 +296,9 @@ def devices(
         lowered = lower(program, boundaries, device, rank)
         firsts = [first_layers(placement)[where.stage, chunk] for chunk in range(chunks)]
         reach = lambda c, layer, m, firsts=firsts: Reach(starts(m), layers[firsts[c] + layer])  # noqa: E731
-        limited = () if limits is None else (limits, reach)
-        found.append(Device(lowered, rank, 2, where_units, bounds, wires, keep, rank * alone, *limited))
+        limited = {} if limits is None else {"limits": limits, "reach": reach}
+        made = Device(lowered, rank, 2, where_units, bounds, wires, keep, rank * alone, **limited, on_device=on_device)
+        found.append(made)
     return found
 
 
@@ -275,6 +320,16 @@ def test_exact(shape: tuple[int, int, int, int], options: dict[str, Any]) -> Non
     made = devices(*shape, **options)
     assert any(op.kind == Kind.ATTEND_HELP for d in made for op in d.program.ops)
     assert max(run_all(made)) < 1e-12
+
+
+@pytest.mark.parametrize("seen_by", [(None, None), ([(0, 3, 11, 12, 29), (0,), (0, 20)], 19)], ids=str)
+@pytest.mark.parametrize("options", [{}, ALL], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 2, 2), (4, 8, 1, 3)], ids=str)
+def test_the_host_may_wait_for_the_device_at_every_kernel(
+    shape: tuple[int, int, int, int], options: dict[str, Any], seen_by: tuple[Sequence[Starts] | None, int | None]
+) -> None:
+    """As CUDA makes it wait at the first launch of each: nothing under way may need this device before it ends."""
+    assert max(run_all(devices(*shape, seen_by=seen_by, on_device=True, **options))) < 1e-12
 
 
 DOCUMENTS = [(0, 3, 11, 12, 29), (0,), (0, 20)]

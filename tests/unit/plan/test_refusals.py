@@ -197,6 +197,25 @@ def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: 
     assert found == ["the plan for a global batch size of 8: --flag = 8: does not fit the program"]
 
 
+@pytest.mark.parametrize("transport", ["auto", "staged"])
+def test_gloo_does_not_train_on_gpus(transport: str) -> None:
+    """Its groups cannot sum gradients of CUDA tensors; host memory between stages is another matter."""
+    from megatron_het.config import HetConfig
+    from megatron_het.platform import Platform
+
+    session: Any = SimpleNamespace(check=lambda args: None)
+
+    def problems(backend: str, device: Platform) -> list[str]:
+        found = arguments(world_size=2, distributed_backend=backend)
+        return [str(e) for e in hooks.argument_problems(HetConfig(made(), transport=transport), device, session, found)]
+
+    (refused,) = problems("gloo", Platform("cuda"))
+    assert refused.startswith("--distributed-backend = 'gloo': groups of gloo cannot train with CUDA tensors")
+    assert "--het-transport staged" in refused
+    assert problems("gloo", Platform("cpu", plays_cuda=True)) == [refused]
+    assert problems("nccl", Platform("cuda")) == problems("gloo", Platform("cpu")) == []
+
+
 def more_stages(stages: int, *, tp: int = 1, ep: int = 1, chunks: int = 1, **training: Any) -> Plan:
     """A plan of four layers over stages of one replica each."""
     replicas = [Replica(tuple(range(s * tp, s * tp + tp)), tuple(range(8)), ep=ep) for s in range(stages)]

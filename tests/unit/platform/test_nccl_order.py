@@ -223,7 +223,7 @@ def test_what_arrives_is_passed_on_after_a_wait_or_on_the_same_communicator():
 
 
 def test_operators_of_the_host_are_watched():
-    device, tensor = Device(Options()), torch.zeros(4)
+    device, tensor = Device(Options(host_waits=False)), torch.zeros(4)
     item = sent(device, tensor)
     with ComputeStream(device):
         assert tensor.sum() == 0 and tensor.view(2, 2).shape == (2, 2)
@@ -264,3 +264,54 @@ def test_a_late_result_is_no_change_in_place():
         whole.copy_(torch.ones(4))
     with pytest.raises(RuntimeError, match="modified inplace"):
         torch.cat(parts)
+
+
+def test_the_host_waits_at_the_first_launch_of_types_and_shapes(monkeypatch: pytest.MonkeyPatch):
+    device, waits = Device(Options()), list[str]()
+    monkeypatch.setattr(device, "host_wait", waits.append)
+    small, large = torch.ones(2), torch.ones(4)
+    with ComputeStream(device):
+        for tensor in (small, small, large, small.view(1, 2)[0], large):
+            tensor.mul_(3.0)
+        torch.empty(8)
+    assert [wait.partition(" with ")[0] for wait in waits] == [
+        "first launch of aten.mul_.Tensor",
+        "first launch of aten.mul_.Tensor",
+        "first launch of aten.empty.memory_format",
+    ]
+
+
+def test_a_host_wait_under_a_transfer_that_cannot_end_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    device = Device(Options(stall_s=0.3))
+    launched(device, 1)
+    with pytest.raises(
+        OrderError, match=r"rank 0 waits for first launch of mm, where the host waits(.|\n)*operation 0"
+    ):
+        device.host_wait("first launch of mm")
+
+
+def test_a_host_wait_orders_nothing():
+    """What arrived by then has arrived by luck: the wait for the operation is still missing."""
+    device, tensor = Device(Options()), torch.zeros(4)
+    item = sent(device, tensor, fills=True)
+    device.begin(item)
+    device.end(item, None)
+    device.host_wait("first launch of mm")
+    with pytest.raises(OrderError, match="is not ordered after"):
+        device.touch(tensor, False, "sum")
+
+
+def test_without_host_waits_the_device_is_not_waited_for():
+    device = Device(Options(stall_s=30.0, host_waits=False))
+    launched(device, 1)
+    device.host_wait("first launch of mm")
+
+
+def test_a_read_of_a_value_waits_for_the_compute_stream():
+    device = Device(Options(stall_s=0.3))
+    first, _ = launched(device, 2)
+    device.wait_for_compute()  # is ordered after nothing
+    device.order_after(first)
+    with pytest.raises(OrderError, match="wait for each other"):
+        device.wait_for_compute()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_het import platform
+from megatron_het.platform import share_devices
 
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU support is not active")
 
@@ -48,6 +49,7 @@ owners = [torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor, t
 before = [dict(vars(owner)) for owner in owners]
 import sys
 from megatron_het import platform
+from megatron_het.platform import share_devices
 active = platform.activate()
 assert active.is_cuda and active.default_backend == "nccl"
 assert "megatron_het.platform.cpu" not in sys.modules
@@ -197,3 +199,29 @@ def test_unmet_flag_names_itself_and_why(active):
     args = SimpleNamespace(**{flag.attribute: object() for flag in active.flags()})
     for flag in active.unmet_flags(args):
         assert flag.words[0] in str(flag) and flag.reason in str(flag)
+
+
+def shared(devices: int, **more: str) -> tuple[dict[str, str], str]:
+    environment = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", **more}
+    return environment, share_devices(environment, devices)
+
+
+def test_ranks_that_share_a_device_are_hosts_of_their_own_for_nccl():
+    environment, said = shared(2, TORCHELASTIC_RUN_ID="none", NCCL_MAX_NCHANNELS="8")
+    assert "4 ranks share 2 devices" in said and "NCCL_HOSTID" in said
+    assert environment["NCCL_HOSTID"].endswith("-3") and environment["LOCAL_RANK"] == "1"
+    assert environment["NCCL_SOCKET_IFNAME"] == "lo" and environment["NCCL_MAX_NCHANNELS"] == "8"
+    other, _ = shared(2, SAME_DEVICES="1", TORCHELASTIC_RUN_ID="none", LOCAL_RANK="1")
+    assert other["NCCL_HOSTID"] != environment["NCCL_HOSTID"]
+
+
+def test_ranks_of_several_hosts_keep_their_network():
+    environment, said = shared(1, WORLD_SIZE="8", HET_SAME_DEVICES="1")
+    assert said and "NCCL_SOCKET_IFNAME" not in environment and "NCCL_IB_DISABLE" not in environment
+
+
+@pytest.mark.parametrize(("devices", "more"), [(4, {"TORCHELASTIC_RUN_ID": "none"}), (1, {})])
+def test_ranks_with_devices_of_their_own_are_left_alone(devices: int, more: dict[str, str]):
+    """A launcher that shows every rank one device of its own says nothing, and is not taken for one that shares."""
+    before = shared(64, **more)[0]
+    assert shared(devices, **more) == (before, "")
