@@ -133,6 +133,7 @@ def main() -> int:
     by_file, by_model = files(), logits()
     lost = sum(len(entry["lost"]) + len(entry["unread"]) for entry in by_file.values())
     worst = max(by_model.values())
+    difference = max(by_model.values())
     report = {
         "configs": len(by_file),
         "lost_fields": lost,
