@@ -65,6 +65,12 @@ def _pipeline(
     """The time of the pipeline, and the end of the last backward of each stage."""
     schedule = schedule_of(candidate)
     found = schedule.pipeline(estimator, candidate, stages, transfers, total)
+    if candidate.rows:
+        s = found.bottleneck
+        layers, unit = candidate.stages[s].layers, stages[s].units[0]
+        whole_s = unit.both_s(layers, *candidate.ends_of(s))
+        share = layers * (unit.layer_f + unit.layer_b) / whole_s * schedule.vocabulary_loss(candidate, unit, len(stages))
+        found = found._replace(end_s=found.end_s + found.busy_s * share)
     if not candidate.even:
         found = found._replace(end_s=found.end_s + found.busy_s * schedule.mismatch_loss(candidate))
     return found, schedule.ends(estimator, candidate, stages, transfers, found)

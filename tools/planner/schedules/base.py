@@ -157,6 +157,17 @@ class Schedule:
         mixed = any(len(s.groups) > 1 for s in candidate.stages)
         return self.loss_of(self.mismatch(candidate), counts, mixed)
 
+    def vocabulary_loss(self, like: Candidate, unit: Unit, stages: int) -> float:
+        """Share of its layers' time that a stage waits where all stages compute parts of the output layer together.
+
+        Args:
+            like: With a split vocabulary.
+            unit: A replica of the stage.
+            stages: In all.
+        """
+        del like, unit, stages
+        return 0.0
+
     def loss_of(self, coefficients: tuple[float, float, float, float], counts: Sequence[int], mixed: bool) -> float:
         """The same of any stages.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..candidate import Candidate
-from ..estimates import Estimate, Pipeline, StageTimes, divided_alike
+from ..estimates import Estimate, Pipeline, StageTimes, Unit, divided_alike
 from ..operating import OperatingPoints
 from .base import Schedule
 
@@ -23,6 +23,10 @@ class OneFOneB(Schedule):
     def mismatch(self, candidate: Candidate) -> tuple[float, float, float, float]:
         """Less is lost where more microbatches are in flight."""
         return MISMATCH_WITH_SLACK if candidate.slack > 0 else super().mismatch(candidate)
+
+    def vocabulary_loss(self, like: Candidate, unit: Unit, stages: int) -> float:
+        """The last stage waits for a forward of every other stage before each backward."""
+        return unit.layer_f / (unit.layer_f + unit.layer_b)
 
     def ends(
         self,

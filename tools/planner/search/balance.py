@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 from ..candidate import Candidate, Group, Stage
@@ -181,7 +182,8 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
     rows = like.rows
     if rows and len(rows) != count:
         rows = rows_of((1,) * count, model.tied_embeddings)
-    return like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]), rows=rows)
+    ep = gcd(like.ep, max([g.tp for stage in groups for g in stage]))
+    return like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]), rows=rows, ep=ep)
 
 
 def ends_at(like: Candidate, s: int, count: int) -> tuple[float, float]:

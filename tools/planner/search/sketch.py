@@ -16,7 +16,7 @@ from megatron_het.plan.limits import most_chunks
 
 from ..candidate import Candidate, Group, Stage
 from ..compiled import loops
-from ..estimate import Estimator, allocate
+from ..estimate import Estimator, Unit, allocate
 from ..schedules import schedule_of
 from ..search.balance import Rooms, ends_at, layer_rooms, stage_load
 from ..search.goal import Goal
@@ -57,6 +57,7 @@ class _Known:
 
     Attributes:
         stage: What it is taken for.
+        unit: One of its replicas.
         tail_s: Gradient reduction and update of a layer.
         figures: Both as the compiled loops want them.
         rate: Layers per second.
@@ -65,10 +66,10 @@ class _Known:
         caps: Most layers that fit, by the replicas of later stages and, where they matter, numbers of stages.
     """
 
-    __slots__ = ("caps", "figures", "rate", "rooms", "stage", "tail_s", "width")
+    __slots__ = ("caps", "figures", "rate", "rooms", "stage", "tail_s", "unit", "width")
 
-    def __init__(self, stage: _Stage, tail_s: float, rooms: Rooms) -> None:
-        self.stage, self.tail_s, self.rooms = stage, tail_s, rooms
+    def __init__(self, stage: _Stage, unit: Unit, tail_s: float, rooms: Rooms) -> None:
+        self.stage, self.unit, self.tail_s, self.rooms = stage, unit, tail_s, rooms
         self.rate, self.width = 1.0 / stage.layer_s, stage.width
         self.figures = _FIGURES.pack(stage.layer_s, stage.ends, stage.pass_s, stage.ends_size, tail_s)
         self.caps: dict[tuple[int, int, int], int] = {}
@@ -191,6 +192,8 @@ class Sketch:
         each = point.total * like.chunks
         link_s = max([way * each / (a if a < b else b) for way, a, b in zip(ways, widths, widths[1:])])
         loss = schedule.loss_of(point.mismatch, widths, any(len(g) > 1 for g in groups))
+        if like.rows:
+            loss += schedule.vocabulary_loss(like, found[0].unit, len(groups))
         fill_s = passes / cut + 2 * sum(ways) / like.slices
         return max(busy_s * (1 + loss), link_s) + fill_s + tail
 
@@ -213,7 +216,8 @@ class Sketch:
         if stage is None:
             return None
         rooms = layer_rooms(self.estimator, groups, point.like, point.total, first, last, 0.0)
-        return None if rooms is None else _Known(stage, self._tail(groups, like), rooms)
+        unit = self.estimator.unit_of(like, groups[0])
+        return None if rooms is None or unit is None else _Known(stage, unit, self._tail(groups, like), rooms)
 
     def _priced(
         self, groups: tuple[Group, ...], like: Candidate, total: int, first: float, last: float

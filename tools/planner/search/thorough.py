@@ -308,7 +308,7 @@ def _even_seeds(book: Book, limits: Limits) -> None:
 
     Ministages among them: their memory decides otherwise than that of 1F1B, from which they are varied else.
     """
-    schedules = [s for s in book.goal.allowed if not s.has_slack]
+    schedules = book.goal.allowed
     looked_at: dict[str, list[tuple[float, int, Groups, Candidate]]] = {s.name: [] for s in schedules}
     met = [(groups, like) for (groups, *_), like in book.even.items()][:MOST_EVEN]
     for groups, like in chain(even_seeds(book, limits, MOST_EVEN), met) if schedules else ():
@@ -316,6 +316,8 @@ def _even_seeds(book: Book, limits: Limits) -> None:
         if balanced is None:
             continue
         for schedule in schedules:
+            if like.rows and schedule.shards_parameters:
+                continue
             mine = looked_at[schedule.name]
             for variant in schedule.variants(book.estimator, balanced):
                 value = book.sketch.value(groups, variant, WORTH * book.to_beat)
