@@ -32,7 +32,7 @@ FEW_PARTS = 2
 """Parts to search of a cluster without a plan that is near the one that is known."""
 MOST_SWAPPED = 10
 """Stages of which two change places."""
-MOST_EVEN, MOST_EVEN_TRIED = 150, 8
+MOST_EVEN, MOST_EVEN_TRIED = 600, 8
 """Starting points of equal width that are looked at, and tried, under schedules that want them."""
 POLISHED = 1.1
 """Plans within this factor of the best get their layers shifted one by one."""
@@ -320,7 +320,7 @@ def _even_seeds(book: Book, limits: Limits) -> None:
                 continue
             mine = looked_at[schedule.name]
             for variant in schedule.variants(book.estimator, balanced):
-                value = book.sketch.value(groups, variant, WORTH * book.to_beat)
+                value = book.sketch.value(groups, variant, POLISHED * book.to_beat)
                 if value < inf:
                     mine.append((value, len(mine), groups, variant))
     for mine in looked_at.values():
