@@ -259,6 +259,7 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
     """
     estimator, model = book.estimator, book.estimator.model
     found: list[tuple[float, int, Groups, Candidate]] = []
+    slowest_s = 1 / (book.goal.min_iterations_per_s or 1e-30)
     for point in operating_points(estimator, book.goal, limits):
         total = model.global_batch_size // point.micro_batch_size
         for kinds in _even_kinds(estimator, limits, point):
@@ -271,10 +272,12 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
                 for stages in _even_counts(kinds, width, model.num_layers):
                     rate = sum([kind.rate * n for kind, n in zip(kinds, stages)]) * width
                     work_s = model.global_batch_size * model.num_layers / rate
-                    guess_s = work_s * (1 + (sum(stages) - 1) / (PIECES * (total // width)))
-                    if guess_s < book.to_beat or book.goal.objective == "cost":
+                    guess = work_s * (1 + (sum(stages) - 1) / (PIECES * (total // width)))
+                    if book.goal.objective == "cost":
+                        guess *= sum([estimator.price[k.pool] * k.tp * n for k, n in zip(kinds, stages)]) * width
+                    if guess < book.to_beat and work_s <= slowest_s:
                         groups = [((Group(kind.pool, kind.tp, width),),) * n for kind, n in zip(kinds, stages)]
-                        found.append((guess_s, len(found), tuple(chain(*groups)), point))
+                        found.append((guess, len(found), tuple(chain(*groups)), point))
     for _, _, groups, point in nsmallest(count, found):
         for order in dict.fromkeys((groups, groups[::-1])):
             yield order, point

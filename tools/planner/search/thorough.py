@@ -79,18 +79,18 @@ class Ground:
         return not self.is_near and len(self.whole) > MOST_POOLS
 
 
-def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | None = None) -> Outcome:
+def thorough(ground: Ground, limits: Limits, bound: float = inf, goal: Goal | None = None) -> Outcome:
     """The search of a part of the cluster, as if there were nothing else.  Ctrl-C ends it with the best so far.
 
     Args:
         limits: GPUs of each (merged) pool.
-        bound_s: Time of a plan that is known already; slower ones are of no use.
+        bound: Value of a plan that is known already; worse ones are of no use.
         goal: With fewer schedules than that of the ground.
     """
     merged, goal, progress = ground.merged, goal or ground.goal, ground.progress
     effort, gpus = ground.asked or effort_for(sum(limits)), sum(limits)
     # The closed form of a small plan may be far off, so that nothing is given up for it.
-    beaten = bound_s if goal.objective == "throughput" and gpus > effort.near_gpus else inf
+    beaten = bound if gpus > effort.near_gpus or goal.objective == "cost" else inf
     book = Book(merged.estimator, goal, progress, limits, ground.first, beaten)
     ground.first = ground.first or book
     outcome = Outcome("auto")
@@ -98,8 +98,7 @@ def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | 
         explore(book, effort, limits)
         if gpus <= effort.exact_gpus:
             progress.text = "branch and bound"
-            known = bound_s if goal.objective == "throughput" else inf
-            outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, known)
+            outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, bound)
         if not outcome.exact:
             _parts(book, effort, ground.bounds, limits)
         _climb_by_stages(book, effort, limits)
@@ -111,10 +110,10 @@ def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | 
     except KeyboardInterrupt:
         outcome.interrupted = True
         effort = replace(effort, simulated_operations=1000)  # somebody is waiting
-    if bound_s < inf and goal is ground.goal and limits != ground.whole:  # what looks slower is not simulated
+    if bound < inf and goal is ground.goal and limits != ground.whole:  # what looks slower is not simulated
         effort = replace(effort, first=0)
     finish(
-        book, outcome, ground.estimator, goal, effort, lambda c: expand(merged, ground.estimator.cluster, c), bound_s
+        book, outcome, ground.estimator, goal, effort, lambda c: expand(merged, ground.estimator.cluster, c), bound
     )
     return outcome
 
