@@ -1,4 +1,4 @@
-# The commands of this project: `make demo`, `make test` and `make lint`.  They make their own environment
+# The commands of this project: `make demo`, `make test`, `make test-full` and `make lint`.  They make their own environment
 # in .venv/ first and reuse it afterwards; PYTHON=/path names the Python to make it with.
 
 SHELL := bash
@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 DOCTOR_ARGS ?=
 GPU_CHECK_ARGS ?=
 
-.PHONY: help venv demo demo-elastic test test-upstream lint slurm chromium clean
+.PHONY: help venv demo demo-elastic test test-full test-upstream lint slurm chromium clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,10 +48,15 @@ slurm: ## Install Slurm for its tests (Debian, root)
 chromium: ## Install the browser for the tests of the report page (Debian, root)
 	scripts/install_chromium.sh
 
-test: $(STAMP) ## Run all tests (PYTEST_ARGS adds arguments)
+test: TIER :=
+test: ## Run the tests of every change, in under 20 minutes on 2 cores (PYTEST_ARGS adds arguments)
+test-full: TIER := --full
+test-full: ## Run all tests, before a release or at night (PYTEST_ARGS adds arguments)
+
+test test-full: $(STAMP)
 	@if [[ -n "$${INSTALL_SLURM:-}" ]]; then scripts/install_slurm.sh || true; fi
 	@if [[ -n "$${INSTALL_CHROMIUM:-}" ]]; then scripts/install_chromium.sh || true; fi
-	$(RUN_ENVIRONMENT) scripts/run_tests.sh $(VENV_PYTHON) $(PYTEST_ARGS)
+	$(RUN_ENVIRONMENT) scripts/run_tests.sh $(TIER) $(VENV_PYTHON) $(PYTEST_ARGS)
 
 test-upstream: $(STAMP) ## Run Megatron-core's own unit tests that need no GPU, of the checkout MEGATRON_LM_PATH
 	$(RUN_ENVIRONMENT) $(VENV_PYTHON) tests/upstream/run.py

@@ -19,6 +19,7 @@ from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, Tr
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN, SEQUENCE, VOCABULARY = 5, 64, 8, 4, 96, 32, 250
 MICROBATCHES, STEPS, MAX_RANKS = 6, 10, 8
+_FP16_SCALE = 256
 _LEARNING_FLAGS = words(
     f"""
     --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
@@ -108,6 +109,8 @@ class Case:
         flags = ["--het-transport", self.transport, *self.own]
         if self.overlap:
             flags.append("--overlap-grad-reduce")
+        if self.plan.training.precision == "fp16":  # a plan divides losses by about the tokens of a batch
+            flags += ["--initial-loss-scale", str(_FP16_SCALE * self.plan.loss_divisor)]
         return tuple(flags)
 
 
@@ -128,7 +131,7 @@ def common_flags(
     flags += [] if weights.precision == "fp32" else [f"--{weights.precision}"]
     # Losses are sums over tokens: with 4096 gradients overflow at the first step in one process already, with the
     # default for more steps than a run has.
-    flags += ["--initial-loss-scale", "256"] if weights.precision == "fp16" else []
+    flags += ["--initial-loss-scale", str(_FP16_SCALE)] if weights.precision == "fp16" else []
     flags += ["--eval-interval", str(steps // 2)]
     if by_samples:
         flags += ["--train-samples", str(steps * MICROBATCHES)]

@@ -42,6 +42,7 @@ PARAMETERS: dict[str, Sequence[Any]] = {
         ALONE,
     ),
     "chunks": ("equal", "different"),
+    "copies": ("on two stages", "on one stage"),
     "window": (False, "exact", "undo", "at-once", "per-ministage", "ZeRO-2", "ZeRO-3"),
     "tp": ("equal", "by stage", "within a stage"),
     "layers": ("even", "uneven"),
@@ -86,7 +87,7 @@ def schedules_of(feature: Feature) -> tuple[str, ...]:
     name, value = feature
     if name == "schedule":
         return (value,)
-    if name == "chunks":
+    if name in ("chunks", "copies"):
         return _OF_SEVERAL_CHUNKS
     part_of = needs(feature).get("schedule")
     return (part_of,) if part_of else tuple(PARAMETERS["schedule"])
@@ -97,6 +98,8 @@ def needs(feature: Feature) -> Row:
     name, value = feature
     if name == "chunks":
         return {"schedule": _OF_SEVERAL_CHUNKS[0]}
+    if name == "copies":  # of tied embeddings; the last chunk is on the first stage
+        return {"schedule": _OF_SEVERAL_CHUNKS[0], "chunks": "different", "tied": True}
     if name == "window":
         return {"schedule": ALONE if str(value).startswith("ZeRO") else "ministage", "distributed_optimizer": True}
     if name == "context_exchange":
@@ -202,7 +205,8 @@ def case_of(row: Row, name: str, seed: int) -> Case:
     if row["layers"] == "uneven" and _chunks(row) > 1:  # among the chunks of a stage too
         case = replace(case, plan=replace(case.plan, stages=tuple(_shifted(s) for s in case.plan.stages)))
     if row["chunks"] == "different":
-        case = replace(case, plan=replace(case.plan, stages=_with_fewer_chunks(case.plan.stages, rng)))
+        fewer = len(sizes) - 1 if row["copies"] == "on one stage" else rng.randrange(len(sizes))
+        case = replace(case, plan=replace(case.plan, stages=_with_fewer_chunks(case.plan.stages, fewer)))
     if row["microbatches"] == "unequal":
         case = replace(with_sizes(case, _SIZES, rng), name=name)
     check_plan(case.plan)
@@ -221,9 +225,8 @@ def _routed_as_the_first(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     return tuple(found)
 
 
-def _with_fewer_chunks(stages: tuple[Stage, ...], rng: random.Random) -> tuple[Stage, ...]:
+def _with_fewer_chunks(stages: tuple[Stage, ...], chosen: int) -> tuple[Stage, ...]:
     """One stage has all of its layers in one chunk; where that is the last one, another ends the model."""
-    chosen = rng.randrange(len(stages))
     return tuple(
         replace(stage, layers=(sum(stage.layers),)) if s == chosen else stage for s, stage in enumerate(stages)
     )
@@ -238,8 +241,6 @@ def _window(row: Row) -> Row:
 
 
 def _chunks(row: Row) -> int:
-    if row["schedule"] == ALONE and row["tied"]:
-        return 1  # both ends of a single stage are in one chunk
     return 2 if row["window"] or row["chunks"] == "different" else _CHUNKS.get(row["schedule"], 1)
 
 

@@ -123,7 +123,8 @@ def trained_cases(
     kinds = ("more", "more-pair") if known else ("plan", "pair")
     for attempt in range(2):
         rows = covering_rows(left, refused, seed + attempt) if not attempt else [pair_row(pair) for pair in left]
-        names = [f"{kinds[attempt]}-{i:03}" for i in range(len(rows))]
+        taken = sum(case.name.startswith(kinds[attempt]) for case in known)  # of earlier runs that did the same
+        names = [f"{kinds[attempt]}-{taken + i:03}" for i in range(len(rows))]
         drawn = [case_of(row, name, seed) for row, name in zip(rows, names, strict=True)]
         problems = argument_problems(drawn, folder / f"attempt-{attempt}")
         cases += [case for case, texts in zip(drawn, problems, strict=True) if not texts]

@@ -31,6 +31,7 @@ def work() -> None:
         1,
         job["timeout_s"],
         "same",
+        identity=str(own["process"]),
     )
     code = Worker(setting, sys.argv[1:], pretrain_gpt.main).run()
     sys.stdout.flush()

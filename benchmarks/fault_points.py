@@ -251,10 +251,10 @@ def _wrap_changes(worker: Worker) -> None:
     train, run = workers.Worker._train, sessions.run_session
 
     @functools.wraps(train)
-    def train_noted(self: Any, generation: Any) -> Any:
+    def train_noted(self: Any, generation: Any, news: Any) -> Any:
         worker.generation = generation.number
         worker.at("opening")
-        return train(self, generation)
+        return train(self, generation, news)
 
     workers.Worker._train = train_noted  # type: ignore[method-assign]
     workers.run_session = _then(run, lambda: worker.at("left"))

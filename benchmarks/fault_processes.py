@@ -30,13 +30,13 @@ class Forked:
 
     Args:
         run: What it does; its result is the exit code.
-        log: File for what it writes.
+        log: File or descriptor for what it writes.
         environment: Of the process.
         own_session: Whether it is no part of this process's session.
     """
 
     def __init__(
-        self, run: Callable[[], int], log: Path, environment: Mapping[str, str], *, own_session: bool = True
+        self, run: Callable[[], int], log: Path | int, environment: Mapping[str, str], *, own_session: bool = True
     ) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -74,7 +74,7 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _be(run: Callable[[], int], log: Path, environment: Mapping[str, str], own_session: bool) -> int:
+def _be(run: Callable[[], int], log: Path | int, environment: Mapping[str, str], own_session: bool) -> int:
     """In the new process."""
     try:
         if own_session:
@@ -83,7 +83,7 @@ def _be(run: Callable[[], int], log: Path, environment: Mapping[str, str], own_s
         # As multiprocessing does after its own forks: the parent's helpers are not this process's children.
         multiprocessing.process._children.clear()  # type: ignore[attr-defined]
         multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        target = log if isinstance(log, int) else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for number in (1, 2):
             os.dup2(target, number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -115,7 +115,7 @@ def het_run(words: Sequence[str], setup: Callable[[], None]) -> int:
     def start(
         command: Sequence[str], *, env: Mapping[str, str], stdout: Any, preexec_fn: Any, **_unused: Any
     ) -> Forked:
-        return Forked(lambda: _work(command, preexec_fn, setup), Path(stdout.name), env, own_session=False)
+        return Forked(lambda: _work(command, preexec_fn, setup), stdout, env, own_session=False)
 
     agent.subprocess = SimpleNamespace(Popen=start, DEVNULL=DEVNULL, STDOUT=STDOUT, TimeoutExpired=TimeoutExpired)  # type: ignore[assignment]
     return main(words)

@@ -104,7 +104,9 @@ def verdict(trial: Trial, outcome: Outcome, difference: float, samples: int) -> 
     if trial.hopeless:
         clear = sum("no plan for what is left" in line for line in outcome.error if line.startswith("controller"))
         return "" if outcome.code == 1 and clear == 1 else f"exit code {outcome.code}, {clear} clear errors"
-    if outcome.code != 0:
+    # A training whose last state did not fit on the disk is done, and does not end well.
+    unsaved = bool(trial.disk_bytes and outcome.error) and all("its last state" in line for line in outcome.error)
+    if outcome.code != 0 and not (unsaved and outcome.code == 1):
         return f"exit code {outcome.code}: {'; '.join(outcome.error)[:600]}"
     if len(outcome.happened) < len(trial.faults):
         return "a fault did not happen"

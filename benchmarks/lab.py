@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.cases import VOCABULARY, Case, Weights, common_flags
+from benchmarks.cases import STEPS, VOCABULARY, Case, Weights, common_flags
 from benchmarks.runner import Job, Runner
 from megatron_het.plan import save_plan
 
@@ -13,20 +17,37 @@ _PACKED = ("--reset-attention-mask", "--reset-position-ids")
 _CASE_S = 900.0  # far more than a case takes, for machines that do other work
 
 
+@contextlib.contextmanager
+def made_once(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder that several processes want, and tell whether it is still to be made.
+
+    Args:
+        folder: Created; made when the block ends without an exception.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as the job of whoever makes it may take
+        made = folder / "made"
+        yield not made.exists()
+        made.touch()
+
+
 class Lab:
     """A folder with everything that cases share.
 
     Args:
         runner: Where jobs run.
         folder: An empty or missing folder.
+        steps: Of training, of cases and references.
+        shared: Folder of data, checkpoints and references, which labs of other processes may share; the lab's own
+            without.
     """
 
-    def __init__(self, runner: Runner, folder: Path) -> None:
+    def __init__(self, runner: Runner, folder: Path, *, steps: int = STEPS, shared: Path | None = None) -> None:
         self.runner = runner
         self.folder = folder.resolve()
-        self._references: dict[tuple[Weights, float, tuple[str, ...]], Path] = {}
-        self._checkpoints: dict[Weights, Path] = {}
-        self._data: dict[bool, Path] = {}
+        self.steps = steps
+        self.shared = (shared or folder).resolve()
         self._jobs = 0
 
     def data_flags(self, long_tailed: bool = False) -> tuple[str, ...]:
@@ -35,33 +56,25 @@ class Lab:
         Args:
             long_tailed: Whether its documents are of very different lengths.
         """
-        if long_tailed not in self._data:
-            prefix = self.folder / ("long-tailed" if long_tailed else "data") / "documents"
-            prefix.parent.mkdir(parents=True)
-            options = {"prefix": str(prefix), "vocab_size": VOCABULARY, "documents": _DOCUMENTS, "seed": _DATA_SEED}
-            self.runner.run(
-                Job(
-                    "dataset",
-                    1,
-                    (),
-                    prefix.parent,
-                    "benchmarks.probe:nothing",
-                    ("benchmarks.probe:write_dataset", {**options, "long_tailed": long_tailed}),
-                )
-            )
-            self._data[long_tailed] = prefix
-        prefix = self._data[long_tailed]
-        return ("--data-path", str(prefix), "--data-cache-path", str(prefix.parent / "cache"))
+        folder = self.shared / ("long-tailed" if long_tailed else "data")
+        prefix = folder / "documents"
+        with made_once(folder) as is_missing:
+            if is_missing:
+                options = {"prefix": str(prefix), "vocab_size": VOCABULARY, "documents": _DOCUMENTS, "seed": _DATA_SEED}
+                setup = ("benchmarks.probe:write_dataset", {**options, "long_tailed": long_tailed})
+                self.runner.run(Job("dataset", 1, (), folder, "benchmarks.probe:nothing", setup))
+        # Megatron writes its indices without a lock: those of another process are not for this one.
+        return ("--data-path", str(prefix), "--data-cache-path", str(self.folder / f"cache-{folder.name}"))
 
     def checkpoint(self, weights: Weights) -> Path:
         """Weights that stock Megatron saved in one process, after one step."""
-        if weights not in self._checkpoints:
-            folder = self.folder / f"start-{weights}"
-            flags = (*common_flags(weights, steps=2), *self.data_flags())
-            saving = ("--save", str(folder / "checkpoint"), "--save-interval", "1")
-            self.runner.run(Job(folder.name, 1, (*flags, *saving, "--exit-interval", "1"), folder))
-            self._checkpoints[weights] = folder / "checkpoint"
-        return self._checkpoints[weights]
+        folder = self.shared / f"start-{weights}"
+        with made_once(folder) as is_missing:
+            if is_missing:
+                flags = (*common_flags(weights, steps=2), *self.data_flags())
+                saving = ("--save", str(folder / "checkpoint"), "--save-interval", "1")
+                self.runner.run(Job(folder.name, 1, (*flags, *saving, "--exit-interval", "1"), folder))
+        return folder / "checkpoint"
 
     def start_flags(self, weights: Weights, extra: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Flags that start from the shared weights as a new training.
@@ -76,20 +89,15 @@ class Lab:
 
     def reference(self, case: Case) -> Path:
         """The folder of the case's one-process run of stock Megatron."""
-        key = weights, clip, extra = case.reference
-        if key not in self._references:
-            folder = self.folder / f"one-{len(self._references)}-{weights}-{clip}"
-            self.runner.run(
-                Job(
-                    folder.name,
-                    1,
-                    (*common_flags(weights, clip, extra), *self.start_flags(weights, extra)),
-                    folder,
-                    setup=("benchmarks.probe:observe", {"out": str(folder), "gradients": True}),
-                )
-            )
-            self._references[key] = folder
-        return self._references[key]
+        weights, clip, extra = case.reference
+        folder = self.shared / reference_name("one", weights, clip, extra, self.steps)
+        with made_once(folder) as is_missing:
+            if is_missing:
+                flags = common_flags(weights, clip, extra, steps=self.steps)
+                setup = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
+                argv = (*flags, *self.start_flags(weights, extra))
+                self.runner.run(Job(folder.name, 1, argv, folder, setup=setup))
+        return folder
 
     def job(self, case: Case, *more: str) -> Job:
         """The run of a case under its plan, in a folder of its own, also where several cases have one name."""
@@ -97,7 +105,7 @@ class Lab:
         self._jobs += 1
         folder.mkdir(parents=True)
         save_plan(case.plan, folder / "plan.json")
-        flags = common_flags(*case.reference, by_samples=case.by_samples)
+        flags = common_flags(*case.reference, by_samples=case.by_samples, steps=self.steps)
         plan = ("--het-plan", str(folder / "plan.json"), "--het-report", str(folder))
         return Job(
             case.name,
@@ -107,3 +115,14 @@ class Lab:
             setup=("benchmarks.probe:observe", {"out": str(folder), "gradients": True}),
             timeout_s=_CASE_S,
         )
+
+
+def reference_name(kind: str, weights: Weights, *what: object) -> str:
+    """Name of the folder of a reference: readable in its beginning, unique by its end.
+
+    Args:
+        kind: Of the run.
+        weights: It starts from.
+        what: Everything else that makes it another run.
+    """
+    return f"{kind}-{weights}-{hashlib.sha256(repr(what).encode()).hexdigest()[:12]}"

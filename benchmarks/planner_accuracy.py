@@ -1,8 +1,8 @@
 """The catalog's predictions against published runs that have no profile, also with whole families left out.
 
-    python -m benchmarks.planner_accuracy --json OUT [--mpt FILE] [--bridge FILE]
+    python -m benchmarks.planner_accuracy --json OUT [--mpt FILE] [--bridge FILE] [--dgxc FILE]
 
-``--mpt`` and ``--bridge`` take other tables with the same columns: the shipped constants predict them.
+``--mpt``, ``--bridge`` and ``--dgxc`` take other tables with the same columns: the shipped constants predict them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,23 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tools.planner.calibrate import RUNTIMES, constants_of, fit_source, left_out, relative_errors
+from tools.planner.calibrate import (
+    DENSE_CONSTANTS,
+    FAMILIES,
+    MOE_CONSTANTS,
+    constants_of,
+    fit_all,
+    left_out,
+    relative_errors,
+)
 from tools.planner.files import write_json
-from tools.planner.published import PublishedRun, read_runs
+from tools.planner.published import TABLES, PublishedRun, read_runs, runtime_of
+from tools.planner.uncertainty import DENSE, EXPERTS
 
 
 def shipped(runs: Sequence[PublishedRun]) -> dict[str, Any]:
     """Mean absolute errors of the shipped constants by kind of model, and every run."""
-    errors = relative_errors(runs, RUNTIMES[runs[0].source])
+    errors = relative_errors(runs, runtime_of(runs[0].source))
     kinds = sorted({r.kind for r in runs})
     return {
         "error": mean(abs(e) for e in errors),
@@ -33,26 +42,43 @@ def shipped(runs: Sequence[PublishedRun]) -> dict[str, Any]:
     }
 
 
-def source(name: str) -> dict[str, Any]:
-    """One table: shipped constants, constants fitted again, and with each model and each GPU left out."""
-    runs = read_runs(name)
-    out = shipped(runs)
-    found = fit_source(runs)
-    names = ["kernels.gemm", "kernels.attention", "kernels.elementwise"]
-    names += ["iteration_s"] if name == "mpt" else ["kernels.dispatch", "kernels.expert_gemm"]
-    out["fitted_again"] = constants_of(found, names)
-    out["fitted_again_error"] = mean(abs(e) for e in relative_errors(runs, found))
-    for kind in sorted({r.kind for r in runs}):
-        mine = [r for r in runs if r.kind == kind]
-        out[f"{kind}_left_out"] = {by: left_out(mine, by) for by in ("model", "gpu")}
+def held_out(runs: Sequence[PublishedRun], families: Sequence[str]) -> dict[str, Any]:
+    """Errors by source and kind with each family left out, and how many runs the printed uncertainty covers."""
+    out: dict[str, Any] = {}
+    for by in families:
+        rows: dict[str, list[float]] = {}
+        for run, error in left_out(runs, by):
+            rows.setdefault(f"{run.source}_{run.kind}", []).append(abs(error))
+        out[by] = {name: {"error": mean(errors), "covered": _covered(name, errors)} for name, errors in rows.items()}
     return out
 
 
+def _covered(name: str, errors: Sequence[float]) -> float | None:
+    """Share of runs inside what reports print; none for a runtime that plans do not have."""
+    if name.startswith("mpt"):
+        return None
+    seen = EXPERTS if name.endswith("moe") else DENSE
+    return mean(e <= seen.error for e in errors)
+
+
 def catalog() -> dict[str, Any]:
-    """Both tables."""
-    body: dict[str, Any] = {name: source(name) for name in ("mpt", "bridge")}
-    bridge = body["bridge"]["by_kind"]
-    body["catalog_error"] = {"mpt_fsdp": body["mpt"]["error"], **{f"megatron_bridge_{k}": e for k, e in bridge.items()}}
+    """All tables."""
+    tables = {name: read_runs(name) for name in TABLES}
+    body: dict[str, Any] = {name: shipped(runs) for name, runs in tables.items()}
+    megatron = [*tables["bridge"], *tables["dgxc"]]
+    body["held_out"] = {"megatron": held_out(megatron, FAMILIES), "mpt": held_out(tables["mpt"], ("model", "gpu"))}
+    worst: dict[str, float] = {}
+    for found in body["held_out"].values():
+        for rows in found.values():
+            for name, row in rows.items():
+                worst[name] = max(worst.get(name, 0.0), row["error"])
+    body["catalog_error"] = worst
+    body["covered"] = {
+        name: min(rows[name]["covered"] for rows in body["held_out"]["megatron"].values())
+        for name in worst
+        if not name.startswith("mpt")
+    }
+    body["fitted_again"] = constants_of(fit_all(megatron), [*DENSE_CONSTANTS, *MOE_CONSTANTS])
     return body
 
 
@@ -76,10 +102,10 @@ def main() -> None:
     """Predict the shipped tables, or those given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, metavar="OUT")
-    parser.add_argument("--mpt", type=Path, metavar="FILE")
-    parser.add_argument("--bridge", type=Path, metavar="FILE")
+    for name in TABLES:
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE")
     options = parser.parse_args()
-    given = {n: p for n, p in (("mpt", options.mpt), ("bridge", options.bridge)) if p is not None}
+    given = {name: path for name in TABLES if (path := getattr(options, name)) is not None}
     body = {n: shipped(read_runs(n, p)) for n, p in given.items()} if given else catalog()
     write_json(options.json, body)
     short = {k: {a: b for a, b in v.items() if a != "runs"} if isinstance(v, dict) else v for k, v in body.items()}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import HEADS, LAYERS, MICROBATCHES, SEQUENCE, Case, build_plan, split_layers, with_schedule
+from benchmarks.cases import HEADS, LAYERS, MICROBATCHES, SEQUENCE, STEPS, Case, build_plan, split_layers, with_schedule
 from benchmarks.lab import Lab
+from benchmarks.runner import Runner
 from megatron_het.plan import Stage
 
 _STAGES, _FACTORS, _CHUNKS = (1, 2, 4), (1, 2, 4), (1, 2)
@@ -198,6 +200,9 @@ class SlicedCase(Case):
 
 class MultiHeadLab(Lab):
     """A lab whose models have as many key-value heads as query heads."""
+
+    def __init__(self, runner: Runner, folder: Path, *, steps: int = STEPS, shared: Path | None = None) -> None:
+        super().__init__(runner, folder, steps=steps, shared=(shared or folder) / "multi-head")
 
     def data_flags(self, long_tailed: bool = False) -> tuple[str, ...]:
         """Flags that every run of the lab gets; the last value of a flag counts."""

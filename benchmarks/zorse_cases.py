@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import STEPS, Case, build_plan, common_flags
-from benchmarks.lab import Lab
+from benchmarks.lab import Lab, made_once, reference_name
 from benchmarks.runner import Job, Runner
 from benchmarks.zorse_rows import CLIPS, MORE, NO_WINDOW, ROWS, Row
 from megatron_het.plan import Plan, ScheduleSpec
@@ -89,9 +89,10 @@ def _case(row: Row, name: str, rng: random.Random) -> Case:
     assert sum(sum(s.layers) for s in plan.stages) == LAYERS
     if "micro_batch_size" in row:
         plan = _with_larger_microbatches(plan, row["micro_batch_size"])
+    layers = row.get("layers") or [divided(sum(s.layers), row["ministages"], rng) for s in plan.stages]
     plan = replace(
         plan,
-        stages=tuple(replace(s, layers=divided(sum(s.layers), row["ministages"], rng)) for s in plan.stages),
+        stages=tuple(replace(s, layers=cut) for s, cut in zip(plan.stages, layers, strict=True)),
         schedule=ScheduleSpec("ministage", dict(row["window"])),
     )
     if "shares" in row:
@@ -138,26 +139,28 @@ def divided(layers: int, chunks: int, rng: random.Random) -> tuple[int, ...]:
 class MinistageLab(Lab):
     """A lab whose runs save their last parameters."""
 
-    def __init__(self, runner: Runner, folder: Path) -> None:
-        super().__init__(runner, folder)
-        self._saved: dict[Any, Path] = {}
+    def __init__(self, runner: Runner, folder: Path, *, steps: int = STEPS, shared: Path | None = None) -> None:
+        super().__init__(runner, folder, steps=steps, shared=shared)
         self._folders: dict[str, Path] = {}
 
     def reference(self, case: Case) -> Path:
         """As in a lab, with a checkpoint after the last step; clipped by ministages where the case is."""
         weights, clip, extra = case.reference
         plan = clipping_plan(case)
-        key = (*case.reference, str(plan))
-        if key not in self._saved:
-            folder = self.folder / f"one-saved-{len(self._saved)}-{weights}-{clip}"
-            flags = (*common_flags(weights, clip, extra), *self.start_flags(weights, extra), *_saving(folder))
-            setup: tuple[str, Row] = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
-            if plan is not None:
-                options = {"out": str(folder), "plan": plan}
-                setup = ("benchmarks.zorse_clipping:observe_clipping_groups", options)
-            self.runner.run(Job(folder.name, 1, flags, folder, timeout_s=600, setup=setup))
-            self._saved[key] = folder
-        return self._saved[key]
+        folder = self.shared / reference_name("one-saved", weights, clip, extra, self.steps, plan)
+        with made_once(folder) as is_missing:
+            if is_missing:
+                flags = common_flags(weights, clip, extra, steps=self.steps)
+                argv = (*flags, *self.start_flags(weights, extra), *self._saving(folder))
+                setup: tuple[str, Row] = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
+                if plan is not None:
+                    options = {"out": str(folder), "plan": plan}
+                    setup = ("benchmarks.zorse_clipping:observe_clipping_groups", options)
+                self.runner.run(Job(folder.name, 1, argv, folder, timeout_s=600, setup=setup))
+        return folder
+
+    def _saving(self, folder: Path) -> tuple[str, ...]:
+        return ("--save", str(folder / "checkpoint"), "--save-interval", str(self.steps))
 
     def job(self, case: Case, *more: str) -> Job:
         """The run of a case, with a checkpoint after the last step."""
@@ -169,13 +172,13 @@ class MinistageLab(Lab):
         assert job.setup is not None
         self._folders[case.name] = job.log_dir
         setup = ("benchmarks.probe:observe", {**job.setup[1], "gradients": keeps_gradients(case)})
-        return replace(job, argv=(*job.argv, *_saving(job.log_dir)), timeout_s=600, setup=setup)
+        return replace(job, argv=(*job.argv, *self._saving(job.log_dir)), timeout_s=600, setup=setup)
 
     def parameter_difference(self, case: Case) -> float:
         """Largest relative L2 difference of a parameter after the last step of the case's newest run."""
         folder = self._folders[case.name]
         out = folder / "parameters.json"
-        last = f"checkpoint/iter_{STEPS:07}"
+        last = f"checkpoint/iter_{self.steps:07}"
         options = {"first": str(folder / last), "second": str(self.reference(case) / last), "out": str(out)}
         self.runner.run(
             Job(
@@ -199,10 +202,6 @@ def clipping_plan(case: Case) -> Row | None:
 def keeps_gradients(case: Case) -> bool:
     """Whether the gradients of an iteration still exist when it ends."""
     return case.chosen.get("window", {}).get("update", "exact") == "exact"
-
-
-def _saving(folder: Path) -> tuple[str, ...]:
-    return ("--save", str(folder / "checkpoint"), "--save-interval", str(STEPS))
 
 
 def compare_parameters(*, rank: int, first: str, second: str, out: str) -> None:

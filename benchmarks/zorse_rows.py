@@ -161,4 +161,8 @@ MORE: tuple[Row, ...] = (
         "window": {"vocabulary": True, "update": "per-ministage"},
         "clip": 0.05,
     },
+    # Both copies on the ranks of the first stage, or of the only one.
+    {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"offload": True}, "clip": 0.05},
+    {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"update": "at-once"}, "clip": 0.0},
+    {"replicas": (2,), "tied": True, "ministages": 3, "window": {"update": "undo"}, "clip": 0.05, "shares": ((3, 1),)},
 )

@@ -80,6 +80,12 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="time the devices at the start, and give each context-parallel rank a part of every sequence in "
         "proportion to its speed, in place of the plan's cp_shares",
     )
+    group.add_argument(
+        "--het-trust-checkpoint",
+        action="store_true",
+        help="the description of a checkpoint to load (.metadata) is a pickle: run whatever it names, not only the "
+        "classes of torch's format; for checkpoints of other programs that you trust",
+    )
     for feature in FEATURES:
         _add_feature(parser, feature)
     return parser
@@ -152,6 +158,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         trace_dir=Path(namespace.het_trace) if namespace.het_trace else None,
         trace_iteration=namespace.het_trace_iteration,
         measured_cp_shares=namespace.het_measured_cp_shares,
+        trust_checkpoint=namespace.het_trust_checkpoint,
     )
     return config, rest
 
@@ -171,6 +178,7 @@ def _check_measured_shares(plans: Sequence[Plan]) -> None:
 
 
 _OF_THE_RUN = ("het_auto_batch", "het_transport", "het_report", "het_trace", "het_trace_iteration", "het_zero")
+_OF_THE_RUN += ("het_trust_checkpoint",)
 
 
 def _auto_batch(namespace: argparse.Namespace, parser: argparse.ArgumentParser) -> HetConfig:
@@ -182,6 +190,7 @@ def _auto_batch(namespace: argparse.Namespace, parser: argparse.ArgumentParser) 
         parser.error(f"--het-zero {namespace.het_zero}: with --het-auto-batch the first ZeRO stage to try, 0 to 3")
     return HetConfig(
         auto_batch=Path(namespace.het_auto_batch),
+        trust_checkpoint=namespace.het_trust_checkpoint,
         least_zero=namespace.het_zero or 0,
         transport=namespace.het_transport,
         report_dir=Path(namespace.het_report) if namespace.het_report else None,

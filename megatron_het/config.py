@@ -38,6 +38,8 @@ class HetConfig:
     turns: tuple[Plan, ...] = ()
     """All plans of the job, where several take turns, one for each global batch size."""
     turn_files: tuple[str, ...] = ()
+    trust_checkpoint: bool = False
+    """Whether the description of a checkpoint may name classes that are no part of its format."""
 
     @property
     def is_active(self) -> bool:
@@ -88,6 +90,11 @@ _REFUSED = (
     ),
     Refusal(
         "delay_wgrad_compute", "nothing makes the gradients of weights that it puts off; schedules zb-* delay them"
+    ),
+    Refusal(
+        "overlap_param_gather_with_optimizer_step",
+        "Megatron has it with checkpoints of --ckpt-format torch only, which a plan cannot write; "
+        "--overlap-param-gather alone goes with a plan",
     ),
     Refusal(
         "fine_grained_activation_offloading",

@@ -184,6 +184,7 @@ def _install_plan(
     from megatron_het.runtime.boundary import Boundary
     from megatron_het.runtime.session import HetSession
     from megatron_het.runtime.training import PretrainHook
+    from megatron_het.upstream import torch_metadata
 
     assert config.plan is not None
     for feature, _ in features_of(config.plan):
@@ -192,6 +193,7 @@ def _install_plan(
         session = (make_session or HetSession)(config, device, int(os.environ.get("RANK", "0")))
     except PlanError as error:
         _exit_with(error)
+    torch_metadata.guard(trusts=config.trust_checkpoint)
     boundary = boundary or Boundary()
     pretrain = PretrainHook(session, boundary)
     upstream.install(

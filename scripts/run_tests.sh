@@ -1,12 +1,19 @@
 #!/usr/bin/env bash
-# Runs all tests: unit tests file by file on several cores, then functional tests, two files at a time. Each of those
+# Runs the tests: unit tests file by file on several cores, then functional tests, two files at a time. Each of those
 # starts processes of its own, which wait for each other. At last one at a time the files whose tests judge how fast a
 # process is, or wait for Slurm.
 #
+# Without --full, tests that are marked `full` are left out; with it, property tests draw new examples, and more.
+#
 # A worker that crashes ends its part as failed: with another one in its place pytest-xdist may wait forever.
 #
-# usage: run_tests.sh PYTHON [arguments of pytest for all parts]
+# usage: run_tests.sh [--full] PYTHON [arguments of pytest for all parts]
 set -uo pipefail
+tier=(-m "not full")
+if [[ "$1" == --full ]]; then
+    tier=(--hypothesis-profile explore)
+    shift
+fi
 python="$1"
 shift
 status=0
@@ -14,7 +21,7 @@ ran=0
 
 run() {
     local code=0
-    "${python}" -m pytest "$@" || code=$?
+    "${python}" -m pytest "${tier[@]}" "$@" || code=$?
     # 5: the arguments leave no test of this part.
     if [[ ${code} -ne 5 ]]; then
         ran=1

@@ -119,8 +119,8 @@ def first_stage(base: Plan) -> int:
 
 
 def _chunks(base: Plan) -> tuple[int, ...]:
-    """The layers in as many chunks as ZeRO-2 and 3 use, of nearly equal size; one if both ends hold one table."""
+    """The layers in as many chunks as ZeRO-2 and 3 use, of nearly equal size."""
     layers = base.model.num_layers
-    count = 1 if base.model.embeds_twice else min(layers, _CHUNKS)
+    count = min(layers, _CHUNKS)
     even, more = divmod(layers, count)
     return (even + 1,) * more + (even,) * (count - more)

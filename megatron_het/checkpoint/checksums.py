@@ -18,14 +18,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_het.untrusted import FileError, read_json, read_text
+from megatron_het.untrusted.reading import check_regular
+from megatron_het.upstream import torch_metadata
+
 _PREFIX = "het-checksums-"
 _DESCRIPTION = (".metadata", "metadata.json")
 _BLOCK_BYTES = 8 * 2**20
+_COMMON = "common.pt"
+_TRACKER_BYTES, _SETTINGS_BYTES = 64, 2**16
 
 
 def checksum(path: Path) -> dict[str, int]:
-    """Length and CRC-32 of a file: ``{"bytes": ..., "crc32": ...}``."""
+    """Length and CRC-32 of a file: ``{"bytes": ..., "crc32": ...}``.
+
+    Raises:
+        FileError: It is no regular file.
+        OSError: It cannot be read.
+    """
     value, length = 0, 0
+    check_regular(path, os.stat(path).st_mode)
     block = bytearray(_BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -63,8 +75,9 @@ def read_checksums(folder: Path) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for path in sorted(folder.glob(f"{_PREFIX}*.json")):
         try:
-            found.update(json.loads(path.read_text(encoding="utf-8"))["files"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            files = read_json(path)["files"].items()
+            found.update((name, {"bytes": int(noted["bytes"]), "crc32": int(noted["crc32"])}) for name, noted in files)
+        except (FileError, ValueError, KeyError, TypeError, AttributeError):
             continue  # a note that was cut short: its files count as not noted
     return found
 
@@ -77,6 +90,7 @@ def needed_bytes(folder: Path) -> Mapping[str, int]:
     """
     from torch.distributed.checkpoint import FileSystemReader
 
+    torch_metadata.guard()
     stored: Any = FileSystemReader(folder).read_metadata().storage_data
     found: dict[str, int] = {}
     for place in stored.values():
@@ -98,21 +112,48 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     missing = [name for name in _DESCRIPTION if not (folder / name).exists()]
     if missing:
         return [f"{missing[0]} is missing"]
+    noted = read_checksums(folder)
+    if found := _wrong_description(folder, noted):
+        return found
     try:
         needed = needed_bytes(folder)
     except Exception as error:  # a damaged pickle raises anything
         return [f".metadata cannot be read ({type(error).__name__}: {error})"]
-    noted = read_checksums(folder)
     found = [text for name, length in sorted(needed.items()) if (text := _short(folder / name, length))]
     if not found:
-        names = sorted({*needed, *_DESCRIPTION} & set(noted))
+        names = sorted(set(needed) & set(noted))
         found = [text for name in names[part::parts] if (text := _changed(folder / name, noted[name]))]
+    return found
+
+
+def _wrong_description(folder: Path, noted: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What is wrong with the files that describe a checkpoint, before anything of them is believed."""
+    found = []
+    for name in (*_DESCRIPTION, _COMMON):
+        path = folder / name
+        try:
+            if name in noted and (text := _changed(path, noted[name])):
+                found.append(text)
+            elif path.exists():
+                check_regular(path, path.stat().st_mode)
+        except (FileError, OSError) as error:
+            found.append(f"{name} cannot be read ({getattr(error, 'problem', error)})")
+    if not found:
+        try:
+            settings = read_json(folder / _DESCRIPTION[1], _SETTINGS_BYTES)
+        except FileError as error:
+            return [f"{_DESCRIPTION[1]} cannot be read ({error.problem})"]
+        if not isinstance(settings, dict) or not isinstance(settings.get("sharded_backend"), str):
+            found.append(f"{_DESCRIPTION[1]} names no format")
     return found
 
 
 def _short(path: Path, length: int) -> str:
     try:
+        check_regular(path, path.stat().st_mode)
         size = path.stat().st_size
+    except FileError as error:
+        return f"{path.name} cannot be read ({error.problem})"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
     return f"{path.name} has {size} bytes, at least {length} are needed" if size < length else ""
@@ -121,6 +162,8 @@ def _short(path: Path, length: int) -> str:
 def _changed(path: Path, expected: Mapping[str, int]) -> str:
     try:
         now = checksum(path)
+    except FileError as error:
+        return f"{path.name} cannot be read ({error.problem})"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
     return "" if now == dict(expected) else f"{path.name} is not what was written (another checksum)"
@@ -193,6 +236,6 @@ def _tracker(folder: Path) -> tuple[int, int]:
     """The iteration that a folder's tracker names and when it was written; -1 and 0 without one."""
     path = folder / "latest_checkpointed_iteration.txt"
     try:
-        return int(path.read_text(encoding="utf-8")), path.stat().st_mtime_ns
+        return int(read_text(path, _TRACKER_BYTES)), path.stat().st_mtime_ns
     except (OSError, ValueError):
         return -1, 0

@@ -16,8 +16,10 @@ from typing import Any
 
 from megatron_het.checkpoint.checksums import problems
 from megatron_het.features.optimizers import name_of
+from megatron_het.untrusted import FileError, read_text, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_LONGEST = 64
 _NON_PERSISTENT = "non_persistent"
 _FREE_OF_LAYOUT = ("fully_reshardable", "fully_sharded_model_space")
 """Forms of the distributed optimizer's state that any layout can load."""
@@ -60,11 +62,13 @@ class Choice:
 
 def tracked(folder: Path) -> int | str | None:
     """What a tracker file names: an iteration, ``"release"``, ``""`` for nothing readable; None without one."""
-    try:
-        text = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
+    if not (folder / TRACKER).exists():
         return None
-    return int(text) if text.isdecimal() else ("release" if text == "release" else "")
+    try:
+        text = read_text(folder / TRACKER, _LONGEST).strip()
+    except FileError:
+        return ""
+    return int(text) if text.isascii() and text.isdecimal() else ("release" if text == "release" else "")
 
 
 def candidates(folder: Path, limit: int | None, persistent: bool = True) -> list[Candidate]:
@@ -248,10 +252,11 @@ def repair_tracker(folder: Path, candidate: Candidate) -> None:
     path = folder / TRACKER
     try:
         if candidate.persistent:
-            path.write_text(str(candidate.iteration), encoding="utf-8")
+            write_text(path, str(candidate.iteration))
         else:
             path.unlink()
-    except OSError as error:
+    except (FileError, OSError) as error:
+        why = error.problem if isinstance(error, FileError) else error.strerror
         raise CheckpointError(
-            f"{path} names no iteration and cannot be written ({error.strerror}). Write {candidate.iteration} into it"
+            f"{path} names no iteration and cannot be written ({why}). Write {candidate.iteration} into it"
         ) from None

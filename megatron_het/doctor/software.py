@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform as system
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -57,7 +58,8 @@ class Software(Check):
 
     def judge(self, answers: Answers, names: Names) -> list[Finding]:
         """Differences between ranks, and variables that contradict the plan."""
-        found = self._versions(answers, names) + self._devices(answers, names) + self._variables(answers, names)
+        found = self._versions(answers, names) + self._devices(answers, names) + self._builds(answers, names)
+        found += self._variables(answers, names)
         for rank, answer in answers.items():
             for variable, wanted in answer["wanted"].items():
                 value = answer["environment"].get(variable)
@@ -102,6 +104,21 @@ class Software(Check):
                 found.append(self.fault(names.of(models), text, "Ranks are on other nodes than the plan says"))
         return found
 
+    def _builds(self, answers: Answers, names: Names) -> list[Finding]:
+        """Devices that the PyTorch of their rank has no kernels for, and which rank's PyTorch has them for all."""
+        wanted = {r: a["device"]["architecture"] for r, a in answers.items() if a["device"].get("architecture")}
+        builds = {r: tuple(answers[r]["device"].get("built_for", ())) for r in wanted}
+        lacking = {r: device for r, device in wanted.items() if builds[r] and not _has_kernels(device, builds[r])}
+        found = []
+        for device, ranks in grouped(lacking).items():
+            built_for = " ".join(builds[ranks[0]])
+            fits = [r for r in builds if all(_has_kernels(other, builds[r]) for other in wanted.values())]
+            hint = "Install a build of PyTorch that has kernels for every device (docs/old_gpus.md)"
+            if fits:
+                hint = f"The one of {names.of(fits)} has kernels for every device: install it on all nodes"
+            found.append(self.fault(names.of(ranks), f"PyTorch has no kernels for {device}, only {built_for}", hint))
+        return found
+
     def _variables(self, answers: Answers, names: Names) -> list[Finding]:
         found = []
         for name in sorted({n for answer in answers.values() for n in answer["environment"]}):
@@ -139,7 +156,8 @@ def installed() -> dict[str, str]:
 def _of_torch() -> dict[str, str]:
     import torch
 
-    found = {"cuda": torch.version.cuda or "-"}
+    # Builds of one version for different CUDA train together; whether each fits its device is checked by itself.
+    found = {"torch": torch.__version__.split("+")[0], "cuda": torch.version.cuda or torch.version.hip or "-"}
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["cudnn"] = str(torch.backends.cudnn.version())
@@ -156,8 +174,36 @@ def _device(local_rank: int) -> dict[str, Any]:
     return {
         "name": torch.cuda.get_device_name(index),
         "capability": torch.cuda.get_device_capability(index)[0],
+        "architecture": _architecture(index),
+        "built_for": torch.cuda.get_arch_list(),
         "driver": facts.get("driver_version", ""),
     }
+
+
+def _architecture(index: int) -> str:
+    import torch
+
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(index).gcnArchName).split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(index))
+
+
+def _has_kernels(device: str, built_for: Sequence[str]) -> bool:
+    """Whether a build runs on a device: binaries serve later devices of their generation, PTX all later ones."""
+    if device in built_for:
+        return True
+    found = re.fullmatch(r"sm_(\d+)(\d)", device)
+    if found is None:
+        return False
+    own = int(found[1]), int(found[2])
+    for text in built_for:
+        built = re.fullmatch(r"(sm|compute)_(\d+)(\d)", text)
+        if built is None:
+            continue
+        theirs = int(built[2]), int(built[3])
+        if theirs <= own and (built[1] == "compute" or theirs[0] == own[0]):
+            return True
+    return False
 
 
 def _processor() -> str:

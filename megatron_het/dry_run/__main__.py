@@ -45,9 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--kernels",
-        choices=("gpu", "cpu"),
+        choices=("gpu", "local", "cpu"),
         default="gpu",
-        help="gpu (default): layers as fused kernels run them; cpu: exactly what a run on CPUs over gloo does",
+        help="gpu (default): layers as fused kernels run them; local: on GPUs without Transformer Engine, where "
+        "attention keeps its matrices; cpu: exactly what a run on CPUs over gloo does",
     )
     parser.add_argument(
         "--measured", action="store_true", help="count a real run on CPUs, started by torchrun, instead of a dry one"
@@ -96,9 +97,10 @@ def _one_rank(options: argparse.Namespace, flags: Sequence[str], rank: int) -> i
     from megatron_het.untrusted import write_json
 
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    gpu = options.kernels == "gpu" and not options.measured
+    gpu = options.kernels != "cpu" and not options.measured
+    fused = options.kernels == "gpu"
     try:
-        found = run(Setting(rank, measured=options.measured, gpu=gpu, cuda=options.cuda), flags)
+        found = run(Setting(rank, measured=options.measured, gpu=gpu, fused=fused, cuda=options.cuda), flags)
     except SystemExit as stop:
         # Rank 0 says why a run is refused; here is one rank alone, whichever it is.
         if rank and stop.__cause__ is not None and not options.measured:
@@ -114,7 +116,7 @@ def _each_alone(options: argparse.Namespace, flags: Sequence[str], ranks: Sequen
     """Run ranks one after the other, each in a process forked from this one, which has imported Megatron."""
     from megatron_het.dry_run.run import import_megatron
 
-    import_megatron(gpu=options.kernels == "gpu", cuda=options.cuda)
+    import_megatron(gpu=options.kernels != "cpu", cuda=options.cuda)
     worst = 0
     for rank in ranks:
         sys.stdout.flush()

@@ -21,11 +21,12 @@ import torch
 CountFlops = Callable[[float], None]
 
 
-def replace_kernels(count: CountFlops) -> None:
+def replace_kernels(count: CountFlops, *, attention: bool = True) -> None:
     """Put the stand-ins where Megatron and torch look kernels up; after Megatron was imported.
 
     Args:
         count: Told of the FLOPs of attention and of the gradients of weights.
+        attention: Whether attention of whole sequences is fused too; else Megatron's own keeps its matrices.
     """
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.models.common.embeddings import rope_utils
@@ -54,7 +55,8 @@ def replace_kernels(count: CountFlops) -> None:
         output = _Attention.apply(query, key, value, count)
         return output.reshape(*output.shape[:2], -1)
 
-    DotProductAttention.forward = attend
+    if attention:
+        DotProductAttention.forward = attend
 
 
 class _Attention(torch.autograd.Function):

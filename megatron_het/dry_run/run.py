@@ -37,6 +37,7 @@ class Setting:
         rank: Of the plan.
         measured: Whether it takes part in a real run.
         gpu: Whether it stands for a GPU: fused kernels, and groups of NCCL.
+        fused: Whether attention of whole sequences is fused there; else its matrices are kept.
         cuda: Whether its fake tensors are on a CUDA device, and host and streams are watched.
         ignored_wait: A line whose waits between streams are left out, to see that it is noticed.
     """
@@ -44,6 +45,7 @@ class Setting:
     rank: int
     measured: bool = False
     gpu: bool = True
+    fused: bool = True
     cuda: bool = False
     ignored_wait: str = ""
 
@@ -85,7 +87,7 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     if setting.measured:
         _reductions_last()
     if setting.gpu:
-        kernels.replace_kernels(_count_flops)
+        kernels.replace_kernels(_count_flops, attention=setting.fused)
     device = platform.activate()
     needed = [word for flag in device.flags() for word in flag.words] if setting.gpu else []
     backend = _GPU if setting.gpu else ()

@@ -10,17 +10,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_het.elastic.alike import signature_of
+from megatron_het.elastic.board import Board, address
 from megatron_het.elastic.pool import GivenFirst, GivenPlans, Planner
 from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.elastic.standing import describe
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
-from megatron_het.untrusted import FileError, check_target, count, read_text, shown
+from megatron_het.untrusted import FileError, check_target, count, read_text, shown, write_text
 
 _TOKEN_BYTES = 16
 _LONGEST_TOKEN = 1024
@@ -70,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
                         "of the state in the memory of another node, 0 for none, auto for the fewest with which copies "
                         "take at most 3 %% of the time (default auto)")  # fmt: skip
     parser.add_argument("--timeout-s", type=float, default=60.0, help="bound on every wait of a change (default 60)")
-    parser.add_argument("--folder", type=Path, default=Path("elastic"), help="for logs and state (default ./elastic)")
+    parser.add_argument("--away-s", type=float, default=1800.0, help="how long a worker that needs a decision waits "
+                        "for a controller that is away; training goes on without one (default 1800)")  # fmt: skip
     own = parser.add_argument_group("controller")
     own.add_argument("--start-controller", action="store_true", help="this node runs the controller as well")
     own.add_argument("--controller-only", action="store_true", help="this command is the controller, without workers")
@@ -88,6 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     own.add_argument("--stuck-s", type=float, default=1800.0, help="without the end of an iteration all ranks leave "
                      "their session, and who does not is ended; longer than a save or an evaluation takes "
                      "(default 1800)")  # fmt: skip
+    own.add_argument("--save-fallback", type=Path, metavar="FOLDER", help="for checkpoints that cannot be written into "
+                     "--save; all nodes see it")  # fmt: skip
+    own.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate of the controller (PEM): connections "
+                     "are encrypted")  # fmt: skip
+    own.add_argument("--tls-key", type=Path, metavar="FILE", help="its key (default: in the file of --tls-cert)")
     return parser
 
 
@@ -101,6 +109,11 @@ def _connection(parser: argparse.ArgumentParser) -> None:
                         "nowhere else (default %(default)s: nodes are this machine only)")  # fmt: skip
     parser.add_argument("--token-file", type=Path, help="file with the job's token; written by --start-controller "
                         "if it is not there (default FOLDER/token)")  # fmt: skip
+    parser.add_argument("--folder", type=Path, default=Path("elastic"), help="for logs and state (default ./elastic)")
+    parser.add_argument("--address-file", type=Path, metavar="FILE", help="where the controller writes HOST:PORT; read "
+                        "again whenever it does not answer, before --controller (default FOLDER/address)")  # fmt: skip
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="authority, or the certificate itself, by which "
+                        "the controller's certificate is known (PEM)")  # fmt: skip
 
 
 def _run(words: Sequence[str]) -> int:
@@ -122,7 +135,7 @@ def _run(words: Sequence[str]) -> int:
         command = [sys.executable, "-m", "megatron_het.elastic", *own, "--controller-only"]
         helper = subprocess.Popen([word for word in command if word != "--start-controller"])
     try:
-        return _serve_node(options, host, port, token, flags)
+        return _serve_node(options, host, port, token, flags, helper)
     finally:
         if helper is not None:
             try:
@@ -137,50 +150,83 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _control(options: Any, host: str, port: int, token: str, planner: Planner) -> int:
-    from megatron_het.elastic.board import Board
+    from megatron_het.elastic.board import ServedBoard
     from megatron_het.elastic.controller import Bounds, Controller, JobError
+    from megatron_het.elastic.recalled import FolderLock
 
-    board = Board(host, port, token, serve=True)
-    bounds = Bounds(options.lost_s, options.leave_s, return_s=options.return_s, stuck_s=options.stuck_s)
-    state = options.folder / "state.json"
+    options.folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(options.folder)
+    board = None
     try:
-        Controller(board, planner, state, options.nodes, bounds, _say).run()
+        board = ServedBoard(host, port, token, options.tls_cert, options.tls_key)
+        bounds = Bounds(options.lost_s, options.leave_s, return_s=options.return_s, stuck_s=options.stuck_s)
+        state, fallback = options.folder / "state.json", options.save_fallback
+        controller = Controller(
+            board,
+            planner,
+            state,
+            options.nodes,
+            bounds,
+            _say,
+            lambda: lock.is_lost,
+            "" if fallback is None else str(fallback.absolute()),
+        )
+        _write_address(_address_file(options), host, port)
+        controller.run()
+        _linger()
     except JobError as error:
         _say(str(error))
-        _linger(board)
+        _linger()
         return 1
-    _linger(board)
+    finally:
+        lock.release()
+        if board is not None:
+            board.close()
     return 0
 
 
-def _linger(board: Any) -> None:
+def _write_address(file: Path, host: str, port: int) -> None:
+    """Where workers that were cut off look for this controller."""
+    try:
+        write_text(file, f"{host}:{port}\n")
+    except (OSError, ValueError) as error:
+        _say(f"{error}; workers look for the controller where --controller says")
+
+
+def _address_file(options: Any) -> Path:
+    return Path(options.address_file or options.folder / "address").absolute()
+
+
+def _linger() -> None:
     """Agents read how the job ended; they have gone when their workers have."""
-    import time
-
     time.sleep(3.0)
-    del board
 
 
-def _serve_node(options: Any, host: str, port: int, token: str, flags: list[str]) -> int:
+def _serve_node(
+    options: Any, host: str, port: int, token: str, flags: list[str], helper: subprocess.Popen[bytes] | None
+) -> int:
     from megatron_het.elastic.agent import Agent, Node
     from megatron_het.elastic.worker import Setting
 
     workers = options.workers or _devices()
     setting = Setting(
-        host,
-        port,
-        token,
-        0,
-        options.node,
-        options.device,
-        "",
-        options.copy_every,
-        options.timeout_s,
-        signature_of(flags),
-        workers,
+        host=host,
+        port=port,
+        token=token,
+        process=0,
+        node=options.node,
+        device=options.device,
+        folder="",
+        copy_every=options.copy_every,
+        timeout_s=options.timeout_s,
+        signature=signature_of(flags),
+        workers=workers,
+        address_file=str(_address_file(options)),
+        tls_ca="" if options.tls_ca is None else str(options.tls_ca.absolute()),
+        away_s=options.away_s,
     )
     folder = options.folder / f"node-{options.node}"
-    return Agent(Node(setting, workers, folder, tuple(flags), options.restarts), _say).run()
+    return Agent(Node(setting, workers, folder, tuple(flags), options.restarts), _say, helper).run()
 
 
 def _devices() -> int:
@@ -193,7 +239,6 @@ def _ask(words: Sequence[str]) -> int:
     """A command for a job that runs."""
     parser = argparse.ArgumentParser(prog=f"het-run {words[0]}")
     _connection(parser)
-    parser.add_argument("--folder", type=Path, default=Path("elastic"))
     if words[0] == "leave":
         parser.add_argument("node", help="name of the node that is to leave")
     if words[0] == "status":
@@ -201,9 +246,8 @@ def _ask(words: Sequence[str]) -> int:
     options = parser.parse_args(list(words[1:]))
     host, port = _address(options.controller)
     token = _token(options.token_file or options.folder / "token", create=False)
-    from megatron_het.elastic.board import Board
-
-    board = Board(host, port, token, patience_s=5.0)
+    file, authority = _address_file(options), options.tls_ca
+    board = Board(host, port, token, patience_s=5.0, address_file=file, tls_ca=authority)
     status = board.get("status")
     if words[0] == "status":
         sys.stdout.write(json.dumps(status, indent=1) + "\n" if options.json else describe(status))
@@ -219,10 +263,10 @@ def _ask(words: Sequence[str]) -> int:
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    found = address(text)
+    if found is None:
         raise UsageError(f"--controller {shown(text)} is not HOST:PORT; for one machine take 127.0.0.1:29400")
-    return host, int(port)
+    return found
 
 
 def _check_flags(flags: Sequence[str]) -> None:
@@ -236,7 +280,7 @@ def _check_flags(flags: Sequence[str]) -> None:
 
 
 def _check_options(options: Any) -> None:
-    for name in ("timeout_s", "lost_s", "leave_s", "return_s", "stuck_s", "plan_limit_s"):
+    for name in ("timeout_s", "away_s", "lost_s", "leave_s", "return_s", "stuck_s", "plan_limit_s"):
         if not 0 < getattr(options, name) <= _LONGEST_S:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)} is not above 0 and at most {_LONGEST_S:g} seconds"

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import itertools
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic.board import Board
 from megatron_het.elastic.worker import ENVIRONMENT, Setting
+from megatron_het.store import StoreError, TokenError
 
-_POLL_S = 0.02
-_END_S = 20.0
+_POLL_S, _MEET_S = 0.02, 0.1
+_GLANCE_S = 0.5
+_END_S, _LOG_END_S = 20.0, 2.0
 _TELL_S = 1.0
 _LOG_BYTES, _LONGEST_WORDS = 65536, 600
+MAX_LOG_BYTES = 16 * 2**20
+_PIPE_BYTES = 2**20
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -44,6 +52,50 @@ class Node:
     restarts: int
 
 
+class Log:
+    """A worker's log: what comes over a pipe goes into a file of bounded size, as far as there is room on the disk.
+
+    Once the file is full it becomes ``NAME.1``, and the one before it is dropped.  A worker writes into the pipe, so
+    that no full disk makes its own writes fail.
+
+    Args:
+        file: The log.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._older = file, file.with_name(f"{file.name}.1")
+        self._ending = b""
+        self._source, self.pipe = os.pipe()
+        with contextlib.suppress(OSError):  # a larger one is a kindness to workers of an agent that hangs
+            fcntl.fcntl(self.pipe, getattr(fcntl, "F_SETPIPE_SZ", 1031), _PIPE_BYTES)
+        self._thread = threading.Thread(target=self._pass_on, name=f"log {file}", daemon=True)
+        self._thread.start()
+
+    def started(self) -> None:
+        """The worker has the pipe; this process does not write into it."""
+        os.close(self.pipe)
+
+    def ended(self) -> bytes:
+        """The last of what was said, once the worker has ended."""
+        self._thread.join(_LOG_END_S)
+        return self._ending
+
+    def _pass_on(self) -> None:
+        while part := os.read(self._source, 65536):
+            self._ending = (self._ending + part)[-_LOG_BYTES:]
+            with contextlib.suppress(OSError):  # the disk is full or gone: what is said is lost, and nothing else
+                self._write(part)
+        os.close(self._source)
+
+    def _write(self, part: bytes) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("ab") as file:
+            file.write(part)
+            size = file.tell()
+        if size > MAX_LOG_BYTES // 2:
+            self._file.replace(self._older)
+
+
 @dataclass
 class _Worker:
     """A worker that was started.
@@ -52,43 +104,72 @@ class _Worker:
         number: Its process number.
         slot: Its device.
         process: The process.
+        log: What it says.
+        identity: Random number of the process.
         is_refused: Whether the controller does not take it; another one would not be taken either.
+        comes_again: Whether its number was another one's, so that a worker with a new number takes its place.
     """
 
     number: int
     slot: int
     process: subprocess.Popen[bytes]
+    log: Log
+    identity: str = ""
     is_refused: bool = False
+    comes_again: bool = False
+
+
+@dataclass
+class _Controller:
+    """How the agent stands with the controller.
+
+    Attributes:
+        away_since_s: When it did not answer any more (monotonic); None while it does.
+        unsaid: What it has not heard yet.
+        met: Whether it has ever answered.
+    """
+
+    away_since_s: float | None = None
+    unsaid: deque[dict[str, Any]] = field(default_factory=deque)
+    met: bool = False
 
 
 class Agent:
     """Runs the workers of a node.
 
+    While the controller is away its workers go on, and are looked after.
+
     Args:
         node: What to start.
         say: Writes one line of progress.
+        helper: The controller's process, where this agent has started it.
     """
 
-    def __init__(self, node: Node, say: Callable[[str], None]) -> None:
-        setting = node.setting
-        self._node, self._say = node, say
-        self._board = Board(setting.host, setting.port, setting.token, patience_s=setting.timeout_s)
+    def __init__(self, node: Node, say: Callable[[str], None], helper: subprocess.Popen[bytes] | None = None) -> None:
+        self._node, self._say, self._helper = node, say, helper
+        self._board = node.setting.board()
+        self._controller = _Controller()
         self._workers: list[_Worker] = []
+        self._to_start = list(range(node.workers))
         self._restarts = [node.restarts] * node.workers
+        self._codes: list[int] = []
         self._asked = False
-        self._stops = False
-        self._told_s = 0.0
+        self._stops = self._has_said = False
+        self._begun_s = self._told_s = self._met_s = 0.0
 
     def run(self) -> int:
-        """Until the job is over or no worker is left; returns the exit code."""
+        """Until the job is over or no worker is left; returns the exit code.
+
+        Raises:
+            StoreError: The controller does not answer, and there is nothing else to do.
+        """
         if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:  # a script may want the node to stay
             signal.signal(signal.SIGTERM, self._ask_to_leave)
         signal.signal(signal.SIGUSR1, self._ask_to_stop)
+        self._begun_s = time.monotonic()
         try:
-            for slot in range(self._node.workers):
-                self._start(slot)
-            while self._workers:
-                over = self._board.get("over")
+            while self._workers or self._to_start or self._controller.unsaid:
+                over = self._meet()
                 if over is not None:
                     self._wait_for_ends()
                     if over["error"]:
@@ -99,6 +180,9 @@ class Agent:
         finally:
             for worker in self._workers:
                 end_all(worker.process)
+        if self._codes and not any(self._codes):
+            self._say("the training is over, and nobody has said so: the controller is away")
+            return 0
         self._say("no worker is left on this node")
         return 0 if self._asked else 1
 
@@ -110,26 +194,79 @@ class Agent:
         """SIGUSR1: all ranks save and end, where the training was started with ``--exit-signal SIGUSR1``."""
         self._stops = True
 
-    def _start(self, slot: int) -> None:
-        number = self._board.count("processes")
-        log_file = self._log(number)
-        folder = log_file.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        setting = replace(self._node.setting, process=number, folder=str(folder))
+    def _meet(self) -> Any:
+        """Tell the controller what it has not heard, do what it wants; its last word where the job is over."""
+        now_s, away = time.monotonic(), self._controller.away_since_s
+        if now_s - self._met_s < _MEET_S and not self._controller.unsaid and not self._to_start:
+            return None
+        self._met_s = now_s
+        kinds = ("refused", "kill", "gone")
+        try:
+            keys = [f"{kind}/{worker.number}" for worker in self._workers for kind in kinds]
+            over, *found = self._board.read("over", *keys, patience_s=_GLANCE_S)
+            while over is None and self._controller.unsaid:
+                self._board.post(self._controller.unsaid[0], patience_s=_GLANCE_S)
+                self._controller.unsaid.popleft()
+            while over is None and self._to_start:
+                self._start(self._to_start[0], self._board.count("processes", patience_s=_GLANCE_S))
+                self._to_start.pop(0)
+            for worker, wants in zip(self._workers, itertools.batched(found, len(kinds)), strict=False):
+                self._obey(worker, *wants)
+        except TokenError:
+            raise
+        except StoreError as error:
+            self._miss(error)
+            return None
+        self._controller.met, self._controller.away_since_s = True, None
+        if away is not None:
+            self._say("the controller answers again")
+        return over
+
+    def _miss(self, error: StoreError) -> None:
+        """The controller does not answer.
+
+        Raises:
+            StoreError: It never did, or nothing is left that could go on without it.
+        """
+        now_s = time.monotonic()
+        code = None if self._helper is None else self._helper.poll()
+        if not self._controller.met:
+            if code is not None and code > 0:
+                raise StoreError(f"the controller has ended with exit code {code} before the job began; see above")
+            if now_s - self._begun_s > self._node.setting.timeout_s:
+                raise StoreError(f"{error}. Start the controller first, with the same --controller")
+            return
+        if self._controller.away_since_s is None:
+            self._controller.away_since_s = now_s
+            self._say(f"{error}; the workers go on as long as nothing is to be decided")
+        elif not self._workers and now_s - self._controller.away_since_s > self._node.setting.timeout_s:
+            if self._codes and not any(self._codes):
+                self._controller.unsaid.clear()
+                self._to_start.clear()
+                return
+            raise error
+
+    def _start(self, slot: int, number: int) -> None:
+        file = self._log(number)
+        folder, identity = file.parent, secrets.token_hex(8)
+        with contextlib.suppress(OSError):  # a full disk: the log is lost
+            folder.mkdir(parents=True, exist_ok=True)
+        setting = replace(self._node.setting, process=number, folder=str(folder), identity=identity)
         environment = dict(os.environ)
         environment.update({ENVIRONMENT: setting.to_text(), "LOCAL_RANK": str(slot), "PYTHONUNBUFFERED": "1"})
-        with log_file.open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_het.elastic.worker", *self._node.flags],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                preexec_fn=_die_with_parent if _LIBC else None,  # noqa: PLW1509  one prctl, no lock
-                start_new_session=True,  # see end_all
-            )
-        self._workers.append(_Worker(number, slot, process))
-        self._say(f"worker {number} started, its log is {log_file}")
+        log = Log(file)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_het.elastic.worker", *self._node.flags],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log.pipe,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_die_with_parent if _LIBC else None,  # noqa: PLW1509  one prctl, no lock
+            start_new_session=True,  # see end_all
+        )
+        log.started()
+        self._workers.append(_Worker(number, slot, process, log, identity))
+        self._say(f"worker {number} started, its log is {file}")
 
     def _log(self, number: int) -> Path:
         return self._node.folder / f"worker-{number}" / "log.txt"
@@ -140,37 +277,40 @@ class Agent:
             self._told_s = time.monotonic()
             for worker in self._workers:
                 worker.process.send_signal(signal.SIGUSR1)
-        if self._asked and not self._board.has(f"asked/{name}"):
-            self._board.put(f"asked/{name}", True)
-            self._board.post({"type": "leave", "node": name})
+        if self._asked and not self._has_said:
+            self._has_said = True
+            self._controller.unsaid.append({"type": "leave", "node": name})
         for worker in list(self._workers):
-            self._obey(worker)
             code = worker.process.poll()
             if code is not None:
                 _end_session(worker.process.pid)
                 self._workers.remove(worker)
-                why = _why(code) + _last_words(self._log(worker.number))
-                self._board.post({"type": "exit", "process": worker.number, "node": name, "why": why})
+                self._codes.append(code)
+                why = _why(code) + _last_words(worker.log.ended())
+                self._controller.unsaid.append({"type": "exit", "process": worker.number, "node": name, "why": why})
                 self._perhaps_restart(worker, code)
 
-    def _obey(self, worker: _Worker) -> None:
-        """What the controller wants of a worker."""
-        number = worker.number
-        if not worker.is_refused and self._board.has(f"refused/{number}"):
-            worker.is_refused = True
-            self._say(f"worker {number} was refused: {self._board.get(f'refused/{number}')}")
+    def _obey(self, worker: _Worker, refused: Any, kill: Any, gone: Any) -> None:
+        """Do what the controller wants of a worker."""
+        if not (worker.is_refused or worker.comes_again) and _is_meant(worker, refused):
+            worker.is_refused, worker.comes_again = not refused["again"], refused["again"]
+            self._say(f"worker {worker.number} was refused: {refused['why']}")
             worker.process.kill()
-        elif self._board.has(f"kill/{number}"):
+        elif _is_meant(worker, kill):
             worker.process.kill()
-        elif self._board.has(f"gone/{number}"):
-            self._asked = True
+        elif _is_meant(worker, gone):
+            self._asked = self._has_said = True
             worker.process.kill()
 
     def _perhaps_restart(self, worker: _Worker, code: int) -> None:
         """A worker that was ended by a signal comes back as a newcomer; one that ended by itself would do so again."""
-        if code < 0 and not (self._asked or worker.is_refused) and self._restarts[worker.slot] > 0:
+        if self._asked or worker.is_refused:
+            return
+        if worker.comes_again:
+            self._to_start.append(worker.slot)
+        elif code < 0 and self._restarts[worker.slot] > 0:
             self._restarts[worker.slot] -= 1
-            self._start(worker.slot)
+            self._to_start.append(worker.slot)
 
     def _wait_for_ends(self) -> None:
         deadline_s = time.monotonic() + _END_S
@@ -202,16 +342,16 @@ def _why(code: int) -> str:
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
-def _last_words(log: Path) -> str:
+def _last_words(said: bytes) -> str:
     """What a worker has refused, as its log's last message of ours says; empty where there is none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    said = [line for line in lines if line.startswith("megatron_het: ")]
-    return f": {said[-1].removeprefix('megatron_het: ')[:_LONGEST_WORDS]}" if said else ""
+    lines = said.decode(errors="replace").splitlines()
+    own = [line for line in lines if line.startswith("megatron_het: ")]
+    return f": {own[-1].removeprefix('megatron_het: ')[:_LONGEST_WORDS]}" if own else ""
+
+
+def _is_meant(worker: _Worker, document: Any) -> bool:
+    """Whether a document about a process number is about this worker."""
+    return document is not None and document["identity"] in ("", worker.identity)
 
 
 def _die_with_parent() -> None:

@@ -1,14 +1,23 @@
-"""What all nodes of a job must have in common: the releases and the flags of the training."""
+"""What all nodes of a job must have in common, and whether the flags that they have in common go with a plan."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 import megatron_het
-from megatron_het.untrusted import shown
+from megatron_het.plan import Plan
+from megatron_het.untrusted import shown, write_json
+
+CHECK_S = 60.0
+"""Bound on checking the flags against a plan."""
 
 
 def signature_of(flags: Sequence[str]) -> str:
@@ -32,6 +41,60 @@ def refusal(own: str, first: str) -> str:
         return ""
     what = _difference(own, first)
     return f"{what}; start all nodes of a job with the same command and the same release"
+
+
+def problems_under(plan: Plan, flags: Sequence[str], folder: Path) -> Callable[[], list[str]]:
+    """Begin to check what the start of the training would refuse under a plan, in a process forked from this one.
+
+    Args:
+        plan: The plan.
+        flags: Of the training, without a plan.
+        folder: For the plan's file.
+
+    Returns:
+        Waits for the answer, in bounded time: the problems, none where nobody could say.
+    """
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reads)
+            os.write(writes, json.dumps(_problems(plan, flags, folder)).encode()[:65536])
+        finally:
+            os._exit(0)
+    os.close(writes)
+
+    def answer() -> list[str]:
+        text, deadline_s = b"", time.monotonic() + CHECK_S
+        try:
+            while select.select([reads], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+                part = os.read(reads, 65536)
+                if not part:
+                    return [str(problem) for problem in json.loads(text)]
+                text += part
+        except ValueError:
+            pass
+        finally:
+            os.close(reads)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        return []
+
+    return answer
+
+
+def _problems(plan: Plan, flags: Sequence[str], folder: Path) -> list[str]:
+    """What the start would refuse; for a process of its own."""
+    from megatron_het import platform, upstream
+    from megatron_het.doctor.flags import problems_of
+
+    device = platform.activate()
+    upstream.install("stock")
+    file = folder / "plan-to-check.json"
+    write_json(file, plan.to_json(), durable=False)
+    os.environ.update(RANK="0", WORLD_SIZE=str(plan.world_size))
+    missing, problems = problems_of((*flags, "--het-plan", str(file)), device)
+    return [f"missing: {text}" for text in missing.values()] + problems
 
 
 def _difference(own: str, first: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_het.checkpoint import asynchronous
+from megatron_het.checkpoint.choice import tracked
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.datasets import Kept, remembered
 from megatron_het.elastic.generation import Generation
@@ -117,7 +119,7 @@ class ElasticBoundary(Boundary):
             self._copies.restored(self.restored.iteration)
             return self.restored.iteration, self.restored.flops
         if self.generation.loads:
-            _load_newest_checkpoint(args, self._saved_in)
+            _load_newest_checkpoint(args, [self._saved_in or "", self.generation.fallback])
         return None
 
     def saves(self) -> None:
@@ -144,9 +146,15 @@ class ElasticBoundary(Boundary):
             self.leaving()
             raise Leave(snapshot)
         assert self.trainee is not None
-        if self.generation.unsaved:
-            self.trainee.args.save_interval = None if iteration + 1 in self.generation.unsaved else self._save_every
+        self._choose_folder(self.trainee.args, iteration + 1)
         self._copies.keep(session, self.trainee, iteration)
+
+    def _choose_folder(self, args: Any, iteration: int) -> None:
+        """Where the checkpoint of an iteration goes, if it is one."""
+        if self.generation.unsaved:
+            args.save_interval = None if iteration in self.generation.unsaved else self._save_every
+        if self.generation.elsewhere and args.save is not None:
+            args.save = self.generation.fallback if iteration in self.generation.elsewhere else self._saved_in
 
     @property
     def iterations_left(self) -> int:
@@ -186,10 +194,16 @@ def meeting_of(generation: Generation, what_for: str, store: Any, timeout_s: flo
     return MeetingStore(store, f"{generation.number}/{what_for}", generation.lost_key, timeout_s)
 
 
-def _load_newest_checkpoint(args: Any, folder: str | None) -> None:
+def _load_newest_checkpoint(args: Any, folders: Sequence[str]) -> None:
     """Nobody holds a complete state: go on from what this job has saved, else as the flags say."""
     from megatron.training import checkpointing
 
-    if folder and checkpointing.checkpoint_exists(folder):
-        args.load, args.finetune, args.no_load_optim, args.no_load_rng = folder, False, False, False
+    def saved(folder: str) -> int:
+        iteration = tracked(Path(folder))
+        return iteration if isinstance(iteration, int) else -1
+
+    found = [folder for folder in folders if folder and checkpointing.checkpoint_exists(folder)]
+    if found:
+        args.load = max(found, key=saved)
+        args.finetune, args.no_load_optim, args.no_load_rng = False, False, False
         args.ckpt_step = None

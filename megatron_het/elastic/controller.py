@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic.alike import refusal
-from megatron_het.elastic.board import Board, BoardError
-from megatron_het.elastic.failures import Failures, JobError, Progress
+from megatron_het.elastic.alike import CHECK_S, refusal
+from megatron_het.elastic.board import ServedBoard
+from megatron_het.elastic.failures import Failures, JobError, Progress, ReplacedError, Saves
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.lessons import Lessons
-from megatron_het.elastic.members import Bounds, Member
-from megatron_het.elastic.pool import NoPlanError, Planner, Process
-from megatron_het.elastic.recalled import recalled
+from megatron_het.elastic.members import Bounds, Member, Moment
+from megatron_het.elastic.pool import NoPlanError, Planner, Process, assign
+from megatron_het.elastic.recalled import StateFile, recalled
 from megatron_het.elastic.standing import last_iteration, standing
 from megatron_het.elastic.worth import against
-from megatron_het.untrusted import write_text
+from megatron_het.plan import Plan, plan_hash
+from megatron_het.store import StoreError
+from megatron_het.untrusted import one_line, shown
 
 _POLL_S, _CHANGE_POLL_S = 0.02, 0.004
 _SHOW_S = 1.0
 _SETTLE_S = 30.0
+_TRIES = 2
+_KEPT = 2
+"""Generations whose documents stay on the board."""
 
 
 class Controller:
@@ -39,40 +44,58 @@ class Controller:
         nodes: Nodes to wait for before the first generation.
         bounds: How long to wait.
         say: Writes one line of progress.
+        is_replaced: Whether another controller has taken the job over.
+        fallback: Folder for checkpoints that cannot be written into ``--save``; empty for none.
     """
 
     def __init__(
-        self, board: Board, planner: Planner, state: Path, nodes: int, bounds: Bounds, say: Callable[[str], None]
+        self,
+        board: ServedBoard,
+        planner: Planner,
+        state: Path,
+        nodes: int,
+        bounds: Bounds,
+        say: Callable[[str], None],
+        is_replaced: Callable[[], bool] = lambda: False,
+        fallback: str = "",
     ) -> None:
+        self._saves = Saves(fallback)
         self._board, self._planner, self._state, self._nodes = board, planner, state, nodes
-        self._bounds, self._say = bounds, say
+        self._bounds, self._say, self._is_replaced = bounds, say, is_replaced
+        self._file = StateFile(state, say)
         self._lessons = Lessons(planner, say)
         self._members: dict[int, Member] = {}
         self._newest = 0
         self._leaving: set[str] = set()
         self._generation: Generation | None = None
         self._ended: dict[int, dict[str, Any]] = {}
-        self._wanted: tuple[str, float] | None = None
-        self._failed_since: float | None = None
+        self._wanted: tuple[str, Moment] | None = None
+        self._changed: Moment | None = None
+        self._failed_since: Moment | None = None
+        self._gone: dict[int, str] = {}
+        self._proved: list[Plan] = []
         self._failures, self._progress = Failures(), Progress(bounds.stuck_s)
         self._told = 0
-        self._unsaved: set[int] = set()
+        self._checks: dict[str, Moment | list[str]] = {}
+        self._misses: dict[str, int] = {}
         self._missing: dict[str, int] = {}
         self._signature: str | None = None
         self._considered, self._prepared = frozenset[int](), frozenset[int]()
         self._asked = self._waits = False
-        self._shown_s = 0.0
+        self._shown_s = self._tried_s = 0.0
         self._read, self._unwritten = 0, False
         self._started_s = time.monotonic()
         self.history: list[dict[str, Any]] = []
         """One entry per change: why, and when what was done (wall clock)."""
         self._recover()
+        board.open()
 
     def run(self) -> None:
         """Until the job is over.
 
         Raises:
             JobError: It cannot go on.
+            ReplacedError: Another controller goes on with it.
         """
         try:
             while not self._step():
@@ -80,10 +103,15 @@ class Controller:
         except JobError as error:
             self._end(str(error))
             raise
+        if unsaved := self._saves.unsaved_end(last_iteration(self.history)):
+            self._end(unsaved)
+            raise JobError(unsaved)
         self._end("")
 
     def _step(self) -> bool:
         """One round; whether the job is over."""
+        if self._is_replaced():
+            raise ReplacedError(f"another controller has taken over {self._state.parent}; this one ends")
         self._listen()
         self._watch()
         self._prepare()
@@ -100,8 +128,7 @@ class Controller:
         elif self._wanted is not None and all(process in self._ended for process in alive):
             if any(self._ended[process]["how"] == "finished" for process in alive):
                 return True  # the last iteration came before the change
-            reason, since_s = self._wanted
-            self._next(reason, since_s)
+            self._next(*self._wanted)
         elif self._wanted is None:
             self._perhaps_learn(generation)
             self._perhaps_change(generation)
@@ -116,9 +143,10 @@ class Controller:
                 message = self._board.get(f"inbox/{self._read}")
                 self._board.drop(f"inbox/{self._read}")
                 self._hear(message)
-            except (BoardError, KeyError, TypeError, ValueError) as error:
-                self._say(f"a message that makes no sense is left out: {error}")
-        if self._unwritten:  # once for all messages: a busy disk takes half a second each time
+            except (StoreError, KeyError, TypeError, ValueError, RecursionError) as error:
+                self._say(f"a message that makes no sense is left out: {shown(str(error))}")
+        retry = self._file.failure and time.monotonic() - self._tried_s > _SHOW_S
+        if self._unwritten or retry:  # once for all messages: a busy disk takes half a second each time
             self._save()
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -133,6 +161,10 @@ class Controller:
             self._note_opened(message)
         elif kind == "drift" and self._generation is not None and message["generation"] == self._generation.number:
             self._lessons.note(message, self._generation, self._pool(), self.history)
+        elif kind == "checked":
+            self._checks[str(message["id"])] = [str(problem) for problem in message["problems"]]
+        elif kind == "newer":
+            self._adopt(Generation.from_json(message["generation"]))
         elif kind == "leave":
             self._leaving.add(str(message["node"]))
             self._say(f"node {message['node']} is to leave")
@@ -145,29 +177,62 @@ class Controller:
         self._told = max(self._told, int(message["iteration"]))
         if message["how"] == "failed":
             self._tell_waiting("a session failed")
-        if message.get("unsaved") is not None and int(message["unsaved"]) not in self._unsaved:
-            self._unsaved.add(int(message["unsaved"]))
-            self._say(f"the checkpoint of iteration {message['unsaved']} is not written: {message['error']}")
+        if message.get("unsaved") is not None:
+            last = last_iteration(self.history)
+            said = self._saves.note(int(message["generation"]), int(message["unsaved"]), last)
+            if said:
+                self._say(f"{said}: {message['error']}")
 
     def _tell_waiting(self, why: str) -> None:
-        """Those who still wait for a process of this generation need not."""
+        """End the waits for a process of this generation."""
         assert self._generation is not None
         if not self._board.has(self._generation.lost_key):
             self._board.put(self._generation.lost_key, why)
 
-    def _welcome(self, message: dict[str, Any]) -> None:
-        number, signature = int(message["process"]), str(message["signature"])
+    def _welcome(self, message: Mapping[str, Any]) -> None:
+        number, node = int(message["process"]), str(message["node"])
+        identity, signature = str(message.get("identity", "")), str(message["signature"])
+        known = self._members[number].identity if number in self._members else self._gone.get(number, identity)
+        if known not in ("", identity):
+            why = "its number is another process's, because the controller's file was older than the job"
+            self._board.put(f"refused/{number}", {"identity": identity, "why": why, "again": True})
+            return
         self._signature = self._signature or signature
         if differs := refusal(signature, self._signature):
-            self._board.put(f"refused/{number}", differs)
+            self._board.put(f"refused/{number}", {"identity": identity, "why": differs, "again": False})
             return
-        self._leaving.discard(str(message["node"]))
-        node = str(message["node"])
-        self._members[number] = Member(Process(number, node, str(message["device"])))
+        self._leaving.discard(node)
+        self._members[number] = Member(Process(number, node, str(message["device"])), identity=identity)
         self._missing[node] = self._missing.get(node, int(message.get("workers", 1))) - 1
-        self._newest = max(self._newest, number)  # a controller that is started again gives its number to nobody else
+        self._give_no_number_below(number)  # a controller that is started again gives its number to nobody else
         self._unwritten = True
-        self._say(f"worker {number} on {message['node']} is ready")
+        self._say(f"worker {number} on {node} is ready")
+
+    def _give_no_number_below(self, number: int) -> None:
+        if number > self._newest:
+            self._newest = number
+            self._board.start_count("processes", number)
+
+    def _adopt(self, generation: Generation) -> None:
+        """Go on with a generation that workers run and this controller's file does not know."""
+        if self._generation is not None and generation.number <= self._generation.number:
+            return
+        self._say(f"the state in {self._state} is older than the job: generation {generation.number} runs")
+        silent = [number for number, member in self._members.items() if member.beats < 0]
+        for number in set(silent).difference(generation.ranks):
+            del self._members[number]  # known from the file only; a sign of life makes it known again
+        for number, node in zip(generation.ranks, generation.nodes, strict=True):
+            if number not in self._members and number not in self._gone:
+                self._members[number] = Member(Process(number, node))
+            self._give_no_number_below(number)
+        self._generation, self._ended, self._wanted, self._failed_since = generation, {}, None, None
+        self._saves.recall(generation)
+        now_s = Moment().wall_s
+        entry = {"generation": generation.number, "why": "found to run", "seen": now_s, "left": now_s}
+        self.history.append({**entry, "stopped": now_s, "planned": now_s, "reached": self._reached()})
+        self._progress.begin()
+        self._publish(generation)
+        self._unwritten = True
 
     def _note_opened(self, message: dict[str, Any]) -> None:
         if message["padded_vocab_size"] is not None:
@@ -177,6 +242,10 @@ class Controller:
             self._progress.opened()
             self._release(self._generation)
             entry = self.history[-1]
+            if "opened" not in entry and self._changed is not None:
+                entry["took_s"] = self._changed.ago_s()
+            if all(self._generation.plan != plan for plan in self._proved):
+                self._proved.append(self._generation.plan)
             entry.setdefault("opened", {})[str(message["process"])] = {
                 key: message[key] for key in ("iteration", "last", "times", "sent_bytes") if key in message
             }
@@ -186,9 +255,13 @@ class Controller:
         """The next generation trains: nodes that leave have nothing any more that somebody needs."""
         for number, member in list(self._members.items()):
             if member.process.node in self._leaving and number not in generation.ranks:
-                del self._members[number]
-                self._board.put(f"gone/{number}", True)
+                self._forget(number)
+                self._board.put(f"gone/{number}", {"identity": member.identity})
                 self._say(f"worker {number} on {member.process.node} has left")
+
+    def _forget(self, number: int) -> None:
+        self._gone[number] = self._members.pop(number).identity
+        self._board.drop(f"beat/{number}")
 
     def _watch(self) -> None:
         """Signs of life."""
@@ -196,33 +269,57 @@ class Controller:
         if now - self._shown_s > _SHOW_S:
             self._shown_s = now
             self._board.put("status", self.status())
+        self._hear_beats(now)
         for number, member in list(self._members.items()):
-            beat = self._board.get(f"beat/{number}")
-            if beat is not None and beat["beats"] != member.beats:
-                member.beats, member.seen_s, member.iteration = beat["beats"], now, int(beat["iteration"])
-                ended, running = beat.get("ended"), self._generation
-                if ended and running and number not in self._ended and ended["generation"] == running.number:
-                    self._note_ended(ended)  # it was said to a controller that is no more
-            elif now - member.seen_s > self._bounds.lost_s:
-                self._board.put(f"kill/{number}", "no sign of life")
+            if now - member.seen_s > self._bounds.lost_s:
+                self._kill(number, "no sign of life")
                 self._lose(number, f"worker {number} on {member.process.node} gives no sign of life")
         stuck = self._progress.is_stuck(self._reached(), last_iteration(self.history))
         if stuck and self._generation is not None and self._failed_since is None:
             self._say(f"no iteration has ended for {self._bounds.stuck_s:g} s: all ranks leave their session")
             self._tell_waiting("an iteration is stuck")
-            self._failed_since = time.time()
+            self._failed_since = Moment()
+
+    def _hear_beats(self, now_s: float) -> None:
+        for key in self._board.keys("beat/"):
+            try:
+                self._hear_beat(self._board.get(key), now_s)
+            except (KeyError, TypeError, ValueError) as error:
+                self._board.drop(key)
+                self._say(f"a sign of life that makes no sense is left out: {shown(str(error))}")
+
+    def _hear_beat(self, beat: Any, now_s: float) -> None:
+        number, identity = int(beat["process"]), str(beat.get("identity", ""))
+        member = self._members.get(number)
+        if member is None and number not in self._gone:  # of whom a controller did not know that is no more
+            self._welcome(beat)
+            member = self._members.get(number)
+        if member is None or beat["beats"] == member.beats or member.identity not in ("", identity):
+            return
+        if not member.identity:
+            member.identity = identity
+            member.process = Process(number, str(beat["node"]), str(beat["device"]))
+        member.beats, member.seen_s, member.iteration = int(beat["beats"]), now_s, int(beat["iteration"])
+        ended, running = beat.get("ended"), self._generation
+        if ended and running and number not in self._ended and ended["generation"] == running.number:
+            self._note_ended(ended)  # it was said to a controller that is no more
+
+    def _kill(self, number: int, why: str) -> None:
+        member = self._members.get(number)
+        if member is not None:
+            self._board.put(f"kill/{number}", {"identity": member.identity, "why": why})
 
     def _lose(self, number: int, why: str) -> None:
-        member = self._members.pop(number, None)
-        if member is None:
+        if number not in self._members:
             return
+        self._forget(number)
         self._say(why)
         if self._generation is None:
             return
         if number in self._generation.movers:
             self._tell_waiting(why)
         if number in self._generation.ranks and self._failed_since is None:
-            self._failed_since = time.time()
+            self._failed_since = Moment()
 
     # -- decisions -------------------------------------------------------------------------------
 
@@ -243,7 +340,7 @@ class Controller:
         settled = max((member.came_s for member in self._members.values()), default=0.0) + _SETTLE_S
         complete = all(missing <= 0 for missing in self._missing.values()) or time.monotonic() > settled
         if len({p.node for p in self._pool()}) >= self._nodes and complete:
-            self._next("start", time.time())
+            self._next("start", Moment())
         elif time.monotonic() - self._started_s > self._bounds.start_s:
             found = sorted({p.node for p in self._pool()})
             raise JobError(
@@ -263,7 +360,7 @@ class Controller:
         staying = frozenset(process.number for process in pool)
         if staying == self._considered or not self._planner.is_ready(pool):
             return  # the training goes on while a plan is made
-        self._considered = staying
+        considered, self._considered = self._considered, staying
         if self._asked:
             self._asked = False
             self._want("a new plan was asked for")
@@ -276,10 +373,43 @@ class Controller:
                 return
             if not self._planner.is_better(plan, generation.plan):
                 return
-            if why := against(plan, generation.plan, self.history, self._reached(), time.time()):
+            if why := against(plan, generation.plan, self.history, self._reached(), Moment().wall_s):
                 self._say(f"a node joins, and nothing changes: {why}")
+            elif (problems := self._problems(plan, staying - set(generation.ranks))) is None:
+                self._considered = considered  # the training goes on while a newcomer checks the plan
+            elif problems:
+                self._planner.reject(plan, problems[0])
+                self._say(f"a node joins, and its plan is refused: {one_line('; '.join(problems), 1000)}")
+                self._considered = considered
             else:
                 self._want("a node joins")
+
+    def _problems(self, plan: Plan, newcomers: Collection[int]) -> list[str] | None:
+        """What the training's flags have against a plan, as one of those says who wait; None until then."""
+        key = plan_hash(plan)
+        found = self._checks.get(key)
+        if found is None and plan not in self._proved:
+            self._checks[key] = Moment()
+            self._board.put(f"check/{min(newcomers)}", {"id": key, "plan": plan.to_json()})
+            return None
+        if isinstance(found, Moment):
+            return None if found.ago_s() < CHECK_S else []
+        return found or []
+
+    def _plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
+        """A plan for a pool; where the planner has none any more, one that has run.
+
+        Raises:
+            NoPlanError: There is none.
+        """
+        try:
+            return self._planner.plan(pool)
+        except NoPlanError:
+            for plan in reversed(self._proved):
+                ranks = assign(plan, pool)
+                if ranks is not None:
+                    return plan, ranks
+            raise
 
     def _want(self, reason: str) -> None:
         if self._generation is None or self._wanted is not None:
@@ -289,32 +419,47 @@ class Controller:
         except NoPlanError as error:
             self._say(f"{reason}, and nothing changes: {error}")
             return
-        self._wanted = (reason, time.time())
+        self._wanted = (reason, Moment())
         self._board.put(f"{self._generation.number}/wanted", reason)
         self._say(f"{reason}: all ranks leave after the next iteration")
 
     def _after_failure(self, generation: Generation, alive: Sequence[int]) -> None:
         """Wait until the survivors have left their session, in bounded time, then go on with them."""
-        self._failed_since = self._failed_since or time.time()
+        self._failed_since = self._failed_since or Moment()
         running = [process for process in alive if process not in self._ended]
-        if running and time.time() - self._failed_since < self._bounds.leave_s:
+        if running and self._failed_since.ago_s() < self._bounds.leave_s:
             return
         for process in running:
-            self._board.put(f"kill/{process}", "it did not leave its session")
+            self._kill(process, "it did not leave its session")
             self._lose(process, f"worker {process} did not leave its session in {self._bounds.leave_s:g} s")
         if not self._can_go_on(self._failed_since):
             return
         dead = sum(process not in self._members for process in generation.ranks)
-        self._failures.note(self._reached(), dead, {e["error"] for e in self._ended.values() if e["error"]})
+        if dead or not self._leads_back(generation):
+            self._failures.note(self._reached(), dead, {e["error"] for e in self._ended.values() if e["error"]})
         lost = "1 rank was lost" if dead == 1 else f"{dead} ranks were lost"
         self._next(lost if dead else "a session failed", self._failed_since)
 
-    def _can_go_on(self, since_s: float) -> bool:
+    def _leads_back(self, generation: Generation) -> bool:
+        """Whether a plan is given up that did not open, refused by the flags or twice, after one that did."""
+        plan, key = generation.plan, plan_hash(generation.plan)
+        if not self._proved or plan in self._proved:
+            return False
+        self._misses[key] = self._misses.get(key, 0) + 1
+        is_refused = any(ended.get("refused") for ended in self._ended.values())
+        if not is_refused and self._misses[key] < _TRIES:
+            return False
+        why = next((ended["error"] for ended in self._ended.values() if ended["error"]), "it did not open")
+        self._planner.reject(plan, one_line(why, 1000))
+        self._say(f"plan {key} is given up: {why}")
+        return True
+
+    def _can_go_on(self, since: Moment) -> bool:
         """Whether there is a plan for what is left; for a while the agents' new workers are waited for."""
         try:
-            self._planner.plan(self._pool())
+            self._plan(self._pool())
         except NoPlanError as error:
-            if time.time() - since_s >= self._bounds.return_s:
+            if since.ago_s() >= self._bounds.return_s:
                 return True  # the next step says so
             if not self._waits:
                 self._say(f"{error}. Workers may come back for {self._bounds.return_s:g} s")
@@ -323,30 +468,38 @@ class Controller:
         self._waits = False
         return True
 
-    def _next(self, reason: str, since_s: float) -> None:
+    def _next(self, reason: str, since: Moment) -> None:
         """Write the next generation."""
         before = self._generation
-        left_s = time.time()
+        left_s = Moment().wall_s
         try:
-            plan, ranks = self._planner.plan(self._pool())
+            plan, ranks = self._plan(self._pool())
         except NoPlanError as error:
             raise JobError(f"{reason}, and there is no plan for what is left: {error}") from None
         number = 0 if before is None else before.number + 1
         holders = () if before is None else tuple(p for p in before.movers if p in self._members)
         nodes = tuple(self._members[process].process.node for process in ranks)
-        loads, unsaved = before is not None, tuple(sorted(self._unsaved))
-        self._generation = Generation(number, plan, ranks, holders, nodes, loads, unsaved)
-        stopped_s = left_s if self._failed_since is None else since_s
-        entry = {"generation": number, "why": reason, "seen": since_s, "left": left_s, "stopped": stopped_s}
+        self._generation = Generation(
+            number, plan, ranks, holders, nodes, before is not None, *self._saves.for_generation()
+        )
+        stopped_s = left_s if self._failed_since is None else since.wall_s
+        entry = {"generation": number, "why": reason, "seen": since.wall_s, "left": left_s, "stopped": stopped_s}
         self.history.append({**entry, "reached": self._reached()})
-        self._board.put(f"{number}/generation", self._generation.to_json())
-        self._board.put("latest", number)
-        self.history[-1]["planned"] = time.time()
+        self._publish(self._generation)
+        self.history[-1]["planned"] = Moment().wall_s
+        self._changed = since
         self._ended, self._wanted, self._failed_since = {}, None, None
         self._progress.begin()
         self._considered = frozenset()
         self._save()
         self._say(f"generation {number} ({reason}): {len(ranks)} ranks on {len(set(nodes))} nodes")
+
+    def _publish(self, generation: Generation) -> None:
+        """Let the workers begin a generation; the documents of those that are over go."""
+        self._board.put(f"{generation.number}/generation", generation.to_json())
+        self._board.put("latest", generation.number)
+        if old := self._board.keys(f"{generation.number - _KEPT}/"):
+            self._board.drop(*old)
 
     # -- what is kept ----------------------------------------------------------------------------
 
@@ -356,7 +509,7 @@ class Controller:
     def status(self) -> dict[str, Any]:
         """What ``het-run status`` shows; JSON values."""
         return {
-            **standing(self.history, self._reached(), time.time()),
+            **standing(self.history, self._reached(), Moment().wall_s),
             "generation": None if self._generation is None else self._generation.to_json(),
             "signature": self._signature,
             "members": [member.to_json() for _, member in sorted(self._members.items())],
@@ -364,13 +517,16 @@ class Controller:
             "under_way": self._wanted[0] if self._wanted else "a session failed" if self._failed_since else "",
             "leaving": sorted(self._leaving),
             "corrected": self._lessons.corrected,
+            "strangers": self._board.strangers(),
+            "unwritten": self._file.failure,
             "history": self.history,
         }
 
     def _save(self, **more: Any) -> None:
         document = {**self.status(), **more}
-        write_text(self._state, json.dumps(document, indent=1))
-        self._unwritten = False
+        self._tried_s = time.monotonic()
+        self._file.write(json.dumps(document, indent=1))
+        self._unwritten = False  # what could not be written is tried again every second
         self._board.put("status", document)
 
     def _recover(self) -> None:
@@ -379,20 +535,19 @@ class Controller:
             return
         if (found := recalled(self._state)) is None:
             return
-        self._newest = found.newest
-        self._board.start_count("processes", self._newest)
+        self._give_no_number_below(found.newest)
         if found.generation is None:
             return
         self._generation, self._signature, self.history = found.generation, found.signature, list(found.history)
-        self._members = {process.number: Member(process) for process in found.processes}
-        self._leaving, self._unsaved = set(found.leaving), set(self._generation.unsaved)
+        self._members = {p.number: Member(p, identity=identity) for p, identity in found.processes}
+        self._leaving = set(found.leaving)
+        self._saves.recall(self._generation)
         self._lessons.recall(found.corrected)
         if self.history and self.history[-1].get("opened"):
             self._progress.opened()
-        number = self._generation.number
-        self._board.put(f"{number}/generation", self._generation.to_json())
-        self._board.put("latest", number)
-        self._say(f"goes on with generation {number} and {len(self._members)} workers")
+            self._proved.append(self._generation.plan)
+        self._publish(self._generation)
+        self._say(f"goes on with generation {self._generation.number} and {len(self._members)} workers")
 
     def _end(self, error: str) -> None:
         self._save(over=True, error=error)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
+from megatron_het.elastic.generation import Generation
+
 _MOST = 3
 
 
 class JobError(RuntimeError):
     """The job cannot go on; the message says why and what to do."""
+
+
+class ReplacedError(RuntimeError):
+    """Another controller has taken the job over."""
 
 
 class Failures:
@@ -43,6 +49,67 @@ class Failures:
                 f"{most} generations failed in a row, at iteration {reached}: "
                 f"{'; '.join(sorted(errors)) or 'workers died'}. The workers' logs say more"
             )
+
+
+class Saves:
+    """Checkpoints that could not be written.
+
+    A checkpoint is tried once more in the folder for that, if there is one, and else left out.  The last one of a
+    training is tried once more in any case.
+
+    Args:
+        fallback: Folder; empty for none.
+    """
+
+    def __init__(self, fallback: str) -> None:
+        self._fallback = fallback
+        self._failed: dict[int, set[int]] = {}
+        self._unsaved: set[int] = set()
+        self._elsewhere: set[int] = set()
+
+    def note(self, generation: int, iteration: int, last: int | None) -> str:
+        """A rank has not written its part; what to say of it, nothing where another rank has said so.
+
+        Args:
+            generation: In which it failed.
+            iteration: Of the checkpoint.
+            last: Of the training; None where that is not known.
+        """
+        generations = self._failed.setdefault(iteration, set())
+        if generation in generations:
+            return ""
+        generations.add(generation)
+        if self._fallback and iteration not in self._elsewhere:
+            self._elsewhere.add(iteration)
+            then = f"it is tried in {self._fallback}"
+        elif iteration == last and len(generations) == 1:
+            then = "it is the last one and tried again"
+        else:
+            self._unsaved.add(iteration)
+            then = "it is left out"
+        failed = sum(map(len, self._failed.values()))
+        return (
+            f"the checkpoint of iteration {iteration} is not written ({failed} failed save{'s' * (failed > 1)} so far)"
+            f"; {then}"
+        )
+
+    def recall(self, generation: Generation) -> None:
+        """What the generation that runs knows of it."""
+        self._unsaved |= set(generation.unsaved)
+        self._elsewhere |= set(generation.elsewhere)
+
+    def for_generation(self) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+        """What the next generation is told: left out, tried in the other folder, and that folder."""
+        return tuple(sorted(self._unsaved)), tuple(sorted(self._elsewhere - self._unsaved)), self._fallback
+
+    def unsaved_end(self, last: int | None) -> str:
+        """Why a training that is over has not kept its last state; empty where it has, or was not to."""
+        if last is None or last not in self._unsaved:
+            return ""
+        return (
+            f"the training is over, and its last state, of iteration {last}, is not written. Make room and start it "
+            "again: it goes on from the newest checkpoint"
+        )
 
 
 class Progress:

@@ -20,6 +20,8 @@ class Generation:
         nodes: Name of the node of each rank.
         loads: Whether the state comes from them; the first generation starts as the flags say.
         unsaved: Iterations whose checkpoint could not be written, and is not tried again.
+        elsewhere: Iterations whose checkpoint could not be written into ``--save``, and is tried in ``fallback``.
+        fallback: Folder for them; empty for none.
     """
 
     number: int
@@ -29,6 +31,8 @@ class Generation:
     nodes: tuple[str, ...] = ()
     loads: bool = False
     unsaved: tuple[int, ...] = ()
+    elsewhere: tuple[int, ...] = ()
+    fallback: str = ""
 
     @property
     def movers(self) -> tuple[int, ...]:
@@ -54,6 +58,8 @@ class Generation:
             "nodes": list(self.nodes),
             "loads": self.loads,
             "unsaved": list(self.unsaved),
+            "elsewhere": list(self.elsewhere),
+            "fallback": self.fallback,
         }
 
     @staticmethod
@@ -71,4 +77,6 @@ class Generation:
             tuple(str(node) for node in document["nodes"]),
             bool(document["loads"]),
             tuple(int(iteration) for iteration in document["unsaved"]),
+            tuple(int(iteration) for iteration in document.get("elsewhere", [])),
+            str(document.get("fallback", "")),
         )

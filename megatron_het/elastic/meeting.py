@@ -13,6 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_het.elastic.board import Board
+from megatron_het.store import StoreError
+
+_GLANCE_S = 0.25
+_AWAY_S = 5.0
+_GLANCED_AT = "het/watch/"
 _POLL_S = 0.002
 _LONGEST_POLL_S = 0.05
 _SHARE = 0.15
@@ -21,6 +27,71 @@ _SHARE = 0.15
 
 class LostError(RuntimeError):
     """A process of the generation is lost, so that nobody can meet any more."""
+
+
+class BoardStore(dist.Store):
+    """A store of ``torch.distributed`` whose keys are on the job's board.
+
+    What the watch writes after every iteration must not hold up the training: the answer comes soon, or nothing is
+    asked for a while.
+
+    Args:
+        board: The board.
+    """
+
+    def __init__(self, board: Board) -> None:
+        super().__init__()
+        self._board = board
+        self._away_until_s = 0.0
+
+    def set(self, key: str, value: Any) -> None:
+        """See :class:`torch.distributed.Store`."""
+        self._ask(key, "set", key, _text(value))
+
+    def get(self, key: str) -> bytes:
+        """The value; raises where there is none."""
+        (found,) = self._ask(key, "get", key)
+        if found is None:
+            raise RuntimeError(f"there is no {key}")
+        return bytes(found.encode("latin-1"))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """See :class:`torch.distributed.Store`."""
+        return [text.encode("latin-1") for text in self._ask(keys[0], "get", *keys)]
+
+    def add(self, key: str, value: int) -> int:
+        """See :class:`torch.distributed.Store`."""
+        return int(self._ask(key, "add", key, value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """See :class:`torch.distributed.Store`."""
+        return bool(self._ask(keys[0], "has", *keys))
+
+    def deleteKey(self, key: str) -> bool:
+        """See :class:`torch.distributed.Store`."""
+        return bool(self._ask(key, "drop", key))
+
+    delete_key = deleteKey
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        """See :class:`torch.distributed.Store`."""
+        return str(self._ask(key, "swap", key, _text(expected), _text(desired))).encode("latin-1")
+
+    def _ask(self, key: str, *request: Any) -> Any:
+        if _GLANCED_AT not in key:
+            return self._board.ask(*request)
+        if time.monotonic() < self._away_until_s:
+            raise StoreError("the controller is away")
+        try:
+            return self._board.ask(*request, patience_s=_GLANCE_S)
+        except StoreError:
+            self._away_until_s = time.monotonic() + _AWAY_S
+            raise
+
+
+def _text(value: Any) -> str:
+    """Any bytes as a text of the same length."""
+    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 
 class MeetingStore(dist.Store):
@@ -37,35 +108,35 @@ class MeetingStore(dist.Store):
 
     def __init__(self, store: Any, name: str, lost: str, timeout_s: float) -> None:
         super().__init__()
-        self._store, self._whole, self._lost = dist.PrefixStore(name, store), store, lost
+        self._store, self._name, self._lost = store, name, lost
         self._timeout = timedelta(seconds=timeout_s)
 
     def set(self, key: str, value: Any) -> None:
         """See :class:`torch.distributed.Store`."""
-        self._store.set(key, value)
+        self._store.set(self._own(key), value)
 
     def get(self, key: str) -> Any:
         """The value, once it is there; raises as :meth:`wait` does."""
         self.wait([key])
-        return self._store.get(key)
+        return self._store.get(self._own(key))
 
     def add(self, key: str, value: int) -> int:
         """See :class:`torch.distributed.Store`."""
-        return int(self._store.add(key, value))
+        return int(self._store.add(self._own(key), value))
 
     def check(self, keys: Sequence[str]) -> bool:
         """See :class:`torch.distributed.Store`."""
-        return bool(self._store.check(list(keys)))
+        return bool(self._store.check([self._own(key) for key in keys]))
 
     def deleteKey(self, key: str) -> bool:
         """See :class:`torch.distributed.Store`."""
-        return bool(self._store.delete_key(key))
+        return bool(self._store.delete_key(self._own(key)))
 
     delete_key = deleteKey
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
         """See :class:`torch.distributed.Store`."""
-        return self._store.compare_set(key, expected, desired)
+        return self._store.compare_set(self._own(key), expected, desired)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See :class:`torch.distributed.Store`."""
@@ -80,10 +151,13 @@ class MeetingStore(dist.Store):
         """
         bound = (timeout or self._timeout).total_seconds()
         start_s = time.monotonic()
-        while not self._store.check(list(keys)):
-            if self._whole.check([self._lost]):
+        while not self.check(keys):
+            if self._store.check([self._lost]):
                 raise LostError(f"nobody waits for {', '.join(keys)} any more: a process of this generation is lost")
             waited_s = time.monotonic() - start_s
             if waited_s > bound:
                 raise RuntimeError(f"{', '.join(keys)} did not come within {bound:g} s")
             time.sleep(min(max(_POLL_S, _SHARE * waited_s), _LONGEST_POLL_S))
+
+    def _own(self, key: str) -> str:
+        return f"{self._name}/{key}"

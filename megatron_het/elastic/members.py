@@ -28,6 +28,23 @@ class Bounds:
     stuck_s: float = 1800.0
 
 
+@dataclass(frozen=True)
+class Moment:
+    """When something happened: by the wall clock for people, by another one for waits, because the former may jump.
+
+    Attributes:
+        wall_s: Seconds since 1970.
+        clock_s: Seconds of the monotonic clock.
+    """
+
+    wall_s: float = field(default_factory=time.time)
+    clock_s: float = field(default_factory=time.monotonic)
+
+    def ago_s(self) -> float:
+        """Seconds since then."""
+        return time.monotonic() - self.clock_s
+
+
 @dataclass
 class Member:
     """A worker as the controller knows it.
@@ -38,6 +55,7 @@ class Member:
         beats: Newest sign of life.
         seen_s: When that came (monotonic).
         came_s: When it was ready (monotonic).
+        identity: Random number of the process; empty where it has not been heard yet.
     """
 
     process: Process
@@ -45,8 +63,15 @@ class Member:
     beats: int = -1
     seen_s: float = field(default_factory=time.monotonic)
     came_s: float = field(default_factory=time.monotonic)
+    identity: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """For the controller's document."""
         process = self.process
-        return {"process": process.number, "node": process.node, "device": process.device, "iteration": self.iteration}
+        return {
+            "process": process.number,
+            "node": process.node,
+            "device": process.device,
+            "iteration": self.iteration,
+            "identity": self.identity,
+        }

@@ -52,6 +52,9 @@ class Planner(Protocol):
     def renew(self) -> None:
         """Forget the plans that were made: what they were made from has changed."""
 
+    def reject(self, plan: Plan, why: str) -> None:
+        """Never give a plan again."""
+
     def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
         """Begin to search a better plan for what a run measured; returns at once.
 
@@ -81,17 +84,19 @@ class GivenPlans:
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         self._plans = plans
+        self._rejected: dict[int, str] = {}
 
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
         """See :class:`Planner`."""
-        for plan in self._plans:
-            ranks = assign(plan, pool)
+        for number, plan in enumerate(self._plans):
+            ranks = None if number in self._rejected else assign(plan, pool)
             if ranks is not None:
                 return plan, ranks
         sizes = ", ".join(str(plan.world_size) for plan in self._plans)
         raise NoPlanError(
             f"no plan of the list fits {len(pool)} processes on {len({p.node for p in pool})} nodes (the plans have "
             f"{sizes} ranks). Give a plan for fewer ranks, or bring nodes back"
+            + "".join(f". Plan {number + 1} of the list was refused: {why}" for number, why in self._rejected.items())
         )
 
     def is_better(self, plan: Plan, present: Plan) -> bool:
@@ -108,6 +113,10 @@ class GivenPlans:
 
     def renew(self) -> None:
         """See :class:`Planner`; the list stays."""
+
+    def reject(self, plan: Plan, why: str) -> None:
+        """See :class:`Planner`."""
+        self._rejected = {**self._rejected, self._plans.index(plan): why} if plan in self._plans else self._rejected
 
     def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
         """See :class:`Planner`; the list has no other plan for the same pool."""
@@ -156,6 +165,12 @@ class GivenFirst:
     def renew(self) -> None:
         """See :class:`Planner`; the list stays."""
         self._other.renew()
+
+    def reject(self, plan: Plan, why: str) -> None:
+        """See :class:`Planner`."""
+        self._plans = [one for one in self._plans if one != plan]
+        self._given = GivenPlans(self._plans)
+        self._other.reject(plan, why)
 
     def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
         """See :class:`Planner`: searched, because the list says nothing of devices that have become slow."""

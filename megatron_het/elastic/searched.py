@@ -155,6 +155,7 @@ class SearchedPlans:
         search.check()
         self._whole: dict[str, Any] = read_yaml(cluster)
         self._known: dict[str, Plan | NoPlanError] = {}
+        self._rejected: list[tuple[Plan, str]] = []
         self._queue: deque[str] = deque()
         self._running: str | None = None
         self._renewed = 0
@@ -229,6 +230,18 @@ class SearchedPlans:
             self._whole = whole
             self._known.clear()
             self._renewed += 1
+
+    def reject(self, plan: Plan, why: str) -> None:
+        """See :class:`~megatron_het.elastic.pool.Planner`."""
+        with self._changed:
+            self._rejected.append((plan, why))
+            self._known = {document: self._unless_rejected(answer) for document, answer in self._known.items()}
+
+    def _unless_rejected(self, answer: Plan | NoPlanError) -> Plan | NoPlanError:
+        for plan, why in self._rejected:
+            if plan == answer:
+                return NoPlanError(f"the plan that the planner found was refused: {why}")
+        return answer
 
     def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
         """See :class:`~megatron_het.elastic.pool.Planner`; one search at a time, others are left out."""
@@ -305,6 +318,7 @@ class SearchedPlans:
         except (OSError, ValueError) as error:
             answer = NoPlanError(f"the planner could not be run: {error}")
         with self._changed:
+            answer = self._unless_rejected(answer)
             if renewed == self._renewed:
                 self._known[document] = answer
         return answer

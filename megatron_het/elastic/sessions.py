@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_het.checkpoint import asynchronous
 from megatron_het.elastic.boundary import ElasticBoundary, Leave
+from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.state import Snapshot
 from megatron_het.runtime.leaving import flush_logs
 from megatron_het.untrusted import write_json
@@ -32,12 +34,14 @@ class Outcome:
         snapshot: This rank's state where it left.
         error: What failed.
         unsaved: Iteration whose checkpoint this rank could not write, where that is what failed.
+        is_refused: Whether the training's flags do not go with the plan.
     """
 
     how: str
     snapshot: Snapshot | None = None
     error: str = ""
     unsaved: int | None = None
+    is_refused: bool = False
 
 
 def run_session(
@@ -55,12 +59,10 @@ def run_session(
         How it ended; nothing of the session is left in the process then.
 
     Raises:
-        SystemExit: The flags are wrong.
+        SystemExit: The flags are wrong, and there is no earlier plan with which they were right.
     """
     generation = boundary.generation
-    plan = folder / f"plan-{generation.number}.json"
-    # For this generation only, which checks it: a change waits neither for the disk nor for another check.
-    write_json(plan, generation.plan.to_json(), durable=False)
+    plan = _written(generation, folder)
     rank = generation.ranks.index(boundary.process)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(generation.ranks)))
     sys.argv = [
@@ -76,7 +78,10 @@ def run_session(
         return Outcome("left", leave.snapshot)
     except SystemExit as stop:
         if stop.code not in (None, 0):
-            raise
+            if not generation.loads or boundary.began is not None:
+                raise
+            # The plan before this one went well: its state stays here, and the others can go back to it.
+            return Outcome("failed", error="the plan is refused; the worker's log says why", is_refused=True)
     except RuntimeError as error:  # what torch.distributed raises when a peer has gone
         return Outcome("failed", error=_told(error))
     except (OSError, CheckpointException) as error:
@@ -88,6 +93,20 @@ def run_session(
         boundary.closed()
         end_session()
     return Outcome("finished")
+
+
+def _written(generation: Generation, folder: Path) -> Path:
+    """File with the plan, in another folder where the disk is full."""
+    failures = []
+    for place in (folder, Path(tempfile.gettempdir()), Path("/dev/shm")):
+        name = f"plan-{generation.number}.json" if place == folder else f"het-{os.getpid()}-{generation.number}.json"
+        try:
+            # For this generation only, which checks it: a change waits neither for the disk nor for another check.
+            write_json(place / name, generation.plan.to_json(), durable=False)
+            return place / name
+        except (OSError, ValueError) as error:
+            failures.append(str(error))
+    raise OSError("; ".join(failures))
 
 
 def _told(error: BaseException) -> str:

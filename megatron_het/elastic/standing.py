@@ -127,6 +127,11 @@ def describe(status: Mapping[str, Any] | None) -> str:
         lines.append(f"  change {entry['generation']} at iteration {entry['reached']}: {entry['why']}{_pause(entry)}")
     if status.get("under_way") and not status.get("over"):
         lines.append(f"  a change begins: {status['under_way']}; all ranks leave their session")
+    strangers = status.get("strangers", {})
+    if strangers.get("refused"):
+        lines.append(f"  {strangers['refused']} connections without the token, the last from {strangers['last']}")
+    if status.get("unwritten"):
+        lines.append(f"  {status['unwritten']}")
     return "\n".join(lines) + "\n"
 
 

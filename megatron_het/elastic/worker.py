@@ -8,28 +8,35 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic.board import Board, BoardError
+from megatron_het.elastic.alike import problems_under
+from megatron_het.elastic.board import Board
 from megatron_het.elastic.boundary import ElasticBoundary, open_links
 from megatron_het.elastic.copies import Copies
 from megatron_het.elastic.datasets import Kept
 from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.meeting import BoardStore
 from megatron_het.elastic.sessions import Outcome, run_session
 from megatron_het.elastic.severing import Severing
 from megatron_het.elastic.state import give
 from megatron_het.elastic.warm import warm_up
+from megatron_het.plan import Plan
+from megatron_het.store import StoreError
 
 _POLL_S, _SHORTEST_POLL_S = 0.02, 0.002
 _SHARE = 0.1
 """A poll comes after this share of the time that was waited so far: the next generation mostly comes at once."""
 _BEAT_S = 0.5
 _LOOK_S = 0.1
-_AWAY_S = 5.0
+_LISTEN_S = 1.0
+_AGREE_S, _AWAY_S = 2.0, 5.0
+_TELL_S = 2.0
 ENVIRONMENT = "HET_ELASTIC_WORKER"
 
 
@@ -48,6 +55,11 @@ class Setting:
         timeout_s: Bound on every wait of a change.
         signature: What all workers of a job must have in common.
         workers: Of the node.
+        identity: Random, of this process: where the controller's file is older than the job, a number may be given
+            twice.
+        address_file: Where the controller writes its address; empty for none.
+        tls_ca: File with the authority of the controller's certificate; empty for none.
+        away_s: How long a worker that needs a decision waits for a controller that does not answer.
     """
 
     host: str
@@ -61,6 +73,25 @@ class Setting:
     timeout_s: float
     signature: str
     workers: int = 1
+    identity: str = ""
+    address_file: str = ""
+    tls_ca: str = ""
+    away_s: float = 1800.0
+
+    def board(self) -> Board:
+        """The job's board.
+
+        Raises:
+            StoreError: The file of the authority cannot be used.
+        """
+        return Board(
+            self.host,
+            self.port,
+            self.token,
+            patience_s=self.timeout_s,
+            address_file=Path(self.address_file) if self.address_file else None,
+            tls_ca=Path(self.tls_ca) if self.tls_ca else None,
+        )
 
     def to_text(self) -> str:
         """For an environment variable."""
@@ -83,59 +114,90 @@ class Worker:
 
     def __init__(self, setting: Setting, flags: list[str], entry: Callable[[ElasticBoundary], None]) -> None:
         self._setting, self._flags, self._entry = setting, flags, entry
-        self._board = self._connect(setting.timeout_s)
+        self._board = setting.board()
+        self._store = BoardStore(self._board)
         self._copies = Copies(setting.copy_every)
         self._severing = Severing(setting.host, setting.port)
         self._datasets: Kept = {}
         self._iteration = 0
         self._ended: dict[str, Any] | None = None
+        self._generation: Generation | None = None
+        self._outbox: deque[dict[str, Any]] = deque()
+        self._checked: set[str] = set()
         self._told_left = -1
         self._padded_vocab_size: int | None = None
 
-    def _connect(self, patience_s: float) -> Board:
-        setting = self._setting
-        return Board(setting.host, setting.port, setting.token, patience_s=patience_s)
-
     def run(self) -> int:
-        """Until the job is over; returns the exit code."""
-        setting = self._setting
+        """Until the job is over; returns the exit code.
+
+        Raises:
+            StoreError: The controller does not answer, and a decision is needed.
+        """
+        self._board.post({"type": "ready", **self._about()})
         threading.Thread(target=self._beat, daemon=True).start()
-        threading.Thread(target=self._look_out, daemon=True).start()
-        about = {"process": setting.process, "node": setting.node, "device": setting.device, "workers": setting.workers}
-        self._board.post({"type": "ready", **about, "signature": setting.signature})
         number = -1
         while (generation := self._next(number)) is not None:
             number = generation.number
+            self._generation = generation
             with self._severing.during(generation.lost_key):
                 self._take_part(generation)
         return 0
 
+    def _about(self) -> dict[str, Any]:
+        """What the controller has to know of this process."""
+        names = ("process", "node", "device", "workers", "signature", "identity")
+        return {name: getattr(self._setting, name) for name in names}
+
     def _next(self, after: int) -> Generation | None:
         """Wait for the generation after a number; None when the job is over."""
         start_s = time.monotonic()
+        is_done = self._ended is not None and self._ended["how"] == "finished"
+        patience_s = self._setting.timeout_s if is_done else self._setting.away_s
         while True:
-            if self._board.has("over"):
-                return None
-            latest = self._board.get("latest")
-            if latest is not None and latest > after:
-                return Generation.from_json(self._board.get(f"{latest}/generation"))
+            try:
+                keys = ("over", "latest", f"check/{self._setting.process}")
+                over, latest, check = self._board.read(*keys, patience_s=patience_s)
+                if over is not None:
+                    return None
+                if check is not None and check["id"] not in self._checked:
+                    self._check(check)
+                if latest is not None and latest > after:
+                    return Generation.from_json(self._board.get(f"{latest}/generation", patience_s=patience_s))
+            except StoreError as error:
+                if is_done:  # there is nothing left to decide
+                    _say(f"the training is over, and nobody hears of it: {error}")
+                    return None
+                raise
             time.sleep(min(max(_SHORTEST_POLL_S, _SHARE * (time.monotonic() - start_s)), _POLL_S))
+
+    def _check(self, asked: dict[str, Any]) -> None:
+        """Say whether the flags go with a plan, before the others leave their session for it."""
+        self._checked.add(asked["id"])
+        answer = problems_under(Plan.from_json(asked["plan"]), self._flags, Path(self._setting.folder))
+
+        def tell() -> None:
+            self._outbox.append({"type": "checked", "id": asked["id"], "problems": answer()})
+
+        threading.Thread(target=tell, name="check of a plan", daemon=True).start()
 
     def _take_part(self, generation: Generation) -> None:
         process = self._setting.process
-        if process in generation.ranks:
-            outcome, boundary = self._train(generation)
-            if outcome.snapshot is not None:
-                self._copies.add(outcome.snapshot)
-            if outcome.how != "left" or self._told_left != generation.number:
-                self._tell_ended(boundary, outcome)
-        elif process in generation.movers:
-            try:
-                links = open_links(generation, process, self._board.store, self._setting.timeout_s)
-                give(links, self._copies.snapshots)
-                links.close()
-            except RuntimeError:
-                return  # a member has gone: the next generation tries again, with what is still held here
+        news = News(self._board, generation, process, self._severing.cut)
+        threading.Thread(target=news.listen, name=f"news of {generation.number}", daemon=True).start()
+        try:
+            if process in generation.ranks:
+                outcome, boundary = self._train(generation, news)
+                if outcome.snapshot is not None:
+                    self._copies.add(outcome.snapshot)
+                if outcome.how != "left" or self._told_left != generation.number:
+                    self._tell_ended(boundary, outcome)
+            elif process in generation.movers:
+                with suppress(RuntimeError):  # the next generation tries again, with what is still held here
+                    links = open_links(generation, process, self._store, self._setting.timeout_s)
+                    give(links, self._copies.snapshots)
+                    links.close()
+        finally:
+            news.is_over = True
 
     def _tell_ended(self, boundary: ElasticBoundary, outcome: Outcome) -> None:
         self._ended = {
@@ -145,31 +207,30 @@ class Worker:
             "how": outcome.how,
             "error": outcome.error[-2000:],
             "unsaved": outcome.unsaved,
+            "refused": outcome.is_refused,
             "iteration": boundary.iteration or 0,
         }
-        self._board.post(self._ended)
+        with suppress(StoreError):  # signs of life say it again
+            self._board.post(self._ended, patience_s=_TELL_S)
 
     def _leaves(self, boundary: ElasticBoundary) -> None:
         """Say so before the session is taken down: the next one is written and newcomers build meanwhile."""
-        with suppress(BoardError):
-            self._tell_ended(boundary, Outcome("left"))
-            self._told_left = boundary.generation.number
+        self._tell_ended(boundary, Outcome("left"))
+        self._told_left = boundary.generation.number
 
-    def _train(self, generation: Generation) -> tuple[Outcome, ElasticBoundary]:
+    def _train(self, generation: Generation, news: News) -> tuple[Outcome, ElasticBoundary]:
         setting = self._setting
-        vocabulary = self._padded_vocab_size or self._board.get("padded_vocab_size")
-        watch = _Watch(self._connect, generation, generation.ranks.index(setting.process) == 0)
         boundary = ElasticBoundary(
             generation,
             setting.process,
-            self._board.store,
+            self._store,
             setting.timeout_s,
             self._copies,
-            watch.leaves_at,
-            vocabulary,
+            news.leaves_at,
+            self._padded_vocab_size or self._board.get("padded_vocab_size", patience_s=setting.away_s),
             self._datasets,
         )
-        watch.opened = lambda: self._opened(boundary)
+        news.opened = lambda: self._opened(boundary)
         boundary.leaving = lambda: self._leaves(boundary)
         try:
             outcome = run_session(boundary, self._flags, Path(setting.folder), self._entry)
@@ -181,7 +242,7 @@ class Worker:
         """At every boundary: note progress; after the first iteration say how long the phases took."""
         self._iteration = boundary.iteration or 0
         if boundary.drift is not None:
-            self._board.post(
+            self._outbox.append(
                 {
                     "type": "drift",
                     "generation": boundary.generation.number,
@@ -193,7 +254,7 @@ class Worker:
         if "first_step" in boundary.times and "told" not in boundary.times:
             boundary.times["told"] = time.time()
             restored = boundary.restored
-            self._board.post(
+            self._outbox.append(
                 {
                     "type": "opened",
                     "process": self._setting.process,
@@ -201,73 +262,100 @@ class Worker:
                     "iteration": boundary.began or 0,
                     "last": self._iteration + boundary.iterations_left,
                     "sent_bytes": restored.sent_bytes if restored else 0,
-                    "times": boundary.times,
+                    "times": dict(boundary.times),
                     "padded_vocab_size": boundary.padded_vocab_size,
                 }
             )
 
     def _beat(self) -> None:
-        """On a thread: a sign of life, over a connection of its own."""
+        """On a thread: signs of life, and what the training had to say: it does not wait for the controller."""
         beats = 0
-        board = None
         while True:
             beats += 1
-            try:
-                board = board or self._connect(1.0)
-                # How the last session ended is said again: a controller that dies has not read all that was posted.
-                sign = {"beats": beats, "iteration": self._iteration, "ended": self._ended}
-                board.put(f"beat/{self._setting.process}", sign)
-            except BoardError:
-                board = None
+            with suppress(StoreError):
+                self._give_sign(beats)
             time.sleep(_BEAT_S)
 
-    def _look_out(self) -> None:
-        """On a thread: leave the waits of a generation once one of its processes is lost."""
-        board = None
-        while True:
-            try:
-                key = self._severing.key
-                if key is not None:
-                    board = board or self._connect(1.0)
-                    if board.has(key):
-                        self._severing.cut(key)
-            except BoardError:
-                board = None
-            time.sleep(_LOOK_S)
+    def _give_sign(self, beats: int) -> None:
+        generation = self._generation
+        # How the last session ended is said again: a controller that dies has not read all that was posted.
+        sign = {"beats": beats, "iteration": self._iteration, "ended": self._ended, **self._about()}
+        self._board.put(f"beat/{self._setting.process}", sign, patience_s=_BEAT_S)
+        while self._outbox:
+            self._board.post(self._outbox[0], patience_s=_BEAT_S)
+            self._outbox.popleft()
+        latest = self._board.get("latest", patience_s=_BEAT_S)
+        if generation is not None and (latest is None or latest < generation.number):
+            # A controller whose file is older than the job.
+            self._board.post({"type": "newer", "generation": generation.to_json()}, patience_s=_BEAT_S)
 
 
-class _Watch:
-    """Whether all ranks of a generation leave at a boundary.
+class News:
+    """What the controller wants of a generation, heard on a thread, so that training never waits to hear of nothing.
 
-    The first rank sees at a boundary that a change is wanted, and writes down that everybody leaves at the next one.
-    No rank gets there without the first rank's part in the iteration between, so each of them finds it written.
+    Every rank that has heard that a change is wanted says so.  Once all have, the first rank writes at a boundary that
+    everybody leaves at the next one.  No rank gets there without the first rank's part in the iteration between, and
+    all of them look then: each finds it written.
+
+    Args:
+        board: The job's.
+        generation: What runs.
+        process: This process.
+        lost: Called, again and again, with the generation's key once one of its processes is lost.
     """
 
-    def __init__(self, connect: Callable[[float], Board], generation: Generation, is_first: bool) -> None:
-        self._connect, self._number, self._is_first = connect, generation.number, is_first
-        self._board: Board | None = None
+    def __init__(self, board: Board, generation: Generation, process: int, lost: Callable[[str], Any]) -> None:
+        self._board, self._generation, self._process, self._lost = board, generation, process, lost
+        self._is_first = generation.ranks[:1] == (process,)
+        self._knows = self._all_know = False
         self._away_until_s = 0.0
+        self.is_over = False
+        """The session has ended; the thread ends soon."""
         self.opened: Callable[[], Any] = lambda: None
+
+    def listen(self) -> None:
+        """Until the session is over; for a thread."""
+        while not self.is_over:
+            try:
+                is_lost = self._hear() == "lost"
+            except StoreError:
+                is_lost = False
+                time.sleep(_LOOK_S)
+            if is_lost:
+                self._lost(self._generation.lost_key)
+                time.sleep(_LOOK_S)
+
+    def _hear(self) -> str:
+        number, lost = self._generation.number, [self._generation.lost_key]
+        if not self._knows:
+            found = self._board.wait([f"{number}/wanted"], lost, _LISTEN_S)
+            self._knows = found == "there"
+        elif self._is_first and not self._all_know:
+            found = self._board.wait([f"{number}/knows/{rank}" for rank in self._generation.ranks], lost, _LISTEN_S)
+            self._all_know = found == "there"
+        else:
+            found = "lost" if self._board.wait(lost, [], _LISTEN_S) == "there" else "late"
+        if self._knows and found != "lost":  # again each time: the controller may have been started again
+            self._board.put(f"{number}/knows/{self._process}", True, patience_s=_LISTEN_S)
+        return found
 
     def leaves_at(self, iteration: int) -> bool:
         """The same answer on all ranks; False while the controller is away."""
-        if time.monotonic() < self._away_until_s:
+        self.opened()
+        if not self._knows or time.monotonic() < self._away_until_s:
             return False
         try:
-            self.opened()
-            if self._board is None:
-                self._board = self._connect(0.0)
-            if self._is_first and self._board.has(f"{self._number}/wanted") and not self._board.has(self._stop):
-                self._board.put(self._stop, iteration + 1)
-            stop = self._board.get(self._stop)
+            stop = self._board.get(self._stop, patience_s=_AGREE_S)
+            if stop is None and self._is_first and self._all_know:
+                self._board.put(self._stop, iteration + 1, patience_s=_AGREE_S)
             return stop is not None and iteration >= stop
-        except BoardError:
-            self._board, self._away_until_s = None, time.monotonic() + _AWAY_S
+        except StoreError:
+            self._away_until_s = time.monotonic() + _AWAY_S
             return False
 
     @property
     def _stop(self) -> str:
-        return f"{self._number}/stop"
+        return f"{self._generation.number}/stop"
 
 
 def main() -> None:
@@ -285,11 +373,18 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # sessions are collected when they end; what was imported is not looked through each time
     code = 1
-    with suppress(BoardError):
+    try:
         code = Worker(setting, sys.argv[1:], train).run()
+    except StoreError as error:
+        _say(str(error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads may wait in the store
+
+
+def _say(line: str) -> None:
+    """A line of the worker's log that its agent passes on."""
+    print(f"megatron_het: {line}", flush=True)  # noqa: T201
 
 
 def _leave_to_agent(*_unused: Any) -> None:

@@ -144,13 +144,20 @@ class BalancedRouter(TopKRouter):
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
         metrics, weight = get_moe_metrics_tracker().metrics, self.passes.weight
-        place = 0 if self.layer_number is None else self.layer_number - 1
+        place = max(self._layer_in_log() or 0, 1) - 1
         before = metrics[_Z_LOSS].values[place].clone() if weight != 1 and _Z_LOSS in metrics else 0
         logits = super().apply_z_loss(logits, padding_mask)
         if weight != 1 and _Z_LOSS in metrics:
             values = metrics[_Z_LOSS].values
             values[place] = before + (values[place] - before) * weight
         return logits
+
+    def _layer_in_log(self) -> int | None:
+        """The number of the layer in Megatron's log, in which layers for later tokens come after all others."""
+        if self.layer_number is None or not self.is_mtp_layer:
+            return self.layer_number
+        number: int = self.layer_number + self.config.num_layers
+        return number
 
     def _apply_aux_loss(
         self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, with_padding_mask: bool = False
@@ -228,8 +235,8 @@ class BalancedRouter(TopKRouter):
         get_moe_metrics_tracker().record(
             _LOGGED[kind],
             (sums.scores * whole).sum() * factor,
-            self.layer_number,
-            self.config.num_layers,
+            self._layer_in_log(),
+            self.config.num_layers + (self.config.mtp_num_layers or 0),
             reduce_group=self.tp_cp_group,
             needs_dp_avg=kind != _MEAN_OF_BATCH,
         )

@@ -190,6 +190,7 @@ def _check_balancing(plan: Plan, args: Any) -> None:
             f"the loss is a product of two sums over a whole microbatch, and {unequal}",
             "Use --moe-router-load-balancing-type seq_aux_loss, or none with --moe-router-enable-expert-bias",
         )
+    _check_repeated(plan, args, kinds)
     capacity = getattr(args, "moe_expert_capacity_factor", None)
     for parts, whole in ((_parts_of_a_sequence(plan), "sequence"), (unequal, "microbatch")):
         if parts and capacity is not None:
@@ -199,6 +200,20 @@ def _check_balancing(plan: Plan, args: Any) -> None:
                 f"capacities count the tokens of a whole {whole}, and {parts}",
                 "Leave the flag out: then no token is dropped",
             )
+
+
+def _check_repeated(plan: Plan, args: Any, kinds: list[str]) -> None:
+    """A layer that runs several times in a pass, where the losses of passes are put together."""
+    parts = _parts_of_a_sequence(plan) or ("the loss counts all passes before it" if GLOBAL in kinds else "")
+    balanced = any(_coefficient(args, kinds, kind) for kind in kinds if kind != "none")
+    runs = (getattr(args, "mtp_num_layers", None) or 0) if getattr(args, "mtp_use_repeated_layer", False) else 0
+    if runs > 1 and parts and balanced:
+        raise PlanError(
+            "--mtp-use-repeated-layer",
+            True,
+            f"its layer of experts runs {runs} times in a pass and would be balanced by the first run only: {parts}",
+            "Leave it out, or use --moe-router-load-balancing-type none with --moe-router-enable-expert-bias",
+        )
 
 
 def _check_global_balancing(plan: Plan) -> None:

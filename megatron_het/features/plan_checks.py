@@ -72,10 +72,9 @@ def check_plan_alone(plan: Plan) -> None:
     """
     _check_name(plan.schedule.name)
     _check_parameters(plan)
-    _check_chunks(plan)
     for feature in FEATURES:
         feature.check(plan)
-    if len(plan.stages) > 1 and tied_copies(plan):
+    if plan.path[0] != plan.path[-1] and tied_copies(plan):
         for feature, options in features_of(plan):
             feature.check_copies(plan, options)
 
@@ -137,14 +136,3 @@ def _unknown(plan: Plan, given: str, known: Sequence[str]) -> PlanError:
         f"{hint}Schedule {name} is run with the parameters {', '.join(known)}",
     )
 
-
-def _check_chunks(plan: Plan) -> None:
-    if plan.model.embeds_twice and len(plan.stages) == 1 and plan.most_chunks > 1:
-        tied = plan.model.tied_embeddings
-        raise PlanError(
-            "model.tied_embeddings" if tied else "model.mtp_num_layers",
-            plan.model.tied_embeddings or plan.model.mtp_num_layers,
-            f"the embedding and {'the output layer' if tied else 'the layers for multi-token prediction'} of a single "
-            "stage are in different chunks and cannot share their weights",
-            "Use one chunk, or two stages" + (", or add --untie-embeddings-and-output-weights" if tied else ""),
-        )

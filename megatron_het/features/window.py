@@ -188,7 +188,7 @@ class Window(Feature):
     def options_of(self, plan: Plan) -> WindowOptions | None:
         """With the ministages that have copies of the embedding."""
         options: WindowOptions | None = super().options_of(plan)
-        if options is None or not plan.model.embeds_twice or len(plan.stages) == 1:
+        if options is None or not plan.model.embeds_twice or plan.path[0] == plan.path[-1]:
             return options
         return replace(options, late=(plan.path[0], plan.path[-1]))
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.gradients.parameters import ShardedParameter
+from megatron_het.gradients.parameters import CopiesCheck, ShardedParameter, is_tied_copy
 from megatron_het.gradients.resharding import ReplicaClass, ShardExchange
 from megatron_het.plan import Placement
 from megatron_het.topology import PlanGroups
@@ -26,16 +26,21 @@ class GradientFinalizer:
     Args:
         groups: This rank's groups.
         tied_embeddings: Whether input and output embeddings share their weights.
+        divisor: What losses were divided by (``Plan.loss_divisor``).
     """
 
-    def __init__(self, groups: PlanGroups, tied_embeddings: bool) -> None:
+    def __init__(self, groups: PlanGroups, tied_embeddings: bool, divisor: int = 1) -> None:
+        self._divisor = divisor
         placement = groups.placement
         self._where = placement.locate(groups.rank)
         self._has_loss = self._where.stage == placement.last[0]
+        self._has_both_ends = self._where.stage == placement.first[0] == placement.last[0]
         self._class_group = groups["class"]
         self._draws_alike = _draw_alike(placement, self._where.stage, self._where.replica)
         self._stage_exchange = class_exchange(groups)
         self._tied_exchange = tied_exchange(groups) if tied_embeddings else None
+        self._first_copy: torch.Tensor | None = None
+        self._has_compared = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientFinalizer:
         """Itself: Megatron copies configurations, with their hooks, for layers of experts."""
@@ -69,10 +74,13 @@ class GradientFinalizer:
             counts = self._has_loss and self._where.tp_rank == 0
             total = num_tokens.to(torch.int64) if counts else torch.zeros_like(num_tokens, dtype=torch.int64)
             dist.all_reduce(total)
-            scale = 1.0 / torch.clamp(total, min=1)
+            scale = self._divisor / torch.clamp(total, min=1)
             for chunk in model:
                 scaled: Any = chunk
                 scaled.scale_gradients(scale)
+        if not self._has_compared:
+            self._has_compared = True
+            _compare_copies(model, {} if force_all_reduce else _held(model))
 
     def copy_initial_weights(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Make all replicas, and both copies of tied embeddings, start from the same weights.
@@ -93,8 +101,12 @@ class GradientFinalizer:
         copies = self._tied_weights(model)
         for exchange, named, config in self._exchanges(model, copies):
             exchange.copy_weights(exchange.described(named, lambda p: p.data, config))
-        for copy in copies[1:]:
-            copy.data.copy_(copies[0].data)
+        for copy in copies:
+            if self._first_copy is not None:
+                copy.data.copy_(self._first_copy)
+                self._first_copy = None
+            elif self._has_both_ends:  # under a parameter window the first chunk is closed when the last one comes
+                self._first_copy = copy.data.to("cpu", copy=True)
         return model
 
     def _sum_across_classes(self, model: list[torch.nn.Module]) -> None:
@@ -191,6 +203,15 @@ def _held(model: list[torch.nn.Module]) -> dict[int, tuple[int, int]]:
                 mine = min(max(first, start), stop) - start, max(min(first + length, stop), start) - start
                 found[parameter.main_grad.data_ptr()] = mine
     return found
+
+
+def _compare_copies(model: list[torch.nn.Module], held: dict[int, tuple[int, int]]) -> None:
+    """Refuse different gradients of the copies of tied weights on this rank."""
+    copies: list[Any] = [p for chunk in model for p in chunk.parameters() if is_tied_copy(p)]
+    check = CopiesCheck(len(copies))
+    for copy in copies:
+        start, stop = held.get(copy.main_grad.data_ptr(), (0, copy.numel()))
+        check.see(start, copy.main_grad.view(-1)[start:stop])
 
 
 def _span(held: dict[int, tuple[int, int]], gradient: torch.Tensor) -> tuple[int, int]:

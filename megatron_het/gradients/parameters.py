@@ -147,3 +147,51 @@ def _without_rows(like: ShardedParameter) -> torch.Tensor:
     shape = list(like.tensor.shape)
     shape[like.dim] = 0
     return like.tensor.new_empty(shape)
+
+
+def is_tied_copy(parameter: torch.Tensor) -> bool:
+    """Whether Megatron holds these weights twice, in the first and in the last chunk of the model."""
+    return bool(getattr(parameter, "shared_embedding", False))
+
+
+class CopiesCheck:
+    """Compares the gradients of the copies of tied weights on this rank, at the first update.
+
+    Copies with different gradients would be different weights from then on, and nothing else would fail.
+
+    Args:
+        copies: On this rank: two where both ends of the model are on its stage.
+    """
+
+    def __init__(self, copies: int) -> None:
+        self._left = copies if copies > 1 else 0
+        self._first: tuple[int, torch.Tensor] | None = None
+
+    def see(self, start: int, gradient: torch.Tensor) -> None:
+        """Compare a copy with the one before; nothing once all have been seen.
+
+        Args:
+            start: Where this rank's part begins in the whole parameter.
+            gradient: The summed gradient of this rank's part, flat.
+
+        Raises:
+            RuntimeError: The copies have different gradients.
+        """
+        if not self._left:
+            return
+        self._left -= 1
+        if self._first is None:
+            self._first = start, gradient.clone()
+            return
+        begin, first = self._first
+        low, high = max(begin, start), min(begin + first.numel(), start + gradient.numel())
+        a, b = first[low - begin : high - begin], gradient[low - start : high - start]
+        different = int(((a != b) & ~(a.isnan() & b.isnan())).sum())
+        if different:
+            raise RuntimeError(
+                f"the copies of the tied embedding on this rank have different gradients at the first update, in "
+                f"{different} of {high - low} elements, so they would become different weights. This is an error of "
+                "megatron_het: please report it with the plan and the command line"
+            )
+        if not self._left:
+            self._first = None

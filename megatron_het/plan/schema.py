@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -244,6 +245,17 @@ class Plan:
     def num_microbatches(self) -> int:
         """Microbatches per iteration."""
         return self.training.num_microbatches
+
+    @property
+    def loss_divisor(self) -> int:
+        """The power of two by which losses are divided before backward passes, and gradients multiplied after them.
+
+        About the tokens of a batch in fp16, 1 elsewhere: a sum over all tokens overflows under the loss scales that a
+        mean takes.  A power of two changes no digit.
+        """
+        if self.training.precision != "fp16":
+            return 1
+        return int(2 ** round(math.log2(self.training.global_batch_size * self.model.seq_length)))
 
     @property
     def path(self) -> tuple[Place, ...]:

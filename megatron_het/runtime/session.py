@@ -130,7 +130,7 @@ class HetSession:
             batches=context.batches,
         )
         self._batches = context.batches
-        self._finalizer = GradientFinalizer(self.groups, self.tied_copies)
+        self._finalizer = GradientFinalizer(self.groups, self.tied_copies, self.plan.loss_divisor)
         self.report = RunReport(
             self.config, self.placement, self.groups.rank, plan_hash(self.plan), choice, self._platform
         )
@@ -317,7 +317,7 @@ class HetSession:
         executor = self._executor
         assert executor is not None and self.report is not None
         roles = ("tp", *(role for feature in self._features for role in feature.roles))
-        with self._running(), self.explained(lambda: executor.current, *roles):
+        with self._running(), self._divided(call.config), self.explained(lambda: executor.current, *roles):
             state = executor.run(call)
         measured.schedule_ended()
         if not call.forward_only:
@@ -351,6 +351,25 @@ class HetSession:
             yield
         finally:
             self.is_running = False
+
+    @contextlib.contextmanager
+    def _divided(self, config: Any) -> Iterator[None]:
+        """Divide losses where Megatron scales them; ``optimizer_of`` knows the optimizer by the method that does."""
+        original, divisor = config.grad_scale_func, self.plan.loss_divisor
+        if divisor == 1 or original is None:
+            yield
+            return
+
+        def scaled(loss: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = original(loss) / divisor
+            return found
+
+        vars(scaled)["__self__"] = getattr(original, "__self__", None)
+        config.grad_scale_func = scaled
+        try:
+            yield
+        finally:
+            config.grad_scale_func = original
 
     @contextlib.contextmanager
     def explained(self, operation: Callable[[], str], *roles: str) -> Iterator[None]:

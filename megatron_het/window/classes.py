@@ -3,8 +3,8 @@
 Replicas of one TP and EP size share parameters, gradients and state; those of other sizes have a copy of their own,
 which they share.  Once a ministage's gradients are reduced to shards inside every class, leaders add up the classes'
 sums layer by layer (``gradients/resharding.py``), so that one layer's gradients are whole at a time.  Of tied
-embeddings the first ministage of the model and the last one have a copy each, whose gradients are added up once both
-are reduced.
+embeddings the first ministage of the model and the last one have a copy each, on one stage or on two, whose gradients
+are added up once both are reduced.
 """
 
 from __future__ import annotations
@@ -41,18 +41,38 @@ class StageSums:
             _sum(self._classes, chunk, bucket, [p for p in bucket.source.params_list if p is not tied])
 
     def over_ends(self, chunks: Sequence[ChunkWindow]) -> None:
-        """Make the gradient shards of tied embeddings those of the sum over both ends.  Collective.
+        """Make the gradient shards of tied embeddings those of the sum over all copies.  Collective.
 
         Args:
-            chunks: All ministages of this rank; their reductions are finished.
+            chunks: All ministages of this rank, which has both copies where both ends of the model are on its stage;
+                the reductions of those with a copy are finished.
         """
         if self._ends is None:
             return
-        for chunk in chunks:
-            tied = self._tied(chunk)
-            for bucket in chunk.buckets:
-                if tied is not None and any(p is tied for p in bucket.source.params_list):
-                    _sum(self._ends, chunk, bucket, [tied])
+        found = [
+            (chunk, bucket, tied)
+            for chunk in chunks
+            if (tied := self._tied(chunk)) is not None
+            for bucket in chunk.buckets
+            if bucket.gradient is not None and any(p is tied for p in bucket.source.params_list)
+        ]
+        if not found:
+            return
+        wholes = [_whole(chunk, bucket) for chunk, bucket, _ in found]
+        first, *others = [_view(whole, bucket, tied) for whole, (_, bucket, tied) in zip(wholes, found, strict=True)]
+        for other in others:
+            first += other
+        # What TP ranks have summands of was added up before the reduction.
+        named = iter([("tied embedding", found[0][2])])
+        self._ends.sum_parts(self._ends.described(named, lambda _: first))
+        for other in others:
+            other.copy_(first)
+        for whole, (chunk, bucket, _) in zip(wholes, found, strict=True):
+            _keep(whole, chunk, bucket)
+
+    def has_copy(self, chunk: ChunkWindow) -> bool:
+        """Whether a ministage has a copy of tied weights."""
+        return self._tied(chunk) is not None
 
     def _tied(self, chunk: ChunkWindow) -> torch.nn.Parameter | None:
         """The copy of tied weights in a ministage."""
@@ -69,15 +89,29 @@ def _sum(exchange: ShardExchange, chunk: ChunkWindow, bucket: Bucket, parameters
     """Sum the gradients of some parameters of a bucket."""
     if bucket.gradient is None:
         return
-    # The bucket with this rank's part alone: parts add up to the class's sum.
-    whole = bucket.gradient.new_zeros(bucket.source.grad_data.numel())
-    chunk.parts.own(whole).copy_(bucket.gradient)
-    views = {
-        parameter: whole[start:end].view(parameter.shape)
-        for parameter, (start, end) in bucket.source.param_to_index.items()
-    }
+    whole = _whole(chunk, bucket)
     names = {parameter: name for name, parameter in chunk.ddp.module.named_parameters()}
     named = ((names[parameter], parameter) for parameter in parameters)
     # What TP ranks have summands of was added up before the reduction.
-    exchange.sum_parts(exchange.described(named, views.__getitem__))
+    exchange.sum_parts(exchange.described(named, lambda parameter: _view(whole, bucket, parameter)))
+    _keep(whole, chunk, bucket)
+
+
+def _whole(chunk: ChunkWindow, bucket: Bucket) -> torch.Tensor:
+    """The gradients of a bucket with this rank's part alone: parts add up to the class's sum."""
+    assert bucket.gradient is not None
+    whole = bucket.gradient.new_zeros(bucket.source.grad_data.numel())
+    chunk.parts.own(whole).copy_(bucket.gradient)
+    return whole
+
+
+def _view(whole: torch.Tensor, bucket: Bucket, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """One parameter's part of the gradients of a bucket."""
+    start, end = bucket.source.param_to_index[parameter]
+    return whole[start:end].view(parameter.shape)
+
+
+def _keep(whole: torch.Tensor, chunk: ChunkWindow, bucket: Bucket) -> None:
+    """Keep this rank's part of the gradients of a bucket."""
+    assert bucket.gradient is not None
     bucket.gradient.copy_(chunk.parts.own(whole))

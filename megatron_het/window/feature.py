@@ -104,5 +104,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     groups = context.groups
     tied = tied_exchange(groups) if tied_copies(context.plan) else None
     sums = StageSums(class_exchange(groups), tied)
-    window = ParameterWindow(context.options, groups["tp"], groups["stage"], counts_tokens, sums)
+    window = ParameterWindow(
+        context.options, groups["tp"], groups["stage"], counts_tokens, sums, context.plan.loss_divisor
+    )
     return WindowFeature(window, rank_shares(context.placement, context.rank))

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_het.features.window import WindowOptions
+from megatron_het.gradients.parameters import CopiesCheck, is_tied_copy
 from megatron_het.window.chunk import ChunkWindow
 from megatron_het.window.state import Entry, OffloadedState, UndoLog
 
@@ -66,7 +67,9 @@ class ChunkedOptimizer:
         self._entries: list[list[Entry]] = [[] for _ in chunks]
         self._pending: dict[int, tuple[Groups, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._groups: dict[int, Groups] = {}
+        self._copies: dict[torch.Tensor, int] = {}
         self._collect_entries()
+        self._check = CopiesCheck(len(self._copies))
         inner = self._optimizer.optimizer
         self._states = [
             OffloadedState(entries, inner, chunk.use) if options.offload_optimizer else None
@@ -109,8 +112,11 @@ class ChunkedOptimizer:
             for group, (model_group, main_group) in enumerate(zip(models, mains, strict=True)):
                 for model, main in zip(model_group, main_group, strict=True):
                     c, bucket = owner[model]
-                    span = optimizer._get_model_param_range_map(model)["gbuf_local"]
+                    ranges = optimizer._get_model_param_range_map(model)
+                    span = ranges["gbuf_local"]
                     self._entries[c].append(Entry(main, bucket, span.start, span.end, group, in_shard))
+                    if is_tied_copy(model):
+                        self._copies[main] = ranges["param"].start
         for chunk, entries in zip(self._chunks, self._entries, strict=True):
             chunk.fetch()  # a view needs memory behind it
             for entry in entries:
@@ -130,6 +136,7 @@ class ChunkedOptimizer:
             main.grad = None
         self._entries = [[] for _ in self._chunks]
         self._owner = {}
+        self._copies = {}
 
     # -- what Megatron's optimizer calls -------------------------------------------------------
 
@@ -333,6 +340,8 @@ class ChunkedOptimizer:
         for entry in self._entries[chunk]:
             if entry.bucket.gradient is not None:
                 entry.main.grad = entry.of(entry.bucket.gradient).float()
+                if entry.main in self._copies:
+                    self._check.see(self._copies[entry.main], entry.main.grad)
 
     def _measure(self, chunk: int) -> None:
         """Add to the norm that is reported, and clip by the chunk's own norm if told to."""

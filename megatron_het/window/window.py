@@ -40,6 +40,7 @@ class ParameterWindow:
         counts_tokens: Whether this rank's token counts are part of the global one (one TP rank of
             every replica of the last stage).
         sums: Sums beyond the replicas that share shards.
+        divisor: What losses were divided by (``Plan.loss_divisor``).
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ParameterWindow:
         stage_group: dist.ProcessGroup,
         counts_tokens: bool,
         sums: StageSums | None = None,
+        divisor: int = 1,
     ) -> None:
         self.options = options
         self.use = WindowUse()
@@ -56,6 +58,7 @@ class ParameterWindow:
         self._stage_group = stage_group
         self._counts_tokens = counts_tokens
         self._sums = sums or StageSums()
+        self._divisor = divisor
         self._chunks: list[ChunkWindow] = []
         self._optimizer: ChunkedOptimizer | None = None
         self._config: Any = None
@@ -63,6 +66,7 @@ class ParameterWindow:
         self._total_tokens: torch.Tensor | None = None
         self._counting: dist.Work | None = None
         self._scale: torch.Tensor | None = None
+        self._ends_are_summed = False
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -166,6 +170,7 @@ class ParameterWindow:
         self._optimizer.begin()
         self._optimizer.store_all()
         self._scale = self._total_tokens = self._counting = None
+        self._ends_are_summed = False
         self.use.restart()
 
     def shards(self) -> dict[str, list[torch.Tensor]]:
@@ -261,7 +266,7 @@ class ParameterWindow:
             return
         total = self._own_tokens(num_tokens)
         dist.all_reduce(total)
-        scale = 1.0 / torch.clamp(total, min=1)
+        scale = self._divisor / torch.clamp(total, min=1)
         for chunk in self._chunks:
             for bucket in chunk.buckets:
                 if bucket.gradient is not None:
@@ -332,16 +337,28 @@ class ParameterWindow:
         for bucket in self._chunks[c].buckets:
             if bucket.host is not None:  # a shard that comes back for a late step
                 bucket.host.wait()
-        self._sums.over_ends([self._chunks[c]])
+        self._sum_over_ends(c)
         self._sums.over_classes(self._chunks[c])  # all replicas of a stage get here, in one order
         if self._scale is None:
             if self._counting is not None:
                 self._counting.wait()
-            self._scale = 1.0 / torch.clamp(self._total_tokens, min=1)
+            self._scale = self._divisor / torch.clamp(self._total_tokens, min=1)
         for bucket in self._chunks[c].buckets:
             if bucket.gradient is not None:
                 bucket.gradient *= self._scale
         self._optimizer.step_now(c)
+
+    def _sum_over_ends(self, c: int) -> None:
+        """Sum the gradients of tied weights before the first update of a ministage with a copy of them.
+
+        Ministages with copies are updated after all others, so that every reduction has been started.
+        """
+        if self._ends_are_summed or not self._sums.has_copy(self._chunks[c]):
+            return
+        for other in sorted(self._reducing):
+            self._finish_reduction(other)
+        self._sums.over_ends(self._chunks)
+        self._ends_are_summed = True
 
     @torch.no_grad()
     def whole_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:

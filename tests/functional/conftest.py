@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import os
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Runner
 from tests.functional.selected import run_selected
+
+# The gradients of the first step and three updates show any wrong sum; benchmarks.parity trains for longer.
+STEPS = 4
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +24,22 @@ def runner() -> Iterator[Runner]:
 
 
 @pytest.fixture(scope="session")
-def lab(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def lab_of(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Lab]], Lab]:
+    """The lab of each kind; data, start checkpoints and references are those of all workers of the session."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "lab"
+
+    @functools.cache
+    def lab_of(kind: type[Lab]) -> Lab:
+        return kind(runner, tmp_path_factory.mktemp(kind.__name__), steps=STEPS, shared=shared)
+
+    return lab_of
+
+
+@pytest.fixture(scope="session")
+def lab(lab_of: Callable[[type[Lab]], Lab]) -> Lab:
     """Shared data, start checkpoints and references."""
-    return Lab(runner, tmp_path_factory.mktemp("lab"))
+    return lab_of(Lab)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,13 @@ from benchmarks.cases import Case
 from benchmarks.compare import Differences, compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished
+
+
+def tiers(names: Iterable[str], full: Collection[str]) -> list[Any]:
+    """Parameters of a test, of which those in ``full`` are for the full tier only."""
+    found = list(names)
+    assert set(full) <= set(found), sorted(set(full) - set(found))
+    return [pytest.param(name, marks=pytest.mark.full) if name in full else name for name in found]
 
 
 def run_selected(by_name: Mapping[str, Case], lab: Lab, request: pytest.FixtureRequest) -> dict[str, Finished]:

@@ -61,7 +61,9 @@ def test_equals_one_process(name: str, lab: Lab, start: Callable[[Case], tuple[s
     reference = tmp_path / "one"
     setup = ("tests.functional.conversations:masked", {"out": str(reference), "gradients": True})
     size = ("--micro-batch-size", str(case.plan.training.micro_batch_size))  # an evaluation is a mean over microbatches
-    lab.runner.run(Job("one", 1, (*common_flags(case.weights), *start(case), *size), reference, setup=setup))
+    lab.runner.run(
+        Job("one", 1, (*common_flags(case.weights, steps=lab.steps), *start(case), *size), reference, setup=setup)
+    )
     job = lab.job(case, *start(case), "--sft")
     assert job.setup is not None
     done = lab.runner.run(replace(job, setup=("tests.functional.conversations:packed", job.setup[1])))

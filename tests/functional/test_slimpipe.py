@@ -123,7 +123,7 @@ def _from_flags(lab: Lab, folder: Path, *more: str) -> Job:
     layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
     slices = ("--het-schedule", "slimpipe", "--het-slices", "4", "--het-report", str(folder))
     like = _even_case()
-    flags = (*common_flags(*like.reference), *lab.start_flags(like.weights), *layout.split())
+    flags = (*common_flags(*like.reference, steps=lab.steps), *lab.start_flags(like.weights), *layout.split())
     observe = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
     return Job(folder.name, 2, (*flags, *slices, *more), folder, setup=observe, timeout_s=240.0)
 

@@ -123,6 +123,11 @@ def _model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     for option in ("--seq-length", "--global-batch-size"):
         parser.add_argument(option, type=count(1, 1 << 27), metavar="N", help="where FILE does not say it, or instead")
     parser.add_argument(
+        "--precision",
+        choices=("fp32", "tf32", "bf16", "fp16"),
+        help="where FILE does not say it, or instead: V100, T4 and RTX-20 have no bf16",
+    )
+    parser.add_argument(
         "--document-lengths",
         metavar="MEAN|FILE",
         help="of documents packed into sequences that do not see each other: their mean in tokens, or a file with the "
@@ -204,16 +209,16 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="plan.json", metavar="FILE", help="plan to write (default plan.json)")
     parser.add_argument(
         "--verify",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="train one rank of each kind dry before the plan is written; take the next finalist, or search again "
-        "with a smaller memory margin, where one needs more than its GPU has",
+        "with a smaller memory margin, where one needs more than its GPU has (default: where torch and Megatron are "
+        "installed, for at most two minutes)",
     )
     parser.add_argument(
         "--verify-limit-s",
         type=amount(0.0, 1e6),
-        default=900.0,
         metavar="S",
-        help="seconds that these dry runs may take together (default %(default)g)",
+        help="seconds that these dry runs may take together (default 900 with --verify, else 120)",
     )
     parser.set_defaults(run=_call("commands", "plan"))
 

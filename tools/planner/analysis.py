@@ -14,7 +14,17 @@ from .commands import require, run_search
 from .errors import PlannerError
 from .estimate import Estimate, Estimator
 from .page.searched import check_page, page_of_search, written
-from .report import bound_lines, describe, plans_tables, say, search_body, summary, summary_tables, table
+from .report import (
+    bound_lines,
+    describe,
+    plans_tables,
+    say,
+    search_body,
+    shown_progress,
+    summary,
+    summary_tables,
+    table,
+)
 from .search.auto import search_auto
 from .search.goal import Goal
 from .search.limit import each_s
@@ -34,7 +44,8 @@ def explain(options: argparse.Namespace) -> int:
     body["binding"] = binding(estimator, goal, best)
     body["runners_up"] = alternatives(estimator, outcome, best)
     seconds = each_s(options, len(estimator.cluster.nodes))
-    body["one_more_node"] = one_more_node(estimator, goal, best, seconds)
+    with shown_progress("searching with one node more of each kind", options):
+        body["one_more_node"] = one_more_node(estimator, goal, best, seconds)
     shown = [row_of(estimator, "this plan", best, best), *body["runners_up"]]
     runners = plans_tables("Plans of other kinds", "differs by", shown)
     more = table("One more node", "kind", "s per iteration", "change")
@@ -158,7 +169,8 @@ def compare(options: argparse.Namespace) -> int:
     outcome = run_search(estimator, goal, options)
     best = require(outcome, estimator, goal, options)
     seconds = each_s(options, len(estimator.cluster.nodes) + len(goal.schedules))
-    rows = comparison(estimator, goal, best, seconds)
+    with shown_progress("searching on single kinds and with single schedules", options):
+        rows = comparison(estimator, goal, best, seconds)
     shown = plans_tables("Comparison", "what", rows)
     page = page_of_search(estimator, best, options, "Comparison", comparison=rows)
     say({"rows": rows, "search": search_body(outcome, goal)} | page, options, *shown, *written(page))

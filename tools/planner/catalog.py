@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from math import inf
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from .errors import PlannerError, validated
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 
 
 class Gpu(BaseModel):
@@ -29,6 +30,10 @@ class Gpu(BaseModel):
         efficiency: Share of peak that the largest matrix products reach, over seconds (power limits included).
         attention_efficiency: The same for causal attention with heads of 128, in the best kernel for the GPU.
         flash_efficiency: The same in FlashAttention-2's kernel.
+        architecture: What compilers call it (``sm_80``, ``gfx942``); none where it is not known.
+        torch_builds: PyTorch's indexes of wheels with kernels for it (``cu126``, ``cu130``, ``rocm``).
+        transformer_engine: Whether NVIDIA's Transformer Engine runs on it (compute capability >= 8.0); none: where
+            FlashAttention-2 does.
         collective_bytes_per_s: Bus bandwidth of collectives inside a node; None = 80 % of
             ``intra_node_bytes_per_s``, as over NVLink.  GPUs that share PCIe get far less.
         reserved_bytes: Memory taken by context and libraries before any model exists.
@@ -50,6 +55,9 @@ class Gpu(BaseModel):
     efficiency: float = Field(default=0.7, gt=0, le=1)
     attention_efficiency: float = Field(default=0.5, gt=0, le=1)
     flash_efficiency: float = Field(default=0.5, gt=0, le=1)
+    architecture: str | None = None
+    torch_builds: tuple[str, ...] = ()
+    transformer_engine: bool | None = None
     collective_bytes_per_s: float | None = Field(default=None, gt=0)
     reserved_bytes: int = Field(default=1_500_000_000, ge=0)
     launch_s: float = Field(default=20e-6, ge=0, le=60)
@@ -62,6 +70,11 @@ class Gpu(BaseModel):
         """Bus bandwidth of collectives inside a node."""
         return self.collective_bytes_per_s or 0.8 * self.intra_node_bytes_per_s
 
+    @property
+    def has_transformer_engine(self) -> bool:
+        """Whether Transformer Engine runs on it."""
+        return self.flash_attention_2 if self.transformer_engine is None else self.transformer_engine
+
     def supports(self, precision: str) -> bool:
         """Whether the hardware computes in this precision at full speed."""
         return self.peak(precision) > 0
@@ -71,6 +84,13 @@ class Gpu(BaseModel):
         if precision == "tf32":
             return self.flops.get("tf32") or self.flops.get("fp32", 0.0)
         return self.flops.get(precision, 0.0)  # type: ignore[call-overload]
+
+
+def common_builds(gpus: Mapping[str, Gpu]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """The builds of PyTorch that all kinds have kernels in, newest first, and those of each kind that is known."""
+    known = {name: gpu.torch_builds for name, gpu in gpus.items() if gpu.torch_builds}
+    common = set.intersection(*map(set, known.values())) if known else set()
+    return sorted(common, reverse=True), known
 
 
 @cache

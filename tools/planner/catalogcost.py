@@ -8,16 +8,19 @@ from functools import cache
 
 from .catalog import Gpu
 from .errors import PlannerError
-from .kernels import Product, attention_s, exchange_s, memory_s, product_s
-from .layer import ALONE, LayerCost, Spread, activation_bytes, attention_matrix_bytes, backward_bytes
+from .kernels import Product, attention_s, backward_product_s, exchange_s, memory_s, product_s
+from .layer import ALONE, LayerCost, Spread, activation_bytes, attention_matrix_bytes, backward_bytes, pool_size
 from .model import Model
 from .profile_schema import LayerKind
 from .runtime import MEGATRON_HET, Runtime
-from .uncertainty import catalog_uncertainty
+from .uncertainty import Uncertainty, catalog_uncertainty
 from .work import LayerWork, layer_work
 
 ADAM_BYTES = 28.0
 """Adam reads parameters, gradients and two moments, and writes three of them, in fp32."""
+
+SUM_BYTES = 12.0
+"""A number in fp32 is read, one is added, and it is written."""
 
 
 class CatalogCosts:
@@ -28,9 +31,9 @@ class CatalogCosts:
         self.cost = cache(self._cost)  # type: ignore[method-assign]
         self._layer = cache(self._layer_times)
 
-    def uncertainty_of(self, gpus: Collection[str], divided: bool) -> float:
+    def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
         """As published runs of such plans show."""
-        return catalog_uncertainty(self.model, gpus, divided)
+        return catalog_uncertainty(self.model, gpus, fitted=self.runtime.fused)
 
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:
         """Powers of two that divide heads, groups and widths."""
@@ -47,7 +50,7 @@ class CatalogCosts:
         if self.model.attention == "fused" or self.model.document_lengths is not None:
             return True  # the kernels of slices attend document by document
         half = self.model.precision in ("fp16", "bf16")
-        return self.model.attention == "flash" and half and self.gpu(gpu).flash_attention_2
+        return self.model.attention == "flash" and half and self.gpu(gpu).flash_attention_2 and self.runtime.fused
 
     def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
         """By the formula of ``activation_bytes`` for slices and for whole sequences."""
@@ -71,7 +74,7 @@ class CatalogCosts:
         self, name: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE
     ) -> LayerCost:
         model, gpu, fused = self.model, self.gpu(name), self.fused(name)
-        precision = "fp8" if model.fp8 else model.precision
+        precision = model.linear_precision
         if not gpu.peak(model.precision) or not gpu.peak(precision):
             known = ", ".join(gpu.flops)
             raise PlannerError("model", "precision", precision, f"{name} does not support it", f"It supports {known}")
@@ -84,9 +87,10 @@ class CatalogCosts:
             times = (memory_s(gpu, 3.0 * moved) + reduce, memory_s(gpu, 3.0 * moved), 0.0, 0.0)
         else:
             product = Product(tokens / passes, model.vocab_size / tp, model.hidden_size)
-            each = passes * product_s(gpu, self.runtime.kernels, product, model.precision, model.element_bytes)
+            figures = gpu, self.runtime.kernels, product, model.precision, model.element_bytes
             loss = memory_s(gpu, self.runtime.kernels.logits_bytes * tokens * model.vocab_size / tp)
-            times = (each + loss / 2 + reduce, 2 * each + loss / 2 + reduce, 0.0, 0.0)
+            forward, backward = passes * product_s(*figures), passes * backward_product_s(*figures)
+            times = (forward + loss / 2 + reduce, backward + loss / 2 + reduce, 0.0, 0.0)
         parts = spread.expert_parts(tp)
         kept = activation_bytes(model, kind, batch, tp, recompute, fused, spread.cp, expert_tp=parts)
         extra = 0.0
@@ -115,24 +119,26 @@ class CatalogCosts:
         self, name: str, batch: int, tp: int, recompute: str, spread: Spread, experts: bool
     ) -> tuple[float, float, float, float]:
         model, gpu, runtime = self.model, self.gpu(name), self.runtime
-        kernels, precision = runtime.kernels, "fp8" if self.model.fp8 else self.model.precision
+        kernels, precision = runtime.kernels, model.linear_precision
         passes = spread.slices
         tokens = batch * model.seq_length / spread.cp / passes
         whole = layer_work(model, passes * tokens, tp, spread.ep, experts, spread.expert_parts(tp))
         work = whole if passes == 1 else layer_work(model, tokens, tp, spread.ep, experts, spread.expert_parts(tp))
-        product = sum(product_s(gpu, kernels, p, precision, model.element_bytes) for p in work.products)
-        grouped = replace(kernels, gemm=kernels.gemm * kernels.expert_gemm)
-        product += sum(product_s(gpu, grouped, p, precision, model.element_bytes) for p in work.experts)
+        rate = kernels.gemm * kernels.expert_gemm
+        grouped = replace(kernels, gemm=rate, quantize_bytes=kernels.expert_quantize_bytes)
+        products = [(kernels, p) for p in work.products] + [(grouped, p) for p in work.experts]
+        once = sum(product_s(gpu, k, p, precision, model.element_bytes) for k, p in products)
+        twice = sum(backward_product_s(gpu, k, p, precision, model.element_bytes) for k, p in products)
         element = memory_s(gpu, kernels.elementwise * work.elements * model.element_bytes)
         attention_f, attention_b, repeated = self._attention(name, whole, batch, tp, spread)
         each_f, each_b = attention_f / passes, attention_b / passes  # of a slice, in the mean
         around = self._reduces_s(gpu, 2 * tokens, tp, spread) + self._exchange_s(gpu, work, tp, spread)
         dropless = experts and model.experts is not None and model.experts.dropless
-        waits = kernels.dropless_launches * kernels.launch_scale * gpu.launch_s if dropless else 0.0
+        waits = kernels.dropless_launches * gpu.launch_s if dropless else 0.0
         launches = kernels.launches + (kernels.expert_launches if experts else 0.0)
-        host = launches * gpu.launch_s * kernels.launch_scale
-        forward = passes * (max(product + element + each_f, host) + around + waits)
-        backward = passes * (max(2 * (product + element) + each_b, 2 * host) + around + waits)
+        host = launches * gpu.launch_s
+        forward = passes * (max(once + element + each_f, host) + around + waits)
+        backward = passes * (max(twice + 2 * element + each_b, 2 * host) + around + waits)
         if recompute == "full":
             backward, attention_b = backward + forward, attention_b + attention_f
         elif recompute == "selective":
@@ -143,8 +149,12 @@ class CatalogCosts:
         """(forward, backward, again under selective recomputation), with the exchange of keys and values under CP."""
         model, gpu, kernels = self.model, self.gpu(name), self.runtime.kernels
         if self.fused(name):
+            if spread.slices > 1 and not self.runtime.newest_in_slices:
+                kernels = replace(kernels, newest_attention=False)
             forward, backward = attention_s(gpu, kernels, work.attention_flops, work.score_width, model.precision)
-            repeated = 0.0
+            # Every slice adds to the gradients, in fp32, of all keys and values before.
+            added = (spread.slices - 1) * model.mean_keys() * batch / spread.cp * pool_size(model, tp)
+            backward, repeated = backward + memory_s(gpu, SUM_BYTES * added), 0.0
         else:  # matrices of all keys, masked or not
             tokens = batch * model.seq_length / spread.cp
             flops = 2.0 * tokens * model.seq_length * model.score_size / tp

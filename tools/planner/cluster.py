@@ -77,6 +77,8 @@ class NodeGroup(BaseModel):
         usd_per_gpu_hour: Price; overrides the catalog's.
         max_gpus: Quota in GPUs, when less than ``count * gpus_per_node``.
         hosts: Host names, for generated scripts.
+        python: The interpreter of these nodes, for generated scripts, where kinds need environments of their own;
+            None = that of ``emit --python``.
     """
 
     model_config = _STRICT
@@ -97,6 +99,7 @@ class NodeGroup(BaseModel):
     usd_per_gpu_hour: float | None = Field(default=None, ge=0)
     max_gpus: int | None = Field(default=None, ge=0)
     hosts: tuple[str, ...] = ()
+    python: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_./+-]+$")
     slurm: SlurmSettings = SlurmSettings()
 
     @field_validator("gpu", "zone", "region")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
-import threading
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,15 @@ from .errors import PlannerError, from_plan_error
 from .estimate import Estimate, Estimator
 from .files import check_target
 from .most_passes import larger_micro_batches
-from .report import GIB, bound_lines, say, search_body, summary, summary_tables
+from .report import GIB, bound_lines, say, search_body, shown_progress, summary, summary_tables
 from .search.goal import Goal
 from .search.limit import cpu_limit, left_s, nothing_found, searching_s
 from .search.methods import search
 from .search.outcome import Found, Outcome, Progress
 from .search.paused import collector_paused
-from .setup import check_prices, estimator_from, goal_from
-from .verify import Verifier
+from .setup import check_planned_precision, check_prices, estimator_from, goal_from
 from .verify import lines as verified_lines
+from .verify import verifier_of
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -36,7 +34,7 @@ def plan(options: argparse.Namespace) -> int:
 
     estimator, goal = estimator_from(options), goal_from(options)
     check_target(options.out, "--out")
-    verifier = Verifier(estimator.model, options.verify_limit_s) if options.verify else None
+    verifier = verifier_of(options, estimator)
     outcome = run_search(estimator, goal, options)
     best = require(outcome, estimator, goal, options)
     if not best.runnable:
@@ -45,12 +43,13 @@ def plan(options: argparse.Namespace) -> int:
             "--search",
             options.search,
             f"the plan needs ZeRO-{best.candidate.zero_stage}, which the runtime has only as ministages",
-            "Allow them (--schedules ministage, distributed_optimizer: true and untied embeddings in the model file, "
-            "at least 2 layers), use --search auto, or GPUs with more memory",
+            "Allow them (--schedules ministage, distributed_optimizer: true in the model file, at least 2 layers), "
+            "use --search auto, or GPUs with more memory",
         )
     checked = None
     if verifier is not None:
-        checked = verifier.verified(estimator, outcome, lambda tighter: run_search(tighter, goal, options))
+        with shown_progress("dry runs of one rank of each kind", options):
+            checked = verifier.verified(estimator, outcome, lambda tighter: run_search(tighter, goal, options))
         best = checked.found
     with collector_paused():
         notes = f"made by the planner, --search {options.search}"
@@ -88,26 +87,13 @@ def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) ->
 
 
 def _shown_search(estimator: Estimator, goal: Goal, options: argparse.Namespace, progress: Progress) -> Outcome:
-    """The search, with a progress line where somebody watches."""
-    if options.json or not sys.stderr.isatty():
+    """The search, with its progress."""
+
+    def text() -> str:
+        return progress.text + (f", best {progress.best:.4g}" if progress.best < float("inf") else "")
+
+    with shown_progress(text, options):
         return search(options.search, estimator, goal, progress)
-    from rich.console import Console
-
-    done = threading.Event()
-    with Console(stderr=True).status("searching") as status:
-
-        def show() -> None:
-            while not done.wait(0.25):
-                best = f", best {progress.best:.4g}" if progress.best < float("inf") else ""
-                status.update(f"{progress.text}{best}")
-
-        thread = threading.Thread(target=show, daemon=True)
-        thread.start()
-        try:
-            return search(options.search, estimator, goal, progress)
-        finally:
-            done.set()
-            thread.join(1.0)
 
 
 def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Found:
@@ -151,8 +137,7 @@ def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argpars
             ",".join(goal.schedules),
             "no plan with these schedules was found for this model and cluster",
             f"The nearest plan uses {candidate.schedule}: add it. Interleaved needs stages with equal numbers of "
-            "replicas and microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true "
-            "and untied embeddings",
+            "replicas and microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true",
         )
     raise PlannerError(
         "command line",
@@ -216,6 +201,7 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
             made.training.global_batch_size,
             f"{options.model} says {estimator.model.global_batch_size}",
         )
+    check_planned_precision(made, estimator.model, str(options.plan))
     experts = estimator.model.experts
     check_experts(made, experts.count if experts else 0, str(options.plan))
     return estimator, made
@@ -249,13 +235,15 @@ def simulate(options: argparse.Namespace) -> int:
     candidate, estimate, seated = priced(estimator, made, options)
     found = simulate_candidate(estimator, candidate, estimate, made, seated)
     body = summary(estimator, candidate, estimate, found.iteration_s)
+    body["bubble_fraction"] = found.result.bubble_fraction
     body["bubble_by_cause_s"] = [dataclasses.asdict(b) for b in found.result.bubble]
     body["simulated_peak_bytes"] = list(found.peak_bytes)
     if options.trace:
         _trace(found.result, options.trace)
     if options.picture:
         _picture(found.result, options.picture)
-    say(body, options, *summary_tables(body))
+    written = [f"wrote {path}" for path in (options.trace, options.picture) if path]
+    say(body, options, *summary_tables(body), *written)
     return 0
 
 

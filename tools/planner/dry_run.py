@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from .report import GIB, say, table
 
 START_S = 300.0
 """Bound on importing Megatron, which takes seconds on a machine that does nothing else."""
+MOST_PROCESSES = 8
+"""That import Megatron, half a gigabyte each."""
 _LAST_LINES = 12
 
 
@@ -83,9 +86,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write all figures to this file (JSON)")
     parser.add_argument(
         "--kernels",
-        choices=("gpu", "cpu"),
+        choices=("gpu", "local", "cpu"),
         default="gpu",
-        help="gpu (default): layers as fused kernels run them; cpu: exactly what a run on CPUs over gloo does",
+        help="gpu (default): layers as fused kernels run them; local: on GPUs without Transformer Engine, where "
+        "attention keeps its matrices; cpu: exactly what a run on CPUs over gloo does",
     )
     parser.add_argument(
         "--cuda",
@@ -151,16 +155,28 @@ def run_ranks(
     bound_s: float | None = None,
     cuda: bool = False,
 ) -> dict[int, dict[str, Any]]:
-    """Dry runs of ranks, one after the other: rank to figures, or to ``{"error": text}``.
+    """Dry runs of ranks, on as many cores as there are: rank to figures, or to ``{"error": text}``.
 
     Args:
         ranks: Of the plan.
         flags: Megatron's, of the plan.
         limit_s: Seconds for each rank.
-        kernels: ``gpu`` or ``cpu``.
+        kernels: ``gpu``, ``local`` or ``cpu``.
         bound_s: Seconds for all of them with the start.
         cuda: Fake tensors are on a CUDA device, and waits of the host for it are counted.
     """
+    count = max(1, min(len(ranks), len(os.sched_getaffinity(0)), MOST_PROCESSES))
+    parts = [list(ranks[i::count]) for i in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        done = pool.map(lambda part: _run_in_turn(part, flags, limit_s, kernels, bound_s, cuda), parts)
+        found = {rank: figures for part in done for rank, figures in part.items()}
+    return {rank: found[rank] for rank in ranks}
+
+
+def _run_in_turn(
+    ranks: Sequence[int], flags: Sequence[str], limit_s: float, kernels: str, bound_s: float | None, cuda: bool
+) -> dict[int, dict[str, Any]]:
+    """Dry runs of some ranks, each forked from one process that has imported Megatron; see :func:`run_ranks`."""
     found: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="het-dry-run-") as folder:
         out = Path(folder)

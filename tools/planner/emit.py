@@ -21,6 +21,7 @@ from megatron_het.features.documents import DOCUMENT_FLAGS
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 
+from .catalog import common_builds
 from .emit_checks import check_experts, check_launch, check_training, extra_flags
 from .emit_elastic import SCRIPT, ElasticOptions, checked_sbatch, load_more
 from .emit_elastic import notes as elastic_notes
@@ -32,6 +33,7 @@ from .expect import expectations
 from .files import check_target, write_text
 from .profile_schema import load_profile
 from .replanning.inputs import CLUSTER, MODEL, PROFILE, keep_inputs
+from .setup import check_planned_precision
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ def emit(
     else:
         texts["train-plain.sbatch"] = plain_sbatch(nodes, kinds, launch)
     for i in range(len(nodes)):
-        texts[f"torchrun-node-{i}.sh"] = torchrun_script(nodes, i, launch)
+        texts[f"torchrun-node-{i}.sh"] = torchrun_script(nodes, i, launch, kinds[nodes[i].kind].python)
     reasons = extension_reasons(plan)
     if reasons:
         result.notes.append("stock Megatron cannot run this plan: " + "; ".join(reasons))
@@ -231,6 +233,7 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         raise from_plan_error(str(options.plan), error) from None
     check_model(plan, model, str(options.plan))
     check_experts(plan, model.experts.count if model.experts else 0, str(options.plan))
+    check_planned_precision(plan, model, str(options.plan))
     check_training(options)
     extra = extra_flags(options.extra)
     check_target(options.out / "plan.json", "--out")
@@ -243,8 +246,10 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         cpus_per_task=options.cpus_per_task,
         doctor=options.doctor,
     )
+    local, device_notes = device_arguments(plan, cluster, extra)
     groups = {
         "MODEL": model_arguments(plan, model_options(model, extra)),
+        "DEVICE": local,
         "TRAINING": training_group(options),
         "EXTRA": extra,
     }
@@ -252,8 +257,57 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     expected = expectations(plan, cluster, profile) if options.doctor else None
     elastic = elastic_options(options, profile is not None)
     written = emit(plan, options.out, node_kinds(cluster), groups, launch, expected=expected, elastic=elastic)
+    written.notes += device_notes
     written.files |= keep_inputs(options.out, cluster, model, profile)
     return written
+
+
+LOCAL_LAYERS = (
+    ("--transformer-impl", "local"),
+    ("--no-rope-fusion",),
+    ("--no-persist-layer-norm",),
+    ("--no-gradient-accumulation-fusion",),
+    ("--no-masked-softmax-fusion",),
+)
+"""Flags of a run without Transformer Engine and Apex: all ranks need the same layers."""
+
+
+DEFAULT_BUILD = "cu130"
+"""The wheels of PyTorch that this project's requirements install."""
+
+
+def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags that the plan's kinds of GPU ask for, and notes on what must be installed on them.
+
+    Args:
+        plan: Its replicas name their kinds.
+        cluster: A ``tools.planner.cluster.Cluster``.
+        extra: The user's further flags.
+
+    Raises:
+        PlannerError: ``extra`` asks for Transformer Engine, which a kind lacks.
+    """
+    used = {r.device for stage in plan.stages for r in stage.replicas}
+    names = dict.fromkeys(node.gpu for node in cluster.nodes if node.gpu in used)
+    gpus = {name: cluster.gpu(name) for name in names if not cluster.gpu(name).is_processor}
+    without = [name for name, gpu in gpus.items() if not gpu.has_transformer_engine]
+    flags: list[str] = []
+    notes: list[str] = []
+    if without:
+        problem = f"{', '.join(without)} cannot run Transformer Engine"
+        for flag in ("transformer_engine", "--moe-grouped-gemm"):
+            if flag in extra:
+                hint = "All ranks have the same layers: leave it out, or plan without these GPUs"
+                raise PlannerError("emit", "--extra", flag, problem, hint)
+        flags = [word for words in LOCAL_LAYERS if words[0] not in extra for word in words]
+        notes.append(f"{problem}: all ranks run Megatron's own layers ({' '.join(flags) or 'given'})")
+    common, known = common_builds(gpus)
+    if known and not common:
+        each = "; ".join(f"{name}: {' or '.join(builds)}" for name, builds in known.items())
+        notes.append(f"no build of PyTorch has kernels for all kinds ({each}): give each node group its 'python'")
+    elif known and DEFAULT_BUILD not in common:
+        notes.append(f"install PyTorch's {common[0]} wheels on all nodes: others lack kernels for a kind of this plan")
+    return flags, notes
 
 
 def elastic_options(options: argparse.Namespace, has_profile: bool) -> ElasticOptions | None:
@@ -309,6 +363,7 @@ def node_kinds(cluster: Any) -> dict[str, NodeKind]:
             gpu=group.gpu,
             quota=group.quota,
             zone=group.zone,
+            python=group.python or "",
         )
     return kinds
 

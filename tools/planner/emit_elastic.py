@@ -273,7 +273,10 @@ def _leader_first(parts: Sequence[Component]) -> list[Component]:
 
 
 def _agent(part: Component, kinds: Mapping[str, NodeKind], *words: str) -> str:
-    return " ".join(['start_agent "$host"', quote(kinds[part.kind].gpu or part.kind), str(part.per_node), *words])
+    kind = kinds[part.kind]
+    if kind.python:
+        words = *words, quote(f"--export=ALL,PYTHON={kind.python}")
+    return " ".join(['start_agent "$host"', quote(kind.gpu or part.kind), str(part.per_node), *words])
 
 
 def _plain_agents(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:

@@ -22,6 +22,7 @@ class NodeKind:
         hosts: Their host names, if known; used by the torchrun scripts.
         partition, constraint, account: Slurm's names for them.
         zone: Where they are; empty: unknown.
+        python: Their interpreter; empty: that of the launch.
         gres: Slurm's generic resource without the number, e.g. ``gpu:a100``; empty on CPU nodes.
     """
 
@@ -35,6 +36,7 @@ class NodeKind:
     gpu: str = ""
     quota: int | None = None
     zone: str = ""
+    python: str = ""
 
 
 @dataclass(frozen=True, slots=True)

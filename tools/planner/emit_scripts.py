@@ -7,7 +7,7 @@ resume from the newest checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .emit_nodes import Component, Node, NodeKind, components, task_ranks
 from .names import comment, default_of, is_feature, quote
@@ -166,12 +166,18 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: La
     text += "set -euo pipefail\n\n" + settings(options)
     text += "\n# Task n of the step is rank HET_RANKS[n] of the plan.\n"
     text += f"export HET_RANKS={quote(_table(task_ranks(parts)))}\n"
-    text += f"export WORLD_SIZE={len(task_ranks(parts))}\n"
+    text += f"export WORLD_SIZE={len(task_ranks(parts))}\n" + _interpreters(parts, kinds)
     text += master(f'$(scontrol show hostnames "${nodelist}" | head -n1)')
     text += "\n" + RESUME + "\n" + _functions(options) + _AS_TASK
     text += _doctor_step(options, f"srun {step}--kill-on-bad-exit=0 --distribution=block")
     text += f"\nrc=0\nsrun {step}--kill-on-bad-exit=1 --distribution=block bash -c as_task || rc=$?\nexit $rc\n"
     return text
+
+
+def _interpreters(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash: the interpreter of every task, where kinds have their own."""
+    words = [kinds[part.kind].python for part in parts for _ in part.ranks]
+    return f'export HET_PYTHONS="{" ".join(word or "$PYTHON" for word in words)}"\n' if any(words) else ""
 
 
 def _doctor_step(options: LaunchOptions, step: str, function: str = "as_task") -> str:
@@ -192,6 +198,10 @@ as_task() {
         exit 1
     fi
     export RANK=${ranks[$SLURM_PROCID]} LOCAL_RANK=$SLURM_LOCALID
+    if [[ -n "${HET_PYTHONS:-}" ]]; then
+        local pythons=($HET_PYTHONS)
+        PYTHON=${pythons[$SLURM_PROCID]}
+    fi
     "${1:-train}"
 }
 export -f train as_task
@@ -267,7 +277,7 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: 
     text += "#SBATCH " + " ".join(words) + "\n"
     text += "set -euo pipefail\n\n" + settings(options)
     text += f"export HET_RANKS={quote(_table(task_ranks(parts)))} WORLD_SIZE={len(task_ranks(parts))}\n"
-    text += _host_file(parts, kinds)
+    text += _interpreters(parts, kinds) + _host_file(parts, kinds)
     text += master('$(head -n1 "$SLURM_HOSTFILE")')
     text += "\n" + RESUME + "\n" + _functions(options) + _AS_TASK
     text += _doctor_step(options, "srun --ntasks=$WORLD_SIZE --kill-on-bad-exit=0 --distribution=arbitrary")
@@ -313,12 +323,15 @@ def _host_file(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str
     return text
 
 
-def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions) -> str:
+def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions, python: str = "") -> str:
     """The script to start on node ``index``; all nodes' scripts are started at about the same time.
 
     Static rendezvous: with c10d the rank order would be arbitrary, and the plan says who is where.
+
+    Args:
+        python: The interpreter of this node, where it has its own.
     """
-    node = nodes[index]
+    node, options = nodes[index], replace(options, python=python or options.python)
     ranks = [r for n in nodes for r in n.ranks]
     main_host = nodes[0].host
     text = "#!/bin/bash\n"

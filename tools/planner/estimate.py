@@ -15,6 +15,7 @@ from .errors import PlannerError
 from .estimates import Estimate, GroupMemory, StageTimes, Unit, allocate
 from .formulas import evaluate
 from .operating import OperatingPoints
+from .uncertainty import Uncertainty
 
 INFEASIBLE = float("inf")
 
@@ -113,8 +114,6 @@ class Estimator(OperatingPoints):
             self.known_estimates[candidate] = evaluate(self, candidate)
         return self.known_estimates[candidate]
 
-    def uncertainty(self, candidate: Candidate) -> float:
+    def uncertainty(self, candidate: Candidate) -> Uncertainty:
         """Expected relative error of a candidate's time, as published runs of such plans show."""
-        groups = [g for s in candidate.stages for g in s.groups]
-        divided = len(candidate.stages) > 1 or candidate.cp * candidate.ep > 1 or any(g.tp > 1 for g in groups)
-        return self.costs.uncertainty_of({self.cluster.nodes[g.pool].gpu for g in groups}, divided)
+        return self.costs.uncertainty_of({self.cluster.nodes[g.pool].gpu for s in candidate.stages for g in s.groups})

@@ -17,6 +17,12 @@ EXCHANGE_LATENCY_S = 20e-6
 DIAGONAL_TOKENS = 64
 """Causal attention computes whole blocks on its diagonal: half a block of 128 keys too many per query."""
 
+FULL_HEAD = 128
+NARROW_HEAD = 0.5
+"""What the exponentials of a block take beside its products, in heads of half of ``FULL_HEAD``."""
+
+INPUT_BYTES = {"fp4": 0.5, "fp8": 1.0}
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
@@ -28,12 +34,14 @@ class Kernels:
         newest_attention: Attention runs in the kernels of the GPU's own generation (cuDNN, FlashAttention-3);
             else in those of FlashAttention-2, which use a third of a Hopper GPU.
         backward_attention: Time of attention's backward per FLOP, as a multiple of the forward's.
+        gradient_bytes: Memory traffic of each weight in a pass, where the backward adds to its gradient: 8 in fp32
+            inside the product, 12 by a kernel of its own, and as many as an element has where nothing is added.
         elementwise: Memory traffic of norms, residual connections, activation functions and casts, as a
             multiple of what perfectly fused kernels move.
         logits_bytes: Memory traffic of the loss per logit, forward and backward together.
-        quantize_bytes: Memory traffic per input element of an fp8 product (amax, cast, transpose).
+        quantize_bytes: Memory traffic per input element of an fp8 or fp4 product (amax, cast, transpose).
+        expert_quantize_bytes: The same in the products of experts, each of which pads and casts a part of its own.
         launches: Kernels that the host starts for a forward of one layer.
-        launch_scale: Host time per kernel, as a multiple of the catalog's ``launch_s``.
         expert_launches: More of them for a layer with experts.
         dropless_launches: Wait of one pass of a layer with experts that drops no tokens, in launches: the host
             must know how many tokens each expert got before it can start the products.
@@ -41,19 +49,20 @@ class Kernels:
         dispatch: Memory traffic of sorting tokens by expert and back, in elements per routed element.
     """
 
-    gemm: float = 1.0
-    attention: float = 0.66
+    gemm: float = 0.97
+    attention: float = 1.0
     newest_attention: bool = True
-    backward_attention: float = 1.3
-    elementwise: float = 1.33
+    backward_attention: float = 1.15
+    gradient_bytes: float = 8.0
+    elementwise: float = 2.1
     logits_bytes: float = 16.0
     quantize_bytes: float = 4.0
+    expert_quantize_bytes: float = 12.0
     launches: float = 60.0
-    launch_scale: float = 1.0
     expert_launches: float = 150.0
-    dropless_launches: float = 350.0
-    expert_gemm: float = 0.61
-    dispatch: float = 30.0
+    dropless_launches: float = 415.0
+    expert_gemm: float = 0.65
+    dispatch: float = 24.0
 
 
 DEFAULT_KERNELS = Kernels()
@@ -88,10 +97,17 @@ def product_s(gpu: Gpu, kernels: Kernels, product: Product, precision: str, elem
     """
     rate = gpu.peak(precision) * gpu.efficiency * kernels.gemm
     moved = product.elements * element_bytes
-    if precision == "fp8":
-        moved = (product.elements - product.m * product.n * product.count) + 2.0 * product.m * product.n * product.count
+    if precision in INPUT_BYTES:
+        written = product.m * product.n * product.count
+        moved = (product.elements - written) * INPUT_BYTES[precision] + 2.0 * written
         moved += kernels.quantize_bytes * product.m * product.k * product.count
     return product.flops / rate + memory_s(gpu, moved)
+
+
+def backward_product_s(gpu: Gpu, kernels: Kernels, product: Product, precision: str, element_bytes: float) -> float:
+    """Both products of a backward: the gradient of the input, and that of the weight, which is added to a sum."""
+    added = max(0.0, kernels.gradient_bytes - element_bytes) * product.k * product.n * product.count
+    return 2 * product_s(gpu, kernels, product, precision, element_bytes) + memory_s(gpu, added)
 
 
 def memory_s(gpu: Gpu, moved: float) -> float:
@@ -102,11 +118,14 @@ def memory_s(gpu: Gpu, moved: float) -> float:
 def attention_s(gpu: Gpu, kernels: Kernels, flops: float, head_size: float, precision: str) -> tuple[float, float]:
     """(forward, backward) of fused attention whose forward has ``flops``; the backward has 2.5 times as many.
 
-    Heads narrower than 64 use part of the matrix units.
+    Heads narrower than 64 use part of the matrix units.  Scores take as many exponentials in narrow heads as in wide
+    ones, which newer GPUs do hardly faster than older ones.
     """
     share = gpu.attention_efficiency if kernels.newest_attention else gpu.flash_efficiency
     rate = gpu.peak(precision) * share * kernels.attention * min(1.0, head_size / 64.0)
     forward = flops / rate
+    if kernels.newest_attention:
+        forward *= 1 + NARROW_HEAD * max(0.0, FULL_HEAD / max(head_size, 64.0) - 1)
     return forward, 2.5 * kernels.backward_attention * forward
 
 

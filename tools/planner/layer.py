@@ -6,8 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from .kernels import INPUT_BYTES
 from .model import Model
 from .profile_schema import LayerKind
+from .uncertainty import Uncertainty
 
 KINDS: tuple[LayerKind, ...] = ("embedding", "layer", "head")
 
@@ -68,12 +70,11 @@ class LayerCost:
 class LayerCosts(Protocol):
     """Where the cost model gets the figures of single layers."""
 
-    def uncertainty_of(self, gpus: Collection[str], divided: bool) -> float:
+    def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
         """Expected relative error of times, for reports.
 
         Args:
             gpus: Kinds in use.
-            divided: Whether layers are divided over stages, TP, context or expert parallelism.
         """
 
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:
@@ -144,8 +145,9 @@ def activation_bytes(
         routed += pool_size(model, tp) * e if sliced else 0.0
     elif not sliced and not model.learned_positions:
         attention += (model.attention_size + model.kv_size) * e
-    if model.fp8:  # inputs of linear layers are kept in one byte
-        whole, mlp, attention = whole - 2 * h, mlp - width, attention - model.attention_size
+    saved = 2 - INPUT_BYTES.get(model.linear_precision, 2.0)
+    if saved:  # inputs of linear layers are kept in fp8 or fp4
+        whole, mlp, attention = whole - 2 * h * saved, mlp - width * saved, attention - model.attention_size * saved
     matrix = 0.0
     if not fused and recompute == "none":
         matrix = model.num_attention_heads * s * e

@@ -15,7 +15,7 @@ from .model import Model
 from .profile_schema import LayerKind, LayerTiming, Profile
 from .runtime import MEGATRON_HET, Runtime
 from .slicecost import SlicePrices, mean_of
-from .uncertainty import PROFILE_ERROR
+from .uncertainty import PROFILED, Uncertainty
 
 __all__ = ["KINDS", "CatalogCosts", "LayerCost", "LayerCosts", "MeasuredCosts", "activation_bytes"]
 
@@ -52,9 +52,9 @@ class MeasuredCosts:
         self.cost = cache(self._cost)  # type: ignore[method-assign]
         self._update_rate = cache(self._update_per_parameter)
 
-    def uncertainty_of(self, gpus: Collection[str], divided: bool) -> float:
+    def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
         """Of predictions from profiles, with whole families of published runs left out."""
-        return PROFILE_ERROR
+        return PROFILED
 
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:
         """TP sizes with a measured layer."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from megatron_het.plan.limits import LARGEST
 
-from .catalog import Precision
+from .catalog import Format, Precision
 from .command import command
 from .documents import Lengths, lengths_problem, read_lengths, share_left
 from .errors import PlannerError, validated
@@ -51,6 +51,7 @@ class Model(BaseModel):
         experts: Mixture of experts in place of the MLP.
         latent: Multi-head latent attention.
         fp8: Linear layers compute in fp8 (attention, output layer and the rest in ``precision``).
+        fp4: The same in fp4 (NVFP4).
         mtp_num_layers: Layers for multi-token prediction on the last stage, which ``num_layers`` does not count; 0
             trains without them.
     """
@@ -84,6 +85,7 @@ class Model(BaseModel):
     document_lengths: Lengths | None = None
     latent: Latent | None = None
     fp8: bool = False
+    fp4: bool = False
     mtp_num_layers: int = Field(default=0, ge=0, le=LARGEST["num_layers"])
 
     @field_validator("name")
@@ -124,7 +126,7 @@ class Model(BaseModel):
     def not_run(self) -> list[str]:
         """Fields of this model that are priced, but that no run with a plan has yet."""
         parts = ["attention_window"] if self.attention_window is not None and self.window_period is None else []
-        parts += ["fp8"] if self.fp8 else []
+        parts += [name for name in ("fp8", "fp4") if getattr(self, name)]
         return parts + (["experts"] if self.experts is not None and not self.experts.runs else [])
 
     @property
@@ -149,6 +151,11 @@ class Model(BaseModel):
     def kv_size(self) -> int:
         """Width of keys (and of values)."""
         return self.head_dim * self.groups
+
+    @property
+    def linear_precision(self) -> Format:
+        """What linear layers compute in."""
+        return "fp4" if self.fp4 else "fp8" if self.fp8 else self.precision
 
     @property
     def element_bytes(self) -> int:
@@ -342,12 +349,14 @@ def load_model(
     seq_length: int | None = None,
     global_batch_size: int | None = None,
     document_lengths: Lengths | None = None,
+    precision: Precision | None = None,
 ) -> Model:
     """Read a model file (YAML or JSON), a Hugging Face ``config.json`` or the arguments in a Megatron checkpoint.
 
     Args:
         path: The file, or a folder with a ``config.json`` or a checkpoint.
-        seq_length, global_batch_size, document_lengths: In place of what the file says, or where it says nothing.
+        seq_length, global_batch_size, document_lengths, precision: In place of what the file says, or where it says
+            nothing.
 
     Raises:
         PlannerError: naming file, key and value.
@@ -368,7 +377,7 @@ def load_model(
                     raise PlannerError(file, key, None, "a config.json does not say it", f"Give {option} N")
     if isinstance(document, dict):
         options = {"seq_length": seq_length, "global_batch_size": global_batch_size}
-        options |= {"document_lengths": document_lengths}  # type: ignore[dict-item]
+        options |= {"document_lengths": document_lengths, "precision": precision}  # type: ignore[dict-item]
         document = document | {key: value for key, value in options.items() if value is not None}
     return model_from_document(document, file)
 
@@ -380,6 +389,7 @@ def model_of(options: argparse.Namespace) -> Model:
         seq_length=getattr(options, "seq_length", None),
         global_batch_size=getattr(options, "global_batch_size", None),
         document_lengths=read_lengths(given) if (given := getattr(options, "document_lengths", None)) else None,
+        precision=getattr(options, "precision", None),
     )
 
 

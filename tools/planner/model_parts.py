@@ -94,8 +94,11 @@ def check_sizes(model: Any) -> None:
         raise ValueError(f"learned_positions = {model.learned_positions} is less than seq_length = {model.seq_length}")
     if not model.recompute:
         raise ValueError("recompute must allow at least one of none, selective, full")
-    if model.fp8 and model.precision not in ("bf16", "fp16"):
-        raise ValueError(f"fp8 = true needs precision bf16 or fp16 for the rest, not {model.precision}")
+    if model.fp8 and model.fp4:
+        raise ValueError("fp8 = true and fp4 = true exclude each other")
+    if (model.fp8 or model.fp4) and model.precision not in ("bf16", "fp16"):
+        name = model.linear_precision
+        raise ValueError(f"{name} = true needs precision bf16 or fp16 for the rest, not {model.precision}")
     if model.experts is not None:
         model.experts.check_layers(model.num_layers)
     if model.mtp_num_layers > model.num_layers:

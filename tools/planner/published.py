@@ -1,7 +1,8 @@
 """Published training runs without profiles (``data/*_runs.csv``), and what the catalog predicts for them.
 
-Sources: training benchmarks of mosaicml/llm-foundry (``mpt_fsdp_runs.csv``) and performance summaries of
-NVIDIA-NeMo/Megatron-Bridge (``megatron_bridge_runs.csv``), both Apache-2.0; figures only.
+Sources: training benchmarks of mosaicml/llm-foundry (``mpt_fsdp_runs.csv``), performance summaries of
+NVIDIA-NeMo/Megatron-Bridge (``megatron_bridge_runs.csv``), step times of NVIDIA/dgxc-benchmarking
+(``dgxc_h100_runs.csv``), all Apache-2.0, figures only; and runs of this project on one GPU (``own_h200_runs.csv``).
 """
 
 from __future__ import annotations
@@ -21,16 +22,40 @@ from .estimate import Estimator
 from .kernels import Kernels
 from .model import Model
 from .model_parts import Experts, Latent
-from .runtime import Runtime
+from .runtime import MEGATRON, MEGATRON_HET, Runtime
 
 Row = Mapping[str, str]
+
+TABLES = {
+    "mpt": "mpt_fsdp_runs.csv",
+    "bridge": "megatron_bridge_runs.csv",
+    "dgxc": "dgxc_h100_runs.csv",
+    "own": "own_h200_runs.csv",
+}
+OWN_GPUS = {"dgxc": "H100-SXM", "own": "H200"}
+ALIASES = {
+    "LLAMA3_8B": "Llama 8B",
+    "Llama8B": "Llama 8B",
+    "LLAMA3_70B": "Llama 70B",
+    "Llama70B": "Llama 70B",
+    "LLAMA3.1_405B": "Llama 405B",
+    "Llama405B": "Llama 405B",
+}
+"""Families of models, which tables spell differently."""
 
 MPT_GPUS = {"A100-80": ("A100-80", 200e9), "H100-80": ("H100-SXM", 400e9), "A100-40": ("A100-40", 200e9)}
 """GPU of the catalog, and bytes per second of a node's network (1,600 and 3,200 Gbit/s)."""
 
 LLM_FOUNDRY = Runtime(
     name="LLM Foundry (PyTorch FSDP)",
-    kernels=Kernels(gemm=0.98, newest_attention=False, attention=0.68, backward_attention=1.5, elementwise=1.81),
+    kernels=Kernels(
+        gemm=0.98,
+        newest_attention=False,
+        attention=0.68,
+        backward_attention=1.5,
+        elementwise=1.81,
+        gradient_bytes=2.0,  # a pass has gradients of its own, which are reduced after it
+    ),
     gather_overlap=0.0,
     iteration_s=0.034,
 )
@@ -45,17 +70,14 @@ BRIDGE_NODES = {
 }
 """GPU of the catalog, GPUs that NVLink joins, bytes per second of one GPU's network card."""
 
-MEGATRON_BRIDGE = Runtime(
-    name="Megatron-Bridge",
-    split_transfers=True,
-    tp_overlap=0.5,
-    exchange_overlap=0.5,
-    sync_overlap=0.8,
-    gather_overlap=0.9,
-    kernels=Kernels(gemm=1.04),
-)
-GRAPHS = 0.4
-"""Host time per kernel on GB200 and GB300, where the vendor's runs capture CUDA graphs, as a share of the others'."""
+CAPTURED = ("GB200", "GB300")
+"""Where the vendor's runs capture CUDA graphs: nothing waits for the host to know how many tokens experts got."""
+
+EXPERTS_2026 = {"dropless_launches": 0.0, "expert_launches": 40.0, "dispatch": 8.0, "expert_quantize_bytes": 4.0}
+"""Constants of experts for releases from 2026 on, whose layers wait for no host and fuse what sorts and casts tokens.
+
+Chosen, not fitted: the tables end in 2025.
+"""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "LLAMA3_8B": {"shape": (32, 4096, 14336, 32, 8, 128256)},
@@ -92,7 +114,7 @@ class PublishedRun:
     """One row of a table.
 
     Attributes:
-        source: ``mpt`` or ``bridge``.
+        source: ``mpt``, ``bridge``, ``dgxc`` or ``own``.
         row: Its columns.
         measured_s: Measured time of an iteration.
     """
@@ -103,36 +125,43 @@ class PublishedRun:
 
     @property
     def model(self) -> str:
-        """Name in the table."""
-        return self.row["model"]
+        """Name of the model, in one spelling for all tables."""
+        return ALIASES.get(self.row["model"], self.row["model"])
 
     @property
     def gpu(self) -> str:
-        """Kind of GPU in the table."""
-        return self.row["gpu" if self.source == "mpt" else "system"]
+        """Kind of GPU, in one spelling for all tables."""
+        return {"mpt": lambda: self.row["gpu"], "bridge": lambda: BRIDGE_NODES[self.row["system"]][0]}.get(
+            self.source, lambda: OWN_GPUS[self.source]
+        )()
+
+    @property
+    def scale(self) -> str:
+        """How many GPUs ran, in classes."""
+        gpus = int(self.row["gpus"])
+        return "to 16 GPUs" if gpus <= 16 else "to 128 GPUs" if gpus <= 128 else "more GPUs"
 
     @property
     def kind(self) -> str:
         """``dense`` or ``moe``."""
-        return "moe" if SHAPES.get(self.model, {}).get("experts") else "dense"
+        return "moe" if SHAPES.get(self.row["model"], {}).get("experts") else "dense"
 
 
 def read_runs(source: str, path: str | os.PathLike[str] | None = None) -> list[PublishedRun]:
     """The rows of a table.
 
     Args:
-        source: ``mpt`` or ``bridge``.
+        source: A key of ``TABLES``.
         path: Another file with the same columns.
     """
-    name = {"mpt": "mpt_fsdp_runs.csv", "bridge": "megatron_bridge_runs.csv"}[source]
     if path is None:
-        text = resources.files(__package__).joinpath(f"data/{name}").read_text("utf-8")
+        text = resources.files(__package__).joinpath(f"data/{TABLES[source]}").read_text("utf-8")
     else:
         with open(path, encoding="utf-8") as stream:
             text = stream.read()
     out = []
     for row in csv.DictReader(text.splitlines()):
-        if source == "mpt":
+        if source != "bridge":
             seconds = float(row["iteration_s"])
         else:
             tokens = int(row["global_batch_size"]) * int(row["seq_length"])
@@ -143,7 +172,13 @@ def read_runs(source: str, path: str | os.PathLike[str] | None = None) -> list[P
 
 def predict_s(run: PublishedRun, runtime: Runtime) -> float:
     """Iteration time by the planner's closed form."""
-    return mpt_s(run.row, runtime) if run.source == "mpt" else bridge_s(run.row, runtime)
+    predict = {"mpt": mpt_s, "bridge": bridge_s, "dgxc": dgxc_s, "own": own_s}[run.source]
+    return predict(run.row, runtime)
+
+
+def runtime_of(source: str) -> Runtime:
+    """The training system of a table's runs."""
+    return {"mpt": LLM_FOUNDRY, "own": MEGATRON_HET}.get(source, MEGATRON)
 
 
 def mpt_s(row: Row, runtime: Runtime = LLM_FOUNDRY) -> float:
@@ -177,11 +212,33 @@ def mpt_s(row: Row, runtime: Runtime = LLM_FOUNDRY) -> float:
     return _estimate(Cluster(nodes=(node,)), model, candidate, runtime)
 
 
-def bridge_s(row: Row, runtime: Runtime = MEGATRON_BRIDGE) -> float:
-    """Stages of equal layers, interleaved where there are virtual stages."""
+def bridge_s(row: Row, runtime: Runtime = MEGATRON) -> float:
+    """One run of the table of Megatron-Bridge."""
     gpu, domain, network = BRIDGE_NODES[row["system"]]
-    model = bridge_model(row)
-    gpus, tp, pp, cp, ep = (int(row[k]) for k in ("gpus", "tp", "pp", "cp", "ep"))
+    kernels = runtime.kernels
+    if float(row["release"]) >= 26:
+        kernels = replace(kernels, **EXPERTS_2026)
+    if gpu in CAPTURED:
+        kernels = replace(kernels, dropless_launches=0.0)
+    return _stages_s(row, bridge_model(row), (gpu, domain, network), replace(runtime, kernels=kernels))
+
+
+def dgxc_s(row: Row, runtime: Runtime = MEGATRON) -> float:
+    """One run on DGX H100."""
+    return _stages_s(row, dgxc_model(row), BRIDGE_NODES["DGX-H100"], runtime)
+
+
+def own_s(row: Row, runtime: Runtime = MEGATRON_HET) -> float:
+    """One run on an H200; attention in slices by the kernel that ran."""
+    runtime = replace(runtime, newest_in_slices=row["attention"] == "cudnn")
+    return _stages_s(row, dgxc_model(row), (OWN_GPUS["own"], 8, 50e9), runtime)
+
+
+def _stages_s(row: Row, model: Model, nodes: tuple[str, int, float], runtime: Runtime) -> float:
+    """Stages of equal layers, interleaved where there are virtual stages, or in slices."""
+    gpu, domain, network = nodes
+    gpus, tp, pp, cp, ep = (int(row.get(k, 1)) for k in ("gpus", "tp", "pp", "cp", "ep"))
+    slices = int(row.get("slices", 1))
     per_node = min(domain, gpus)
     node = NodeGroup(
         gpu=gpu, count=-(-gpus // per_node), gpus_per_node=per_node, network_bytes_per_s=network * per_node
@@ -192,16 +249,15 @@ def bridge_s(row: Row, runtime: Runtime = MEGATRON_BRIDGE) -> float:
     candidate = Candidate(
         tuple(Stage(n, (Group(0, tp, replicas),)) for n in reversed(layers)),
         int(row["micro_batch_size"]),
-        schedule="interleaved" if chunks > 1 else "1f1b",
+        schedule="slimpipe" if slices > 1 else "interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
-        zero_stage=3 if int(row["fsdp"]) else 1,
+        slices=slices,
+        zero_stage=3 if int(row.get("fsdp", 0)) else 1,
         even=True,
         cp=cp,
         ep=ep,
         across_replicas=True,
     )
-    if "GB" in row["system"]:
-        runtime = replace(runtime, kernels=replace(runtime.kernels, launch_scale=GRAPHS))
     return _estimate(Cluster(nodes=(node,)), model, candidate, runtime, fitting=True)
 
 
@@ -222,11 +278,31 @@ def bridge_model(row: Row) -> Model:
         vocab_size=vocabulary,
         seq_length=int(row["seq_length"]),
         global_batch_size=int(row["global_batch_size"]),
-        fp8=row["precision"].startswith("FP8"),
+        fp8=row["precision"].startswith(("FP8", "MXFP8")),
+        fp4=row["precision"].startswith(("FP4", "NVFP4")),
         experts=experts,
         sequence_parallel=int(row["tp"]) > 1,
         distributed_optimizer=True,
         **fields,
+    )
+
+
+def dgxc_model(row: Row) -> Model:
+    """The model of a row that has its whole shape."""
+    return Model(
+        name=row["model"],
+        num_layers=int(row["layers"]),
+        hidden_size=int(row["hidden"]),
+        ffn_hidden_size=int(row["ffn"]),
+        num_attention_heads=int(row["heads"]),
+        num_query_groups=int(row["groups"]),
+        vocab_size=int(row["vocab"]),
+        seq_length=int(row["seq_length"]),
+        global_batch_size=int(row["global_batch_size"]),
+        gated=row["gated"] == "1",
+        fp8=row["precision"].startswith("FP8"),
+        sequence_parallel=int(row["tp"]) > 1,
+        distributed_optimizer=True,
     )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2.0**30
+ROUNDING = 1e-9
+"""Share of an iteration below which a difference of two sums is nothing."""
+NOTATION = (
+    "Plans: schedule, v chunks, n slices, mb micro batch; per stage 8L = 8 layers,\n"
+    "3xA100.tp2 = 3 replicas of 2 A100 (TP 2); / divides stages, + kinds in one stage."
+)
 MOST_ROWS = 100
 """Rows of a table of stages: laying out thousands takes seconds, and nobody reads them."""
 
@@ -32,7 +41,43 @@ def say(value: Any, options: Any, *tables: Any) -> None:
 
     console = Console()
     for table in tables:
-        console.print(table)
+        if isinstance(table, str):  # lines that are to be copied are not broken
+            sys.stdout.write(table + "\n")
+            sys.stdout.flush()
+        else:
+            console.print(table)
+
+
+@contextmanager
+def shown_progress(text: str | Callable[[], str], options: Any, every_s: float = 10.0) -> Iterator[None]:
+    """A progress line on a terminal; elsewhere a line on stderr every ten seconds, so that nobody takes it for dead."""
+    done, start_s = threading.Event(), time.monotonic()
+    is_watched = sys.stderr.isatty() and not options.json
+
+    def now() -> str:
+        return text if isinstance(text, str) else text()
+
+    def show(update: Callable[[str], None]) -> None:
+        while not done.wait(0.25 if is_watched else every_s):
+            update(now())
+
+    def line(what: str) -> None:
+        with suppress(OSError):  # nobody reads it
+            sys.stderr.write(f"{time.monotonic() - start_s:.0f} s: {what}\n")
+
+    with ExitStack() as stack:
+        update = line
+        if is_watched:
+            from rich.console import Console
+
+            update = stack.enter_context(Console(stderr=True).status(now())).update
+        thread = threading.Thread(target=show, args=(update,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(1.0)
 
 
 def table(title: str, *columns: str) -> Table:
@@ -109,6 +154,7 @@ def summary(
         for p, n in candidate.gpus().items()
     )
     blocking = blocking_ratio(estimator, candidate, estimate)
+    uncertainty = estimator.uncertainty(candidate)
     watts = [estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).power_w for p in candidate.gpus()]
     joules = None
     if all(w is not None for w in watts):
@@ -117,11 +163,13 @@ def summary(
         "iteration_s": seconds,
         "closed_form_s": estimate.iteration_s,
         "simulated_s": simulated_s,
-        "uncertainty": estimator.uncertainty(candidate),
+        "uncertainty": uncertainty.error,
+        "uncertainty_of": {"runs": uncertainty.runs, "of": uncertainty.of},
+        "runtime": estimator.runtime.name,
         "blocking_transfers_s": None if blocking is None else seconds * blocking,
         "by_cause_s": {
             "compute": estimate.busy_s,
-            "bubble": estimate.fill_s,
+            "fill_and_drain": estimate.fill_s if estimate.fill_s > ROUNDING * estimate.iteration_s else 0.0,
             "gather": estimate.gather_s,
             "gradient_reduction": estimate.sync_s,
             "update": estimate.update_s,
@@ -131,6 +179,7 @@ def summary(
         "model_flops_utilisation": model.iteration_flops / seconds / peak if peak else None,
         "usd_per_iteration": found.usd_per_iteration,
         "gpus_without_price": _unpriced(estimator, candidate),
+        "catalog_prices": _catalog_prices(estimator, candidate),
         "usd_per_billion_tokens": found.usd_per_iteration / tokens * 1e9,
         "egress_bytes_per_iteration": estimate.egress_bytes,
         "energy_joules_per_iteration": joules,
@@ -138,6 +187,7 @@ def summary(
             f"{estimator.cluster.nodes[p].gpu} ({estimator.cluster.nodes[p].zone})": n
             for p, n in sorted(candidate.gpus().items())
         },
+        "idle_gpus": _idle(estimator, candidate),
         "not_run": model.not_run,
         "host_memory": offloaded(estimator, estimate),
         "schedule": candidate.schedule,
@@ -169,10 +219,8 @@ def host_memory_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
         limit = row["limit_bytes"]
-        known = "not known: give host_memory_bytes in the cluster file" if limit is None else f"{limit / GIB:.0f} GiB"
-        lines.append(
-            f"{row['gpu']}: offloads {row['bytes_per_node'] / GIB:.0f} GiB to main memory per node, of {known}"
-        )
+        known = "; give host_memory_bytes in the cluster file" if limit is None else f", of {limit / GIB:.0f} GiB"
+        lines.append(f"{row['gpu']}: offloads {row['bytes_per_node'] / GIB:.0f} GiB to main memory per node{known}")
     return lines
 
 
@@ -184,6 +232,41 @@ def _unpriced(estimator: Estimator, candidate: Candidate) -> list[str]:
     )
 
 
+def _catalog_prices(estimator: Estimator, candidate: Candidate) -> dict[str, float]:
+    """USD per GPU hour of the kinds in use whose price the cluster file does not give, but the catalog does."""
+    nodes = [estimator.cluster.nodes[p] for p in sorted(candidate.gpus())]
+    prices = {n.gpu: estimator.cluster.gpu(n.gpu).usd_per_hour for n in nodes if n.usd_per_gpu_hour is None}
+    return {gpu: price for gpu, price in prices.items() if price is not None}
+
+
+def _idle(estimator: Estimator, candidate: Candidate) -> dict[str, int]:
+    """GPUs that the plan leaves out, by kind and zone."""
+    out: dict[str, int] = {}
+    for pool, node in enumerate(estimator.cluster.nodes):
+        left = node.quota - candidate.gpus().get(pool, 0)
+        if left > 0:
+            name = f"{node.gpu} ({node.zone})"
+            out[name] = out.get(name, 0) + left
+    return out
+
+
+def price_lines(body: dict[str, Any]) -> list[str]:
+    """What an iteration costs, and where prices are from."""
+    known, unpriced = body["catalog_prices"], ", ".join(body["gpus_without_price"])
+    lines = []
+    if body["usd_per_iteration"]:
+        each = f"{body['usd_per_iteration']:.4g} per iteration, {body['usd_per_billion_tokens']:.4g} per billion tokens"
+        lines.append(f"USD {each}")
+    if known:
+        rates = ", ".join(f"{gpu} {price:g}" for gpu, price in known.items())
+        lines.append(f"catalog price, not yours: USD per GPU hour {rates}; give usd_per_gpu_hour")
+    if unpriced:
+        lines.append(f"{unpriced}: no price known, give usd_per_gpu_hour")
+    if body["egress_bytes_per_iteration"]:
+        lines.append(f"egress {body['egress_bytes_per_iteration'] / 1e9:.4g} GB per iteration")
+    return lines
+
+
 def summary_tables(body: dict[str, Any]) -> list[Any]:
     """The summary for people."""
     causes = table("Iteration", "cause", "seconds", "share")
@@ -193,13 +276,14 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
     causes.add_row("together, by formula", f"{body['closed_form_s']:.4g}", "")
     if body["simulated_s"] is not None:
         causes.add_row("simulated (this counts)", f"{body['simulated_s']:.4g}", "")
-    where = table("Stages", "stage", "GPUs", "TP", "replicas", "layers", "microbatches", "busy s")
+    where = table("Stages", "stage", "GPUs", "TP", "replicas", "layers", "microbatches", "busy")
     memory = table("Memory, GiB", "stage", "GPUs", "needed", "of", "largest part")
     for row in body["stages"][:MOST_ROWS]:
         parts = sorted(row["memory_bytes"].items(), key=lambda item: -item[1])
         name = f"{row['gpu']} ({row['zone']})"
         counts = (row["tp"], row["replicas"], row["layers"], row["microbatches_per_replica"])
-        where.add_row(str(row["stage"]), name, *map(str, counts), f"{row['busy_s']:.4g}")
+        busy = f"{100 * row['busy_s'] / body['closed_form_s']:.0f} %"
+        where.add_row(str(row["stage"]), name, *map(str, counts), busy)
         memory.add_row(
             str(row["stage"]),
             row["gpu"],
@@ -208,7 +292,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
             f"{parts[0][0]} {parts[0][1] / GIB:.1f}" + _share(row),
         )
     utilisation = body["model_flops_utilisation"]
-    unpriced = ", ".join(body["gpus_without_price"])
+    seen = body["uncertainty_of"]
     lines = [
         f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}, "
         + f"ZeRO-{body['zero_stage']}"
@@ -216,15 +300,14 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         + (f", {body['slices']} slices" if body["slices"] > 1 else "")
         + (", offload" if body["offload"] else "")
         + "".join(f", {name}" for name in body["extras"]),
-        f"{body['iteration_s']:.4g} s per iteration (+-{100 * body['uncertainty']:.0f} %), "
-        f"{body['tokens_per_s']:.4g} tokens/s",
+        f"{body['iteration_s']:.4g} s per iteration, {body['tokens_per_s']:.4g} tokens/s",
+        f"+-{100 * body['uncertainty']:.0f} %: four of five of {seen['runs']} measured {seen['of']} were nearer",
         f"{body['model_tflops']:.4g} model TFLOP/s"
         + (f", MFU {100 * utilisation:.1f} %" if utilisation is not None else ""),
-        f"USD {body['usd_per_iteration']:.4g} per iteration, {body['usd_per_billion_tokens']:.4g} per billion tokens"
-        + (f" (without {unpriced}: no price known, see usd_per_gpu_hour)" if unpriced else "")
-        + "; "
-        f"egress {body['egress_bytes_per_iteration'] / 1e9:.4g} GB per iteration",
+        *price_lines(body),
     ]
+    if body["idle_gpus"]:
+        lines.append("idle: " + ", ".join(f"{n} {kind}" for kind, n in body["idle_gpus"].items()))
     blocking = body["blocking_transfers_s"]
     if blocking is not None:
         lines.append(
@@ -235,6 +318,8 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
         unknown = ", ".join(body["not_run"]).replace("_", " ")
         lines.append(f"The planner prices this model, but runs with a plan cannot train it yet ({unknown}).")
     lines += host_memory_lines(body["host_memory"])
+    if body.get("bubble_fraction") is not None:
+        lines.append(f"bubble {100 * body['bubble_fraction']:.1f} %: idle time over compute, mean of the replicas")
     more = len(body["stages"]) - MOST_ROWS
     return [*lines, causes, where, memory, *([f"and {more} rows more: --json prints all"] if more > 0 else [])]
 
@@ -251,7 +336,7 @@ def plans_tables(title: str, what: str, rows: Sequence[dict[str, Any]]) -> list[
         ratio, usd = f"{row['ratio']:.2f}", f"{row['usd_per_iteration']:.4g}"
         out.add_row(name, f"{row['iteration_s']:.4g}", ratio, usd, str(row["gpus"]))
         lines.append(f"{i}: {row['plan']}")
-    return [out, *lines]
+    return [out, *lines, *([NOTATION] if lines else [])]
 
 
 def describe(estimator: Estimator, c: Candidate) -> str:

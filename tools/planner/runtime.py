@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+from .catalog import Gpu
 from .kernels import DEFAULT_KERNELS, Kernels
 
 
@@ -39,6 +41,8 @@ class Runtime:
         keeps_sent: gloo cannot tell that a send is done, so that what was sent stays until the end of the
             iteration (not in sliced schedules, which bound the number of sends under way).
         kernels: What its kernels make of a GPU.
+        fused: Attention of whole sequences runs in a fused kernel where the GPU has one.
+        newest_in_slices: Attention of slices runs in the GPU's newest kernel; else in FlashAttention 2.
         tp_overlap: Share of the collectives of TP that runs beside products.
         exchange_overlap: Share of the all-to-alls of experts that runs beside compute.
         gather_overlap: Share of ZeRO-2's and ZeRO-3's gathers and reductions that may run beside the compute of
@@ -67,6 +71,8 @@ class Runtime:
     reserved_bytes: float | None = None
     framework_bytes: float = 0.0
     kernels: Kernels = DEFAULT_KERNELS
+    fused: bool = True
+    newest_in_slices: bool = False
     tp_overlap: float = 0.0
     exchange_overlap: float = 0.0
     gather_overlap: float = 1.0
@@ -75,7 +81,30 @@ class Runtime:
     iteration_s: float = 0.0
 
 
-MEGATRON_HET = Runtime(commuted=True)
+MEGATRON = Runtime(
+    name="Megatron with Transformer Engine",
+    split_transfers=True,
+    tp_overlap=0.45,
+    exchange_overlap=0.5,
+    sync_overlap=0.8,
+    gather_overlap=0.9,
+)
+"""Stock Megatron as its makers tune it: what overlaps is switched on, losses and sums of gradients are fused."""
+
+MEGATRON_HET = Runtime(commuted=True, kernels=replace(DEFAULT_KERNELS, gradient_bytes=12.0, logits_bytes=52.0))
+"""What ``emit`` writes: the same kernels, without Apex, and with Megatron's own loss.
+
+Logits become fp32, and nine kernels read and write them, where Megatron's fused loss has two.
+"""
+
+WITHOUT_TE = replace(
+    MEGATRON_HET,
+    name="megatron_het without Transformer Engine",
+    fused=False,
+    kernels=replace(MEGATRON_HET.kernels, newest_attention=False, elementwise=3.0),
+)
+"""Megatron's own layers: attention keeps its matrices, and positions are rotated by five kernels.  Not fitted."""
+
 CPU_GLOO = Runtime(
     commuted=True,
     name="megatron_het on CPU over gloo",
@@ -84,3 +113,8 @@ CPU_GLOO = Runtime(
     reserved_bytes=0.0,
     transfer_latency_s=0.0,
 )
+
+
+def runtime_for(gpus: Iterable[Gpu]) -> Runtime:
+    """The runtime that a plan over these kinds has: all ranks have the same layers, so one kind decides for all."""
+    return MEGATRON_HET if all(g.is_processor or g.has_transformer_engine for g in gpus) else WITHOUT_TE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from math import inf
+from typing import TYPE_CHECKING
 
 from .cluster import Cluster, load_cluster
 from .command import command
@@ -12,8 +13,12 @@ from .estimate import Estimator
 from .layercost import CatalogCosts, LayerCosts, MeasuredCosts
 from .model import Model, model_of
 from .profile_schema import load_profile
+from .runtime import runtime_for
 from .schedules import SCHEDULES
 from .search.goal import Goal
+
+if TYPE_CHECKING:
+    from megatron_het.plan import Plan
 
 
 def check_memory_margin(options: argparse.Namespace) -> None:
@@ -34,6 +39,7 @@ def estimator_from(options: argparse.Namespace) -> Estimator:
     """
     cluster, model = load_cluster(options.cluster), model_of(options)
     check_memory_margin(options)
+    runtime = runtime_for([cluster.gpu(node.gpu) for node in cluster.nodes])
     costs: LayerCosts
     if options.profile:
         profile = load_profile(options.profile)
@@ -45,23 +51,24 @@ def estimator_from(options: argparse.Namespace) -> Estimator:
                 "profiling was interrupted",
                 f"Run '{command()} profile' again; it goes on where it stopped",
             )
-        costs = MeasuredCosts(model, profile, cluster.gpu, file=options.profile)
+        costs = MeasuredCosts(model, profile, cluster.gpu, runtime, file=options.profile)
         for node in cluster.nodes:
             costs.tp_sizes(node.gpu)
     else:
-        costs = CatalogCosts(model, cluster.gpu)
+        costs = CatalogCosts(model, cluster.gpu, runtime)
         check_precision(cluster, model, options.cluster, options.model)
-    return Estimator(cluster, model, costs, memory_margin=options.memory_margin)
+    return Estimator(cluster, model, costs, runtime, options.memory_margin)
 
 
 def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_file: str) -> None:
     """Every GPU computes in the model's precision (V100, T4 and RTX-20 have no bf16)."""
     without = sorted({n.gpu for n in cluster.nodes if not cluster.gpu(n.gpu).supports(model.precision)})
     if not without:
-        slow = sorted({n.gpu for n in cluster.nodes if not cluster.gpu(n.gpu).supports("fp8")})
-        if model.fp8 and slow:
-            problem = f"{', '.join(slow)} in {cluster_file} cannot compute in fp8"
-            raise PlannerError(model_file, "fp8", True, problem, f"Set fp8: false, or remove {', '.join(slow)}")
+        low = model.linear_precision
+        slow = sorted({n.gpu for n in cluster.nodes if not cluster.gpu(n.gpu).supports(low)})
+        if slow:
+            problem = f"{', '.join(slow)} in {cluster_file} cannot compute in {low}"
+            raise PlannerError(model_file, low, True, problem, f"Set {low}: false, or remove {', '.join(slow)}")
         return
     common = set.intersection(*(set(cluster.gpu(n.gpu).flops) for n in cluster.nodes))
     raise PlannerError(
@@ -69,9 +76,21 @@ def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_fil
         "precision",
         model.precision,
         f"{', '.join(without)} in {cluster_file} cannot compute in it",
-        f"All GPUs of the cluster support {', '.join(sorted(common)) or 'nothing in common'}; "
-        f"or remove {', '.join(without)}",
+        f"All GPUs of the cluster support {', '.join(sorted(common)) or 'nothing in common'}: "
+        f"give --precision, or remove {', '.join(without)}",
     )
+
+
+def check_planned_precision(made: Plan, model: Model, file: str) -> None:
+    """A plan trains in the precision that it was made for.
+
+    Raises:
+        PlannerError: The model file, or ``--precision``, says another.
+    """
+    planned, mine = made.training.precision, "fp32" if model.precision == "tf32" else model.precision
+    if planned != mine:
+        problem, hint = f"the model's is {mine}", f"Give --precision {planned}, or plan again"
+        raise PlannerError(file, "training.precision", planned, problem, hint)
 
 
 def check_prices(estimator: Estimator, goal: Goal, file: str) -> None:

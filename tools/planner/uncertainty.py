@@ -1,38 +1,53 @@
 """How far predictions were off on published runs of each kind, with whole families left out: what reports print.
 
-``python -m benchmarks.planner`` measures these figures (``benchmarks/results/planner_accuracy.json``).
+``python -m benchmarks.planner_accuracy`` measures these figures (``benchmarks/results/planner_accuracy.json``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from .model import Model
 
-PROFILE_ERROR = 0.05
+
+class Uncertainty(NamedTuple):
+    """Relative error that four of five predictions of a kind stay within.
+
+    Attributes:
+        error: The error.
+        runs: How many measured runs it was found on, each predicted with constants that its family has no part in.
+        of: What those runs were.
+    """
+
+    error: float
+    runs: int
+    of: str
+
+    def __str__(self) -> str:
+        return f"+-{100 * self.error:.0f} %, from {self.runs} {self.of}"
+
+
+PROFILED = Uncertainty(0.05, 14, "runs with a profile")
 """From a profile of the same model and GPUs."""
-WHOLE_ERROR = 0.03
-"""Catalog, dense models, each layer whole on one GPU."""
-DIVIDED_ERROR = 0.08
-"""Catalog, dense models, stages, TP or context parallelism."""
-EXPERTS_ERROR = 0.23
+DENSE = Uncertainty(0.07, 88, "runs of dense models")
+"""Catalog, dense models."""
+EXPERTS = Uncertainty(0.27, 26, "runs with experts")
 """Catalog, mixture of experts."""
-OTHER_GPU_ERROR = 0.20
-"""Catalog, GPUs of which no runs are published: as layer times of six such kinds."""
+OTHER_GPU = Uncertainty(0.25, 11, "sets of layer times")
+"""Catalog, GPUs or precisions of which no runs are published, and layers without Transformer Engine."""
 COMPARED_GPUS = frozenset({"A100-40", "A100-80", "H100-SXM", "H200", "B200", "GB200", "GB300"})
 """GPUs with published runs, and their variants with another memory."""
 
 
-def catalog_uncertainty(model: Model, gpus: Collection[str], divided: bool) -> float:
+def catalog_uncertainty(model: Model, gpus: Collection[str], fitted: bool = True) -> Uncertainty:
     """Relative error of times that was seen for plans of this kind.
 
     Args:
         gpus: Kinds in use.
-        divided: Whether layers are divided over stages, TP, context or expert parallelism.
+        fitted: Whether the runtime's kernels are those of published runs.
     """
-    error = DIVIDED_ERROR if divided else WHOLE_ERROR
-    if model.experts is not None:
-        error = EXPERTS_ERROR
-    if model.precision not in ("bf16", "fp16") or not COMPARED_GPUS.issuperset(gpus):
-        error = max(error, OTHER_GPU_ERROR)
-    return error
+    found = DENSE if model.experts is None else EXPERTS
+    if not fitted or model.precision not in ("bf16", "fp16") or not COMPARED_GPUS.issuperset(gpus):
+        found = max(found, OTHER_GPU)
+    return found

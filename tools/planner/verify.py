@@ -1,4 +1,4 @@
-"""``plan --verify``: the finalists train dry, one rank of each kind, before a plan is written.
+"""What ``plan`` does unless told ``--no-verify``: finalists train dry, one rank of each kind, before one is written.
 
 A finalist whose ranks need more than their GPUs have is left, and the next one is tried.  When none is left, the plan
 is searched again with a smaller share of the GPUs' memory, by as much as the closest finalist was off.
@@ -6,6 +6,9 @@ is searched again with a smaller share of the GPUs' memory, by as much as the cl
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,6 +33,10 @@ SEARCHES = 3
 """With the first one."""
 RANK_S = 120.0
 """Bound on one rank."""
+ASKED_S, UNASKED_S = 900.0, 120.0
+"""Bounds on all dry runs, with ``--verify`` and without a word."""
+MOST_GPUS = 512
+"""Of a cluster, up to which plans are verified without being asked: programs of larger plans take minutes."""
 LEAST_STEP = 0.01
 """The share of memory becomes smaller by this at least."""
 Search = Callable[[Estimator], Outcome]
@@ -102,6 +109,24 @@ class Verified:
         return body | {"ranks": [asdict(check) for check in self.ranks]}
 
 
+def verifier_of(options: argparse.Namespace, estimator: Estimator) -> Verifier | None:
+    """Who runs the finalists dry; None where ``--no-verify`` was given, or nothing was and no dry run is possible.
+
+    Raises:
+        PlannerError: ``--verify``, and a model that a dry run cannot train.
+    """
+    wanted = options.verify
+    if wanted is None:
+        has_torch = all(importlib.util.find_spec(name) for name in ("torch", "megatron"))
+        is_gpu = not any(estimator.cluster.gpu(n.gpu).is_processor for n in estimator.cluster.nodes)
+        small = estimator.cluster.total_gpus <= MOST_GPUS and os.environ.get("HET_PLAN_VERIFY", "1") != "0"
+        wanted = has_torch and is_gpu and small and not estimator.model.not_run
+    if not wanted:
+        return None
+    limit_s = options.verify_limit_s
+    return Verifier(estimator.model, limit_s if limit_s is not None else ASKED_S if options.verify else UNASKED_S)
+
+
 class Verifier:
     """Dry runs of finalists, within a bound of time.
 
@@ -114,7 +139,7 @@ class Verifier:
     """
 
     def __init__(self, model: Model, limit_s: float) -> None:
-        model.check_dry_run("Leave out --verify")
+        model.check_dry_run("Give --no-verify")
         self._model, self._limit_s = model, limit_s
         self._start_s = time.monotonic()
         self._spent_s = 0.0
@@ -135,7 +160,7 @@ class Verifier:
             closest = 0.0
             for found in [f for f in outcome.found if f.runnable][:FINALISTS]:
                 plan = build_plan(estimator, found.candidate, found.estimate)
-                checks = self._checked(plan, found.estimate.memory)
+                checks = self._checked(plan, found.estimate.memory, "gpu" if estimator.runtime.fused else "local")
                 worst = max(checks, key=lambda c: c.needed_bytes / c.capacity_bytes)
                 if not worst.is_too_large:
                     return Verified(
@@ -161,10 +186,10 @@ class Verifier:
             "--verify",
             None,
             f"no finalist fits its GPUs: {self._left[-1] if self._left else 'no further plan was found'}",
-            "Plan with a smaller --memory-margin",
+            "Plan with a smaller --memory-margin; --no-verify writes the plan all the same",
         )
 
-    def _checked(self, plan: Plan, memory: Sequence[GroupMemory]) -> list[RankCheck]:
+    def _checked(self, plan: Plan, memory: Sequence[GroupMemory], kernels: str) -> list[RankCheck]:
         """One rank of each kind beside its GPU, in the time that is left."""
         kinds = rank_kinds(plan)
         left_s = self._limit_s - self._spent_s
@@ -174,7 +199,7 @@ class Verifier:
             save_plan(plan, path)
             flags = rank_flags(plan, self._model, str(path), [])
             ranks = [kind.ranks[0] for kind in kinds]
-            results = run_ranks(ranks, flags, RANK_S, "gpu", bound_s=left_s) if left_s > 0 else {}
+            results = run_ranks(ranks, flags, RANK_S, kernels, bound_s=left_s) if left_s > 0 else {}
         self._spent_s += time.monotonic() - start_s
         late = {"error": f"not run: --verify-limit-s {self._limit_s:g} was spent"}
         return [_check(plan, kind, results.get(kind.ranks[0], late), memory) for kind in kinds]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_het.checkpoint import choice
 from megatron_het.checkpoint.checksums import ChecksumWriter, problems, read_checksums, write_checksums
 from megatron_het.checkpoint.choice import TRACKER, CheckpointError, check_optimizer_state, choose, repair_tracker
 from megatron_het.features.optimizers import SHARDED_LION
+from megatron_het.upstream import torch_metadata
 
 
 def checkpoint(folder: Path, iteration: int) -> Path:
@@ -24,7 +28,7 @@ def checkpoint(folder: Path, iteration: int) -> Path:
     path = folder / f"iter_{iteration:07d}"
     path.mkdir(parents=True)
     save({"weight": torch.arange(64.0) + iteration}, storage_writer=FileSystemWriter(path), no_dist=True)
-    (path / "metadata.json").write_text("{}")
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     return path
 
 
@@ -70,6 +74,109 @@ DAMAGE = {
     "missing": lambda folder: (folder / "__0_0.distcp").unlink(),
     "without description": lambda folder: (folder / ".metadata").unlink(),
 }
+
+
+def _fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def _device(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+def _text(text: str) -> Callable[[Path], None]:
+    return lambda path: path.write_text(text) and None
+
+
+PLANTS = {
+    "pipe": _fifo,
+    "device": _device,
+    "deep": _text("[" * 100_000),
+    "long number": _text("9" * 5000),
+    "wrong types": _text(
+        '{"files": {"__0_0.distcp": [1], ".metadata": {"bytes": "x", "crc32": {}}}, "sharded_backend": 7}'
+    ),
+    "half of a character": _text('{"files": {"\\ud800": 1}}'),
+    "empty": _text(""),
+}
+SIDE_FILES = (".metadata", "metadata.json", "common.pt", "het-checksums-0.json", "het-checksums-9.json", "__0_0.distcp")
+
+
+@pytest.mark.parametrize("plant", list(PLANTS))
+@pytest.mark.parametrize("name", SIDE_FILES)
+def test_a_side_file_may_be_anything(name: str, plant: str, tmp_path: Path) -> None:
+    """Nobody waits, and no error is a traceback."""
+    path = checkpoint(tmp_path, 3)
+    if name != ".metadata":
+        write_checksums(path, 0)
+    PLANTS[plant](path / name)
+    found = problems(path)
+    is_note = name.startswith("het-checksums-") or (name == "common.pt" and plant not in ("pipe", "device"))
+    assert bool(found) != is_note, found
+    assert all(len(text) < 500 and "Traceback" not in text for text in found)
+
+
+@pytest.mark.parametrize("plant", list(PLANTS))
+def test_a_tracker_may_be_anything(plant: str, tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", 2, 4)
+    PLANTS[plant](folder / TRACKER)
+    assert chosen(folder) == (4, 1)
+    if plant in ("pipe", "device"):
+        with pytest.raises(CheckpointError, match=r"cannot be written \((this is a pipe|/dev/zero is no place)"):
+            repair_tracker(folder, choice.Candidate(4, folder))
+    else:
+        repair_tracker(folder, choice.Candidate(4, folder))
+        assert chosen(folder) == (4, 0)
+
+
+class Planted:
+    """Leaves a trace where it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._trace),)
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_a_planted_description_runs_nothing(is_noted: bool, tmp_path: Path) -> None:
+    path, trace = checkpoint(tmp_path, 3), tmp_path / "trace"
+    if is_noted:
+        write_checksums(path, 0)
+    (path / ".metadata").write_bytes(pickle.dumps(Planted(trace)))
+    (found,) = problems(path)
+    assert ("another checksum" if is_noted else "'posix.mkdir', which is no part") in found
+    with pytest.raises(pickle.UnpicklingError, match="--het-trust-checkpoint"):  # as stock's loading reads it
+        FileSystemReader(path).read_metadata()
+    assert not trace.exists()
+    torch_metadata.guard(trusts=True)
+    try:
+        with pytest.raises(AttributeError):
+            FileSystemReader(path).read_metadata()
+    finally:
+        torch_metadata.guard(trusts=False)
+    assert trace.exists(), "whoever trusts it has it run"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        ("os", "system"),
+        ("builtins", "eval"),
+        ("torch", "load"),
+        ("torch", "serialization.load"),
+        ("torch.distributed.checkpoint.filesystem", "pickle.loads"),
+        ("torch.distributed.checkpoint.filesystem", "os.system"),
+        ("torch.distributed.checkpoint.filesystem", "FileSystemReader"),
+        ("torch.distributed.checkpoint.filesystem", "dataclass"),
+    ],
+)
+def test_a_description_names_only_the_records_of_its_format(named: tuple[str, str]) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="no part of a checkpoint's description"):
+        torch_metadata._Reader(io.BytesIO()).find_class(*named)
 
 
 @pytest.mark.parametrize("damage", list(DAMAGE))

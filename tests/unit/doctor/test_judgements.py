@@ -19,7 +19,7 @@ from megatron_het.doctor.expectations import (
 from megatron_het.doctor.flags import Flags
 from megatron_het.doctor.links import Links, pairs_of, rounds_of
 from megatron_het.doctor.nvidia import parse
-from megatron_het.doctor.software import Software
+from megatron_het.doctor.software import Software, _has_kernels
 from megatron_het.doctor.throttling import reasons_in
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, Stage, TrainingShape
 from megatron_het.planner_package import planner
@@ -55,6 +55,36 @@ def test_equal_software_is_fine():
     found = software()
     assert {f.status for f in found} == {Status.OK}
     assert rows(found, Status.OK)[0] == ("all ranks", "torch 2.6, numpy 2.0, nccl 2.21")
+
+
+def test_builds_of_pytorch_without_kernels_for_a_device():
+    new, old = ["sm_75", "sm_80", "sm_90"], ["sm_60", "sm_70", "sm_80", "sm_90"]
+    devices = {f"r{r}__device__architecture": "sm_90" if r < 2 else "sm_70" for r in range(4)}
+    both = {f"r{r}__device__built_for": new for r in range(4)}
+    found = [f for f in software(**devices, **both) if f.status is Status.FAULT]
+    assert [(f.where, f.what) for f in found] == [
+        ("ranks 2-3 (b)", "PyTorch has no kernels for sm_70, only sm_75 sm_80 sm_90")
+    ]
+    mixed = both | {"r0__device__built_for": old}
+    (fault,) = [f for f in software(**devices, **mixed) if f.status is Status.FAULT]
+    assert "rank 0" in fault.hint and "every device" in fault.hint
+    each = {f"r{r}__device__built_for": new if r < 2 else old for r in range(4)}
+    assert not [f for f in software(**devices, **each) if f.status is Status.FAULT]
+
+
+@pytest.mark.parametrize(
+    ("device", "built_for", "fits"),
+    [
+        ("sm_89", ["sm_86"], True),
+        ("sm_86", ["sm_89"], False),
+        ("sm_120", ["sm_90", "compute_90"], True),
+        ("sm_120", ["sm_90"], False),
+        ("gfx942", ["gfx90a", "gfx942"], True),
+        ("gfx950", ["gfx942"], False),
+    ],
+)
+def test_which_builds_serve_a_device(device, built_for, fits):
+    assert _has_kernels(device, built_for) == fits
 
 
 def test_versions_that_differ():

@@ -11,25 +11,43 @@ class Notes:
     def __init__(self) -> None:
         self.documents: dict[str, Any] = {}
 
-    def put(self, key: str, document: Any) -> None:
+    def put(self, key: str, document: Any, **_: Any) -> None:
         self.documents[key] = document
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str, **_: Any) -> Any:
         return self.documents.get(key)
+
+    def read(self, *keys: str, **_: Any) -> list[Any]:
+        return [self.documents.get(key) for key in keys]
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self.documents if key.startswith(prefix)]
+
+    def wait(self, keys: Any, unless: Any, _timeout_s: float) -> str:
+        if all(key in self.documents for key in keys):
+            return "there"
+        return "lost" if any(key in self.documents for key in unless) else "late"
+
+    def open(self) -> None:
+        pass
+
+    def strangers(self) -> dict[str, Any]:
+        return {"refused": 0, "last": ""}
 
     def has(self, key: str) -> bool:
         return key in self.documents
 
-    def drop(self, key: str) -> None:
-        del self.documents[key]
+    def drop(self, *keys: str) -> None:
+        for key in keys:
+            self.documents.pop(key, None)
 
-    def count(self, key: str) -> int:
+    def count(self, key: str, **_: Any) -> int:
         self.documents[key] = self.documents.get(key, 0) + 1
         return int(self.documents[key])
 
     def start_count(self, key: str, least: int) -> None:
         self.documents[key] = max(self.documents.get(key, 0), least)
 
-    def post(self, document: Any) -> None:
+    def post(self, document: Any, **_: Any) -> None:
         self.put(f"inbox/{sum(key.startswith('posted') for key in self.documents) + 1}", document)
         self.put(f"posted/{len(self.documents)}", True)

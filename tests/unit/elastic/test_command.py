@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from megatron_het.elastic import board as boards
 from megatron_het.elastic.__main__ import main
-from megatron_het.elastic.board import Board
+from megatron_het.elastic.board import ServedBoard
+from megatron_het.elastic.controller import Bounds, Controller
+from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.standing import standing
 from megatron_het.plan import Plan, save_plan
+from megatron_het.store import client as clients
 from tests.unit.elastic.test_pool import plan
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -24,7 +26,7 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
     """A free port, and the words that go with it."""
-    monkeypatch.setattr(boards, "_RETRY_S", 0.01)
+    monkeypatch.setattr(clients, "_RETRY_S", 0.01)
     (tmp_path / "token").write_text(TOKEN)
     save_plan(plan([[1], [1]]), tmp_path / "plan.json")
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -44,11 +46,11 @@ def test_a_second_controller_is_refused(
     place: tuple[int, list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     port, words = place
-    first = Board("127.0.0.1", port, TOKEN, serve=True)
+    first = ServedBoard("127.0.0.1", port, TOKEN)
     assert main([*words, "--controller-only", "--plans", str(tmp_path / "plan.json")]) == 1
     said = one_error(capfd)
     assert f"127.0.0.1:{port} cannot be listened on" in said and "Does a controller run there?" in said
-    del first
+    first.close()
 
 
 @pytest.mark.parametrize("flag", ["--het-plan", "--het-auto-batch", "--het-measured-cp-shares"])
@@ -93,7 +95,8 @@ def test_a_plan_that_alters_the_training_is_refused(
 
 def test_status_and_leave(place: tuple[int, list[str]], capsys: pytest.CaptureFixture[str]):
     port, words = place
-    board = Board("127.0.0.1", port, TOKEN, serve=True)
+    board = ServedBoard("127.0.0.1", port, TOKEN)
+    board.open()
     document: dict[str, Any] = {
         **standing([], 0, 1.0),
         "generation": None,
@@ -110,3 +113,31 @@ def test_status_and_leave(place: tuple[int, list[str]], capsys: pytest.CaptureFi
     assert "no node of the job is called 'n2'; its nodes are n1" in capsys.readouterr().err
     assert main(["leave", *words, "n1"]) == 0
     assert board.get("inbox/1") == {"type": "leave", "node": "n1"}
+    board.close()
+
+
+@pytest.mark.parametrize("command", [["status"], ["leave", "n1"], ["replan"]])
+def test_another_token_is_told(command: list[str], place: tuple[int, list[str]], capfd: pytest.CaptureFixture[str]):
+    port, words = place
+    board = ServedBoard("127.0.0.1", port, "another token 123")
+    board.open()
+    assert main([command[0], *words, *command[1:]]) == 1
+    assert "refuses this token" in one_error(capfd)
+    board.close()
+
+
+def test_strangers_are_counted(place: tuple[int, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    port, words = place
+    board: Any = ServedBoard("127.0.0.1", port, TOKEN)
+    controller = Controller(board, GivenPlans([plan([[1]])]), tmp_path / "state.json", 1, Bounds(), print)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"x" * 64)
+        while stranger.recv(4096):
+            pass
+    while not board.strangers()["refused"]:
+        pass
+    controller._shown_s = 0.0
+    controller._step()
+    assert main(["status", *words]) == 0
+    assert "1 connections without the token, the last from 127.0.0.1" in capsys.readouterr().out
+    board.close()

@@ -124,9 +124,9 @@ def test_workers_that_crash_are_started_again(
     run = subprocess.Popen
 
     def start(_: list[str], **options: Any) -> Any:
-        return run(["sh", "-c", next(scripts)], stdin=options["stdin"])
+        return run(["sh", "-c", next(scripts)], stdin=options["stdin"], stdout=options["stdout"])
 
-    monkeypatch.setattr(agents, "Board", lambda *_, **__: board)
+    monkeypatch.setattr(Setting, "board", lambda _: board)
     monkeypatch.setattr(agents.subprocess, "Popen", start)
     setting = Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s")
     agent = Agent(Node(setting, 1, tmp_path, (), 3), lambda _: None)
@@ -138,15 +138,18 @@ def test_workers_that_crash_are_started_again(
 def test_what_a_worker_refuses_is_told_to_the_controller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A batch that is not the plan's, for instance: one message of rank 0, in a log on one of many nodes."""
     board: Any = Notes()
-    monkeypatch.setattr(agents, "Board", lambda *_, **__: board)
+    monkeypatch.setattr(Setting, "board", lambda _: board)
     agent = Agent(Node(Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s"), 1, tmp_path, (), 3), print)
-    agent._log(1).parent.mkdir()
-    agent._log(1).write_text("x\nmegatron_het: global_batch_size: 8, the plan has 12. Give that\nbye\n")
-    for number, code in ((1, 2), (2, 1)):
-        process = subprocess.Popen(["sh", "-c", f"exit {code}"], start_new_session=True)
+    says = "echo x; echo megatron_het: global_batch_size: 8, the plan has 12. Give that; echo bye; exit 2"
+    for number, script in ((1, says), (2, "exit 1")):
+        log = agents.Log(agent._log(number))
+        process = subprocess.Popen(["sh", "-c", script], stdout=log.pipe, start_new_session=True)
+        log.started()
         process.wait()
-        agent._workers = [agents._Worker(number, 0, process)]
+        agent._workers = [agents._Worker(number, 0, process, log)]
         agent._look_after()
+    agent._meet()
+    assert agent._log(1).read_text().endswith("Give that\nbye\n")
     told = [board.get(f"inbox/{n}")["why"] for n in (1, 2)]
     assert told == [
         "ended with exit code 2: global_batch_size: 8, the plan has 12. Give that",
@@ -157,15 +160,19 @@ def test_what_a_worker_refuses_is_told_to_the_controller(monkeypatch: pytest.Mon
 def test_a_refused_worker_is_named_once_and_not_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     board: Any = Notes()
     run, said = subprocess.Popen, []
-    monkeypatch.setattr(agents, "Board", lambda *_, **__: board)
-    monkeypatch.setattr(agents.subprocess, "Popen", lambda _, **more: run(["sleep", "60"], stdin=more["stdin"]))
-    board.put("refused/1", "other flags")
+    monkeypatch.setattr(Setting, "board", lambda _: board)
+    monkeypatch.setattr(
+        agents.subprocess, "Popen", lambda _, **more: run(["sleep", "60"], stdin=more["stdin"], stdout=more["stdout"])
+    )
+    board.put("refused/1", {"identity": "", "why": "other flags", "again": False})
     setting = Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s")
     agent = Agent(Node(setting, 1, tmp_path, (), 3), said.append)
-    agent._start(0)
+    agent._meet()
     for worker in agent._workers:  # it takes a while to end
         monkeypatch.setattr(worker.process, "poll", iter([None, None, -9]).__next__)
+    monkeypatch.setattr(agents, "_MEET_S", 0.0)
     while agent._workers:
+        agent._meet()
         agent._look_after()
     assert [line for line in said if "was refused" in line] == ["worker 1 was refused: other flags"]
     assert sum("started" in line for line in said) == 1
@@ -183,7 +190,8 @@ def test_what_a_dead_controller_did_not_read_is_heard_again(tmp_path: Path):
     again._read = first._read
     for number in (1, 2):
         ended = {"process": number, "generation": 0, "how": "finished", "error": "", "iteration": 9}
-        board.put(f"beat/{number}", {"beats": 7, "iteration": 9, "ended": ended})
+        about = {"process": number, "node": f"n{number}", "device": "", "signature": "s"}
+        board.put(f"beat/{number}", {"beats": 7, "iteration": 9, "ended": ended, **about})
     assert again._step() or again._step()
 
 
@@ -205,7 +213,9 @@ def test_all_that_is_heard_at_once_is_written_once(monkeypatch: pytest.MonkeyPat
     board: Any = Notes()
     controller = Controller(board, GivenPlans([plan([[1], [1]])]), tmp_path / "state.json", 9, Bounds(), print)
     written: list[int] = []
-    monkeypatch.setattr(controllers, "write_text", lambda _, text: written.append(len(json.loads(text)["members"])))
+    monkeypatch.setattr(
+        controllers.StateFile, "write", lambda _, text: written.append(len(json.loads(text)["members"]))
+    )
     for number in (1, 2, 3):
         come(board, number, f"n{number}")
     for _ in range(3):
@@ -216,16 +226,72 @@ def test_all_that_is_heard_at_once_is_written_once(monkeypatch: pytest.MonkeyPat
 def test_workers_are_told_to_stop_until_they_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A session that is being built or taken down does not notice a signal."""
     board: Any = Notes()
-    monkeypatch.setattr(agents, "Board", lambda *_, **__: board)
+    monkeypatch.setattr(Setting, "board", lambda _: board)
     monkeypatch.setattr(agents, "_TELL_S", 0.0)
     setting = Setting("127.0.0.1", 1, "t", 0, "n1", "", "", 1, 1.0, "s")
     agent = Agent(Node(setting, 1, tmp_path, (), 3), print)
     told: list[int] = []
     process = SimpleNamespace(send_signal=told.append, poll=lambda: None)
-    agent._workers = [agents._Worker(1, 0, process)]  # type: ignore[arg-type]
+    agent._workers = [agents._Worker(1, 0, process, None)]  # type: ignore[arg-type]
     agent._look_after()
     assert not told
     agent._ask_to_stop()
     for _ in range(3):
         agent._look_after()
     assert told == [signal.SIGUSR1] * 3
+
+
+PLANS = [plan([[1], [1, 1]]), plan([[1], [1]])]
+
+
+def trained(board: Any, folder: Path, said: list[str]) -> Controller:
+    """Two workers train under the second plan, and a third one comes, with whom the first plan would do."""
+    controller = Controller(board, GivenPlans(PLANS), folder / "state.json", 2, Bounds(), said.append)
+    come(board, 1, "n1"), come(board, 2, "n2")
+    controller._step()
+    opened = {"type": "opened", "process": 1, "generation": 0, "iteration": 0, "times": {}, "padded_vocab_size": None}
+    board.post(opened)
+    come(board, 3, "n3")
+    controller._step()
+    return controller
+
+
+def test_a_better_plan_that_the_flags_refuse_ends_no_session(tmp_path: Path):
+    board: Any = Notes()
+    said: list[str] = []
+    controller = trained(board, tmp_path, said)
+    asked = board.get("check/3")
+    assert asked["plan"] == PLANS[0].to_json() and not board.has("0/wanted")
+    board.post({"type": "checked", "id": asked["id"], "problems": ["--tensor-model-parallel-size does not fit"]})
+    for _ in range(3):
+        controller._step()
+    assert not board.has("0/wanted"), said
+    assert any("its plan is refused: --tensor-model-parallel-size" in line for line in said)
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_plan_that_does_not_open_leads_back_to_the_one_before(is_refused: bool, tmp_path: Path):
+    """Refused by the flags, or twice for another reason, such as a device that is too small for it."""
+    board: Any = Notes()
+    said: list[str] = []
+    controller = trained(board, tmp_path, said)
+    board.post({"type": "checked", "id": board.get("check/3")["id"], "problems": []})
+    controller._step()
+    assert board.get("0/wanted") == "a node joins"
+    for process in (1, 2):
+        left = {"process": process, "generation": 0, "how": "left", "error": "", "iteration": 5}
+        board.post({"type": "ended", **left})
+    controller._step()
+    for generation in (1,) if is_refused else (1, 2):
+        assert board.get(f"{generation}/generation")["plan"] == PLANS[0].to_json()
+        for process in (1, 2, 3):
+            ended = {"process": process, "generation": generation, "how": "failed", "error": "no", "iteration": 5}
+            board.post({"type": "ended", **ended, "refused": is_refused})
+        controller._step()
+    assert board.get("latest") == (2 if is_refused else 3)
+    assert board.get(f"{board.get('latest')}/generation")["plan"] == PLANS[1].to_json()
+    assert sum("is given up: no" in line for line in said) == 1
+    board.post({"type": "replan"})
+    for _ in range(3):
+        controller._step()
+    assert not board.has("2/wanted") or controller._planner.plan(controller._pool())[0] == PLANS[1]

@@ -161,6 +161,9 @@ def test_the_controller_goes_on_while_a_plan_is_made(plans: SearchedPlans, searc
     assert [member["process"] for member in controller.status()["members"]] == [1, 2, 3]
     assert not board.has("0/wanted")
     searches.open.set()
+    step_until(lambda: board.has("check/3"))
+    assert not board.has("0/wanted"), "the newcomer says first whether the flags go with the plan"
+    board.post({"type": "checked", "id": board.get("check/3")["id"], "problems": []})
     step_until(lambda: board.has("0/wanted"))
     assert board.get("0/wanted") == "a node joins"
 

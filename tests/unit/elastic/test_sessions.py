@@ -86,3 +86,24 @@ def test_a_world_that_could_not_be_made_uses_up_no_number(monkeypatch: pytest.Mo
         assert dist.group.WORLD is not None and dist.group.WORLD.group_name == "0"
     finally:
         sessions.end_session()
+
+
+@pytest.mark.parametrize(("loads", "began", "stays"), [(True, None, True), (True, 4, False), (False, None, False)])
+def test_a_plan_that_the_flags_refuse_does_not_end_a_worker_that_holds_state(
+    loads: bool, began: int | None, stays: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def entry(_: Any) -> None:
+        raise SystemExit(2)
+
+    monkeypatch.setattr(sessions, "end_session", lambda: None)
+    monkeypatch.setattr(sessions.sys, "argv", [])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    boundary: Any = Session(is_saving=False)
+    boundary.generation, boundary.began = Generation(1, plan([[1]]), (1,), (), ("n1",), loads), began
+    if not stays:
+        with pytest.raises(SystemExit):
+            sessions.run_session(boundary, [], tmp_path, entry)
+    else:
+        outcome = sessions.run_session(boundary, [], tmp_path, entry)
+        assert outcome.how == "failed" and outcome.is_refused

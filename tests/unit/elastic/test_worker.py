@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_het.elastic import worker as workers
-from megatron_het.elastic.board import BoardError
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.sessions import Outcome
 from megatron_het.elastic.worker import Setting, Worker
+from megatron_het.store import StoreError
 from tests.unit.elastic.notes import Notes
 from tests.unit.elastic.test_pool import plan
 
@@ -23,8 +23,8 @@ def test_a_rank_says_that_it_leaves_before_its_session_is_taken_down(
 ):
     """Once, also where the controller is away at that moment."""
     board: Any = Notes()
-    board.store = dist.HashStore()
-    monkeypatch.setattr(Worker, "_connect", lambda *_: board)
+    monkeypatch.setattr(Setting, "board", lambda _: board)
+    monkeypatch.setattr(workers, "BoardStore", lambda _: dist.HashStore())
     worker = Worker(Setting("127.0.0.1", 1, "t", 4, "n1", "", str(tmp_path), 1, 1.0, "s"), [], lambda _: None)
     early: list[Any] = []
 
@@ -40,9 +40,11 @@ def test_a_rank_says_that_it_leaves_before_its_session_is_taken_down(
     monkeypatch.setattr(workers, "run_session", session)
     worker._take_part(Generation(3, plan([[1]]), (4,), (), ("n1",)))
     told = {"type": "ended", "process": 4, "generation": 3, "how": "left", "error": "", "unsaved": None, "iteration": 7}
+    told["refused"] = False
     assert early == [None if is_away else told]
-    assert board.get("inbox/1") == told and not board.has("inbox/2")
+    assert worker._ended == told, "signs of life say it again"
+    assert not board.has("inbox/2")
 
 
-def _refuse(_document: Any) -> None:
-    raise BoardError("away")
+def _refuse(_document: Any, **_: Any) -> None:
+    raise StoreError("away")

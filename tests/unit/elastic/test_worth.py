@@ -72,9 +72,13 @@ def test_a_node_joins_where_it_pays(reached: int, tmp_path: Path) -> None:
     times = {"loaded": time.time() - 22.0, "first_step": time.time() - 20.0}
     opened = {"generation": 0, "iteration": 0, "last": 100, "times": times, "padded_vocab_size": None}
     board.post({"type": "opened", "process": 1, **opened})
-    board.put("beat/1", {"beats": 1, "iteration": reached})
+    about = {"process": 1, "node": "n1", "device": "", "signature": "s"}
+    board.put("beat/1", {"beats": 1, "iteration": reached, **about})
     controller._step()
     come(board, 3, "n3")
+    controller._step()
+    if reached == 10:
+        board.post({"type": "checked", "id": board.get("check/3")["id"], "problems": []})
     for _ in range(3):
         controller._step()
     refused = [line for line in said if "a node joins, and nothing changes: iterations would be" in line]

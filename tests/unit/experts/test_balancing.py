@@ -36,9 +36,10 @@ NAMES = {
 }
 
 
-def router(kind: str, per_token: bool = True) -> TopKRouter:
+def router(kind: str, per_token: bool = True, later: int | None = None) -> TopKRouter:
     config = TransformerConfig(
         num_layers=1,
+        mtp_num_layers=later,
         hidden_size=HIDDEN,
         num_attention_heads=1,
         num_moe_experts=4,
@@ -51,7 +52,7 @@ def router(kind: str, per_token: bool = True) -> TopKRouter:
     alone = dist.group.WORLD
     groups: Any = SimpleNamespace(tp=alone, cp=alone, tp_cp=alone, tp_dp_cp=alone)
     torch.manual_seed(3)
-    made = TopKRouter(config, pg_collection=groups)
+    made = TopKRouter(config, pg_collection=groups, is_mtp_layer=later is not None)
     made.set_layer_number(1)
     return made
 
@@ -125,6 +126,23 @@ def test_the_log_has_the_z_loss_of_whole_microbatches() -> None:
         passes.current, passes.part = (0, j), (lengths[j], TOKENS)
         loss_of(mine, part)
     assert recorded("z_loss") / passes.parts == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["load_balancing_loss", "z_loss"])
+def test_a_layer_for_later_tokens_is_logged_where_megatron_logs_it(name: str) -> None:
+    """Ranks without experts have a log of Megatron's length, and the sum over all ranks needs equal lengths."""
+    batch, lengths, logs = torch.randn(TOKENS, SEQUENCES, HIDDEN), (7, 1, 5, 3), []
+    stock, mine, passes = router("aux_loss", later=1), router("aux_loss", later=1), Passes(SLICES)
+    for made in (stock, mine):
+        made.config.moe_z_loss_coeff = 1e-2
+    balance_whole_microbatches([mine], passes)
+    for made, parts in ((stock, [TOKENS]), (mine, lengths)):
+        for j, part in enumerate(batch.split(parts)):
+            passes.current, passes.part = (0, j), (parts[j], TOKENS)
+            loss_of(made, part)
+        logs.append(get_moe_metrics_tracker().metrics.pop(name).values)
+    assert logs[0].tolist() == [0, pytest.approx(float(logs[0].sum()))] and logs[0][1] > 0
+    torch.testing.assert_close(logs[1] / (passes.parts if name == "z_loss" else 1), logs[0], rtol=1e-5, atol=0)
 
 
 def unequal_parts(rank: int) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_het.gradients.finalize import mark_sharded
-from megatron_het.gradients.parameters import sharded_parameters, with_all_experts
+from megatron_het.gradients.parameters import CopiesCheck, sharded_parameters, with_all_experts
 from megatron_het.plan import Cut
 
 
@@ -105,3 +105,19 @@ def test_an_expert_keeps_its_own_tensor() -> None:
         name = "decoder.layers.0.mlp.experts.local_experts.{}.linear_fc1.weight"
         assert by_name[name.format(expert)].numel() == 0
         assert by_name[name.format(2 + expert)].data_ptr() == local[name.format(expert)].data_ptr()
+
+
+def test_copies_of_one_weight_must_have_one_gradient() -> None:
+    """Compared at the first update, where this rank has parts of both."""
+    gradient = torch.tensor([1.0, float("nan"), 3.0, 4.0])
+    check = CopiesCheck(2)
+    check.see(0, gradient[:3])
+    check.see(1, gradient[1:])
+    check.see(0, gradient + 1.0)  # the next update is not looked at
+    alone = CopiesCheck(1)
+    alone.see(0, gradient)
+    alone.see(0, gradient + 1.0)
+    check = CopiesCheck(2)
+    check.see(0, gradient)
+    with pytest.raises(RuntimeError, match="copies of the tied embedding.*different gradients.* 1 of 3 elements"):
+        check.see(1, torch.tensor([float("nan"), 3.0, 5.0]))

@@ -116,7 +116,7 @@ def pieces_meet(plan: Plan, program: Program) -> None:
     assert sent == received
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(plans())
 def test_every_program_runs_or_is_refused_before(plan: Plan) -> None:
     try:
@@ -203,7 +203,7 @@ def parted_plans(draw: st.DrawFn) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.one_of(plans(), parted_plans()))
 def test_one_ranks_programs_are_those_of_the_whole(plan: Plan) -> None:
     try:

@@ -68,6 +68,10 @@ def test_accepted() -> None:
         ),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute.*nothing makes the gradients"),
         ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading.*when an iteration ends"),
+        (
+            {"overlap_param_gather_with_optimizer_step": True, "overlap_param_gather": True},
+            "--overlap-param-gather-with-optimizer-step.*--ckpt-format torch only",
+        ),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph.*old name of --cuda-graph-impl"),
         ({"external_cuda_graph": True}, "--external-cuda-graph.*old name"),
         ({"decoder_seq_length": 32}, "--decoder-seq-length = 32.*length of --seq-length = 64"),
@@ -220,6 +224,8 @@ def test_what_replicas_of_different_tp_would_train_in_different_ways(flag: str) 
 
 BALANCED = {"num_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 
+REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+
 
 def in_slices() -> Plan:
     return replace(more_stages(2), schedule=ScheduleSpec("slimpipe", {"slices": 4}))
@@ -243,6 +249,9 @@ def sharing_sequences() -> Plan:
         (in_slices(), {**BALANCED, "moe_aux_loss_coeff": 0.0}, None),
         (of_different_sizes(), BALANCED, r"aux_loss.*product of two sums.*\[1, 3\] sequences"),
         (of_different_sizes(), {**BALANCED, "moe_router_load_balancing_type": "seq_aux_loss"}, None),
+        (more_stages(2), {**BALANCED, **REPEATED}, None),
+        (in_slices(), {**BALANCED, **REPEATED}, "--mtp-use-repeated-layer.*2 times .* one slice of it"),
+        (in_slices(), {**BALANCED, **REPEATED, "moe_aux_loss_coeff": 0.0}, None),
         (in_slices(), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor.*slice"),
         (more_stages(2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, None),
         (more_stages(2, tp=2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "TP 2.*tokens of one TP rank"),

@@ -364,3 +364,48 @@ def test_a_plan_in_a_v_is_priced_with_both_ends_on_its_first_stage(files, capsys
     head = MODEL["vocab_size"] * MODEL["hidden_size"] * 2
     (first, last), (plain_first, plain_last) = found[schedule], found["interleaved"]
     assert first - plain_first == pytest.approx(plain_last - last) == pytest.approx(head, rel=0.01)
+
+
+def test_precision_of_the_command_line(files, capsys):
+    """A bf16 model on GPUs that have none: no file has to be edited."""
+    old = {"nodes": [{"gpu": g, "count": 1, "gpus_per_node": 2} for g in ("V100-32", "A100-40")]}
+    (files / "c.yaml").write_text(yaml.safe_dump(old))
+    plan = files / "p.json"
+    code, out = call(capsys, "plan", *common(files), "--out", plan, "--schedules", "1f1b")
+    assert code == 2 and "--precision" in json.loads(out.out)["error"]["hint"]
+    half = ("--precision", "fp16")
+    code, out = call(capsys, "plan", *common(files), *half, "--out", plan, "--schedules", "1f1b")
+    assert code == 0
+    assert json.loads(plan.read_text())["training"]["precision"] == "fp16"
+    assert json.loads(out.out)["runtime"] == "megatron_het without Transformer Engine"
+    code, out = call(capsys, "check", plan, *common(files))
+    assert code == 2
+    code, out = call(capsys, "check", plan, *common(files), *half)
+    assert code == 0
+    given = common(files)
+    code, out = call(capsys, "emit", plan, *given, "--out", files / "run")
+    assert code == 2 and json.loads(out.out)["error"]["hint"].startswith("Give --precision fp16")
+    code, out = call(capsys, "emit", plan, *given, *half, "--out", files / "run")
+    assert code == 0
+    text = (files / "run" / "args.sh").read_text()
+    assert "--fp16" in text and "--transformer-impl local" in text
+    assert any("cu126" in note for note in json.loads(out.out)["notes"])
+
+
+def test_what_a_plan_prints(files, capsys):
+    """Prices nobody gave, GPUs that stay idle, and times that are shares of the iteration."""
+    cluster = {"nodes": [{k: v for k, v in node.items() if k != "usd_per_gpu_hour"} for node in CLUSTER["nodes"]]}
+    (files / "c.yaml").write_text(yaml.safe_dump(cluster))
+    words = common(files)[:-1]
+    code, out = call(capsys, "plan", *words, "--out", files / "p.json", "--schedules", "1f1b", "--max-gpus", "2")
+    assert code == 0
+    text = " ".join(out.out.split())
+    assert "catalog price, not yours: USD per GPU hour A100-40 3.673; give usd_per_gpu_hour" in text
+    assert "idle: 4 RTX-3090 (lab-a)" in text
+    assert "bubble" not in text and "busy s" not in text
+    assert all(len(line) <= 80 for line in out.out.splitlines() if not line.startswith("wrote"))
+    code, out = call(capsys, "simulate", files / "p.json", *common(files))
+    body = json.loads(out.out)
+    assert body["catalog_prices"] == {"A100-40": 3.673} and body["idle_gpus"] == {"RTX-3090 (lab-a)": 4}
+    assert body["bubble_fraction"] >= 0 and "bubble" not in body["by_cause_s"]
+    assert body["uncertainty_of"]["runs"] > 10

@@ -12,7 +12,8 @@ import pytest
 from benchmarks.expert_cases import divided
 from megatron_het.plan import Plan, ScheduleSpec, load_plan
 from tests.unit.planner.emit_plans import KINDS, LAUNCH, context_parallel_plan, even_plan, make_plan, uneven_plan
-from tools.planner.emit import emit
+from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.emit import device_arguments, emit
 from tools.planner.emit_flags import (
     ModelOptions,
     bash_array,
@@ -261,3 +262,53 @@ def test_nothing_is_written_for_a_plan_that_does_not_fit(tmp_path: Path) -> None
     with pytest.raises(PlannerError):
         emit(even_plan(), tmp_path, {"big": KINDS["big"]}, {}, LAUNCH)
     assert list(tmp_path.iterdir()) == []
+
+
+def devices(*gpus: str) -> Cluster:
+    return Cluster(nodes=tuple(NodeGroup(gpu=g, count=1, gpus_per_node=4) for g in gpus))
+
+
+def on(first: str, second: str) -> Plan:
+    return make_plan(((4,), [((0,), (0, 1, 2, 3), first)]), ((4,), [((1,), (0, 1, 2, 3), second)]))
+
+
+def test_one_kind_without_transformer_engine_gives_all_ranks_local_layers() -> None:
+    flags, notes = device_arguments(on("A100-80", "V100-32"), devices("A100-80", "V100-32", "B200"), [])
+    assert flags[:2] == ["--transformer-impl", "local"] and "--no-rope-fusion" in flags
+    assert "V100-32 cannot run Transformer Engine" in notes[0]
+    assert notes[1].startswith("install PyTorch's cu126 wheels on all nodes")
+    given = ["--transformer-impl", "local", "--no-rope-fusion"]
+    assert not {"--transformer-impl", "--no-rope-fusion"} & {
+        *device_arguments(on("V100-32", "T4"), devices("V100-32", "T4"), given)[0]
+    }
+    with pytest.raises(PlannerError, match="V100-32, T4 cannot run Transformer Engine"):
+        device_arguments(on("V100-32", "T4"), devices("V100-32", "T4"), ["--moe-grouped-gemm"])
+    assert device_arguments(on("A100-80", "H200"), devices("A100-80", "H200", "V100-32"), []) == ([], [])
+
+
+def test_kinds_that_no_build_of_pytorch_serves_get_their_own_interpreters() -> None:
+    plan = on("V100-32", "B200")
+    notes = device_arguments(plan, devices("V100-32", "B200"), [])[1]
+    assert "no build of PyTorch has kernels for all kinds (V100-32: cu126; B200: cu130)" in notes[1]
+    kinds = {
+        "V100-32": NodeKind(4, python="/env/old/bin/python", gres="gpu:v100"),
+        "B200": NodeKind(8, python="/env/new/bin/python", gres="gpu:b200"),
+    }
+    nodes = place(plan, kinds)
+    text = het_sbatch(nodes, kinds, LAUNCH)
+    assert 'export HET_PYTHONS="/env/old/bin/python /env/new/bin/python"' in text
+    assert "/env/new/bin/python" in torchrun_script(nodes, 1, LAUNCH, kinds["B200"].python)
+    assert "HET_PYTHONS=" not in het_sbatch(nodes, {n: replace(k, python="") for n, k in kinds.items()}, LAUNCH)
+    function = text[text.index("as_task() {") : text.index("export -f train as_task")]
+    script = f'train() {{ echo "$RANK $PYTHON"; }}\n{function}as_task'
+    for task, seen in ((0, "0 /env/old/bin/python"), (1, "1 /env/new/bin/python")):
+        environment = {
+            "HET_RANKS": "0 1",
+            "HET_PYTHONS": "/env/old/bin/python /env/new/bin/python",
+            "WORLD_SIZE": "2",
+            "SLURM_NTASKS": "2",
+            "SLURM_PROCID": str(task),
+            "SLURM_LOCALID": "0",
+        }
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.strip() == seen

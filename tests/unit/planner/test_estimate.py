@@ -5,7 +5,7 @@ from itertools import product
 from statistics import mean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_het.schedule.kinds import Kind
@@ -102,7 +102,6 @@ def test_constants_are_not_per_run():
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 5.0), st.integers(1, 3)), min_size=1, max_size=3), st.integers(1, 12))
-@settings(max_examples=150, deadline=None)
 def test_allocation_is_optimal(kinds, total):
     """No other division of the microbatches has an earlier slowest replica."""
     times, counts = [t for t, _ in kinds], [n for _, n in kinds]

@@ -123,4 +123,4 @@ def test_a_model_that_cannot_run_is_refused_before_the_search(
 ) -> None:
     (tmp_path / "model.yaml").write_text(MODEL + "attention_window: 64\nwindowed_layers: 0.3\n", encoding="utf-8")
     error = answer(words, capsys, code=2)["error"]
-    assert error["key"] == "attention_window" and error["hint"] == "Leave out --verify"
+    assert error["key"] == "attention_window" and error["hint"] == "Give --no-verify"

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from schedule_helpers import full
 
@@ -91,7 +91,6 @@ def test_for_device_and_compute() -> None:
 NUMBER = st.integers(-1, 300)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.builds(Op, st.sampled_from(list(Kind)), NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER))
 def test_operations_round_trip(op: Op) -> None:
     """Text and back, whatever the fields."""

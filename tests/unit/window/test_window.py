@@ -364,3 +364,45 @@ def test_main_parameters_are_taken_with_one_chunk_open_at_a_time() -> None:
     ]
     assert [group["orig_group"]["params"] for group in groups] == mains
     assert use.held_bytes["parameter"] == 0
+
+
+def tied_chunk(pre_process: bool, gradient: torch.Tensor | None) -> Any:
+    """A ministage at one end of the model, whose bucket has another weight before the copy of the embedding."""
+    from megatron_het.window.shards import EqualParts
+
+    model = torch.nn.Module()
+    model.pre_process, model.post_process = pre_process, not pre_process  # type: ignore[assignment]
+    other, model.embedding = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, 2))
+    model.shared_embedding_or_output_weight = lambda: model.embedding  # type: ignore[assignment]
+    places = {other: (0, 2), model.embedding: (2, 6)}
+    source = SimpleNamespace(params_list=list(places), param_to_index=places, grad_data=torch.zeros(6))
+    bucket = SimpleNamespace(source=source, gradient=gradient)
+    group: Any = _Alone()
+    return SimpleNamespace(ddp=model, buckets=[bucket], parts=EqualParts(group))
+
+
+def test_copies_in_two_ministages_of_a_rank_get_one_sum() -> None:
+    from megatron_het.window.classes import StageSums
+
+    class Doubled:
+        """Another stage has as much again."""
+
+        def described(self, named: Any, select: Any) -> list[Any]:
+            return [select(parameter) for _, parameter in named]
+
+        def sum_parts(self, parameters: list[Any]) -> None:
+            for parameter in parameters:
+                parameter *= 2
+
+    ends: Any = Doubled()
+    first, last = torch.arange(6.0), torch.full((6,), 10.0)
+    middle = SimpleNamespace(ddp=SimpleNamespace(pre_process=False, post_process=False), buckets=[])
+    chunks: Any = [tied_chunk(True, first), middle, tied_chunk(False, last)]
+    sums = StageSums(None, ends)
+    assert [sums.has_copy(chunk) for chunk in chunks] == [True, False, True]
+    sums.over_ends(chunks)
+    assert first.tolist() == [0, 1, 24, 26, 28, 30]
+    assert last.tolist() == [10, 10, 24, 26, 28, 30]
+    chunks[2].buckets[0].gradient = None  # a rank without a part
+    sums.over_ends(chunks)
+    assert first.tolist() == [0, 1, 48, 52, 56, 60]

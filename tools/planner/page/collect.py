@@ -18,7 +18,7 @@ from .timeline import timeline_of
 
 CAUSES = {
     "compute": "compute of the stage that decides",
-    "bubble": "pipeline bubble around it",
+    "fill_and_drain": "filling and draining around it",
     "gather": "gathers of parameters",
     "gradient_reduction": "gradient reduction",
     "update": "optimizer step",
@@ -109,6 +109,8 @@ def _schedule(body: dict[str, Any]) -> str:
 def _figures(body: dict[str, Any], found: Simulation, candidate: Candidate) -> list[Figure]:
     unpriced = ", ".join(body["gpus_without_price"])
     price = f"without {unpriced}: no price known" if unpriced else ""
+    if body["catalog_prices"]:
+        price = "catalog price, not yours" + (f"; {price}" if price else "")
     bubble = found.result.bubble_fraction
     utilisation = body["model_flops_utilisation"]
     peak = "" if utilisation is None else f"{100 * utilisation:.1f} % of the GPUs' peak"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from ..page.data import Course as PageCourse
 from ..page.data import PageData, Row
 from ..page.html import write_page
 from ..page.searched import check_page, notes_of
-from ..report import say, table
+from ..report import say, shown_progress, table
 from ..search.limit import left_s
 from ..setup import check_prices, estimator_from, goal_from
 from .policies import Costs, Course, run_all, with_start
@@ -64,16 +64,18 @@ def replay(options: argparse.Namespace) -> int:
     if options.picture is not None:
         check_target(options.picture, "--picture", (".svg", ".png"))
     trace = load_trace(options.trace, estimator.cluster)
-    costs = costs_from(options)
+    costs, sources = costs_from(options)
     full = tuple(node.count for node in estimator.cluster.nodes)
     pools = [*trace.pools(), *_between(trace, costs), full]
-    plans = search_pools(estimator, goal, options.search, pools, left_s(options))
+    with shown_progress("searching a plan for every pool of the trace", options):
+        plans = search_pools(estimator, goal, options.search, pools, left_s(options))
     ideal_s = plans[full].iteration_s
     if ideal_s is None:
         raise PlannerError(options.cluster, "nodes", None, "no plan fits all nodes of the cluster file")
     courses = run_all(trace, lambda pool: plans[pool].iteration_s, costs, full)
     body = body_of(trace, courses, list(plans.values()), ideal_s)
-    written = []
+    body["pauses"] = {name: {"value": getattr(costs, name), "from": of} for name, of in sources.items()}
+    written = [f"pauses from {of}: {', '.join(names)}" for of, names in _by_source(costs, sources).items()]
     if options.picture is not None:
         from .picture import draw
 
@@ -87,13 +89,31 @@ def replay(options: argparse.Namespace) -> int:
     return 0
 
 
-def costs_from(options: argparse.Namespace) -> Costs:
-    """Pauses: single options, then ``--pauses``, then the defaults.
+DEFAULTS = "four processes of a small model on two cores, not your nodes (--pauses)"
+ASSUMED = "assumptions"
+
+
+def _by_source(costs: Costs, sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Pauses with their values, by where they are from."""
+    out: dict[str, list[str]] = {}
+    for name, source in sources.items():
+        value = (
+            f"{name} {getattr(costs, name):g}" if name == "save_every" else f"{name[:-2]} {getattr(costs, name):g} s"
+        )
+        out.setdefault(source, []).append(value)
+    return out
+
+
+def costs_from(options: argparse.Namespace) -> tuple[Costs, dict[str, str]]:
+    """Pauses, and where each is from: single options, then ``--pauses``, then the defaults.
 
     Raises:
         PlannerError: The file of ``--pauses`` has no pauses.
     """
     found: dict[str, Any] = {}
+    measured = ("join_s", "leave_s", "death_s", "restart_s")
+    names = (*(name for name, _ in _SECONDS), "save_every")
+    sources = {name: DEFAULTS if name in measured else ASSUMED for name in names}
     if options.pauses is not None:
         document = read_json(options.pauses)
         try:
@@ -110,10 +130,12 @@ def costs_from(options: argparse.Namespace) -> Costs:
             ) from None
         if bad := next((key for key, value in found.items() if not 0 <= value < 1e7), None):
             raise PlannerError(str(options.pauses), bad, found[bad], "is no time")
-    for name in (*(name for name, _ in _SECONDS), "save_every"):
+        sources |= dict.fromkeys(found, str(options.pauses))
+    for name in names:
         if getattr(options, name) is not None:
             found[name] = getattr(options, name)
-    return Costs(**found)
+            sources[name] = "the command line"
+    return Costs(**found), sources
 
 
 def _between(trace: Trace, costs: Costs) -> list[Pool]:

@@ -169,11 +169,8 @@ class Book:
 
     def _runs(self, candidate: Candidate) -> bool:
         """Whether the runtime can run this schedule on these stages; the closed form prices it all the same."""
-        model, count = self.estimator.model, len(candidate.stages)
         if any(s.layers < candidate.chunks for s in candidate.stages):
             return False  # it could, with chunks of no layers, which gain nothing
-        if count == 1 and candidate.chunks > 1 and (model.tied_embeddings or model.mtp_num_layers):
-            return False  # both ends of the model would be in different chunks of one rank
         return schedule_of(candidate).runs(self.estimator, candidate)
 
     def _allowed(self, candidate: Candidate) -> bool:

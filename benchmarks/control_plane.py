@@ -1,0 +1,347 @@
+"""What somebody without the token can do at the controller's port: ``python -m benchmarks.control_plane --json OUT``.
+
+A controller and two workers that only give signs of life run in this process.  A client that knows the address and not
+the token tries every operation on every key, without a greeting and after a wrong one, torch's own protocol, random
+bytes, half of every message, floods of connections and of bytes, and what it has heard of a worker's connection: all of
+it again, parts of it again, and frames repeated, changed and left out on the connection itself.
+
+Keys: ``attempts`` by kind; ``ended``: jobs that ended by it; ``changed``: documents that were written, changed or
+deleted by it; ``stored_bytes``: by which the store has grown; ``answered``: operations whose answer the client got;
+``refused``: connections that the controller counts in ``het-run status``; ``workers_missed``: signs of life that did
+not get in within a second during the floods.  ``ended``, ``changed``, ``answered`` and ``workers_missed`` must be 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pickle
+import random
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine
+from megatron_het.elastic.board import Board, ServedBoard
+from megatron_het.elastic.controller import Bounds, Controller
+from megatron_het.elastic.pool import GivenPlans
+from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
+from megatron_het.store import StoreError, server, wire
+
+TOKEN, WRONG = "0123456789abcdef0123456789abcdef", "fedcba9876543210fedcba9876543210"
+OPERATIONS = ("get", "has", "set", "add", "push", "swap", "drop", "wait")
+KEYS = ("over", "latest", "status", "0/generation", "0/wanted", "0/stop", "0/lost", "0/knows/1", "beat/1", "kill/1")
+KEYS += ("gone/1", "refused/1", "check/1", "inbox", "inbox/1", "processes", "padded_vocab_size", "never")
+_SOON_S = 1.0
+
+
+class Job:
+    """A controller with workers that only live.
+
+    Args:
+        folder: For the controller's state.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.board = ServedBoard("127.0.0.1", 0, TOKEN)
+        stages = tuple(Stage((1,), (Replica((rank,), (0,)),)) for rank in range(2))
+        plan = Plan(ModelShape(2, 32, 4, 2, 32, ffn_hidden_size=64), TrainingShape(1, 1), stages)
+        self.controller = Controller(self.board, GivenPlans([plan]), folder / "state.json", 2, Bounds(), lambda _: None)
+        self.members = [Board("127.0.0.1", self.board.port, TOKEN, patience_s=_SOON_S) for _ in range(2)]
+        self.missed = self._beats = 0
+        self._is_over = False
+        for number, member in enumerate(self.members, 1):
+            member.post({"type": "ready", **_about(number)})
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        while self.board.get("latest") is None:
+            time.sleep(0.01)
+
+    def _run(self) -> None:
+        while not self._is_over:
+            if self.controller._step():
+                return
+            time.sleep(0.02)
+
+    def live(self) -> None:
+        """One sign of life of every worker."""
+        self._beats += 1
+        try:
+            Board("127.0.0.1", self.board.port, TOKEN, patience_s=_SOON_S).has("over")  # one that comes now
+        except StoreError:
+            self.missed += 1
+        for number, member in enumerate(self.members, 1):
+            try:
+                member.put(f"beat/{number}", {"beats": self._beats, "iteration": 0, "ended": None, **_about(number)})
+            except StoreError:
+                self.missed += 1
+
+    def documents(self) -> dict[str, Any]:
+        """All of them but what the job itself changes."""
+        kept = {key: self.board.ask("get", key)[0] for key in self.board.keys("")}
+        return {key: text for key, text in kept.items() if key != "status" and not key.startswith("beat/")}
+
+    def has_ended(self) -> bool:
+        """Whether the controller has stopped, or begun something that ends or changes the job."""
+        return not self._thread.is_alive() or len(self.controller.history) != 1
+
+    def close(self) -> None:
+        """The end."""
+        self._is_over = True
+        self._thread.join()
+        self.board.close()
+
+
+def _about(number: int) -> dict[str, Any]:
+    return {"process": number, "node": f"n{number}", "device": "", "signature": "s", "identity": str(number)}
+
+
+class Stranger:
+    """Knows the port, and nothing else.
+
+    Args:
+        port: Of the controller.
+        rng: Of what is random.
+    """
+
+    def __init__(self, port: int, rng: random.Random) -> None:
+        self._port, self._rng = port, rng
+        self.attempts: Counter[str] = Counter()
+        self.answered = 0
+
+    def send(self, kind: str, data: bytes, *, greets: Callable[[bytes], bytes] = lambda _: b"") -> None:
+        """Connect, greet, send and listen for a moment."""
+        self.attempts[kind] += 1
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), _SOON_S) as one:
+            said = one.recv(wire.HELLO_BYTES)
+            one.sendall(greets(said) + data)
+            one.shutdown(socket.SHUT_WR)
+            heard = bytearray()
+            while part := one.recv(65536):
+                heard += part
+            self.answered += bytes(heard) not in (b"", wire.REFUSED)
+
+    def every_operation(self) -> None:
+        """Every operation on every key: unsigned, and signed with another token."""
+        for operation in OPERATIONS:
+            for key in KEYS:
+                for request in _requests(operation, key):
+                    contents = json.dumps(request).encode()
+                    plain = struct.pack(">I", len(contents)) + bytes(wire.DIGEST_BYTES) + contents
+                    self.send("without a greeting", plain)
+                    self.send("after a wrong greeting", _signed(contents), greets=_wrong)
+                    self.send("after a mirrored greeting", plain, greets=lambda said: said[-32:] * 2)
+
+    def junk(self, number: int) -> None:
+        """Random bytes, pickles and other protocols."""
+        texts = [b"GET / HTTP/1.0\r\n\r\n", pickle.dumps({"over": 1}), b"\x16\x03\x01" + bytes(300), b"\0" * 70000]
+        for text in texts:
+            self.send("other protocols", text)
+        for _ in range(number):
+            self.send("random bytes", self._rng.randbytes(self._rng.randrange(1, 2000)))
+
+    def half_messages(self) -> None:
+        """Every beginning of a greeting and of a request."""
+        whole = bytes(wire.PROOF_BYTES) + _signed(b'["get", "over"]')
+        for length in range(len(whole)):
+            self.send("half messages", whole[:length])
+
+    def torch_store(self) -> None:
+        """What torch's own client sends."""
+        import torch.distributed as dist
+
+        self.attempts["torch's protocol"] += 1
+        with contextlib.suppress(RuntimeError):
+            dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=timedelta(seconds=1)).set("over", "1")
+            self.answered += 1
+
+    def flood_of_connections(self, number: int, live: Callable[[], None]) -> None:
+        """Connections that say nothing; the workers live meanwhile, and new ones come."""
+        held: list[socket.socket] = []
+        for _ in range(number):
+            self.attempts["silent connections"] += 1
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection(("127.0.0.1", self._port), _SOON_S))
+            if len(held) % 100 == 0:
+                live()
+        for one in held:
+            one.close()
+
+    def flood_of_bytes(self, size: int, live: Callable[[], None]) -> None:
+        """As many bytes as the other end takes, after the announcement of a large frame."""
+        for head in (b"", bytes(wire.PROOF_BYTES) + struct.pack(">I", wire.MAX_FRAME_BYTES)):
+            self.attempts["floods of bytes"] += 1
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), _SOON_S) as one:
+                one.sendall(head)
+                for _ in range(size >> 20):
+                    one.sendall(bytes(1 << 20))
+            live()
+
+
+def _requests(operation: str, key: str) -> list[list[Any]]:
+    values = {
+        "get": [[key]],
+        "has": [[key]],
+        "drop": [[key]],
+        "wait": [[[key], [], 0.1]],
+        "add": [[key, 1]],
+        "set": [[key, json.dumps({"error": ""})], [key, "true"]],
+        "push": [[key, json.dumps({"type": "leave", "node": "n1"})]],
+        "swap": [[key, "", "1"]],
+    }
+    return [[operation, *arguments] for arguments in values[operation]]
+
+
+def _wrong(said: bytes) -> bytes:
+    return wire.Handshake(WRONG.encode(), said[-wire.NONCE_BYTES :], wire.hello()[-wire.NONCE_BYTES :]).proof()
+
+
+def _signed(contents: bytes) -> bytes:
+    requests, _ = wire.Handshake(WRONG.encode(), bytes(wire.NONCE_BYTES), bytes(wire.NONCE_BYTES)).channels()
+    return requests.frame(contents)
+
+
+class Listener:
+    """Sits between a worker and the controller, hears all of it, and may meddle.
+
+    Args:
+        port: Of the controller.
+        meddle: What becomes of the bytes of one ``recv`` from the worker, by their number on this connection.
+    """
+
+    def __init__(self, port: int, meddle: Callable[[int, bytes], list[bytes]] = lambda _, data: [data]) -> None:
+        self._to, self._meddle = port, meddle
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self.heard: list[bytes] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(("127.0.0.1", self._to), _SOON_S)
+                far.settimeout(None)
+                threading.Thread(target=self._pass, args=(near, far, True), daemon=True).start()
+                threading.Thread(target=self._pass, args=(far, near, False), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, listens: bool) -> None:
+        number = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 20):
+                if listens:
+                    self.heard.append(data)
+                for piece in self._meddle(number, data) if listens else [data]:
+                    target.sendall(piece)
+                number += 1
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def close(self) -> None:
+        """No more connections."""
+        self._listening.close()
+
+
+def _meddlings() -> Iterator[tuple[str, Callable[[int, bytes], list[bytes]]]]:
+    """Frames repeated, changed, left out and cut; the first bytes are the greeting."""
+    yield "repeated frames", lambda n, data: [data, data] if n == 2 else [data]
+    yield "changed frames", lambda n, data: [data[:-1] + bytes([data[-1] ^ 1])] if n == 2 else [data]
+    yield "missing frames", lambda n, data: [] if n == 1 else [data]
+    yield "cut frames", lambda n, data: [data[:20]] if n == 2 else [data]
+    yield "changed greetings", lambda n, data: [data[:-1] + bytes([data[-1] ^ 1])] if n == 0 else [data]
+
+
+def heard(job: Job) -> list[bytes]:
+    """What a worker has said, greeting first; it counts, so that nothing of it may count again."""
+    listener = Listener(job.board.port)
+    member = Board("127.0.0.1", listener.port, TOKEN, patience_s=_SOON_S)
+    for _ in range(3):
+        member.count("counted")
+    listener.close()
+    return listener.heard
+
+
+def repeat_and_meddle(job: Job, stranger: Stranger, said: list[bytes]) -> None:
+    """Use what a worker has said, and change what one says."""
+    for first in range(len(said)):
+        stranger.send("replays", b"".join(said[first:]))
+    for kind, meddle in _meddlings():
+        stranger.attempts[kind] += 1
+        between = Listener(job.board.port, meddle)
+        member = Board("127.0.0.1", between.port, TOKEN, patience_s=0.0)
+        with contextlib.suppress(StoreError):
+            for _ in range(3):
+                member.ask("has", "over", patience_s=0.3)
+        between.close()
+
+
+def measure(seed: int, scale: int, folder: Path, *, with_torch: bool = True) -> dict[str, Any]:
+    """Make all attempts.
+
+    Args:
+        seed: Of what is random.
+        scale: Silent connections of the flood; other numbers follow it.
+        folder: Empty.
+        with_torch: Whether torch's own client tries as well; it writes much to the terminal.
+    """
+    job = Job(folder)
+    stranger = Stranger(job.board.port, random.Random(seed))
+    job.live()
+    said = heard(job)
+    before, start = job.documents(), job.board.stored_bytes
+    stranger.every_operation()
+    stranger.junk(scale)
+    stranger.half_messages()
+    if with_torch:
+        stranger.torch_store()
+    job.live()
+    stranger.flood_of_connections(scale, job.live)
+    stranger.flood_of_bytes(scale << 18, job.live)
+    repeat_and_meddle(job, stranger, said)
+    job.live()
+    time.sleep(0.1)
+    after = job.documents()
+    changed = {key for key in before | after if before.get(key) != after.get(key)}
+    found = {
+        "machine": machine(),
+        "seed": seed,
+        "attempts": dict(stranger.attempts),
+        "ended": int(job.has_ended()),
+        "changed": len(changed),
+        "answered": stranger.answered,
+        "stored_bytes": job.board.stored_bytes - start,
+        "refused": job.board.strangers()["refused"],
+        "workers_missed": job.missed,
+        "most_strangers_at_once": server.MAX_STRANGERS,
+    }
+    job.close()
+    return found
+
+
+def main() -> int:
+    """Command line; 1 where somebody without the token has done something."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=int, default=1000, help="connections of the flood (default 1000)")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(options.seed, options.scale, Path(folder))
+    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1))
+    return int(any(found[key] for key in ("ended", "changed", "answered", "workers_missed")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""A store that processes of a job share: documents at one port, for those who know the job's token and for nobody else.
+
+``torch.distributed.TCPStore`` asks nobody who they are, lists its keys for everybody and keeps what anybody sends.  So
+whatever decides something is kept here.  Standard library only; nothing is ever unpickled.
+"""
+
+from megatron_het.store.client import StoreClient
+from megatron_het.store.server import StoreServer, Strangers
+from megatron_het.store.wire import StoreError, TokenError, client_tls, server_tls
+
+__all__ = ["StoreClient", "StoreError", "StoreServer", "Strangers", "TokenError", "client_tls", "server_tls"]

@@ -1,0 +1,210 @@
+"""What the controller and the agents write: full disks, old files, and two controllers for one folder."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron_het
+from megatron_het.elastic import agent as agents
+from megatron_het.elastic import recalled, sessions
+from megatron_het.elastic.agent import Log
+from megatron_het.elastic.controller import Bounds, Controller, JobError
+from megatron_het.elastic.failures import ReplacedError, Saves
+from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.pool import GivenPlans
+from megatron_het.elastic.recalled import FolderLock, StateFile
+from megatron_het.untrusted import FileError
+from tests.unit.elastic.notes import Notes
+from tests.unit.elastic.test_controller import come
+from tests.unit.elastic.test_pool import plan
+
+
+class Disk:
+    """Writes as long as there is room, which the reserve takes until it is given up."""
+
+    def __init__(self, state: Path) -> None:
+        self._reserve = state.with_name(f".{state.name}.reserve")
+        self.is_full = False
+
+    def write(self, path: Path, text: str) -> None:
+        if self.is_full and (self._reserve.exists() or "big" in text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        path.write_text(text)
+
+
+def test_a_full_disk_is_told_survived_and_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+    file = StateFile(tmp_path / "state.json", said.append)
+    disk = Disk(tmp_path / "state.json")
+    monkeypatch.setattr(recalled, "write_text", disk.write)
+    assert file.write("1") and (tmp_path / ".state.json.reserve").stat().st_size > 2**20
+    disk.is_full = True
+    assert file.write("2"), "the space that was kept free is for that"
+    assert not file.write("big") and not file.write("big")
+    assert len(said) == 1 and "No space left" in said[0] and "The job goes on" in said[0]
+    assert (tmp_path / "state.json").read_text() == "2" and "No space left" in file.failure
+    disk.is_full = False
+    assert file.write("3") and len(said) == 2 and not file.failure
+
+
+def test_a_job_goes_on_while_its_state_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def write(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(recalled, "write_text", write)
+    board: Any = Notes()
+    controller = Controller(board, GivenPlans([plan([[1], [1]])]), tmp_path / "state.json", 2, Bounds(), lambda _: None)
+    come(board, 1, "n1"), come(board, 2, "n2")
+    controller._step()
+    assert board.get("latest") == 0
+    assert (
+        "Read-only file system" in board.get("status")["unwritten"] or "Read-only" in controller.status()["unwritten"]
+    )
+    monkeypatch.undo()
+    controller._tried_s = 0.0
+    controller._step()
+    assert json.loads((tmp_path / "state.json").read_text())["newest"] == 2
+
+
+def test_a_log_is_bounded_and_a_full_disk_ends_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(agents, "MAX_LOG_BYTES", 4000)
+    log = Log(tmp_path / "a" / "log.txt")
+    for number in range(300):
+        os.write(log.pipe, f"line {number:04} ".encode() * 10)
+    log.started()
+    assert log.ended().endswith(b"line 0299 ")
+    kept = [file.stat().st_size for file in (tmp_path / "a").iterdir()]
+    assert len(kept) <= 2 and sum(kept) < 4000 + 2 * 65536
+    (tmp_path / "b").write_text("not a folder")
+    log = Log(tmp_path / "b" / "log.txt")
+    os.write(log.pipe, b"megatron_het: why\n")
+    log.started()
+    assert agents._last_words(log.ended()) == ": why"
+
+
+def test_a_plan_is_written_elsewhere_where_the_disk_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sessions.tempfile, "gettempdir", lambda: str(tmp_path))
+    found = sessions._written(Generation(2, plan([[1]]), (1,), (), ("n1",)), tmp_path / "no" / "folder" / "x")
+    assert found.exists()
+
+
+def test_a_folder_has_one_controller(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path)
+    with pytest.raises(FileError, match=rf"the controller of this folder is process {os.getpid()} on "):
+        FolderLock(tmp_path)
+    first.release()
+    FolderLock(tmp_path).release()
+
+
+def test_where_locks_do_not_work_the_lease_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As between machines of a network file system."""
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(recalled.fcntl, "flock", no_locks)
+    monkeypatch.setattr(recalled, "_LEASE_S", 0.3)
+    monkeypatch.setattr(recalled, "_RENEW_S", 0.02)
+    monkeypatch.setattr(recalled.socket, "gethostname", lambda: "one")
+    first = FolderLock(tmp_path)
+    monkeypatch.setattr(recalled.socket, "gethostname", lambda: "two")
+    with pytest.raises(FileError, match="on one"):
+        FolderLock(tmp_path)
+    first._stopped.set()  # its machine has vanished
+    first._thread.join()
+    second = FolderLock(tmp_path)
+    first._keep_once()
+    assert first.is_lost and not second.is_lost
+    second.release()
+
+
+def test_a_controller_that_was_replaced_writes_nothing_any_more(tmp_path: Path) -> None:
+    board: Any = Notes()
+    plans = GivenPlans([plan([[1]])])
+    controller = Controller(board, plans, tmp_path / "state.json", 1, Bounds(), print, lambda: True)
+    with pytest.raises(ReplacedError, match="another controller has taken over"):
+        controller.run()
+    assert not board.has("over") and not (tmp_path / "state.json").exists()
+
+
+def test_failed_saves_are_counted_and_the_last_one_is_tried_again() -> None:
+    saves = Saves("")
+    assert "(1 failed save so far); it is left out" in saves.note(0, 4, 9)
+    assert saves.note(0, 4, 9) == "", "another rank"
+    assert "it is the last one and tried again" in saves.note(1, 9, 9)
+    assert saves.for_generation() == ((4,), (), "") and not saves.unsaved_end(9)
+    assert "(3 failed saves so far); it is left out" in saves.note(2, 9, 9)
+    assert "last state, of iteration 9, is not written" in saves.unsaved_end(9)
+    saves = Saves("/other")
+    assert "it is tried in /other" in saves.note(0, 9, 9)
+    assert saves.for_generation() == ((), (9,), "/other") and not saves.unsaved_end(9)
+    assert "left out" in saves.note(1, 9, 9)
+    assert saves.for_generation() == ((9,), (), "/other") and saves.unsaved_end(9)
+
+
+def test_a_training_without_its_last_checkpoint_does_not_end_well(tmp_path: Path) -> None:
+    board: Any = Notes()
+    controller = Controller(board, GivenPlans([plan([[1]])]), tmp_path / "state.json", 1, Bounds(), lambda _: None)
+    come(board, 1, "n1")
+    controller._step()
+    for generation in range(3):
+        opened = {"type": "opened", "process": 1, "generation": generation, "iteration": 0, "last": 9, "times": {}}
+        board.post({**opened, "padded_vocab_size": None})
+        ended = {"process": 1, "generation": generation, "how": "failed", "error": "No space left", "iteration": 8}
+        if generation < 2:
+            board.post({"type": "ended", **ended, "unsaved": 9})
+            controller._step()
+        else:
+            board.post({"type": "ended", **ended, "how": "finished", "unsaved": None})
+    with pytest.raises(JobError, match="last state, of iteration 9, is not written"):
+        controller.run()
+    assert "is not written" in board.get("over")["error"]
+
+
+STAMPS = {
+    "elastic/members.py": 0,  # Moment, the one place of the controller: a default factory, no call
+    "elastic/boundary.py": 3,  # when a change reached which phase, for people
+    "elastic/worker.py": 1,
+    "pretrain_gpt.py": 2,  # Megatron's own
+    "dry_run/run.py": 1,
+    "auto_batch/alone.py": 1,
+}
+
+
+def test_nobody_waits_by_the_wall_clock() -> None:
+    """It may be set back.  What is left writes times down."""
+    root = Path(megatron_het.__file__).parent
+    found: dict[str, int] = {}
+    for package in (root, root.parent / "tools"):
+        for source in package.rglob("*.py"):
+            text = source.read_text(encoding="utf-8")
+            if "time.time" not in text and "datetime.now" not in text:
+                continue
+            calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+            number = sum(ast.unparse(call.func) in ("time.time", "datetime.now", "time.time_ns") for call in calls)
+            if number:
+                found[str(source.relative_to(root if package == root else root.parent))] = number
+    assert found == {name: number for name, number in STAMPS.items() if number}
+
+
+def test_a_clock_that_is_set_back_changes_no_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from megatron_het.elastic import members
+
+    board: Any = Notes()
+    bounds = Bounds(leave_s=0.0)
+    controller = Controller(
+        board, GivenPlans([plan([[1], [1]]), plan([[1]])]), tmp_path / "state.json", 2, bounds, lambda _: None
+    )
+    come(board, 1, "n1"), come(board, 2, "n2")
+    controller._step()
+    board.post({"type": "ended", "process": 1, "generation": 0, "how": "failed", "error": "e", "iteration": 3})
+    monkeypatch.setattr(members.time, "time", lambda: 0.0)
+    controller._step()
+    assert board.has("kill/2") and board.get("1/generation")["ranks"] == [1]

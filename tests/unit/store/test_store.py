@@ -1,0 +1,151 @@
+"""The store that asks for the token: what members get, and what others do not."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import control_plane
+from megatron_het.store import StoreClient, StoreError, StoreServer, TokenError, client_tls, server, server_tls, wire
+
+TOKEN, LONG_S = "0123456789abcdef", 60.0
+
+
+@pytest.fixture
+def store() -> Iterator[StoreServer]:
+    served = StoreServer("127.0.0.1", 0, TOKEN)
+    served.start()
+    yield served
+    served.close()
+
+
+def client(store: StoreServer, token: str = TOKEN, patience_s: float = LONG_S) -> StoreClient:
+    return StoreClient(lambda: [("127.0.0.1", store.port)], token, patience_s)
+
+
+def test_members_share_documents(store: StoreServer) -> None:
+    first, second = client(store), client(store)
+    first.ask(["set", "a", "1"])
+    assert second.ask(["get", "a", "b"]) == ["1", None]
+    assert (first.ask(["add", "n", 2]), second.ask(["add", "n", 1])) == (2, 3)
+    assert first.ask(["push", "inbox", "x"]) == 1 and second.ask(["get", "inbox/1"]) == ["x"]
+    assert second.ask(["swap", "a", "0", "2"]) == "1" and second.ask(["swap", "a", "1", "2"]) == "2"
+    first.ask(["drop", "a", "n", "inbox", "inbox/1"])
+    assert store.keys("") == [] and store.stored_bytes == 0
+
+
+def test_a_wait_ends_when_the_document_comes(store: StoreServer) -> None:
+    threading.Timer(0.05, store.ask, (["set", "b", "1"],)).start()
+    assert client(store).ask(["wait", ["b"], ["lost"], LONG_S]) == "there"
+    threading.Timer(0.05, lambda: client(store).ask(["set", "lost", "1"])).start()
+    assert client(store).ask(["wait", ["never"], ["lost"], LONG_S]) == "lost"
+    assert client(store).ask(["wait", ["never"], [], 0.01]) == "late"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [["get", ["a"]], ["set", "a", 1], ["set", "k" * 2000, "1"], ["nothing"], ["add", "a", "x"], ["wait", "a", 1, 0.1]],
+)
+def test_a_request_that_makes_no_sense_is_refused(store: StoreServer, request_: list[object]) -> None:
+    member = client(store)
+    with pytest.raises(StoreError, match="refuses a request"):
+        member.ask(request_)
+    assert member.ask(["get", "a"]) == [None]
+
+
+def test_the_store_is_bounded(store: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_STORED_BYTES", 100)
+    member = client(store)
+    member.ask(["set", "a", "x" * 90])
+    with pytest.raises(StoreError, match="full"):
+        member.ask(["set", "b", "x" * 90])
+    member.ask(["set", "a", "y" * 90])
+
+
+def test_another_token_is_told_at_once(store: StoreServer) -> None:
+    with pytest.raises(TokenError, match="refuses this token"):
+        client(store, "another token 123").ask(["get", "a"])
+    deadline_s = time.monotonic() + LONG_S
+    while not store.strangers.refused:  # counted a moment after it was told
+        assert time.monotonic() < deadline_s
+    assert store.strangers.to_json() == {"refused": 1, "last": "127.0.0.1"}
+
+
+def test_a_server_without_the_token_is_not_believed() -> None:
+    """It says that the proof is right, and cannot say why."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def impostor() -> None:
+            one, _ = listening.accept()
+            with one:
+                one.sendall(wire.hello())
+                one.recv(wire.PROOF_BYTES)
+                one.sendall(b"+" + bytes(wire.DIGEST_BYTES))
+
+        thread = threading.Thread(target=impostor, daemon=True)
+        thread.start()
+        member = StoreClient(lambda: [listening.getsockname()], TOKEN, 1.0)
+        with pytest.raises(TokenError, match="does not know this token"):
+            member.ask(["get", "a"])
+        thread.join()
+
+
+def test_a_store_that_moves_is_found_again() -> None:
+    places = []
+    for _ in range(2):
+        served = StoreServer("127.0.0.1", 0, TOKEN)
+        served.start()
+        places.append(served)
+    where = [places[0].port]
+    member = StoreClient(lambda: [("127.0.0.1", port) for port in where], TOKEN, LONG_S)
+    places[0].ask(["set", "a", "first"])
+    places[1].ask(["set", "a", "second"])
+    assert member.ask(["get", "a"]) == ["first"]
+    places[0].close()
+    where.append(places[1].port)
+    assert member.ask(["get", "a"]) == ["second"]
+    places[1].close()
+
+
+def test_nobody_who_hangs_holds_a_member_up() -> None:
+    """A stopped process still accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        member = StoreClient(lambda: [listening.getsockname()], TOKEN, 0.05)
+        with pytest.raises(StoreError, match="does not answer"):
+            member.ask(["get", "a"])
+
+
+def test_strangers_do_nothing(tmp_path: Path) -> None:
+    found = control_plane.measure(1, 2 * server.MAX_STRANGERS, tmp_path, with_torch=False)
+    assert {key: found[key] for key in ("ended", "changed", "answered", "workers_missed")} == {
+        "ended": 0,
+        "changed": 0,
+        "answered": 0,
+        "workers_missed": 0,
+    }
+    assert found["stored_bytes"] < 1000
+    assert found["refused"] > 500, "each is counted"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_connections_are_encrypted_where_there_is_a_certificate(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=head"
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command.split(), *more], check=True, capture_output=True)
+    served = StoreServer("127.0.0.1", 0, TOKEN, server_tls(certificate, key))
+    served.start()
+    address = [("127.0.0.1", served.port)]
+    member = StoreClient(lambda: address, TOKEN, LONG_S, client_tls(certificate))
+    member.ask(["set", "a", "1"])
+    assert member.ask(["get", "a"]) == ["1"]
+    with pytest.raises(StoreError):
+        StoreClient(lambda: address, TOKEN, 0.2).ask(["get", "a"])
+    served.close()
