@@ -1,5 +1,11 @@
 """Regular plans of a cluster, as an expert would write them down: what the search is measured against.
 
+    python -m benchmarks.planner_gap --json OUT [--first 0] [--pools 60]
+
+Clusters that OUT has already are kept, so that a run can be stopped and taken up again.  ``worse_than_regular`` counts
+those on which the search's plan is worse than the best regular one by more than 1 %; ``plain_share`` is the share of
+plans with at most one kind of stage per kind of GPU.
+
 The generator knows nothing of the search.  Its plans have stages of equally many replicas of one kind each, or stages
 that all have the same replicas of every kind, TP inside nodes, layers by speed, every schedule, slices and chunks,
 whole and split vocabularies, and experts whole or cut.
@@ -7,15 +13,27 @@ whole and split vocabularies, and experts whole or cut.
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Iterator
 from itertools import combinations, product
 from math import gcd, inf
+from pathlib import Path
+from typing import Any
 
+from benchmarks.machine import machine
+from benchmarks.planner_cases import with_catalog
+from benchmarks.planner_pools import fastest_s, random_pool
 from tools.planner.candidate import Candidate, Group, Stage
 from tools.planner.errors import PlannerError
 from tools.planner.estimate import Estimate, Estimator
+from tools.planner.files import write_json
+from tools.planner.report import describe
 from tools.planner.schedules import schedule_of
 from tools.planner.search.goal import Goal
+from tools.planner.search.methods import search
+from tools.planner.search.overlap import irregularity
 from tools.planner.simulation import block_s, operations_of
 
 SIZES = (1, 2, 4, 8)
@@ -24,6 +42,7 @@ LEAST_TOKENS = 128
 MOST_OPERATIONS = 60_000
 SIMULATED = 8
 """Plans that look best by the closed form are simulated."""
+TOLERANCE = 0.01
 ENOUGH = 4_000
 """Plans of a cluster at least, where its stages can be cut in so many ways."""
 
@@ -101,10 +120,15 @@ def _shapes(estimator: Estimator) -> Iterator[Stages]:
     for count in (1, 2, 3):
         for chosen in combinations(pools, min(count, len(nodes))):
             for tps in product(*([t for t in SIZES if t <= nodes[p].gpus_per_node] for p in chosen)):
-                units = [nodes[p].quota // nodes[p].gpus_per_node * (nodes[p].gpus_per_node // t) for p, t in zip(chosen, tps)]
+                units = [
+                    nodes[p].quota // nodes[p].gpus_per_node * (nodes[p].gpus_per_node // t)
+                    for p, t in zip(chosen, tps)
+                ]
                 for width in _widths(min(units)):
                     whole = [n // width for n in units]
-                    for used in {tuple(whole), tuple(max(1, n // 2) for n in whole)} if len(chosen) == 1 else {tuple(whole)}:
+                    for used in (
+                        {tuple(whole), tuple(max(1, n // 2) for n in whole)} if len(chosen) == 1 else {tuple(whole)}
+                    ):
                         stages: Stages = []
                         for p, t, n in zip(chosen, tps, used):
                             stages += [(Group(p, t, width),)] * n
@@ -147,3 +171,46 @@ def _layers(estimator: Estimator, stages: Stages, like: Candidate, split: bool) 
         s = min(range(len(stages)), key=lambda s: (layers[s] + 1) / rates[s] + ends[s])
         layers[s] += 1
     return layers
+
+
+def compare(seed: int) -> dict[str, Any]:
+    """One random cluster: the search's plan, and the best regular one."""
+    estimator, goal = with_catalog(*random_pool(seed)), Goal()
+    outcome = search("auto", estimator, goal)
+    best = outcome.best
+    seconds, regular, count = best_regular(estimator, goal)
+    return {
+        "seed": seed,
+        "gpus": " + ".join(f"{n.quota} {n.gpu}" for n in estimator.cluster.nodes),
+        "cpu_s": outcome.cpu_s,
+        "found_s": best.iteration_s if best else None,
+        "plan": describe(estimator, best.candidate) if best else None,
+        "is_plain": bool(best) and irregularity(estimator, best.candidate)[0] <= 0,  # type: ignore[union-attr]
+        "regular_plans": count,
+        "regular_s": seconds if regular else None,
+        "regular": describe(estimator, regular) if regular else None,
+        "worse_than_regular": fastest_s(outcome) / seconds - 1 if best and regular else 0.0,
+        "bound_s": outcome.bound,
+    }
+
+
+def main() -> None:
+    """The random clusters that are asked for and not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--pools", type=int, default=60)
+    args = parser.parse_args()
+    rows = json.loads(args.json.read_text())["cases"] if args.json.exists() else []
+    for seed in range(args.first, args.first + args.pools):
+        if any(row["seed"] == seed for row in rows):
+            continue
+        rows.append(compare(seed))
+        print(f"  pool {seed}: {rows[-1]}", file=sys.stderr, flush=True)
+        worse = sum(row["worse_than_regular"] > TOLERANCE for row in rows)
+        share = sum(row["is_plain"] for row in rows) / len(rows)
+        write_json(args.json, {"machine": machine(), "worse_than_regular": worse, "plain_share": share, "cases": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.planner_cases import measured
 from benchmarks.planner_gap import best_regular, regular_plans
 from benchmarks.planner_quality import estimator_of
 from tools.planner.candidate import Candidate, Group, Stage
@@ -11,6 +12,7 @@ from tools.planner.cluster import Cluster, NodeGroup
 from tools.planner.estimate import Estimator
 from tools.planner.extras import rows_of
 from tools.planner.model import Model
+from tools.planner.reference import reference_nodes
 from tools.planner.schedules import SCHEDULES
 from tools.planner.search.balance import balance
 from tools.planner.search.book import Book
@@ -24,7 +26,9 @@ from tools.planner.simulation import block_s
 SLIMPIPE = SCHEDULES["slimpipe"]
 
 
-def _estimator(hidden: int = 2048, vocab: int = 32000, length: int = 8192, batch: int = 32, kinds: int = 1) -> Estimator:
+def _estimator(
+    hidden: int = 2048, vocab: int = 32000, length: int = 8192, batch: int = 32, kinds: int = 1
+) -> Estimator:
     nodes = (
         NodeGroup(gpu="A100-80", count=2, gpus_per_node=4, network_bytes_per_s=25e9),
         NodeGroup(gpu="H100-SXM", count=2, gpus_per_node=4, network_bytes_per_s=25e9),
@@ -143,3 +147,24 @@ def test_the_search_is_no_worse_than_regular_plans() -> None:
 
 def test_regular_plans_are_many() -> None:
     assert sum(1 for _ in regular_plans(_estimator(kinds=2))) > 4000
+
+
+def _opt(*counts: tuple[str, int]) -> Estimator:
+    return measured("OPT-350", Cluster(nodes=tuple(reference_nodes(gpu, n) for gpu, n in counts)), 256)
+
+
+def test_more_gpus_never_make_the_cheapest_plan_dearer() -> None:
+    goal, least = Goal(objective="cost", min_iterations_per_s=0.2), float("inf")
+    for counts in ((("A100-40", 4),), (("A100-40", 13),), (("A100-40", 25), ("V100-16", 8))):
+        best = search("auto", _opt(*counts), goal).best
+        assert best is not None and best.iteration_s <= 5
+        assert best.usd_per_iteration <= least * (1 + 1e-9)
+        least = best.usd_per_iteration
+
+
+def test_what_comes_nearest_to_a_budget_is_the_cheapest_plan() -> None:
+    estimator = _opt(("A100-40", 4), ("V100-16", 4))
+    best = search("auto", estimator, Goal(objective="cost")).best
+    outcome = search("auto", estimator, Goal(max_usd_per_iteration=1e-4))
+    assert best is not None and outcome.best is None and outcome.nearest is not None
+    assert outcome.nearest[1].usd_per_iteration <= best.usd_per_iteration * 1.02

@@ -17,6 +17,8 @@ from ..search.thorough import Ground, thorough
 
 FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
+OF_A_SIZE = replace(NORMAL, seeds=40, beam=2, counts=2, parts=1, exact_gpus=0)
+"""For one kind of GPU in a given number, of which many are searched."""
 MOST_LEFT_OUT = 4
 """Nodes that are left out one after the other."""
 LEAST_S = {True: 2.0, False: 0.3}
@@ -24,11 +26,7 @@ LEAST_S = {True: 2.0, False: 0.3}
 
 
 def search_auto(
-    estimator: Estimator,
-    goal: Goal,
-    progress: Progress | None = None,
-    effort: Effort | None = None,
-    known: float = inf,
+    estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort | None = None, known: float = inf
 ) -> Outcome:
     """See the module's text.  Interrupting it (Ctrl-C) returns the best found so far.
 
@@ -37,26 +35,28 @@ def search_auto(
     """
     progress = progress or Progress()
     started = time.process_time()
-    counts_money = goal.objective == "cost" or goal.max_usd_per_iteration is not None
     with collector_paused():
         ground = Ground(estimator, goal, progress, effort)
         outcome = Outcome("auto")
         try:
-            if counts_money:
+            if goal.max_usd_per_iteration is not None and goal.objective != "cost":
+                _cheapest(ground, outcome)
+                if outcome.nearest is not None:
+                    outcome.cpu_s = time.process_time() - started
+                    return outcome
+            if goal.objective == "cost":
                 _sizes_alone(ground, outcome, known)
             elif ground.has_many_pools:
                 _kinds_alone(ground, outcome, known)
             whole = _thorough(ground, outcome, ground.whole, known)
             outcome.exact = whole.exact
             _join(ground, outcome, whole)
-            if not counts_money:
+            if goal.objective != "cost":
                 if not ground.has_many_pools:
                     _kinds_alone(ground, outcome, known)
                 if ground.is_near:
                     _parts_alone(ground, outcome, known)
             _published_methods(ground, outcome, known)
-            if outcome.best is None and goal.max_usd_per_iteration is not None:
-                _cheapest(ground, outcome)
         except KeyboardInterrupt:  # what was found before stands
             outcome.interrupted = True
     outcome.cpu_s = time.process_time() - started
@@ -98,17 +98,21 @@ def _sizes_alone(ground: Ground, outcome: Outcome, known: float) -> None:
             limits = tuple(gpus if i == p else 0 for i in range(len(ground.whole)))
             if ground.bounds.is_in_time(limits) and limits != ground.whole:
                 ground.progress.text = f"{gpus} {node.gpu} alone"
-                _join(ground, outcome, _thorough(ground, outcome, limits, known))
+                _join(ground, outcome, thorough(ground, limits, _least(ground, outcome, known), effort=OF_A_SIZE))
 
 
 def _cheapest(ground: Ground, outcome: Outcome) -> None:
-    """What comes nearest to a budget that cannot be met: the cheapest plan."""
+    """The cheapest plans join where they keep to the budget; else the cheapest is what comes nearest."""
     progress = ground.progress
     left = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
     goal = replace(ground.goal, objective="cost", max_usd_per_iteration=None)
-    best = search_auto(ground.estimator, goal, left).best
-    if best is not None:
-        outcome.nearest = best.candidate, best.estimate
+    theirs = search_auto(ground.estimator, goal, left)
+    budget = ground.goal.max_usd_per_iteration
+    if theirs.best is not None and budget is not None and theirs.best.usd_per_iteration > budget:
+        outcome.nearest = theirs.best.candidate, theirs.best.estimate
+        return
+    theirs.found = [found for found in theirs.found if budget is None or found.usd_per_iteration <= budget]
+    _join(ground, outcome, theirs)
 
 
 def _parts_alone(ground: Ground, outcome: Outcome, known: float) -> None:

@@ -38,7 +38,9 @@ def operating_points(estimator: Estimator, goal: Goal, limits: Limits) -> list[C
     model = estimator.model
     zeros = (0, 1) if model.distributed_optimizer else (0,)
     ep = most_expert_parallel(estimator)
-    points = [Candidate((), b, r, zero_stage=z, ep=ep) for b in model.batch_sizes for r in model.recompute for z in zeros]
+    points = [
+        Candidate((), b, r, zero_stage=z, ep=ep) for b in model.batch_sizes for r in model.recompute for z in zeros
+    ]
 
     def bound(point: Candidate) -> float:
         return 1.0 / (1e-30 + sum(best_rate(estimator, p, point) * n for p, n in enumerate(limits) if n))

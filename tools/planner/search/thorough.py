@@ -79,16 +79,20 @@ class Ground:
         return not self.is_near and len(self.whole) > MOST_POOLS
 
 
-def thorough(ground: Ground, limits: Limits, bound: float = inf, goal: Goal | None = None) -> Outcome:
+def thorough(
+    ground: Ground, limits: Limits, bound: float = inf, goal: Goal | None = None, effort: Effort | None = None
+) -> Outcome:
     """The search of a part of the cluster, as if there were nothing else.  Ctrl-C ends it with the best so far.
 
     Args:
         limits: GPUs of each (merged) pool.
         bound: Value of a plan that is known already; worse ones are of no use.
         goal: With fewer schedules than that of the ground.
+        effort: How hard to search; None: as suits the part.
     """
     merged, goal, progress = ground.merged, goal or ground.goal, ground.progress
-    effort, gpus = ground.asked or effort_for(sum(limits)), sum(limits)
+    gpus = sum(limits)
+    effort = effort or ground.asked or effort_for(gpus)
     # The closed form of a small plan may be far off, so that nothing is given up for it.
     beaten = bound if gpus > effort.near_gpus or goal.objective == "cost" else inf
     book = Book(merged.estimator, goal, progress, limits, ground.first, beaten)
@@ -112,9 +116,7 @@ def thorough(ground: Ground, limits: Limits, bound: float = inf, goal: Goal | No
         effort = replace(effort, simulated_operations=1000)  # somebody is waiting
     if bound < inf and goal is ground.goal and limits != ground.whole:  # what looks slower is not simulated
         effort = replace(effort, first=0)
-    finish(
-        book, outcome, ground.estimator, goal, effort, lambda c: expand(merged, ground.estimator.cluster, c), bound
-    )
+    finish(book, outcome, ground.estimator, goal, effort, lambda c: expand(merged, ground.estimator.cluster, c), bound)
     return outcome
 
 
