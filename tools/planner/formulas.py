@@ -75,10 +75,8 @@ def _pipeline(
         s = found.bottleneck
         layers, unit = candidate.stages[s].layers, stages[s].units[0]
         whole_s = unit.both_s(layers, *candidate.ends_of(s))
-        share = (
-            layers * (unit.layer_f + unit.layer_b) / whole_s * schedule.vocabulary_loss(candidate, unit, len(stages))
-        )
-        found = found._replace(end_s=found.end_s + found.busy_s * share)
+        loss_s = schedule.vocabulary_loss_s(candidate, unit, len(stages), layers)
+        found = found._replace(end_s=found.end_s + found.busy_s * loss_s / whole_s)
     if not (candidate.even or apart):
         found = found._replace(end_s=found.end_s + found.busy_s * schedule.mismatch_loss(candidate))
     return found, schedule.ends(estimator, candidate, stages, transfers, found)

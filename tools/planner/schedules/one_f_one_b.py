@@ -24,9 +24,9 @@ class OneFOneB(Schedule):
         """Less is lost where more microbatches are in flight."""
         return MISMATCH_WITH_SLACK if candidate.slack > 0 else super().mismatch(candidate)
 
-    def vocabulary_loss(self, like: Candidate, unit: Unit, stages: int) -> float:
-        """The last stage waits for a forward of every other stage before each backward."""
-        return unit.layer_f / (unit.layer_f + unit.layer_b)
+    def vocabulary_loss_s(self, like: Candidate, unit: Unit, stages: int, layers: float) -> float:
+        """Before each backward a stage waits for a forward of another one, but for what it computes of the vocabulary."""
+        return max(0.0, layers * unit.layer_f - unit.head_f / stages)
 
     def ends(
         self,

@@ -80,14 +80,14 @@ class SlimPipe(Schedule):
         """SlimPipe, equation (1)."""
         return min(place.microbatches, 1.0 + 2 * place.after / (like.slices * like.chunks))
 
-    def vocabulary_loss(self, like: Candidate, unit: Unit, stages: int) -> float:
+    def vocabulary_loss_s(self, like: Candidate, unit: Unit, stages: int, layers: float) -> float:
         """Stages that meet for every slice wait for the one whose slice attends to the most keys."""
         if like.exchange:
             return 0.0
         n, wrapped = like.slices, min(stages, like.slices) - 1
         longest = sum(slice_ + 0.5 for slice_ in range(wrapped, n)) + wrapped * (n - 0.5)
-        share = (unit.attention_f + unit.attention_b) / (unit.layer_f + unit.layer_b)
-        return share * (longest / (n * n / 2) - 1) * (1 - EVENED * (wrapped + 1) / n)
+        attention_s = layers * (unit.attention_f + unit.attention_b)
+        return attention_s * (longest / (n * n / 2) - 1) * (1 - EVENED * (wrapped + 1) / n)
 
     def layer_share(self, unit: Unit) -> float:
         """Attention by slices keeps no attention matrices."""

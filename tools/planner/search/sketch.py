@@ -193,7 +193,9 @@ class Sketch:
         link_s = max([way * each / (a if a < b else b) for way, a, b in zip(ways, widths, widths[1:])])
         loss = schedule.loss_of(point.mismatch, widths, any(len(g) > 1 for g in groups))
         if like.rows:
-            loss += schedule.vocabulary_loss(like, found[0].unit, len(groups))
+            unit, layers = found[0].unit, self.estimator.model.num_layers / len(groups)
+            loss_s = schedule.vocabulary_loss_s(like, unit, len(groups), layers)
+            loss += loss_s / unit.both_s(layers, 1 / len(groups), 1 / len(groups))
         fill_s = passes / cut + 2 * sum(ways) / like.slices
         return max(busy_s * (1 + loss), link_s) + fill_s + tail
 
