@@ -65,14 +65,15 @@ def best_regular(estimator: Estimator, goal: Goal, most: int = 4 * ENOUGH) -> tu
     priced.sort(key=lambda entry: entry[:2])
     best: tuple[float, Candidate | None] = inf, None
     left = SIMULATED
-    for value, _, candidate, estimate in priced:
+    for closed_form, _, candidate, estimate in priced:
         if not left:
             break
+        value = closed_form
         if len(candidate.stages) > 1:
             if operations_of(estimator, candidate) > MOST_OPERATIONS:
                 continue
             try:
-                value *= block_s(estimator, candidate, estimate) / estimate.iteration_s
+                value = closed_form * block_s(estimator, candidate, estimate) / estimate.iteration_s
             except PlannerError:
                 continue
         left -= 1

@@ -25,7 +25,7 @@ class OneFOneB(Schedule):
         return MISMATCH_WITH_SLACK if candidate.slack > 0 else super().mismatch(candidate)
 
     def vocabulary_loss_s(self, like: Candidate, unit: Unit, stages: int, layers: float) -> float:
-        """Before each backward a stage waits for a forward of another one, but for what it computes of the vocabulary."""
+        """Returns a forward of another stage before each backward, less the stage's part of the output layer."""
         return max(0.0, layers * unit.layer_f - unit.head_f / stages)
 
     def ends(
