@@ -280,8 +280,8 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
                     if guess < book.to_beat and work_s <= slowest_s:
                         groups = [((Group(kind.pool, kind.tp, width),),) * n for kind, n in zip(kinds, stages)]
                         found.append((guess, len(found), tuple(chain(*groups)), point))
-    for _, _, groups, point in nsmallest(count, found):
-        for order in dict.fromkeys((groups, groups[::-1])):
+    for _, _, chosen, point in nsmallest(count, found):
+        for order in dict.fromkeys((chosen, chosen[::-1])):
             yield order, point
             if has_long_head(estimator, order[-1][0], point):
                 yield order, point.with_(rows=((1.0, 1.0),))
