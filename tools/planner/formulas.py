@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_het.plan.limits import most_chunks
 
 from .candidate import Candidate
 from .egress import egress
-from .estimates import Estimate, Pipeline, StageTimes
+from .estimates import Estimate, Pipeline, StageTimes, divided_alike
 from .operating import OperatingPoints
 from .schedules import schedule_of
 from .stages import stages_of
@@ -64,7 +66,32 @@ def _pipeline(
 ) -> tuple[Pipeline, list[float]]:
     """The time of the pipeline, and the end of the last backward of each stage."""
     schedule = schedule_of(candidate)
-    found = schedule.pipeline(estimator, candidate, stages, transfers, total)
-    if not candidate.even:
+    mixed = any(len(stage.units) > 1 for stage in stages) and not schedule.shards_parameters
+    apart = mixed and divided_alike(candidate, [stage.microbatches for stage in stages])
+    # Replicas that divide the microbatches alike on all stages fall into pipelines that never wait for each other.
+    lines = [[_of_kind(s, i) for s in stages] for i in range(len(stages[0].units))] if apart else [stages]
+    found = max([schedule.pipeline(estimator, candidate, line, transfers, total) for line in lines])
+    if candidate.rows:
+        s = found.bottleneck
+        layers, unit = candidate.stages[s].layers, stages[s].units[0]
+        whole_s = unit.both_s(layers, *candidate.ends_of(s))
+        loss_s = schedule.vocabulary_loss_s(candidate, unit, len(stages), layers)
+        found = found._replace(end_s=found.end_s + found.busy_s * loss_s / whole_s)
+    if not (candidate.even or apart):
         found = found._replace(end_s=found.end_s + found.busy_s * schedule.mismatch_loss(candidate))
     return found, schedule.ends(estimator, candidate, stages, transfers, found)
+
+
+def _of_kind(stage: StageTimes, i: int) -> StageTimes:
+    """A stage as one kind of its replicas is: the others are in pipelines of their own."""
+    f, b, k = stage.replica_f[i], stage.replica_b[i], stage.microbatches[i]
+    return replace(
+        stage,
+        replica_f=[f],
+        replica_b=[b],
+        microbatches=[k],
+        in_flight=stage.in_flight[i : i + 1],
+        busy_s=k * (f + b),
+        forward_s=f,
+        backward_s=b,
+    )

@@ -27,6 +27,8 @@ NOTATION = (
     "Plans: schedule, v chunks, n slices, mb micro batch; per stage 8L = 8 layers,\n"
     "3xA100.tp2 = 3 replicas of 2 A100 (TP 2); / divides stages, + kinds in one stage."
 )
+WORTH_SAYING = 0.3
+"""Gaps to the bound above this share are not printed."""
 MOST_ROWS = 100
 """Rows of a table of stages: laying out thousands takes seconds, and nobody reads them."""
 
@@ -369,10 +371,22 @@ def extras_in_words(c: Candidate) -> list[str]:
 def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
     """How far the plan is from what no plan can beat, and which faster plan was passed over."""
     lines, gap, other = [], outcome.gap(goal), outcome.passed_over
-    if gap is not None:
+    if gap is not None and outcome.best is not None:
         least = f"USD {outcome.bound:.4g}" if goal.objective == "cost" else f"{outcome.bound:.4g} s"
-        lines.append(f"at most {100 * gap:.1f} % from the best possible: no plan on these GPUs takes less than {least}")
-    if other is not None:
+        said = f"no plan on these GPUs takes less than {least}"
+        if gap <= WORTH_SAYING:
+            lines.append(f"at most {100 * gap:.1f} % from the best possible: {said}")
+        else:
+            e = outcome.best.estimate
+            free = {"bubbles": e.fill_s, "sums of gradients": e.sync_s, "gathers": e.gather_s}
+            most = max(free, key=lambda name: free[name])
+            lines.append(
+                f"{said}, but this says little: {most} ({free[most]:.3g} s here), transfers and uneven layers are "
+                "free in that bound"
+            )
+    if other is not None and other.plan:
+        lines.append(f"plainer than a plan of {other.iteration_s:.4g} s, which has {other.plan}")
+    elif other is not None:
         lines.append(
             f"chosen over a plan of {other.iteration_s:.4g} s, because it depends less on transfers beside compute: "
             f"without them {other.chosen_blocking_s:.4g} s, the other one {other.blocking_s:.4g} s"

@@ -157,6 +157,18 @@ class Schedule:
         mixed = any(len(s.groups) > 1 for s in candidate.stages)
         return self.loss_of(self.mismatch(candidate), counts, mixed)
 
+    def vocabulary_loss_s(self, like: Candidate, unit: Unit, stages: int, layers: float) -> float:
+        """Seconds per microbatch that a stage waits where all stages compute parts of the output layer together.
+
+        Args:
+            like: With a split vocabulary.
+            unit: A replica of the stage.
+            stages: In all.
+            layers: Of the stage.
+        """
+        del like, unit, stages, layers
+        return 0.0
+
     def loss_of(self, coefficients: tuple[float, float, float, float], counts: Sequence[int], mixed: bool) -> float:
         """The same of any stages.
 

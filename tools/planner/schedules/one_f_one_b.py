@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..candidate import Candidate
-from ..estimates import Estimate, Pipeline, StageTimes, divided_alike
+from ..estimates import Estimate, Pipeline, StageTimes, Unit, divided_alike
 from ..operating import OperatingPoints
 from .base import Schedule
 
@@ -23,6 +23,10 @@ class OneFOneB(Schedule):
     def mismatch(self, candidate: Candidate) -> tuple[float, float, float, float]:
         """Less is lost where more microbatches are in flight."""
         return MISMATCH_WITH_SLACK if candidate.slack > 0 else super().mismatch(candidate)
+
+    def vocabulary_loss_s(self, like: Candidate, unit: Unit, stages: int, layers: float) -> float:
+        """Returns a forward of another stage before each backward, less the stage's part of the output layer."""
+        return max(0.0, layers * unit.layer_f - unit.head_f / stages)
 
     def ends(
         self,

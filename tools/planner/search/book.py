@@ -94,6 +94,8 @@ class Book:
             like.slices,
             like.zero_stage,
             like.offload,
+            like.ep,
+            bool(like.rows),
         )
         found = self.scores.get(key)
         if found is None:

@@ -151,6 +151,11 @@ class Bounds:
                     least = min(least, _seconds_of(relaxation, limits, most))
         return max(ideal, least * (1 - EXACT)) if least < inf else ideal
 
+    def is_in_time(self, limits: Limits) -> bool:
+        """Whether these GPUs may reach the goal's iterations per second."""
+        wanted = self.goal.min_iterations_per_s
+        return wanted is None or self._ideal_s(limits) * wanted <= 1
+
     def excludes(self, limits: Limits, value: float) -> bool:
         """Whether no plan on these GPUs is better than this value."""
         if self.ideal(limits) >= value:
