@@ -54,8 +54,9 @@ setup(
     packages=[*find_packages(include=["megatron_het*"]), *FOLDERS, *PLANNER_PACKAGES],
     package_dir=FOLDERS,
     package_data={
-        "het_planner": ["data/*"],
-        "het_planner.compiled": ["*.c"],
+        "het_planner.inputs": ["data/*"],
+        "het_planner.published": ["data/*"],
+        "het_planner.simulate.compiled": ["*.c"],
         "het_planner.page": ["assets/*"],
         "megatron_het.patches": ["*.md", "*.patch"],
         "megatron_het.docs": ["*.md"],

@@ -248,7 +248,7 @@ def observe(*, rank: int, out: str, **options: Any) -> None:
     from benchmarks import probe
     from megatron_het.attention import core
     from megatron_het.attention.kernels import KERNELS, Kernel, Setting, TransformerEngineFused
-    from megatron_het.context_exchange import exchange
+    from megatron_het.features.context_exchange import exchange
 
     def chosen(setting: Setting, names: object = ()) -> Kernel:
         return next(kernel for kernel in KERNELS if isinstance(kernel, TransformerEngineFused))

@@ -1,4 +1,4 @@
-"""A small model of every family of ``tools.planner.model_configs``, by Hugging Face and by Megatron, compared."""
+"""Compares a small model of every family of ``model_configs`` by Hugging Face with that by Megatron."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from benchmarks.config_weights import megatron_weights
-from megatron_het.config import LATENT_SPEC
-from tools.planner.build import model_shape
-from tools.planner.emit import model_options
-from tools.planner.emit_flags import model_arguments
-from tools.planner.model import Model, load_model
+from megatron_het.launch.megatron_args import LATENT_SPEC
+from tools.planner.costs.build import model_shape
+from tools.planner.emit.command import model_options
+from tools.planner.emit.flags import model_arguments
+from tools.planner.inputs.model import Model, load_model
 
 SEQ_LENGTH = 32
 _SHAPE = {
@@ -274,7 +274,7 @@ def megatron_model(read: Model, weights: Mapping[str, torch.Tensor]) -> Any:
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
-    from megatron_het.platform import activate
+    from megatron_het.device import activate
     from megatron_het.runtime.training import complete_model_config
 
     words = [*emitted_flags(read), "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"]

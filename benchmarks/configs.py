@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks.config_files import FILES, Config
 from benchmarks.machine import write_report
 from tools.planner.errors import PlannerError
-from tools.planner.model_configs import from_config, tables
-from tools.planner.model_families import INSIDE, NOT_OF_THE_MODEL
+from tools.planner.inputs.model_configs import from_config, tables
+from tools.planner.inputs.model_families import INSIDE, NOT_OF_THE_MODEL
 
 SEQ_LENGTH = 4096
 MOST = 1e-5
@@ -106,7 +106,7 @@ def files() -> dict[str, Any]:
 
 def logits() -> dict[str, float]:
     """Differences of logits of the small models."""
-    from megatron_het.platform import activate
+    from megatron_het.device import activate
 
     activate()  # Megatron binds on import what the platform replaces
     from benchmarks.config_models import SMALL, logit_difference, one_rank
@@ -133,7 +133,6 @@ def main() -> int:
     by_file, by_model = files(), logits()
     lost = sum(len(entry["lost"]) + len(entry["unread"]) for entry in by_file.values())
     worst = max(by_model.values())
-    difference = max(by_model.values())
     report = {
         "configs": len(by_file),
         "lost_fields": lost,

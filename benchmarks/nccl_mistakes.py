@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.runner import Job
-from megatron_het.platform import activate, nccl_order
-from megatron_het.platform.host_pool import HostPool
+from megatron_het.device import activate
+from megatron_het.device.host_pool import HostPool
+from testing import nccl_order
 
 STALL_S = 4.0
 

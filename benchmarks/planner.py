@@ -26,15 +26,15 @@ from benchmarks import planner_cases as cases
 from benchmarks.machine import machine
 from benchmarks.planner_accuracy import SECTIONS
 from benchmarks.planner_pools import COUNTS, nodes, pools, promised
-from tools.planner.files import write_json
-from tools.planner.report import describe
+from tools.planner.inputs.files import write_json
+from tools.planner.report.tables import describe
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import METHODS, search
 
 
 def accuracy() -> dict[str, Any]:
     """Predicted against published measurements, one set of constants; and with each run left out."""
-    from tools.planner.accuracy import MEMORY_GRID, TIME_GRID, calibrate, compare
+    from tools.planner.published.accuracy import MEMORY_GRID, TIME_GRID, calibrate, compare
 
     found = compare()
     times, memory = calibrate(TIME_GRID, False), calibrate(MEMORY_GRID, True)

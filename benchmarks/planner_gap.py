@@ -25,16 +25,16 @@ from typing import Any
 from benchmarks.machine import machine
 from benchmarks.planner_cases import with_catalog
 from benchmarks.planner_pools import fastest_s, random_pool
-from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimate, Estimator
+from tools.planner.costs.schedules import schedule_of
 from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimate, Estimator
-from tools.planner.files import write_json
-from tools.planner.report import describe
-from tools.planner.schedules import schedule_of
+from tools.planner.inputs.files import write_json
+from tools.planner.report.tables import describe
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
 from tools.planner.search.overlap import irregularity
-from tools.planner.simulation import block_s, operations_of
+from tools.planner.simulate.simulation import block_s, operations_of
 
 SIZES = (1, 2, 4, 8)
 CHUNKS, SLICES = (2, 4), (4, 8, 16, 32, 64)

@@ -10,18 +10,18 @@ from math import inf
 from typing import Any
 
 from benchmarks.planner_cases import with_catalog
-from tools.planner.build import build_plan, candidate_of
-from tools.planner.candidate import Candidate, Group
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model
+from tools.planner.costs.build import build_plan, candidate_of
+from tools.planner.costs.candidate import Candidate, Group
+from tools.planner.costs.estimate import Estimator
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
 from tools.planner.search.book import Book, Groups
 from tools.planner.search.effort import Effort
 from tools.planner.search.finish import finish, waits_for_nobody
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Outcome, Progress
-from tools.planner.simulation import operations_of, simulate_candidate
+from tools.planner.simulate.simulation import operations_of, simulate_candidate
 
 KINDS = ("A100-40", "A100-80", "H100-SXM", "H200", "L40S", "A10G", "V100-16", "T4", "RTX-3090")
 TOLERANCE = 0.005

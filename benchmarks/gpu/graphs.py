@@ -18,7 +18,7 @@ import torch
 
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Setting
-from megatron_het.untrusted import check_target, write_json
+from megatron_het.safe_io import check_target, write_json
 
 _TOKENS, _SLICES, _HEADS, _GROUPS, _HEAD_DIM = 4096, 8, 8, 2, 128
 _REPEATS = 9

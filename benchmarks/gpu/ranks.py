@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_het.device import SAME_DEVICES
 from megatron_het.doctor.numerics import difference
 from megatron_het.doctor.tiny import flags_of, one_process, tiny_plan
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
-from megatron_het.platform import SAME_DEVICES
-from megatron_het.untrusted import amount, check_target, write_json
+from megatron_het.safe_io import amount, check_target, write_json
 
 _LIMIT_S = 150.0
 _MODEL = ModelShape(4, 64, 8, 8, 64, ffn_hidden_size=128)
@@ -60,7 +60,7 @@ def losses(plan: Plan, folder: Path, more: Sequence[str], deadline_s: float) -> 
     """
     import torch
 
-    from megatron_het.platform.flags import platform_flags
+    from megatron_het.device.flags import platform_flags
 
     is_cuda = torch.cuda.is_available()
     folder.mkdir(parents=True)

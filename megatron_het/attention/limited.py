@@ -7,8 +7,8 @@ The cache holds those of a slice's keys and values that later slices read.  The 
 recomputation drops them, and the offload of activations moves them.
 
 With context parallelism a rank attends to its own keys for the queries of all ranks that share the slice
-(``context_parallel/commuted.py``), as far as they reach them.  With the context exchange other devices attend to some
-of the earlier keys (``layer_exchange.py``); they know what is reached as well (``helped.py``).
+(``features/context_parallel/commuted.py``), as far as they reach them.  With the context exchange other devices
+attend to some of the earlier keys (``layer_exchange.py``); they know what is reached as well (``helped.py``).
 """
 
 from __future__ import annotations

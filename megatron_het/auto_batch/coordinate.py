@@ -25,7 +25,7 @@ from megatron_het.auto_batch.plans import ZERO_STAGES, allocated, base_plan, ext
 from megatron_het.auto_batch.process import MeasuringError, MeasuringProcess
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.plan.validate import check_plan
-from megatron_het.untrusted import FileError, read_json, write_json
+from megatron_het.safe_io import FileError, read_json, write_json
 
 MEASURED_FORMAT = "megatron_het.auto_batch"
 _TIMEOUT_S = 900.0  # for another rank, or for one answer

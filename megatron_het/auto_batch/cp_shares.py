@@ -18,8 +18,8 @@ import torch
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Kernel, Setting
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all
+from megatron_het.device import Platform
 from megatron_het.plan import Placement, Plan, Replica
-from megatron_het.platform import Platform
 
 WHOLE = 100
 """Shares of a replica add up to about this: measured speeds are not better than a part in a hundred."""

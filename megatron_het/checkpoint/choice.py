@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.checkpoint.checksums import problems
-from megatron_het.features.optimizers import name_of
-from megatron_het.untrusted import FileError, read_text, write_text
+from megatron_het.features.optimizers.spec import name_of
+from megatron_het.safe_io import FileError, read_text, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _LONGEST = 64

@@ -23,7 +23,7 @@ from megatron_het.doctor.participant import Participant
 from megatron_het.doctor.report import table, to_json
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.validate import check_plan
-from megatron_het.untrusted import shown, write_json
+from megatron_het.safe_io import shown, write_json
 
 _ARRIVE_S = 45.0  # for processes to start, of the usual two minutes
 

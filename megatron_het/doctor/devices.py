@@ -44,7 +44,7 @@ class Devices(Check):
 
     def measure(self, seat: Seat) -> dict[str, Any]:
         """Seconds of a layer and of a GEMM; what throttled the device meanwhile."""
-        from megatron_het.platform import activate
+        from megatron_het.device import activate
 
         platform = activate()
         index = None
@@ -174,10 +174,10 @@ def _layer(model: LayerModel, point: dict[str, Any], barrier: Callable[[], None]
     """Seconds of forward and backward of one layer, with the planner's own measurement."""
     import torch.distributed as dist
 
-    from megatron_het import upstream
+    from megatron_het import megatron_patches as upstream
 
     upstream.install("stock")
-    layers, settings, schema = planner("profile_layers"), planner("profile_settings"), planner("profile_schema")
+    layers, settings, schema = planner("profile.layers"), planner("profile.settings"), planner("inputs.profile_schema")
     import torch
 
     torch.set_float32_matmul_precision("high" if model.precision == "tf32" else "highest")

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_het.device import SAME_DEVICES
 from megatron_het.elastic.worker import ENVIRONMENT, Setting
-from megatron_het.platform import SAME_DEVICES
 from megatron_het.store import StoreError, TokenError
 
 _POLL_S, _MEET_S = 0.02, 0.1

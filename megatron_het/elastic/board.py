@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_het.safe_io import FileError, read_text, shown
 from megatron_het.store import StoreClient, StoreError, StoreServer, client_tls, server_tls
-from megatron_het.untrusted import FileError, read_text, shown
 
 _CALL_S, _WAIT_S = 20.0, 1.0
 _LONGEST_ADDRESS = 300

@@ -24,8 +24,8 @@ from megatron_het.elastic.recalled import StateFile, recalled
 from megatron_het.elastic.standing import last_iteration, standing
 from megatron_het.elastic.worth import against
 from megatron_het.plan import Plan, plan_hash
+from megatron_het.safe_io import one_line, shown
 from megatron_het.store import StoreError
-from megatron_het.untrusted import one_line, shown
 
 _POLL_S, _CHANGE_POLL_S = 0.02, 0.004
 _SHOW_S = 1.0

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Feature
+from megatron_het.features.window.passes import post_together
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
@@ -19,7 +20,6 @@ from megatron_het.schedule.generators.pipelines import Part, parts_of
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 from megatron_het.schedule.kinds import COLLECTIVES
 from megatron_het.schedule.passes import add_transfers
-from megatron_het.schedule.passes.parameters import post_together
 from megatron_het.schedule.paths import placement_of
 from megatron_het.schedule.validate import check
 

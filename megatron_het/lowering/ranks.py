@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_het.features.context_parallel import part_grain
-from megatron_het.features.slices import slice_tokens
+from megatron_het.features.context_parallel.spec import part_grain
+from megatron_het.features.slices.spec import slice_tokens
 from megatron_het.lowering.boundary import Piece, Side, pieces
 from megatron_het.plan import Placement, Plan, Replica
 from megatron_het.plan.parts import part_tokens

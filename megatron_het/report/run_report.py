@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from megatron_het.config import HetConfig
+from megatron_het.device import Platform
+from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.transports import Choice
 from megatron_het.plan import Placement, RankPrediction
-from megatron_het.platform import Platform
 from megatron_het.report.timeline import Timeline
 from megatron_het.report.trace import write_trace
-from megatron_het.untrusted import write_text
+from megatron_het.safe_io import write_text
 
 _METERED_ITERATION = 1  # peak memory is metered in the second iteration of a run
 MOST_KEPT = 10_000
@@ -142,7 +142,7 @@ class RunReport:
 
     @contextlib.contextmanager
     def _meter(self) -> Iterator[None]:
-        from megatron_het.platform.memory import memory_meter
+        from megatron_het.device.memory import memory_meter
 
         with memory_meter(self._platform) as meter, meter.region("iteration") as region:
             yield

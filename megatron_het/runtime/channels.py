@@ -1,6 +1,6 @@
 """Point-to-point transfers between ranks: posting, waiting, and saying which one failed.
 
-The groups are those of ``topology/pairs.py``.  They are connected before the first iteration.
+The groups are those of ``distributed/pairs.py``.  They are connected before the first iteration.
 
 Transports:
 
@@ -24,8 +24,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_het.distributed import Edge, Link, PairGroups
 from megatron_het.report.transfers import Arrival, TransferLog
-from megatron_het.topology import Edge, Link, PairGroups
 
 Moment = torch.cuda.Event
 """How far the compute stream of a device has come."""
@@ -62,7 +62,7 @@ class Channels:
     """This rank's ends of all edges that a plan's programs use.
 
     Args:
-        links: The links of this rank's edges (``topology/pairs.py``).
+        links: The links of this rank's edges (``distributed/pairs.py``).
         transport: ``nccl``, ``gloo`` or ``staged``.
         timeout_s: Bound on every wait, in seconds.
         rank: This rank.
@@ -192,7 +192,7 @@ class Channels:
         self._sends.clear()
 
     def close(self) -> None:
-        """Let go of what was sent; the groups belong to :class:`~megatron_het.topology.PlanGroups`."""
+        """Let go of what was sent; the groups belong to :class:`~megatron_het.distributed.PlanGroups`."""
         self._sends.clear()
 
     @contextlib.contextmanager

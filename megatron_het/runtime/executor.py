@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from megatron_het.distributed import at_chunk
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.batches import Batches
@@ -28,7 +29,6 @@ from megatron_het.runtime.late_gathers import begin_gathers
 from megatron_het.schedule.gradient_sync import sync_points
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import PARTS
-from megatron_het.topology import at_chunk
 
 _SHOWN_POSTS = 8
 

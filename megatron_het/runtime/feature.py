@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from megatron_het.config import HetConfig
+from megatron_het.device import Platform
+from megatron_het.distributed import Edge, PlanGroups
 from megatron_het.features import features_of
+from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram
 from megatron_het.plan import Placement, Plan
-from megatron_het.platform import Platform
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.batches import Batches
 from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.schedule.ir import Kind, Program
-from megatron_het.topology import Edge, PlanGroups
 
 Key = tuple[int, int, int]
 """(microbatch, slice, chunk) of a compute operation on this device."""

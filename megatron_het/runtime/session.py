@@ -14,14 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.config import HetConfig
+from megatron_het.device import Platform
+from megatron_het.distributed import PlanGroups, build_groups, install_stage_state, remove_stage_state
+from megatron_het.distributed.gradient_sums import (
+    GradientFinalizer,
+    count_once_in_params_norm,
+    mark_duplicates,
+    mark_sharded,
+)
 from megatron_het.features import features_of, tied_copies
-from megatron_het.gradients.finalize import GradientFinalizer, count_once_in_params_norm, mark_duplicates, mark_sharded
+from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.programs import build, program_of
 from megatron_het.lowering.ranks import boundary_map, edges, lower
 from megatron_het.lowering.transports import Choice, choose_transport, posted_for
 from megatron_het.plan import Placement, Plan, plan_hash
-from megatron_het.platform import Platform
 from megatron_het.report.run_report import Measurement, RunReport
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels
@@ -29,7 +35,6 @@ from megatron_het.runtime.executor import Executor, StallWatch, iterators_per_ch
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature, open_features, optimizer_of
 from megatron_het.runtime.letting_go import let_go
 from megatron_het.runtime.losses import Reports, of_whole_stage, passed_on
-from megatron_het.topology import PlanGroups, build_groups, install_stage_state, remove_stage_state
 
 _NOTE = "het: "
 _PENDING_SLICES = 4
@@ -255,7 +260,7 @@ class HetSession:
         return model
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        from megatron_het.layers.recompute import recompute_up_projections
+        from megatron_het.runtime.recompute import recompute_up_projections
 
         recompute_up_projections(model)
         mark_sharded(model)

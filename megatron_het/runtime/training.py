@@ -14,11 +14,11 @@ from megatron_het.checkpoint.checksums import ChecksumWriter
 from megatron_het.checkpoint.choice import save_folders
 from megatron_het.checkpoint.loading import NOTHING_TO_LOAD
 from megatron_het.checkpoint.state_dict import StateDictHook
+from megatron_het.megatron_patches import failed_writes
 from megatron_het.runtime.boundary import Boundary
 from megatron_het.runtime.data import routed_provider
 from megatron_het.runtime.roll_call import RollCall
 from megatron_het.runtime.session import HetSession
-from megatron_het.upstream import failed_writes
 
 
 def complete_model_config(model_config: Any, args: Any) -> None:

@@ -14,11 +14,11 @@ import pytest
 from examples.llama.job import CPU_ARGUMENTS
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from tests.functional import slurm_cluster
-from tools.planner.emit import emit
-from tools.planner.emit_elastic import ElasticOptions
-from tools.planner.emit_flags import ModelOptions, model_arguments
-from tools.planner.emit_nodes import NodeKind
-from tools.planner.emit_scripts import LaunchOptions
+from tools.planner.emit.command import emit
+from tools.planner.emit.elastic import ElasticOptions
+from tools.planner.emit.flags import ModelOptions, model_arguments
+from tools.planner.emit.nodes import NodeKind
+from tools.planner.emit.scripts import LaunchOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KINDS = {"big": NodeKind(devices=1, constraint="big"), "small": NodeKind(devices=1, constraint="small")}

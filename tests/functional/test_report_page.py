@@ -13,12 +13,12 @@ import yaml
 from megatron_het.plan import Plan, save_plan
 from tests.functional.browser import Tab, browser, chromium
 from tools.planner.__main__ import main
-from tools.planner.build import build_plan
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import load_cluster
-from tools.planner.estimate import Estimator
-from tools.planner.layercost import CatalogCosts
-from tools.planner.model import load_model
+from tools.planner.costs.build import build_plan
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import CatalogCosts
+from tools.planner.inputs.cluster import load_cluster
+from tools.planner.inputs.model import load_model
 from tools.planner.page.markup import seconds, share, shown, size
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine (scripts/install_chromium.sh)")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from attention_helpers import CPU, SCALE, Sliced, inputs
 
-from megatron_het.attention.context_exchange import AttentionShape, attend, attend_backward
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.layer_exchange import TokenGradient
 from megatron_het.attention.messages import pack, unpack
 from megatron_het.attention.places import SliceContext
 from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.features.context_exchange.helper import AttentionShape, attend, attend_backward
 
 SHAPE = AttentionShape(8, 2, 4, 2, 16, torch.float64, torch.device("cpu"))
 

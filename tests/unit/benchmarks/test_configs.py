@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron_het.platform import activate
+from megatron_het.device import activate
 
 activate()  # Megatron binds on import what the platform replaces
 
@@ -14,9 +14,9 @@ from benchmarks.config_files import FILES  # noqa: E402
 from benchmarks.config_models import SMALL, logit_difference, one_rank  # noqa: E402
 from benchmarks.runner import words  # noqa: E402
 from tools.planner.__main__ import main  # noqa: E402
-from tools.planner.model_configs import from_config, tables  # noqa: E402
-from tools.planner.model_families import FAMILIES  # noqa: E402
-from tools.planner.model_parts import MODEL_FLAGS  # noqa: E402
+from tools.planner.inputs.model_configs import from_config, tables  # noqa: E402
+from tools.planner.inputs.model_families import FAMILIES  # noqa: E402
+from tools.planner.inputs.model_parts import MODEL_FLAGS  # noqa: E402
 
 SHAPES = words(
     """model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size

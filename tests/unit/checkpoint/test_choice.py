@@ -26,8 +26,8 @@ from megatron_het.checkpoint.choice import (
     choose,
     repair_tracker,
 )
-from megatron_het.features.optimizers import SHARDED_LION
-from megatron_het.upstream import torch_metadata
+from megatron_het.features.optimizers.spec import SHARDED_LION
+from megatron_het.megatron_patches import torch_metadata
 
 
 def checkpoint(folder: Path, iteration: int) -> Path:

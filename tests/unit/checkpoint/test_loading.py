@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_het import platform
+from megatron_het import device as platform
 
 platform.activate()  # before Megatron is imported, which binds what the platform replaces
 

@@ -277,7 +277,7 @@ def test_operating_point_follows_the_profile():
 
 
 def test_the_planner_is_found():
-    assert planner("profile_schema").PROFILE_VERSION
+    assert planner("inputs.profile_schema").PROFILE_VERSION
 
 
 def test_expectations_file(tmp_path):

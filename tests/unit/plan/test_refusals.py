@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron_het import hooks
-from megatron_het.config import check_arguments
-from megatron_het.features.experts import Experts
+from megatron_het.features.experts.spec import Experts
+from megatron_het.launch import start as hooks
+from megatron_het.launch.megatron_args import check_arguments
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.turns import check_batch_schedule, check_turns
@@ -161,7 +161,7 @@ def test_a_wrong_second_plan_is_one_error_before_anything_starts(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from megatron_het import platform
+    from megatron_het import device as platform
 
     monkeypatch.setattr(platform, "activate", lambda: pytest.fail("the platform was activated"))
     monkeypatch.setattr("torch.distributed.rendezvous", lambda *_: pytest.fail("ranks were to meet"))
@@ -182,7 +182,7 @@ def test_a_wrong_second_plan_is_one_error_before_anything_starts(
 
 def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with the second plan's when its turn comes."""
-    from megatron_het.config import HetConfig
+    from megatron_het.launch.megatron_args import HetConfig
 
     four, eight = with_batch(4), with_batch(8)
     changed = arguments(world_size=2, step_batch_size_schedule="0:4 9:8", train_samples=9)
@@ -200,8 +200,8 @@ def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: 
 @pytest.mark.parametrize("transport", ["auto", "staged"])
 def test_gloo_does_not_train_on_gpus(transport: str) -> None:
     """Its groups cannot sum gradients of CUDA tensors; host memory between stages is another matter."""
-    from megatron_het.config import HetConfig
-    from megatron_het.platform import Platform
+    from megatron_het.device import Platform
+    from megatron_het.launch.megatron_args import HetConfig
 
     session: Any = SimpleNamespace(check=lambda args: None)
 
@@ -346,7 +346,8 @@ def test_recomputed_norms_need_transformer_engine(installed: bool, monkeypatch: 
 def test_a_plan_with_tp_sets_what_megatron_insists_on_before_cuda_starts(
     tp: int, given: str | None, value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from megatron_het import platform, upstream
+    from megatron_het import device as platform
+    from megatron_het import megatron_patches as upstream
 
     name, seen = "CUDA_DEVICE_MAX_CONNECTIONS", []
     monkeypatch.setattr(platform, "activate", lambda: seen.append(os.environ.get(name)))
@@ -366,7 +367,7 @@ def test_a_plan_with_tp_sets_what_megatron_insists_on_before_cuda_starts(
 def test_a_folder_that_cannot_hold_a_report_is_refused_before_anything_starts(
     flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_het import platform
+    from megatron_het import device as platform
 
     monkeypatch.setattr(platform, "activate", lambda: pytest.fail("the platform was activated"))
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -381,7 +382,8 @@ def test_a_folder_that_cannot_hold_a_report_is_refused_before_anything_starts(
 
 def test_a_start_checks_the_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each feature is asked once about the plan and once about Megatron's arguments."""
-    from megatron_het import platform, upstream
+    from megatron_het import device as platform
+    from megatron_het import megatron_patches as upstream
     from megatron_het.features import FEATURES
 
     asked: list[str] = []

@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def _without_a_start(request, monkeypatch):
     if "asks_megatron" not in request.fixturenames:
-        monkeypatch.setattr("tools.planner.emit.check_start", lambda words, world_size: [])
+        monkeypatch.setattr("tools.planner.emit.command.check_start", lambda words, world_size: [])
 
 
 @pytest.fixture

@@ -6,16 +6,16 @@ import pytest
 
 from benchmarks.planner_quality import estimator_of
 from megatron_het.schedule.ir import Kind
-from tools.planner.build import build_plan
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.costs.build import build_plan
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
 from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
 from tools.planner.search.book import Book
 from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Progress
-from tools.planner.simulation import simulate_block, simulate_candidate
+from tools.planner.simulate.simulation import simulate_block, simulate_candidate
 
 
 def estimator(gpu: str = "A100-40", **changes) -> Estimator:

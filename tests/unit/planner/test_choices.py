@@ -7,18 +7,18 @@ import pytest
 from benchmarks.planner_quality import estimator_of
 from megatron_het.lowering.programs import build
 from tests.unit.planner import eight_layers
-from tools.planner.build import build_plan, candidate_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.extras import rows_of
-from tools.planner.model_parts import Experts
+from tools.planner.costs.build import build_plan, candidate_of
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.extras import rows_of
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model_parts import Experts
 from tools.planner.search import choices
 from tools.planner.search.choices import changes, choose
 from tools.planner.search.goal import Goal
 from tools.planner.search.long_contexts import regular_pipelines
 from tools.planner.search.outcome import Found, Outcome, Progress
-from tools.planner.simulation import block_s, simulate_block, simulate_candidate
+from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate
 
 GOAL = Goal()
 

@@ -415,7 +415,7 @@ def test_progress_is_said_where_nobody_sees_a_line_move(capsys):
     import time
     from argparse import Namespace
 
-    from tools.planner.report import shown_progress
+    from tools.planner.report.tables import shown_progress
 
     with shown_progress(lambda: "searching, best 1.5", Namespace(json=True), every_s=0.01):
         deadline = time.monotonic() + 20
@@ -427,7 +427,7 @@ def test_progress_is_said_where_nobody_sees_a_line_move(capsys):
 def test_lines_are_not_wrapped(capsys):
     from argparse import Namespace
 
-    from tools.planner.report import say
+    from tools.planner.report.tables import say
 
     line = "stock Megatron can run this plan: " + "--flag value " * 20
     say({}, Namespace(json=False), line)

@@ -17,10 +17,10 @@ import pytest
 from megatron_het.plan import Plan, save_plan
 from tests.unit.planner.emit_plans import KINDS, MODEL, even_plan, make_plan, uneven_plan
 from tools.planner.__main__ import main
-from tools.planner.emit import Emitted, emit
-from tools.planner.emit_elastic import ElasticOptions
-from tools.planner.emit_nodes import NodeKind
-from tools.planner.emit_scripts import LaunchOptions
+from tools.planner.emit.command import Emitted, emit
+from tools.planner.emit.elastic import ElasticOptions
+from tools.planner.emit.nodes import NodeKind
+from tools.planner.emit.scripts import LaunchOptions
 from tools.planner.errors import PlannerError
 
 PLAIN_KINDS = {name: NodeKind(kind.devices, constraint=kind.constraint) for name, kind in KINDS.items()}

@@ -12,10 +12,10 @@ import yaml
 
 from benchmarks.planner_cases import with_catalog
 from benchmarks.planner_pools import random_pool
-from tools.planner import commands
 from tools.planner.__main__ import main
+from tools.planner.cli import commands
 from tools.planner.errors import PlannerError
-from tools.planner.report import MOST_ROWS, summary_tables
+from tools.planner.report.tables import MOST_ROWS, summary_tables
 from tools.planner.search import limit, thorough
 from tools.planner.search.auto import search_auto
 from tools.planner.search.goal import Goal

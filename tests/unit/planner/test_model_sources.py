@@ -14,8 +14,8 @@ import yaml
 from megatron_het.plan import ModelShape
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
-from tools.planner.model import Model, load_model
-from tools.planner.model_parts import Latent
+from tools.planner.inputs.model import Model, load_model
+from tools.planner.inputs.model_parts import Latent
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -141,7 +141,7 @@ def test_what_a_config_lacks_or_cannot_be(tmp_path):
 
 
 def test_windows():
-    from tools.planner.model_configs import from_config
+    from tools.planner.inputs.model_configs import from_config
 
     found = from_config(WINDOWED, "config.json")
     assert (found["attention_window"], found["windowed_layers"]) == (64, 0.25)
@@ -226,8 +226,8 @@ def test_a_plan_for_experts_is_emitted_with_their_flags(tmp_path, capsys):
     ],
 )
 def test_flags_of_experts(experts, flags, runs):
-    from tools.planner.emit_flags import ModelOptions, model_arguments
-    from tools.planner.model_parts import Experts
+    from tools.planner.emit.flags import ModelOptions, model_arguments
+    from tools.planner.inputs.model_parts import Experts
 
     made = Experts(**experts)
     plan = SimpleNamespace(model=ModelShape(5, 64, 4, 4, 32, 96, None, False))
@@ -245,8 +245,8 @@ SMALL = {"num_layers": 6, "hidden_size": 256, "ffn_hidden_size": 512, "num_atten
      (5 / 6, 6, "--window-size 63,0 --window-attn-skip-freq 6"), (0.4, None, "")],
 )  # fmt: skip
 def test_flags_of_windows(tmp_path, share, period, flags):
-    from tools.planner.emit import model_options
-    from tools.planner.emit_flags import model_arguments
+    from tools.planner.emit.command import model_options
+    from tools.planner.emit.flags import model_arguments
 
     model = Model(**SMALL, attention_window=64, windowed_layers=share)
     assert model.window_period == period and bool(model.not_run) == (period is None)
@@ -259,8 +259,8 @@ def test_flags_of_windows(tmp_path, share, period, flags):
 
 
 def test_flags_of_latent_attention():
-    from tools.planner.emit import model_options
-    from tools.planner.emit_flags import model_arguments
+    from tools.planner.emit.command import model_options
+    from tools.planner.emit.flags import model_arguments
 
     x = Latent(query_rank=1536, key_value_rank=512, nope_size=128, rope_size=64, value_size=128)
     model = Model(**SMALL, latent=x)
@@ -273,7 +273,7 @@ def test_flags_of_latent_attention():
 
 
 def test_slices_cache_what_is_compressed():
-    from tools.planner.layer import activation_bytes
+    from tools.planner.costs.layer import activation_bytes
 
     x = Latent(query_rank=512, key_value_rank=64, nope_size=32, rope_size=16, value_size=32)
     plain, latent = Model(**SMALL), Model(**SMALL, latent=x)
@@ -344,7 +344,7 @@ def test_real_torch_files_are_read(tmp_path):
     torch = pytest.importorskip("torch")
     body = {"args": argparse.Namespace(num_layers=2, dtype=torch.bfloat16), "x": torch.ones(3)}
     torch.save(body, tmp_path / "common.pt")
-    from tools.planner.model_sources import checkpoint_arguments
+    from tools.planner.inputs.model_sources import checkpoint_arguments
 
     assert checkpoint_arguments(tmp_path / "common.pt")[0]["num_layers"] == 2
 

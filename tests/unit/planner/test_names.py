@@ -13,12 +13,12 @@ import pytest
 from benchmarks.bad_input_cases import INJECTIONS
 from benchmarks.bad_input_files import CLUSTER, PLAN
 from megatron_het.plan import Plan
-from tools.planner.cluster import cluster_from_document
-from tools.planner.emit import emit, node_kinds
-from tools.planner.emit_checks import extra_flags
-from tools.planner.emit_scripts import LaunchOptions
+from tools.planner.emit.checks import extra_flags
+from tools.planner.emit.command import emit, node_kinds
+from tools.planner.emit.scripts import LaunchOptions
 from tools.planner.errors import PlannerError
-from tools.planner.names import gres_problem, host_problem, job_problem, time_problem
+from tools.planner.inputs.cluster import cluster_from_document
+from tools.planner.inputs.names import gres_problem, host_problem, job_problem, time_problem
 
 
 @pytest.mark.parametrize("key", ["hosts", "partition", "constraint", "account", "gres"])

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planner_quality import estimator_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.model import Model
-from tools.planner.report import bound_lines, search_body
-from tools.planner.runtime import MEGATRON_HET
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.runtime import MEGATRON_HET
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.report.tables import bound_lines, search_body
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Found, Outcome

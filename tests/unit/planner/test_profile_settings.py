@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.planner.errors import PlannerError
-from tools.planner.profile_schema import (
+from tools.planner.inputs.profile_schema import (
     DeviceProfile,
     LayerTiming,
     Profile,
@@ -17,7 +17,7 @@ from tools.planner.profile_schema import (
     ProfiledLatent,
     ProfiledModel,
 )
-from tools.planner.profile_settings import (
+from tools.planner.profile.settings import (
     Point,
     ProfileSettings,
     check_same_model,

@@ -7,13 +7,13 @@ import pytest
 from benchmarks.planner_cases import measured
 from benchmarks.planner_gap import best_regular, regular_plans
 from benchmarks.planner_quality import estimator_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.extras import rows_of
-from tools.planner.model import Model
-from tools.planner.reference import reference_nodes
-from tools.planner.schedules import SCHEDULES
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.extras import rows_of
+from tools.planner.costs.schedules import SCHEDULES
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.published.reference import reference_nodes
 from tools.planner.search.balance import balance
 from tools.planner.search.book import Book
 from tools.planner.search.goal import Goal
@@ -21,7 +21,7 @@ from tools.planner.search.methods import search
 from tools.planner.search.outcome import Progress
 from tools.planner.search.pools import all_gpus
 from tools.planner.search.seeds import even_seeds
-from tools.planner.simulation import block_s
+from tools.planner.simulate.simulation import block_s
 
 SLIMPIPE = SCHEDULES["slimpipe"]
 

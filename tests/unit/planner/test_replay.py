@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tools.planner.__main__ import main
-from tools.planner.cluster import Cluster, cluster_from_document
 from tools.planner.errors import PlannerError
+from tools.planner.inputs.cluster import Cluster, cluster_from_document
 from tools.planner.replay.policies import Costs, _Job, run_elastic, run_full_pool, run_restart, with_start
 from tools.planner.replay.searched import limited
 from tools.planner.replay.trace import Change, Trace, load_trace

@@ -5,10 +5,10 @@ import gc
 import pytest
 
 from benchmarks.planner_quality import estimator_of
-from tools.planner.candidate import Candidate, Group
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model
+from tools.planner.costs.candidate import Candidate, Group
+from tools.planner.costs.estimate import Estimator
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
 from tools.planner.search import seeds as seeds_module
 from tools.planner.search import thorough as thorough_module
 from tools.planner.search.book import Book, there

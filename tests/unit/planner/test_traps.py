@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from tools.planner.__main__ import main
-from tools.planner.cluster import cluster_from_document
-from tools.planner.emit_checks import check_told_apart, extra_flags, to_fill_in
-from tools.planner.emit_nodes import NodeKind
+from tools.planner.cli.inventory.naming import catalog_name
+from tools.planner.emit.checks import check_told_apart, extra_flags, to_fill_in
+from tools.planner.emit.nodes import NodeKind
 from tools.planner.errors import PlannerError
-from tools.planner.inventory.naming import catalog_name
+from tools.planner.inputs.cluster import cluster_from_document
 
 MODEL = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 8, "vocab_size": 1000,
          "seq_length": 256, "global_batch_size": 8, "precision": "bf16", "flags": {"rotary-base": 500000}}  # fmt: skip
@@ -151,13 +151,13 @@ def test_a_rank_of_the_doctor_is_a_number(monkeypatch, capsys, variable, value):
 
 
 def test_a_kind_of_operation_that_is_not_known():
-    from tools.planner.replanning.measured import _check
+    from tools.planner.replan.measured import _check
 
     plan = SimpleNamespace(stages=())
     device = SimpleNamespace(operations={"DANCE": None})
     watched = SimpleNamespace(plan_hash="x", devices=[device])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(PlannerError, match="unknown operation"):
-        patch.setattr("tools.planner.replanning.measured.identity", lambda _: "x")
+        patch.setattr("tools.planner.replan.measured.identity", lambda _: "x")
         _check(watched, plan, "watch.json")
 
 
@@ -173,7 +173,7 @@ def test_a_kind_of_operation_that_is_not_known():
     ],
 )
 def test_a_rank_on_a_node_of_another_kind_does_not_start(rank, name, wrong):
-    from megatron_het.config import check_device_kind
+    from megatron_het.launch.megatron_args import check_device_kind
     from megatron_het.plan import PlanError
 
     replicas = [SimpleNamespace(ranks=(i,), device=kind) for i, kind in enumerate(("A100-80", "V100-16", "mine"))]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tools.planner import dry_run, verify
 from tools.planner.__main__ import main
+from tools.planner.cli import dry_run, verify
 
 GIB = 2**30
 CLUSTER = """

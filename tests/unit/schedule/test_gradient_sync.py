@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.cases import Case, build_plan, with_schedule
 from megatron_het.features import feature, options_of
+from megatron_het.features.window.passes import add_parameters, post_together
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.from_flags import plan_from_flags
@@ -20,7 +21,6 @@ from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import Kind, Program, Shape
 from megatron_het.schedule.joint import stuck_events
 from megatron_het.schedule.passes import add_transfers
-from megatron_het.schedule.passes.parameters import add_parameters, post_together
 from megatron_het.schedule.validate import validate
 from tests.unit.plan.megatron_flags import TWO_BY_TWO, flags
 

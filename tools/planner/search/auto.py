@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from math import inf
 
-from ..estimate import Estimator
+from ..costs.estimate import Estimator
 from ..search.effort import NORMAL, Effort
 from ..search.finish import confirm
 from ..search.goal import Goal

@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import gcd
 from typing import NamedTuple
 
-from ..candidate import Candidate, Group, Stage
-from ..estimate import Estimator, Unit
-from ..extras import rows_of
-from ..schedules import schedule_of
-from ..schedules.base import Place
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.estimate import Estimator, Unit
+from ..costs.extras import rows_of
+from ..costs.schedules import schedule_of
+from ..costs.schedules.base import Place
 
 
 class Load:

@@ -51,8 +51,8 @@ from collections.abc import Iterator
 from itertools import product
 from math import inf
 
-from ..estimate import Estimator
-from ..schedules import Schedule
+from ..costs.estimate import Estimator
+from ..costs.schedules import Schedule
 from .goal import Goal
 from .pools import Limits
 from .relaxation import Relaxation

@@ -10,11 +10,11 @@ from math import inf
 
 from megatron_het.schedule.generators.listing import ORDERS
 
-from ..build import build_plan, seats
-from ..candidate import Candidate
+from ..costs.build import build_plan, seats
+from ..costs.candidate import Candidate
+from ..costs.estimate import Estimate, Estimator
+from ..costs.schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
 from ..errors import PlannerError
-from ..estimate import Estimate, Estimator
-from ..schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
 from ..search.book import Book
 from ..search.depths import deeper
 from ..search.effort import Effort
@@ -22,7 +22,7 @@ from ..search.goal import Goal
 from ..search.least import least_s
 from ..search.outcome import Found, Outcome, Progress
 from ..search.refine import refine
-from ..simulation import MOST_COUPLED, block_s, operations_of, simulate_parts
+from ..simulate.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts
 
 Class = tuple[str, bool, tuple[tuple[int, ...], ...]]
 """Schedule, whether the narrowest stage divides all others, and the pools of every stage."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ..estimate import Estimator
+from ..costs.estimate import Estimator
 from ..search.bounds import Bounds
 from ..search.choices import choose
 from ..search.goal import Goal

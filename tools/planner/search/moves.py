@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate, chain, pairwise
 
-from ..candidate import Candidate, Group
-from ..estimate import Estimator
-from ..schedules import PLAIN, schedule_of
+from ..costs.candidate import Candidate, Group
+from ..costs.estimate import Estimator
+from ..costs.schedules import PLAIN, schedule_of
 from ..search.book import Groups
 from ..search.goal import Goal
 from ..search.pools import Limits, power_below

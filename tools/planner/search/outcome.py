@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 from math import inf
 
-from ..candidate import Candidate
-from ..estimate import Estimate
-from ..schedules import schedule_of
+from ..costs.candidate import Candidate
+from ..costs.estimate import Estimate
+from ..costs.schedules import schedule_of
 from ..search.goal import Goal
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..candidate import Candidate
-from ..estimate import Estimate, Estimator
+from ..costs.candidate import Candidate
+from ..costs.estimate import Estimate, Estimator
 from .finish import confirm
 from .goal import Goal
 from .outcome import Found, Outcome, PassedOver

@@ -8,8 +8,8 @@ from itertools import chain, product
 from math import gcd
 from typing import NamedTuple
 
-from ..candidate import Candidate, Group
-from ..estimate import Estimator
+from ..costs.candidate import Candidate, Group
+from ..costs.estimate import Estimator
 from ..search.book import Book, Groups
 from ..search.goal import Goal
 from ..search.pools import Limits

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from megatron_het.plan.limits import most_chunks
 
-from ..candidate import Candidate, Group, Stage
-from ..compiled import loops
-from ..estimate import Estimator, Unit, allocate
-from ..schedules import schedule_of
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.estimate import Estimator, Unit, allocate
+from ..costs.schedules import schedule_of
+from ..costs.stages import tail_s
 from ..search.balance import Rooms, ends_at, layer_rooms, stage_load
 from ..search.goal import Goal
-from ..stages import tail_s
+from ..simulate.compiled import loops
 
 Groups = tuple[tuple[Group, ...], ...]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, product
 from math import inf
 
-from ..candidate import Candidate, Stage
-from ..estimate import Estimator
-from ..schedules import PLAIN
+from ..costs.candidate import Candidate, Stage
+from ..costs.estimate import Estimator
+from ..costs.schedules import PLAIN
 from ..search.balance import balance
 from ..search.book import Book, Groups
 from ..search.bounds import Bounds
