@@ -15,7 +15,8 @@ README = HERE / "README.md"
 # What a rank process needs.  psutil: torch_dist checkpoints; tensorboard: --tensorboard-dir.
 RUNTIME = ["torch>=2.6", "megatron-core==0.19.2", "numpy", "psutil", "tensorboard"]
 PLANNER = ["networkx", "scipy", "pydantic>=2.10", "pyyaml", "rich", "matplotlib"]
-TEST = ["pytest", "pytest-xdist", "hypothesis"]
+# transformers: models of Hugging Face, whose logits ours must have
+TEST = ["pytest", "pytest-xdist", "hypothesis", "transformers"]
 LINT = ["ruff", "mypy", "pre-commit"]
 # Fused layers and FP8; found and used by Megatron itself.  Needs a CUDA tool chain to build.
 GPU = ["transformer-engine[pytorch]>=2.3"]
@@ -38,7 +39,7 @@ EXTRAS = {
 
 # A checkout has the planner under tools/, a name that other projects use too; installed, it is a package of its
 # own.  The git patches travel inside megatron_het.
-FOLDERS = {"het_planner": "tools/planner", "megatron_het.patches": "patches"}
+FOLDERS = {"het_planner": "tools/planner", "megatron_het.patches": "patches", "megatron_het.docs": "docs"}
 PLANNER_PACKAGES = [f"het_planner.{name}" for name in find_packages("tools/planner")]
 
 setup(
@@ -53,10 +54,12 @@ setup(
     packages=[*find_packages(include=["megatron_het*"]), *FOLDERS, *PLANNER_PACKAGES],
     package_dir=FOLDERS,
     package_data={
-        "het_planner": ["data/*"],
-        "het_planner.compiled": ["*.c"],
+        "het_planner.inputs": ["data/*"],
+        "het_planner.published": ["data/*"],
+        "het_planner.simulate.compiled": ["*.c"],
         "het_planner.page": ["assets/*"],
         "megatron_het.patches": ["*.md", "*.patch"],
+        "megatron_het.docs": ["*.md"],
     },
     install_requires=RUNTIME,
     extras_require=EXTRAS,

@@ -43,19 +43,24 @@ _MODULES = (
         "rich.table",
         "rich.console",
         "matplotlib.figure",
-        "megatron_het.arguments",
+        "megatron_het.launch.flags",
         "megatron_het.lowering.programs",
     ),
     *(
-        "megatron_het.schedule.cli",
-        "tools.planner.analysis",
-        "tools.planner.check",
-        "tools.planner.commands",
-        "tools.planner.emit",
+        "megatron_het.schedule.view.cli",
+        "tools.planner.report.analysis",
+        "tools.planner.cli.check",
+        "tools.planner.cli.commands",
+        "tools.planner.emit.command",
     ),
-    *("megatron_het.elastic.controller", "megatron_het.doctor.options", "tools.planner.expect"),
-    *("tools.planner.replay.command", "tools.planner.replanning.command"),
-    *("tools.planner.profile", "tools.planner.search.sailor", "tools.planner.search.zorse", "tools.planner.simulation"),
+    *("megatron_het.elastic.controller", "megatron_het.doctor.options", "tools.planner.emit.expect"),
+    *("tools.planner.replay.command", "tools.planner.replan.command"),
+    *(
+        "tools.planner.profile.command",
+        "tools.planner.search.sailor",
+        "tools.planner.search.zorse",
+        "tools.planner.simulate.simulation",
+    ),
 )
 _STUBS = {
     "python": '#!/bin/bash\n[[ " $* " == *" --no-python "* ]] && RANK=0 exec bash -c as_rank\nexit 0\n',
@@ -90,7 +95,7 @@ def _run_tool(case: Case) -> int:
 
         return main(words)
     if case.tool == "schedule":
-        from megatron_het.schedule.cli import main as schedule
+        from megatron_het.schedule.view.cli import main as schedule
 
         return schedule(words)
     if case.tool == "job":
@@ -117,7 +122,7 @@ def _doctor(words: list[str]) -> int:
 
 def _start(words: list[str]) -> int:
     """What a training start does with the flags and the plan before Megatron is imported."""
-    from megatron_het.arguments import split_arguments
+    from megatron_het.launch.flags import split_arguments
     from megatron_het.lowering.programs import build
     from megatron_het.plan import PlanError
 

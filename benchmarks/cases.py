@@ -46,7 +46,7 @@ TRAINING_FLAGS = words(
 
 def machine_flags() -> tuple[str, ...]:
     """The flags that Megatron needs on a CPU."""
-    from megatron_het.platform.flags import platform_flags
+    from megatron_het.device.flags import platform_flags
 
     flags = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
     return (*flags, "--attention-backend", "unfused")

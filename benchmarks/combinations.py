@@ -91,7 +91,8 @@ def start_problems(starts: Sequence[tuple[int, Sequence[str]]], folder: Path) ->
 
 def check_starts() -> None:
     """In a process of the rank server: the problems of every start of a file, into another file."""
-    from megatron_het import platform, upstream
+    from megatron_het import device as platform
+    from megatron_het import megatron_patches as upstream
     from megatron_het.doctor.flags import problems_of
 
     asked, answer = map(Path, sys.argv[1:])

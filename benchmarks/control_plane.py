@@ -39,8 +39,8 @@ from megatron_het.store import StoreError, server, wire
 
 TOKEN, WRONG = "0123456789abcdef0123456789abcdef", "fedcba9876543210fedcba9876543210"
 OPERATIONS = ("get", "has", "set", "add", "push", "swap", "drop", "wait")
-KEYS = ("over", "latest", "status", "0/generation", "0/wanted", "0/stop", "0/lost", "0/knows/1", "beat/1", "kill/1")
-KEYS += ("gone/1", "refused/1", "check/1", "inbox", "inbox/1", "processes", "padded_vocab_size", "never")
+KEYS = ["over", "latest", "status", "inbox", "inbox/1", "processes", "padded_vocab_size", "beat/1", "kill/1", "gone/1"]
+KEYS += ["refused/1", "check/1", "0/generation", "0/wanted", "0/stop", "0/lost", "0/knows/1", "never"]
 _SOON_S = 1.0
 
 
@@ -188,7 +188,7 @@ class Stranger:
 
 
 def _requests(operation: str, key: str) -> list[list[Any]]:
-    values = {
+    values: dict[str, list[list[Any]]] = {
         "get": [[key]],
         "has": [[key]],
         "drop": [[key]],

@@ -35,22 +35,29 @@ from benchmarks.machine import machine
 from benchmarks.runner import Finished, Job, Runner, words
 from megatron_het.plan import Plan, load_plan, save_plan
 from tools.planner.__main__ import main as het_plan
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.catalog import Gpu
-from tools.planner.cluster import Cluster, NodeGroup, load_cluster
-from tools.planner.complete import complete
-from tools.planner.estimate import Estimator
-from tools.planner.files import write_json
-from tools.planner.layercost import MeasuredCosts
-from tools.planner.model import Model
-from tools.planner.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel, load_profile
-from tools.planner.replanning.corrections import correct
-from tools.planner.replanning.inputs import CLUSTER, PROFILE, keep_inputs
-from tools.planner.replanning.measured import load_watched
-from tools.planner.replanning.replan import estimator_of, predicted_s
-from tools.planner.runtime import CPU_GLOO
+from tools.planner.cli.complete import complete
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import MeasuredCosts
+from tools.planner.costs.runtime import CPU_GLOO
+from tools.planner.inputs.catalog import Gpu
+from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
+from tools.planner.inputs.files import write_json
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.profile_schema import (
+    DeviceProfile,
+    LayerTiming,
+    LinkProfile,
+    Profile,
+    ProfiledModel,
+    load_profile,
+)
+from tools.planner.replan.corrections import correct
+from tools.planner.replan.inputs import CLUSTER, PROFILE, keep_inputs
+from tools.planner.replan.measured import load_watched
+from tools.planner.replan.replan import estimator_of, predicted_s
 from tools.planner.search.outcome import Found
-from tools.planner.simulation import simulate_candidate
+from tools.planner.simulate.simulation import simulate_candidate
 
 MODEL = Model(
     name="paced",
@@ -180,7 +187,7 @@ def job(plan_file: Path, folder: Path, iterations: int, stand_in: Mapping[str, A
 
 def training_flags(iterations: int) -> tuple[str, ...]:
     """Of the paced model, without a plan."""
-    from megatron_het.platform.flags import platform_flags
+    from megatron_het.device.flags import platform_flags
 
     m = MODEL
     flags = f"""--num-layers {m.num_layers} --hidden-size {m.hidden_size} --ffn-hidden-size {m.ffn_hidden_size}

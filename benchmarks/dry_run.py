@@ -30,8 +30,8 @@ from benchmarks.dry_run_cases import dry_run_cases, flags_of
 from benchmarks.machine import machine
 from benchmarks.runner import Job, JobError, Runner
 from megatron_het.plan import save_plan
-from tools.planner.dry_run import rank_flags, rank_kinds
-from tools.planner.model import load_model
+from tools.planner.cli.dry_run import rank_flags, rank_kinds
+from tools.planner.inputs.model import load_model
 
 BYTES_BAR, MEMORY_BAR, SECONDS_BAR = 0, 0.03, 120.0
 

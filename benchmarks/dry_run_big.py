@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import Plan
-from tools.planner.build import build_plan
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster
+from tools.planner.costs.build import build_plan
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.estimates import GroupMemory
+from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimator
-from tools.planner.estimates import GroupMemory
-from tools.planner.layercost import CatalogCosts
-from tools.planner.model import Model
+from tools.planner.inputs.cluster import Cluster
+from tools.planner.inputs.model import Model
 
 # Layers, hidden size, width of the MLP, heads, key-value heads, rows of the vocabulary.
 _SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {

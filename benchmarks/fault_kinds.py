@@ -48,6 +48,14 @@ def _controller(rng: random.Random, pool: Pool) -> Trial:
     return Trial("controller", pool, (_fault(rng, pool, "controller"),), unchanged=True)
 
 
+def _hanging_controller(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("controller hangs", pool, (_fault(rng, pool, "controller hangs"),), unchanged=True)
+
+
+def _moving_controller(rng: random.Random, pool: Pool) -> Trial:
+    return Trial("controller moves", pool, (_fault(rng, pool, "controller"),), unchanged=True, controller_moves=True)
+
+
 def _agent(rng: random.Random, pool: Pool) -> Trial:
     return Trial("agent", pool, (_fault(rng, pool, "agent"),), node_returns=rng.random() < 0.5)
 
@@ -105,6 +113,8 @@ KINDS: dict[str, Callable[[random.Random, Pool], Trial]] = {
     "stop for a moment": _moment,
     "node": _node,
     "controller": _controller,
+    "controller hangs": _hanging_controller,
+    "controller moves": _moving_controller,
     "agent": _agent,
     "in an update": _update,
     "in a save": _save,

@@ -138,7 +138,8 @@ def problems(pool: Pool, files: Sequence[str]) -> list[str]:
     """What the start of the training would refuse under any of the plans; for a process of its own."""
     import os
 
-    from megatron_het import platform, upstream
+    from megatron_het import device as platform
+    from megatron_het import megatron_patches as upstream
     from megatron_het.doctor.flags import problems_of
 
     device = platform.activate()

@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_het.elastic import severing
 
+_HANGS_S = 15.0
 _SAVE_S, _STALL_S = 0.4, 900.0
 _SO_ATTACH_FILTER, _BPF_RETURN = 26, 6
 Fault = dict[str, Any]
@@ -86,6 +87,10 @@ class Worker:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif act == "controller":
             os.kill(int((self._folder / "controller.pid").read_text(encoding="utf-8")), signal.SIGKILL)
+        elif act == "controller hangs":
+            hung = int((self._folder / "controller.pid").read_text(encoding="utf-8"))
+            os.kill(hung, signal.SIGSTOP)
+            threading.Timer(_HANGS_S, os.kill, (hung, signal.SIGCONT)).start()
         elif act == "stall":
             time.sleep(_STALL_S)
         elif fault["point"] == "save":

@@ -40,6 +40,7 @@ class Trial:
         hopeless: Whether there is no plan for what is left.
         disk_bytes: Size of the disk for checkpoints, 0 for any.
         node_returns: Whether a node whose agent has died is started again, and one that has vanished is there again.
+        controller_moves: Whether a controller that has died is started again at another port.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Trial:
     hopeless: bool = False
     disk_bytes: int = 0
     node_returns: bool = False
+    controller_moves: bool = False
 
 
 @dataclass
@@ -91,8 +93,20 @@ class Processes:
         self._trial, self._folder, self._flags = trial, folder, flags
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        self._base = ["--controller", f"127.0.0.1:{port}", "--folder", str(folder / "job")]
-        self._base += ["--lost-s", "8", "--leave-s", "10", "--timeout-s", "25", "--return-s", "20", *trial.options]
+        self._where = ["--controller", f"127.0.0.1:{port}"]
+        self._base = [
+            "--folder",
+            str(folder / "job"),
+            "--lost-s",
+            "8",
+            "--leave-s",
+            "10",
+            "--timeout-s",
+            "25",
+            "--return-s",
+            "20",
+            *trial.options,
+        ]
         self._environment: Mapping[str, str] = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         self._known: list[Forked] = []
         self.controller = self._start_controller()
@@ -107,7 +121,15 @@ class Processes:
 
     def _start_controller(self) -> Forked:
         files = [str(self._folder / f"plan-{n}.json") for n in range(len(self._trial.pool.plans))]
-        words = [*self._base, "--controller-only", "--nodes", str(len(self._trial.pool.nodes)), "--plans", *files]
+        words = [
+            *self._where,
+            *self._base,
+            "--controller-only",
+            "--nodes",
+            str(len(self._trial.pool.nodes)),
+            "--plans",
+            *files,
+        ]
         log = self._folder / "controller.txt"
         process = Forked(lambda: plain_het_run(words), log, self._environment)
         (self._folder / "controller.pid").write_text(f"{process.pid}\n", encoding="utf-8")
@@ -116,7 +138,7 @@ class Processes:
 
     def _start_agent(self, name: str) -> Forked:
         workers = self._trial.pool.nodes[self._trial.pool.names.index(name)]
-        words = [*self._base, "--node", name, "--workers", str(workers), "--", *self._flags]
+        words = [*self._where, *self._base, "--node", name, "--workers", str(workers), "--", *self._flags]
         setup = functools.partial(fault_points.install, self._folder)
         process = Forked(lambda: het_run(words, setup), self._folder / f"{name}.txt", self._environment)
         self._known.append(process)
@@ -131,6 +153,9 @@ class Processes:
         if code is not None and code < 0:  # killed: started again with the same command after a while
             self._dies_s = self._dies_s or time.monotonic()
             if time.monotonic() - self._dies_s > _AWAY_S:
+                if self._trial.controller_moves:
+                    with socket.create_server(("127.0.0.1", 0)) as probe:
+                        self._where = ["--controller", f"127.0.0.1:{probe.getsockname()[1]}"]
                 self.controller, self._dies_s = self._start_controller(), 0.0
             return False
         if self._trial.node_returns:

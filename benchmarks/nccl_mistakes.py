@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.runner import Job
-from megatron_het.platform import nccl_order
+from megatron_het.device import activate
+from megatron_het.device.host_pool import HostPool
+from testing import nccl_order
 
 STALL_S = 4.0
 
@@ -134,6 +136,43 @@ def _truncated(rank: int, world: int) -> None:
         dist.recv(torch.ones(8), 0)
 
 
+def _under_a_receive(rank: int, act: Callable[[dist.Work], object]) -> None:
+    """Both ranks expect something, then do what makes the host wait for the device, then send what is expected."""
+    mine, other = torch.full((4,), float(rank)), torch.empty(4)
+    groups = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]  # one per direction
+    for source, group in enumerate(groups):  # connects them, and launches what transfers launch
+        (dist.send if rank == source else dist.recv)(mine if rank == source else other, 1 - rank, group=group)
+    nccl_order.synchronize()
+    expected = dist.irecv(other, 1 - rank, group=groups[1 - rank])
+    assert expected is not None
+    act(expected)
+    _wait(dist.isend(mine, 1 - rank, group=groups[rank]), expected)
+
+
+def _first_launch(rank: int, world: int) -> None:
+    """A kernel is launched for the first time while a receive waits for a peer that does the same."""
+    unrelated = torch.ones(4)
+    _under_a_receive(rank, lambda _: unrelated.erfinv())
+
+
+def _pinned(rank: int, world: int) -> None:
+    """Memory is pinned meanwhile."""
+    pool = HostPool(activate())
+    _under_a_receive(rank, lambda _: pool.take(64))
+
+
+def _synchronised(rank: int, world: int) -> None:
+    """The host waits for the device meanwhile."""
+    _under_a_receive(rank, lambda _: activate().synchronize())
+
+
+def _value_read(rank: int, world: int) -> None:
+    """A value is read after the compute stream was ordered after what is to arrive."""
+    unrelated = torch.ones(())
+    unrelated.item()
+    _under_a_receive(rank, lambda expected: (expected.wait(), unrelated.item()))
+
+
 def _host_ahead(rank: int, world: int) -> None:
     """No mistake: the host goes on after a wait, and tells the sender to send."""
     store = dist.distributed_c10d._get_default_store()
@@ -165,6 +204,10 @@ MISTAKES: dict[str, tuple[Callable[[int, int], None], int, str]] = {
     "freed": (_freed, 2, "is not ordered after"),
     "lazy": (_lazy, 2, "connected within"),
     "truncated": (_truncated, 2, "bytes arrive where"),
+    "first launch": (_first_launch, 2, "first launch of aten.erfinv"),
+    "pinned memory": (_pinned, 2, "an allocation of pinned memory, where the host waits"),
+    "synchronised": (_synchronised, 2, "a synchronisation with the device, where the host waits"),
+    "value read": (_value_read, 2, "wait for each other"),
 }
 
 

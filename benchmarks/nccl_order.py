@@ -1,7 +1,7 @@
 """Training in NCCL's order on the CPU: is NCCL chosen, does anything wait for ever, are the results the same?
 
 ``python -m benchmarks.nccl_order --json OUT``: plans of all schedules run as in ``benchmarks.parity``, but over
-groups that keep NCCL's rules (``megatron_het/platform/nccl_order``).  Keys: ``plans``; ``nccl_share``, the share of
+groups that keep NCCL's rules (``testing/nccl_order``).  Keys: ``plans``; ``nccl_share``, the share of
 plans for which ``--het-transport auto`` chose NCCL; ``deadlocks``, plans in which operations waited for each other;
 ``failed``; ``max_relative_loss_difference`` to one stock process; ``wrong_orders_caught`` of
 ``wrong_orders``: programs of :mod:`benchmarks.nccl_mistakes` that NCCL would not survive.  ``--schedules`` runs some

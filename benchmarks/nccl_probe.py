@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from megatron_het.platform import nccl_order
+from testing import nccl_order
 
 
 def simulate(*, rank: int, options: dict[str, Any], then: list[Any] | None = None) -> None:

@@ -18,8 +18,8 @@ def watch(*, rank: int, out: str) -> None:
         out: Folder of both files.  The second has the ``documents`` of every microbatch of every iteration, and
             ``pool_bytes`` of all layers after the last one.
     """
+    from megatron_het.features.documents.starts import DocumentStarts
     from megatron_het.runtime.session import HetSession
-    from megatron_het.slices.starts import DocumentStarts
 
     slimpipe_probe.watch(rank=rank, out=out)
     found: dict[str, Any] = {"documents": [], "pool_bytes": 0}

@@ -26,18 +26,15 @@ from benchmarks import planner_cases as cases
 from benchmarks.machine import machine
 from benchmarks.planner_accuracy import SECTIONS
 from benchmarks.planner_pools import COUNTS, nodes, pools, promised
-from tools.planner.files import write_json
-from tools.planner.report import describe
-from tools.planner.search.auto import search_auto
-from tools.planner.search.bounds import Bounds
+from tools.planner.inputs.files import write_json
+from tools.planner.report.tables import describe
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import METHODS, search
-from tools.planner.search.pools import all_gpus
 
 
 def accuracy() -> dict[str, Any]:
     """Predicted against published measurements, one set of constants; and with each run left out."""
-    from tools.planner.accuracy import MEMORY_GRID, TIME_GRID, calibrate, compare
+    from tools.planner.published.accuracy import MEMORY_GRID, TIME_GRID, calibrate, compare
 
     found = compare()
     times, memory = calibrate(TIME_GRID, False), calibrate(MEMORY_GRID, True)
@@ -81,7 +78,7 @@ def quality(count: int) -> dict[str, Any]:
 
 def _search_row(name: str, estimator: Any) -> dict[str, Any]:
     started = time.process_time()
-    outcome = search_auto(estimator, Goal())
+    outcome = search("auto", estimator, Goal())
     row = {
         "case": name,
         "gpus": estimator.cluster.total_gpus,
@@ -91,7 +88,6 @@ def _search_row(name: str, estimator: Any) -> dict[str, Any]:
         "bar_s": cases.SEARCH_BARS_S.get(name),
     }
     if outcome.best:
-        outcome.bound = Bounds(estimator, Goal()).value(all_gpus(estimator))
         row |= {
             "bound_gap": outcome.gap(Goal()),
             "promised_over_emitted": promised(estimator, outcome),
@@ -123,7 +119,7 @@ def growth() -> dict[str, Any]:
 
 def _warm_up() -> None:
     """Imports are not the search."""
-    search_auto(cases.measured("OPT-350", cases.Cluster(nodes=(cases.reference_nodes("A100-40", 1),)), 64), Goal())
+    search("auto", cases.measured("OPT-350", cases.Cluster(nodes=(cases.reference_nodes("A100-40", 1),)), 64), Goal())
 
 
 def zorse() -> dict[str, Any]:
@@ -133,7 +129,7 @@ def zorse() -> dict[str, Any]:
         cluster, sequence = cases.zorse_cluster(name)
         model = cases.llama(model_name, sequence)
         estimator = cases.with_catalog(cluster, model)
-        outcome = search_auto(estimator, Goal())
+        outcome = search("auto", estimator, Goal())
         flops = cases.hardware_flops(model) / 1e12
         peak = sum(n.quota * cluster.gpu(n.gpu).peak("fp16") for n in cluster.nodes) / 1e12
         best = outcome.best.iteration_s if outcome.best else None

@@ -14,7 +14,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tools.planner.calibrate import (
+from tools.planner.costs.uncertainty import DENSE, EXPERTS
+from tools.planner.inputs.files import write_json
+from tools.planner.published.calibrate import (
     DENSE_CONSTANTS,
     FAMILIES,
     MOE_CONSTANTS,
@@ -23,9 +25,7 @@ from tools.planner.calibrate import (
     left_out,
     relative_errors,
 )
-from tools.planner.files import write_json
-from tools.planner.published import TABLES, PublishedRun, read_runs, runtime_of
-from tools.planner.uncertainty import DENSE, EXPERTS
+from tools.planner.published.published import TABLES, PublishedRun, read_runs, runtime_of
 
 
 def shipped(runs: Sequence[PublishedRun]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def catalog() -> dict[str, Any]:
 
 def families() -> dict[str, Any]:
     """Profiled runs of the Sailor project, with each family (model and cluster) left out of the calibration."""
-    from tools.planner.accuracy import MEMORY_GRID, TIME_GRID, family_errors
+    from tools.planner.published.accuracy import MEMORY_GRID, TIME_GRID, family_errors
 
     times, memory = family_errors(TIME_GRID, False), family_errors(MEMORY_GRID, True)
     return {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from itertools import product
 
-from tools.planner.baseline import even_splits
-from tools.planner.catalog import catalog
-from tools.planner.cluster import Cluster, NodeGroup, ZoneLink
-from tools.planner.estimate import Estimator
-from tools.planner.layercost import CatalogCosts, MeasuredCosts
-from tools.planner.model import Model
-from tools.planner.reference import reference_model, reference_nodes, reference_profile
-from tools.planner.report import describe
+from tools.planner.costs.baseline import even_splits
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
+from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
+from tools.planner.inputs.model import Model
+from tools.planner.published.reference import reference_model, reference_nodes, reference_profile
+from tools.planner.report.tables import describe
 
 SEARCH_BARS_S = {
     "OPT-350, 32 A100-40 + 96 V100-16": 0.6,

@@ -30,22 +30,22 @@ from examples.llama.devices import PINNING_VARIABLE, CpuDevice, available_cores,
 from examples.llama.job import Job as Training
 from examples.llama.job import argument_groups
 from megatron_het.plan import save_plan
-from tools.planner.build import build_plan
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.catalog import Gpu
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.emit_flags import ModelOptions, model_arguments, plan_arguments
-from tools.planner.estimate import Estimator
-from tools.planner.files import write_json
-from tools.planner.layercost import MeasuredCosts
-from tools.planner.model import Model
-from tools.planner.model_parts import Experts
-from tools.planner.profile import WORKER, default_environment, run_profile
-from tools.planner.profile_schema import TIMES, Profile, load_profile
-from tools.planner.profile_settings import ProfileSettings
-from tools.planner.report import describe
-from tools.planner.runtime import CPU_GLOO
-from tools.planner.simulation import simulate_candidate
+from tools.planner.costs.build import build_plan
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import MeasuredCosts
+from tools.planner.costs.runtime import CPU_GLOO
+from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
+from tools.planner.inputs.catalog import Gpu
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.files import write_json
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.model_parts import Experts
+from tools.planner.inputs.profile_schema import TIMES, Profile, load_profile
+from tools.planner.profile.command import WORKER, default_environment, run_profile
+from tools.planner.profile.settings import ProfileSettings
+from tools.planner.report.tables import describe
+from tools.planner.simulate.simulation import simulate_candidate
 
 ITERATIONS = 7
 PROCESSES = 2

@@ -15,18 +15,18 @@ from typing import Any
 
 from benchmarks.machine import machine
 from benchmarks.planner_quality import estimator_of
-from tools.planner.build import build_plan, candidate_of
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.files import write_json
-from tools.planner.model import Model
-from tools.planner.model_parts import Experts
-from tools.planner.report import describe, summary
+from tools.planner.costs.build import build_plan, candidate_of
+from tools.planner.costs.estimate import Estimator
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.files import write_json
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.model_parts import Experts
+from tools.planner.report.tables import describe, summary
 from tools.planner.search.auto import search_auto
 from tools.planner.search.choices import choose
 from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Found, Progress
-from tools.planner.simulation import simulate_candidate
+from tools.planner.simulate.simulation import simulate_candidate
 
 LLAMA_70B = {
     "num_layers": 80,

@@ -7,18 +7,18 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tools.planner.candidate import Candidate, Stage
-from tools.planner.catalog import catalog
-from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.costs.candidate import Candidate, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimator
-from tools.planner.layercost import CatalogCosts
-from tools.planner.model import Model
+from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
 from tools.planner.search.auto import search_auto
 from tools.planner.search.book import LESS
 from tools.planner.search.exact import stage_options
 from tools.planner.search.goal import Goal
-from tools.planner.simulation import simulate_block
+from tools.planner.simulate.simulation import simulate_block
 
 KINDS = ("A100-40", "V100-16", "T4", "RTX-3090", "A10G", "GH-96")
 

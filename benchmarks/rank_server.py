@@ -216,7 +216,8 @@ class Server:
 
 def import_everything() -> None:
     """What every rank needs, without starting anything."""
-    from megatron_het import platform, upstream
+    from megatron_het import device as platform
+    from megatron_het import megatron_patches as upstream
     from megatron_het.elastic.warm import MODULES
 
     platform.activate()

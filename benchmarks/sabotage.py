@@ -10,7 +10,7 @@ from benchmarks import probe
 
 def _no_class_exchange() -> None:
     """Replicas of different TP, and tied copies, keep their own gradients."""
-    from megatron_het.gradients.finalize import GradientFinalizer
+    from megatron_het.distributed.gradient_sums import GradientFinalizer
 
     GradientFinalizer._sum_across_classes = lambda self, model: None
     GradientFinalizer._sum_reduced_across_classes = lambda self, model, are_whole: None
@@ -41,7 +41,7 @@ def _no_duplicate_mark() -> None:
 
 def _gated_as_plain() -> None:
     """The exchange cuts gated weights as if gate and up projection were one block."""
-    from megatron_het.gradients import resharding
+    from megatron_het.distributed import resharding
 
     original = resharding.segments
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_het.distributed import Edge, group_specs, in_rounds
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.ranks import BoundaryMap, edges
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.schedule.ir import Program
-from megatron_het.topology import Edge, group_specs, in_rounds
 
 SEQUENCE = 4096
 STAGES = 8

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from benchmarks.scale_plans import edges_of
+from megatron_het.distributed import build_groups
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement, Plan
 from megatron_het.runtime.channels import Channels
-from megatron_het.topology import build_groups
 
 Body = Callable[[int, dist.Store], dict[str, Any]]
 """What a rank does once it is connected to the store."""

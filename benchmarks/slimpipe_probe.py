@@ -112,8 +112,8 @@ class Watcher:
 
     def metered(self, step: Step, positional: Any, keywords: Any) -> Any:
         """Run one iteration and put its memory into ``found``."""
-        from megatron_het import platform
-        from megatron_het.platform.memory import memory_meter
+        from megatron_het import device as platform
+        from megatron_het.device.memory import memory_meter
 
         pool = pool_bytes(keywords["model"])
         with memory_meter(platform.activate()) as meter, meter.region("iteration") as region:

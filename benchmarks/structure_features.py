@@ -32,33 +32,33 @@ class Feature:
 FEATURES = {
     "context exchange": Feature(
         (
+            "megatron_het.features.context_exchange.spec",
             "megatron_het.features.context_exchange",
-            "megatron_het.context_exchange",
-            "megatron_het.attention.context_exchange",
-            "megatron_het.attention.helped",
+            "megatron_het.features.context_exchange.helper",
+            "megatron_het.features.context_exchange.helped",
             "megatron_het.schedule.exchange",
             "megatron_het.schedule.leveling",
-            "megatron_het.schedule.passes.exchange",
+            "megatron_het.features.context_exchange.passes",
         ),
         r"(het_)?context_exchange|exchange_(units|keep|idle|plan|attention|rest)|add_exchange|kv_(send|recv)"
         r"|attend_(give|help|merge)(_backward)?",
     ),
     "split vocabulary": Feature(
         (
-            "megatron_het.features.vocabulary",
-            "megatron_het.vocab",
-            "megatron_het.schedule.passes.vocabulary",
-            "megatron_het.schedule.passes.embedding",
+            "megatron_het.features.vocab_parallel.spec",
+            "megatron_het.features.vocab_parallel",
+            "megatron_het.features.vocab_parallel.passes",
+            "megatron_het.features.vocab_parallel.embedding_passes",
         ),
         r"(het_)?vocabulary_parallel|splits_vocabulary|vocab_(forward|backward)|embed_(forward|backward)",
         r"vocabulary",
     ),
     "parameter window": Feature(
         (
+            "megatron_het.features.window.spec",
             "megatron_het.features.window",
-            "megatron_het.window",
-            "megatron_het.schedule.passes.parameters",
-            "megatron_het.schedule.passes.sharded_passes",
+            "megatron_het.features.window.passes",
+            "megatron_het.features.window.sharded_passes",
         ),
         r"(het_|parameter_|het_parameter_)window|(het_)?offload_(parameters|optimizer)|het_update|window_options"
         r"|param_(prefetch|gather|release|offload)|grad_reduce|optimizer_step",
@@ -66,36 +66,41 @@ FEATURES = {
     ),
     "activation offload": Feature(
         (
+            "megatron_het.features.activation_offload.spec",
             "megatron_het.features.activation_offload",
-            "megatron_het.activation_offload",
-            "megatron_het.schedule.passes.offload",
+            "megatron_het.features.activation_offload.passes",
         ),
         r"(het_)?offload_activations|activation_offload|act_(offload|fetch)",
     ),
     "slices": Feature(
         (
+            "megatron_het.features.slices.spec",
             "megatron_het.features.slices",
-            "megatron_het.slices",
             "megatron_het.plan.slices",
             "megatron_het.schedule.generators.slimpipe",
         ),
         r"het_slices|slimpipe|is_sliced|slices_of",
     ),
     "packed documents": Feature(
-        ("megatron_het.features.documents", "megatron_het.slices.documents", "megatron_het.slices.starts"),
+        (
+            "megatron_het.features.documents.spec",
+            "megatron_het.features.documents.runtime",
+            "megatron_het.features.documents.starts",
+        ),
         r"document_starts|asked_by|(dataloader_)?inter_document_masking|reset_attention_mask",
     ),
     "context parallelism": Feature(
-        ("megatron_het.features.context_parallel", "megatron_het.attention.context_parallel"),
+        ("megatron_het.features.context_parallel.spec", "megatron_het.features.context_parallel"),
         r"context_parallel(_size|_ranks)?|cp_size",
     ),
     "Lion in shards": Feature(
-        ("megatron_het.features.optimizers", "megatron_het.lion"), r"(het_)?sharded_lion|lion_(steps|beside_adam)"
+        ("megatron_het.features.optimizers.spec", "megatron_het.features.optimizers"),
+        r"(het_)?sharded_lion|lion_(steps|beside_adam)",
     ),
     "zero bubble": Feature(
         (
+            "megatron_het.features.zero_bubble.spec",
             "megatron_het.features.zero_bubble",
-            "megatron_het.zero_bubble",
             "megatron_het.schedule.generators.zero_bubble",
         ),
         r"zero_bubble|zb_(h1|v)|v_half|backward_(input|weight)",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_het.features import options_of
-from megatron_het.features.activation_offload import offload_ratio
+from megatron_het.features.activation_offload.spec import offload_ratio
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.transports import posted_for
 from megatron_het.plan import Plan
@@ -22,12 +22,12 @@ from megatron_het.schedule.cost import Costs, Memory, PerChunk
 from megatron_het.schedule.ir import Kind, Program
 from megatron_het.schedule.memory import memory_use
 from megatron_het.schedule.simulate import simulate
-from tools.planner.layercost import LayerCost, MeasuredCosts
-from tools.planner.model import Model
-from tools.planner.profile import run_profile
-from tools.planner.profile_schema import ProfiledModel
-from tools.planner.profile_settings import ProfileSettings
-from tools.planner.runtime import CPU_GLOO
+from tools.planner.costs.layercost import LayerCost, MeasuredCosts
+from tools.planner.costs.runtime import CPU_GLOO
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.profile_schema import ProfiledModel
+from tools.planner.profile.command import run_profile
+from tools.planner.profile.settings import ProfileSettings
 
 _FP32, _KIND = 4, "CPU"
 _RECOMPUTE = ("none", "full")

@@ -49,7 +49,7 @@ class WindowWatcher(Watcher):
 
         @functools.wraps(setup)
         def metered(*positional: Any, **keywords: Any) -> Any:
-            from megatron_het.platform.memory import CpuMemoryMeter
+            from megatron_het.device.memory import CpuMemoryMeter
 
             with CpuMemoryMeter() as meter, _resizes_shown(), meter.region("start") as visit:
                 result = setup(*positional, **keywords)
@@ -94,7 +94,7 @@ class WindowWatcher(Watcher):
         return ended
 
     def metered(self, step: Step, positional: Any, keywords: Any) -> Any:
-        from megatron_het.platform.memory import CpuMemoryMeter
+        from megatron_het.device.memory import CpuMemoryMeter
 
         session = positional[0]
         offload = session.feature("activation_offload")
@@ -140,8 +140,8 @@ def _tensors(chunk: Any) -> Iterator[torch.Tensor]:
 @contextlib.contextmanager
 def _window_overlooked(activations: Any) -> Iterator[None]:
     """While it is open, a meter overlooks what the window allocates."""
-    from megatron_het.window.chunk import ChunkWindow
-    from megatron_het.window.window import ParameterWindow
+    from megatron_het.features.window.chunk import ChunkWindow
+    from megatron_het.features.window.window import ParameterWindow
 
     def overlooked(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -161,8 +161,8 @@ def _window_overlooked(activations: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _resizes_shown() -> Iterator[None]:
     """While it is open, all meters see at once what the window resizes."""
-    from megatron_het.window.chunk import ChunkWindow
-    from megatron_het.window.memory import HostCopy
+    from megatron_het.features.window.chunk import ChunkWindow
+    from megatron_het.features.window.memory import HostCopy
 
     def looking(tensors: Callable[..., Iterable[torch.Tensor]]) -> Callable[[Any], Any]:
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:

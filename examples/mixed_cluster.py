@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_het.schedule import Costs, Link, Result, Shape, add_transfers, generate, simulate
-from megatron_het.schedule.visualize import draw_timelines
+from megatron_het.schedule.view.visualize import draw_timelines
 
 SPEEDS = (1.0, 1.0, 0.4, 0.4)
 MICROBATCHES = 8

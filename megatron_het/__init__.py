@@ -1,7 +1,7 @@
 """Training large language models on mixed accelerators with Megatron-LM.
 
 The package extends ``megatron-core`` and ``megatron.training`` through their public hooks and a
-few registered patches (:mod:`megatron_het.upstream`).  Nothing is imported here: ``plan`` and
+few registered patches (:mod:`megatron_het.megatron_patches`).  Nothing is imported here: ``plan`` and
 ``schedule`` stay usable without torch, and ``platform`` has to be activated before
 ``megatron.training`` is imported.
 """

@@ -1,4 +1,8 @@
-"""Multi-latent attention without Transformer Engine: ``--spec megatron_het.latent_attention layer_spec``.
+"""Multi-latent attention that Megatron's own layers do not have: ``--spec megatron_het.latent_attention layer_spec``.
+
+It is for models without Transformer Engine, and for those whose queries are not compressed (DeepSeek-V2-Lite,
+Moonlight).  Without compressed queries, ``--qk-layernorm`` ends in an error in Megatron's local layers, and gives
+queries a norm of their own in those of Transformer Engine, which these models do not have.
 
 Megatron's own attention computes it, once it is told that values are of another width than keys.  Under tensor
 parallelism Megatron's local layers forget to sum the gradient of the keys' rotary part over the ranks, whose heads all
@@ -16,6 +20,8 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.utils import divide
 from megatron.training.models.gpt import default_layer_spec
@@ -44,6 +50,16 @@ class LatentCoreAttention(DotProductAttention):
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention over column-parallel down projections."""
 
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        """Norms and projections; queries that are not compressed have no norm."""
+        if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
+            return super()._resolve_qk_norm_config(submodules)
+        resolver = QKNormConfigResolver(self.config, submodules)
+        resolver.has_q_lora = True  # keys and values are normed as beside compressed queries
+        found: dict[str, Any] = dict(resolver.resolve())
+        queries = submodules.linear_q_proj or resolver.linear_impl
+        return found | {"linear_q_proj": queries, "linear_q_up_proj": IdentityOp, "q_layernorm": IdentityOp}
+
     def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compressed queries, and compressed keys and values with the keys' rotary part, whole in the last dimension.
 
@@ -70,14 +86,23 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
         config: Megatron's ``GPTModelConfig``.
         vp_stage: Chunk of the stage.
     """
-    return without_transformer_engine(default_layer_spec(config, vp_stage))
+    spec = without_transformer_engine(default_layer_spec(config, vp_stage))
+    if config.transformer.q_lora_rank is None:
+        for attention in _attentions(spec):
+            attention.module = LatentAttention
+    return spec
 
 
 def without_transformer_engine(spec: Any) -> Any:
     """Megatron's layers, of which the local ones get this module's attention."""
-    for layer in spec.layer_specs if hasattr(spec, "layer_specs") else [spec]:
-        attention = layer.submodules.self_attention
+    for attention in _attentions(spec):
         if attention.submodules.core_attention is DotProductAttention:
             attention.submodules.core_attention = LatentCoreAttention
             attention.module = LatentAttention
     return spec
+
+
+def _attentions(spec: Any) -> list[Any]:
+    """The attention of every layer."""
+    layers = spec.layer_specs if hasattr(spec, "layer_specs") else [spec]
+    return [layer.submodules.self_attention for layer in layers]

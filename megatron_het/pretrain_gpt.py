@@ -348,8 +348,8 @@ def main(boundary: Any = None) -> None:
     Args:
         boundary: What happens between iterations of a run with a plan (``runtime/boundary.py``).
     """
-    from megatron_het import platform
-    from megatron_het.hooks import install
+    from megatron_het import device as platform
+    from megatron_het.launch.start import install
     from megatron_het.runtime.leaving import leaving_together
 
     install(boundary=boundary)

@@ -21,9 +21,9 @@ def main() -> None:
         raise SystemExit(2)
     # First, as Python does for a script: a checkout's own megatron/ comes before an installed one.
     sys.path[0] = os.path.dirname(os.path.abspath(script))
-    from megatron_het.hooks import install
-    from megatron_het.upstream.found import find
-    from megatron_het.upstream.registry import PatchError
+    from megatron_het.launch.start import install
+    from megatron_het.megatron_patches.found import find
+    from megatron_het.megatron_patches.registry import PatchError
 
     try:
         megatron = find()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from megatron_het.untrusted import check_target, count, write_json
+from megatron_het.safe_io import check_target, count, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 520.0

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron_het.attention.kernels import KERNELS, Setting
-from megatron_het.untrusted import check_target, write_json
+from megatron_het.attention.kernel_choice import choose_kernel
+from megatron_het.attention.kernels import Setting
+from megatron_het.safe_io import check_target, write_json
 
 _TOKENS, _SLICES, _HEADS, _GROUPS, _HEAD_DIM = 4096, 8, 8, 2, 128
 _REPEATS = 9
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure() -> dict[str, Any]:
     """Capture, replay and compare."""
     setting = Setting.of(torch.empty(1, 1, 1, _HEAD_DIM, device="cuda", dtype=torch.bfloat16))
-    kernel = next(k for k in KERNELS if k.refuses(setting) is None)
+    kernel = choose_kernel(setting)
     inputs = [
         torch.randn(_TOKENS, 1, heads, _HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         for heads in (_HEADS, _GROUPS, _GROUPS, _HEADS)
@@ -48,8 +49,9 @@ def measure() -> dict[str, Any]:
     def pass_of(index: int) -> tuple[torch.Tensor, ...]:
         q, k, v, gradient = inputs
         own, before = slice(index * length, (index + 1) * length), slice(0, (index + 1) * length)
-        out, lse = kernel.forward(q[own], k[before], v[before], True, scale)
-        return (out, *kernel.backward(gradient[own], q[own], k[before], v[before], out, lse, True, scale))
+        causal = not index or kernel.takes_prefix(length, before.stop)
+        out, lse = kernel.forward(q[own], k[before], v[before], causal, scale)
+        return (out, *kernel.backward(gradient[own], q[own], k[before], v[before], out, lse, causal, scale))
 
     for index in range(_SLICES):
         pass_of(index)  # kernels choose and compile before they can be captured

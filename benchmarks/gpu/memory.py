@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import Plan, load_plan
-from megatron_het.untrusted import check_target, read_json, write_json, write_text
-from tools.planner.emit_flags import ModelOptions, model_arguments, plan_arguments
+from megatron_het.safe_io import check_target, read_json, write_json, write_text
+from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
 
 _TIMEOUT_S = 90.0
 _KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
@@ -76,7 +76,7 @@ def dry_run(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> d
     command = [sys.executable, "-W", "ignore", "-m", "megatron_het.dry_run", "--rank", "0", "--out", str(out)]
     words = flags_of(plan, model, folder)
     if not is_cuda:
-        from megatron_het.platform.flags import platform_flags
+        from megatron_het.device.flags import platform_flags
 
         words += [w for flag in platform_flags(is_cuda=False) for w in flag.words]
     command += ["--kernels", "gpu" if is_cuda else "cpu"]
@@ -90,7 +90,7 @@ def dry_run(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> d
 
 def train(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> dict[str, int]:
     """Bytes by kind that the run report measured."""
-    from megatron_het.platform.flags import platform_flags
+    from megatron_het.device.flags import platform_flags
 
     words = flags_of(plan, model, folder)
     words += [w for flag in platform_flags(is_cuda=is_cuda) for w in flag.words]

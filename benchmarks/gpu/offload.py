@@ -4,8 +4,8 @@
 ministages on one GPU, bf16, recompute per layer.  Variants alternate, each in a process of its own:
 nothing offloaded, parameters, parameters and activations, and the optimizer's state besides.  Figures: time of an
 iteration relative to nothing offloaded (``max_slowdown``, over parameters and activations; at most 0.03
-wanted) and peak bytes of the device.  The figures so far are written as soon as the judged variants have run, and
-after every run from then on, so that a benchmark that is cut short leaves them.
+wanted) and peak bytes of the device.  The figures so far are written after every run, so that a benchmark that is
+cut short leaves them.  A variant that fails ends no other: ``errors`` has the end of its log, and it is not run again.
 
 Without a CUDA device it says so and measures nothing; ``--small`` runs everything with a tiny model, there too,
 to see that it works.
@@ -71,7 +71,7 @@ def plan_of(options: Mapping[str, Any], size: Size) -> Plan:
 
 def arguments(plan: Plan, size: Size, iterations: int, is_cuda: bool) -> list[str]:
     """Megatron's flags for a plan on this machine."""
-    from megatron_het.platform.flags import platform_flags
+    from megatron_het.device.flags import platform_flags
 
     flags = f"""
         --num-layers {plan.model.num_layers} --hidden-size {size.hidden} --ffn-hidden-size {size.ffn}
@@ -87,11 +87,15 @@ def arguments(plan: Plan, size: Size, iterations: int, is_cuda: bool) -> list[st
     return flags + [word for flag in platform_flags(is_cuda=is_cuda) for word in flag.words]
 
 
+class VariantError(RuntimeError):
+    """A training failed."""
+
+
 def run(name: str, plan: Plan, flags: list[str], folder: Path) -> dict[str, float]:
     """One training in a process of its own.
 
     Raises:
-        SystemExit: It failed; with the end of its log.
+        VariantError: It failed; with the end of its log.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -123,7 +127,7 @@ def run(name: str, plan: Plan, flags: list[str], folder: Path) -> dict[str, floa
         done = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
         tail = "\n".join((folder / "log").read_text(errors="replace").splitlines()[-30:])
-        sys.exit(f"error: {name} ended with exit code {done.returncode}\n{tail}")
+        raise VariantError(f"{name} ended with exit code {done.returncode}\n{tail}")
     report = json.loads((folder / "rank-0.json").read_text(encoding="utf-8"))
     timed = [i["elapsed_s"] for i in report["iterations"][_WARMUP:] if i["elapsed_s"] and not i["metered"]]
     return {
@@ -136,18 +140,17 @@ def run(name: str, plan: Plan, flags: list[str], folder: Path) -> dict[str, floa
 def figures(runs: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
     """What the runs so far say; a round that was not ended counts for the variants that have run.
 
-    Raises:
-        ValueError: A variant that is judged has not run.
+    Without a run of what is judged there is no ``max_slowdown``; ``not_run`` names it.
     """
-    if not all(runs[name] for name in JUDGED):
-        raise ValueError("a variant that is judged has not run")
     slowdowns = {
         name: statistics.median(b["iteration_s"] / a["iteration_s"] for a, b in zip(runs["nothing"], found)) - 1
         for name, found in runs.items()
-        if found
+        if found and runs["nothing"]
     }
-    worst = max(slowdowns[name] for name in JUDGED)
-    return {"max_slowdown": worst, "bar": BAR, "passed": worst <= BAR, "slowdowns": slowdowns}
+    missing = [name for name in ("nothing", *JUDGED) if not runs[name]]
+    worst = None if missing else max(slowdowns[name] for name in JUDGED)
+    passed = worst is not None and worst <= BAR
+    return {"max_slowdown": worst, "bar": BAR, "passed": passed, "slowdowns": slowdowns, "not_run": missing}
 
 
 def main() -> int:
@@ -173,22 +176,28 @@ def main() -> int:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="gpu-offload-"))
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-    report: dict[str, Any] = {}
+    report, errors = dict[str, Any](), dict[str, str]()
     try:
         for turn in range(options.rounds):
             for name, window in VARIANTS.items():
+                if name in errors:
+                    continue
                 plan = plan_of(window, size)
                 flags = arguments(plan, size, _WARMUP + options.iterations, is_cuda)
-                runs[name].append(run(name, plan, flags, folder / name.replace(" ", "-")))
-                sys.stdout.write(f"round {turn} {name:28} {runs[name][-1]['iteration_s']:.4f} s\n")
+                try:
+                    runs[name].append(run(name, plan, flags, folder / name.replace(" ", "-")))
+                    said = f"{runs[name][-1]['iteration_s']:.4f} s"
+                except (VariantError, subprocess.TimeoutExpired) as error:
+                    errors[name] = said = str(error)
+                sys.stdout.write(f"round {turn} {name:28} {said}\n")
                 sys.stdout.flush()
-                if all(runs[judged] for judged in JUDGED):
-                    report = {**figures(runs), **common, "rounds": turn + 1, "runs": runs}
-                    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                report = {**figures(runs), **common, "rounds": turn + 1, "runs": runs, "errors": errors}
+                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    sys.stdout.write(json.dumps({k: report[k] for k in ("max_slowdown", "slowdowns", "passed")}, indent=1) + "\n")
-    return 0 if report["passed"] or options.small else 1
+    shown = {key: report[key] for key in ("max_slowdown", "slowdowns", "passed", "not_run")}
+    sys.stdout.write(json.dumps(shown, indent=1) + "\n")
+    return 0 if report["passed"] or (options.small and not errors) else 1
 
 
 if __name__ == "__main__":

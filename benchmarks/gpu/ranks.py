@@ -1,8 +1,9 @@
 """Training under a plan on one GPU, against one process: ``python -m benchmarks.gpu.ranks --case CASE --json OUT``.
 
-``staged``: three ranks share the GPU, two stages, the second with two replicas; activations travel by way of host
-memory.  ``nccl``: one rank, ministages with a parameter window over NCCL.  The model is the doctor's tiny one.  The
-figure is the largest relative difference of a loss.  It runs on a CPU as well, over gloo, to see that it works.
+``staged``: three ranks share the GPU, over NCCL by way of sockets; two stages, the second with two replicas;
+activations travel by way of host memory.  ``nccl``: one rank, ministages with a parameter window over NCCL.  The
+model is the doctor's tiny one.  The figure is the largest relative difference of a loss.  It runs on a CPU as well,
+over gloo, to see that it works.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_het.device import SAME_DEVICES
 from megatron_het.doctor.numerics import difference
 from megatron_het.doctor.tiny import flags_of, one_process, tiny_plan
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
-from megatron_het.untrusted import amount, check_target, write_json
+from megatron_het.safe_io import amount, check_target, write_json
 
 _LIMIT_S = 150.0
 _MODEL = ModelShape(4, 64, 8, 8, 64, ffn_hidden_size=128)
@@ -58,7 +60,7 @@ def losses(plan: Plan, folder: Path, more: Sequence[str], deadline_s: float) -> 
     """
     import torch
 
-    from megatron_het.platform.flags import platform_flags
+    from megatron_het.device.flags import platform_flags
 
     is_cuda = torch.cuda.is_available()
     folder.mkdir(parents=True)
@@ -92,8 +94,9 @@ def _start(rank: int, world_size: int, port: int, words: Sequence[str], folder: 
         **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        SAME_DEVICES: "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -115,8 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_target(options.json)
     deadline_s = time.monotonic() + options.limit_s
     plan = tiny_plan(CASES[options.case])
-    # Several ranks on one GPU: NCCL refuses that, gloo sums gradients by way of the host.
-    shared = ["--distributed-backend", "gloo", "--het-transport", "staged"] if options.case == "staged" else []
+    shared = ["--het-transport", "staged"] if options.case == "staged" else []
     with tempfile.TemporaryDirectory(prefix="gpu-ranks-") as folder:
         alone = losses(one_process(plan), Path(folder) / "alone", [], deadline_s)
         together = losses(plan, Path(folder) / "plan", shared, deadline_s)

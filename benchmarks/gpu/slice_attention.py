@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import KERNELS, Kernel, Setting
 from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.places import SliceContext
 from megatron_het.attention.slice_attention import slice_attention
 
 _HEADS, _GROUPS, _HEAD_DIM = 8, 1, 128
@@ -47,7 +49,9 @@ def sliced(kernel: Kernel, tensors: list[torch.Tensor], scale: float, slices: in
     """All forwards, then all backwards, last slice first."""
     q, k, v = ([p.detach().requires_grad_() for p in t.chunk(slices)] for t in tensors[:3])
     outs = [
-        slice_attention(q[i], k[i], v[i], cache=cache, kernel=kernel, microbatch=0, index=i, scale=scale)
+        slice_attention(
+            *(q[i], k[i], v[i]), SliceContext(cache=cache, kernel=kernel, microbatch=0, index=i, scale=scale)
+        )
         for i in range(slices)
     ]
     for out, grad in zip(reversed(outs), reversed(tensors[3].chunk(slices)), strict=True):
@@ -78,7 +82,7 @@ def cases(
     scale, tensors = _HEAD_DIM**-0.5, _tensors(tokens, device, dtype)
     whole_s, whole_bytes = measure(lambda: unsliced(kernel, tensors, scale), device, repeats)
     for count in counts:
-        cache = KVCache(count)
+        cache = KVCache(count, in_line=kernel.takes_prefix(128, 256))
         work = functools.partial(sliced, kernel, tensors, scale, count, cache)
         part_s, part_bytes = measure(work, device, repeats)
         cache.check_empty()
@@ -125,7 +129,8 @@ def main() -> int:
     device = torch.device("cuda" if on_cuda else "cpu")
     dtype = torch.bfloat16 if on_cuda else torch.float32
     setting = Setting.of(torch.empty(1, 1, 1, _HEAD_DIM, device=device, dtype=dtype))
-    kernels = [kernel for kernel in KERNELS if kernel.refuses(setting) is None]
+    chosen = choose_kernel(setting)
+    kernels = [chosen, *(k for k in KERNELS if k is not chosen and k.refuses(setting) is None)]
     entries: list[dict[str, Any]] = []
     options.json.parent.mkdir(parents=True, exist_ok=True)
     for kernel in kernels:

@@ -25,14 +25,14 @@ from examples.llama.data import VOCAB_SIZE, DataFiles
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice, available_cores, describe, mixed_devices, pinning
 from examples.llama.screen import Screen
 from megatron_het.plan import ModelShape, TrainingShape, save_plan
-from tools.planner.emit import emit
-from tools.planner.emit_nodes import NodeKind
-from tools.planner.emit_scripts import LaunchOptions
+from tools.planner.emit.command import emit
+from tools.planner.emit.nodes import NodeKind
+from tools.planner.emit.scripts import LaunchOptions
 from tools.planner.errors import PlannerError
+from tools.planner.inputs.profile_schema import Profile, ProfiledModel
 from tools.planner.page.html import write_page
-from tools.planner.profile import WORKER, default_environment, run_profile
-from tools.planner.profile_schema import Profile, ProfiledModel
-from tools.planner.profile_settings import ProfileSettings
+from tools.planner.profile.command import WORKER, default_environment, run_profile
+from tools.planner.profile.settings import ProfileSettings
 
 # Megatron pads the vocabulary to a multiple of 32 here (--make-vocab-size-divisible-by).
 _PADDED_VOCAB = -(-VOCAB_SIZE // 32) * 32

@@ -19,11 +19,11 @@ import yaml
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice, available_cores, describe, mixed_devices, pinning
 from examples.llama.slowed import SLOWED_VARIABLE
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
-from tools.planner.emit_flags import ModelOptions, model_arguments, plan_arguments
+from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
 from tools.planner.errors import PlannerError
-from tools.planner.profile import WORKER, default_environment, free_port, run_profile
-from tools.planner.profile_schema import Profile, ProfiledModel
-from tools.planner.profile_settings import ProfileSettings
+from tools.planner.inputs.profile_schema import Profile, ProfiledModel
+from tools.planner.profile.command import WORKER, default_environment, free_port, run_profile
+from tools.planner.profile.settings import ProfileSettings
 
 MODEL = ModelShape(6, 256, 8, 4, 128, ffn_hidden_size=512)
 TRAINING = TrainingShape(1, 8)
@@ -75,7 +75,7 @@ def cluster_document(devices: Sequence[CpuDevice], profile: Profile | None, is_b
 
 def flags_for(plan: Plan, is_broken: bool) -> list[str]:
     """The flags of a training with the plan, as they would be in args.sh."""
-    from megatron_het.platform.flags import platform_flags
+    from megatron_het.device.flags import platform_flags
 
     machine = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
     words = [*model_arguments(plan, ModelOptions()), *plan_arguments(plan), *machine]

@@ -28,8 +28,8 @@ from examples.llama.data import DataFiles
 from examples.llama.devices import available_cores
 from examples.llama.screen import Screen
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
-from tools.planner.emit_flags import ModelOptions, common_arguments, model_arguments
-from tools.planner.profile import default_environment, free_port
+from tools.planner.emit.flags import ModelOptions, common_arguments, model_arguments
+from tools.planner.profile.command import default_environment, free_port
 
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(\d+)/.*?lm loss: ([0-9.E+-]+)")
 _MICROBATCHES = 12

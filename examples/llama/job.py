@@ -16,8 +16,8 @@ from typing import Any
 from examples.llama.data import DataFiles
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice, pinning
 from megatron_het.plan import Plan
-from tools.planner.emit_flags import ModelOptions, model_arguments, plan_arguments
-from tools.planner.profile import default_environment, free_port
+from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
+from tools.planner.profile.command import default_environment, free_port
 
 #: What Megatron needs on a machine without a GPU.
 CPU_ARGUMENTS = (

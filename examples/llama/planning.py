@@ -16,7 +16,7 @@ from examples.llama.contention import Timeline, simulate_shared
 from examples.llama.devices import CpuDevice
 from megatron_het.plan import ModelShape, Plan, Prediction, RankPrediction, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.schedule import Kind, Op, Program, Shape, generate
-from tools.planner.profile_schema import DeviceProfile, LayerKind, LayerTiming, LinkProfile, Profile
+from tools.planner.inputs.profile_schema import DeviceProfile, LayerKind, LayerTiming, LinkProfile, Profile
 
 #: Candidates that are simulated when the bound has sorted a larger space.
 _SIMULATED = 400

@@ -18,15 +18,19 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megatron_het.attention.blocks import held_before, take_blocks
-from megatron_het.attention.kernels import Kernel, Setting, choose_kernel
+from megatron_het.attention.kernel_choice import choose_kernel
+from megatron_het.attention.kernels import Kernel, Setting
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.latent import Expansion, LatentCache, attend_by_latents, widths_of
 from megatron_het.attention.layer_exchange import NO_EXCHANGE, LayerExchange
+from megatron_het.attention.places import Sharing, SliceContext
 from megatron_het.attention.reach import Reach
 from megatron_het.attention.rotary import Rotation, Rotations
-from megatron_het.attention.slice_attention import SharedSlices, slice_attention
+from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.plan.parts import Blocks, part_tokens
 from megatron_het.schedule.cutting import Bounds, Starts
+
+_ANY_TOKENS = 128
 
 
 @dataclass
@@ -82,8 +86,9 @@ class SliceCoreAttention(torch.nn.Module):
     Args:
         slots: Chunks of keys and values that the schedule holds at once.
         softmax_scale: Factor of the scores, None for ``d ** -0.5``.
-        kernel: Name of the attention kernel, None for the best one.
+        kernels: Names of the attention kernels to choose from; nothing for all.
         batch: Sequences of the largest microbatch; None where all are alike.
+        in_line: Whether the kernel wants a slice's keys after those before it, in one view.
         window_tokens: How many earlier tokens a query sees at most; None for all.
         softmax_offset: ``[heads]`` of this TP rank, as the layer had it; None without.
         tp_group: Over which the heads are cut.
@@ -96,9 +101,10 @@ class SliceCoreAttention(torch.nn.Module):
         self,
         slots: int,
         softmax_scale: float | None = None,
-        kernel: str | None = None,
+        kernels: Sequence[str] = (),
         batch: int | None = None,
         *,
+        in_line: bool = False,
         window_tokens: int | None = None,
         softmax_offset: torch.Tensor | None = None,
         tp_group: Any = None,
@@ -108,16 +114,17 @@ class SliceCoreAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.caches = [
-            KVCache(slots, batch) if expansion is None else LatentCache(slots, batch, expansion) for _ in range(runs)
+            KVCache(slots, batch, in_line=in_line) if expansion is None else LatentCache(slots, batch, expansion)
+            for _ in range(runs)
         ]
         self._value_width = None if expansion is None else expansion.widths.value
         self.exchange: LayerExchange = NO_EXCHANGE
-        self.sharing: Callable[[tuple[int, ...]], SharedSlices] | None = None
+        self.sharing: Callable[[tuple[int, ...]], Sharing] | None = None
         """The ranks that share a slice, by the tokens of each; None where nobody does."""
         self.softmax_offset = softmax_offset
         self.window_tokens = window_tokens
         self._scale = softmax_scale
-        self._kernel_name = kernel
+        self._kernels = kernels
         self._kernel: Kernel | None = None
         self._tp_group = tp_group
         self._rotates = rotates
@@ -157,21 +164,23 @@ class SliceCoreAttention(torch.nn.Module):
         if attention_bias is not None:
             raise RuntimeError("slice attention has no attention bias")
         if self._kernel is None:
-            self._kernel = choose_kernel(Setting.of(query), self._kernel_name)
+            self._kernel = choose_kernel(Setting.of(query), self._kernels)
         out = slice_attention(
             query,
             key,
             value,
-            cache=self.caches[packed_seq_params.run],
-            kernel=self._kernel,
-            microbatch=packed_seq_params.microbatch,
-            index=packed_seq_params.index,
-            scale=query.shape[-1] ** -0.5 if self._scale is None else self._scale,
-            exchange=self.exchange,
-            parallel=None if self.sharing is None else self.sharing(packed_seq_params.parts),
-            reach=Reach(packed_seq_params.starts, self.window_tokens, packed_seq_params.max_seqlen_q),
-            sink=self.softmax_offset,
-            rotation=packed_seq_params.rotation if self._rotates else None,
+            SliceContext(
+                cache=self.caches[packed_seq_params.run],
+                kernel=self._kernel,
+                microbatch=packed_seq_params.microbatch,
+                index=packed_seq_params.index,
+                scale=query.shape[-1] ** -0.5 if self._scale is None else self._scale,
+                exchange=self.exchange,
+                parallel=None if self.sharing is None else self.sharing(packed_seq_params.parts),
+                reach=Reach(packed_seq_params.starts, self.window_tokens, packed_seq_params.max_seqlen_q),
+                rotation=packed_seq_params.rotation if self._rotates else None,
+            ),
+            self.softmax_offset,
         )
         return out[..., : self._value_width].reshape(*out.shape[:2], -1)
 
@@ -210,7 +219,7 @@ class SliceCoreAttention(torch.nn.Module):
 
 
 def replace_core_attention(
-    model: torch.nn.Module, slots: int, device: torch.device, kernel: str | None = None, batch: int | None = None
+    model: torch.nn.Module, slots: int, device: torch.device, kernels: Sequence[str] = (), batch: int | None = None
 ) -> list[SliceCoreAttention]:
     """Put slice attention into every self-attention of a model chunk, of local or TE specs.
 
@@ -218,7 +227,7 @@ def replace_core_attention(
         model: A GPTModel, not wrapped.
         slots: Chunks of keys and values per layer.
         device: What the model will compute on; its weights may not be there yet.
-        kernel: Name of the attention kernel, None for the best one.
+        kernels: Names of the attention kernels to choose from; nothing for all.
         batch: Sequences of the largest microbatch; None where all are alike.
 
     Returns:
@@ -234,14 +243,16 @@ def replace_core_attention(
         if not hasattr(attention, "core_attention") or not (_is_latent(attention) or hasattr(attention, "linear_qkv")):
             raise ValueError(f"slices: {type(attention).__name__} has no core attention to replace")
         # What cannot run is known before training.
-        choose_kernel(Setting.on(device, next(attention.parameters()).dtype, head_width(attention)), kernel)
+        setting = Setting.on(device, next(attention.parameters()).dtype, head_width(attention))
+        kernel, window_tokens = choose_kernel(setting, kernels), _window_of(attention)
         replaced = attention.core_attention
         attention.core_attention = SliceCoreAttention(
             slots,
             score_scale(attention),
-            kernel,
+            kernels,
             batch,
-            window_tokens=_window_of(attention),
+            in_line=window_tokens is None and kernel.takes_prefix(_ANY_TOKENS, 2 * _ANY_TOKENS),
+            window_tokens=window_tokens,
             softmax_offset=getattr(replaced, "softmax_offset", None),
             tp_group=getattr(getattr(attention, "pg_collection", None), "tp", None),
             expansion=attend_by_latents(attention) if _is_latent(attention) else None,

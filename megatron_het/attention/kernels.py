@@ -1,8 +1,8 @@
 """Attention kernels with an explicit backward: output and log-sum-exp out, gradients back.
 
 All tensors are ``[s, b, heads, d]`` views, as Megatron's attention passes them; log-sum-exp is
-``[b, heads, s]`` with natural logarithms in at least fp32.  A causal call is always square (the
-slice's own keys), so kernels that align the mask top-left and bottom-right agree.
+``[b, heads, s]`` with natural logarithms in at least fp32.  In a causal call queries are the last of the keys' tokens:
+the mask is aligned bottom-right.  Kernels that cannot do that get squares, in which both alignments agree.
 
 The backward of a kernel takes the output and the log-sum-exp of the *whole* softmax: with those of
 the merged result it gives this part's exact contribution.
@@ -10,14 +10,19 @@ the merged result it gives this part's exact contribution.
 
 from __future__ import annotations
 
+import abc
+import functools
+import importlib
+import importlib.util
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, override
 
 import torch
 
 aten = torch.ops.aten
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +53,45 @@ class Setting:
         return cls(device.type, dtype, head_dim, capability)
 
 
-class Kernel(Protocol):
+class Kernel(abc.ABC):
     """One attention kernel.
 
     Attributes:
         name: For messages and benchmarks.
         summary: What it supports, for the table in the documentation.
+        takes_window: Whether causal calls may have a window.
+        is_extension: Whether it is code of another package, which takes tensors with memory only.
     """
 
-    name: str
-    summary: str
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    takes_window: ClassVar[bool] = False
+    is_extension: ClassVar[bool] = False
 
+    @abc.abstractmethod
     def refuses(self, setting: Setting) -> str | None:
         """Why it cannot run in a setting, None if it can."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output ``[s, b, heads, d]`` and log-sum-exp ``[b, heads, s]``."""
+    def takes_prefix(self, queries: int, keys: int) -> bool:
+        """Whether a causal call may have so many more keys than queries; a square is always possible."""
+        return False
 
+    @abc.abstractmethod
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output ``[s, b, heads, d]`` and log-sum-exp ``[b, heads, s]``.
+
+        Args:
+            q: ``[s, b, heads, d]``.
+            k: ``[keys, b, groups, d]``; ``groups`` divides ``heads``.
+            v: The same of the values.
+            causal: Whether a query sees the keys up to its own only; queries are the last tokens of the keys.
+            scale: Factor of the scores.
+            window: How many keys before its own a query of a causal call sees at most; None for all.
+        """
+
+    @abc.abstractmethod
     def backward(
         self,
         grad: torch.Tensor,
@@ -77,34 +102,31 @@ class Kernel(Protocol):
         lse: torch.Tensor,
         causal: bool,
         scale: float,
+        window: int | None = None,
     ) -> Gradients:
-        """Gradients of q, k, v from the merged output and log-sum-exp."""
+        """Gradients of q, k, v from the merged output and log-sum-exp; the other arguments are the forward's."""
 
 
-def _swap(tensor: torch.Tensor) -> torch.Tensor:
-    """``[s, b, h, d]`` to ``[b, s, h, d]`` and back."""
-    return tensor.transpose(0, 1)
-
-
-class CpuFlash:
+class CpuFlash(Kernel):
     """Flash attention of PyTorch on the CPU."""
 
     name = "cpu-flash"
     summary = "CPU; fp64, fp32, bf16, fp16; grouped queries native"
 
+    @override
     def refuses(self, setting: Setting) -> str | None:
-        """See :class:`Kernel`."""
         return None if setting.device == "cpu" else "runs on the CPU only"
 
+    @override
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Kernel`."""
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
             q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), 0.0, causal, scale=scale
         )
         return out.permute(2, 0, 1, 3), lse
 
+    @override
     def backward(
         self,
         grad: torch.Tensor,
@@ -115,41 +137,41 @@ class CpuFlash:
         lse: torch.Tensor,
         causal: bool,
         scale: float,
+        window: int | None = None,
     ) -> Gradients:
-        """See :class:`Kernel`."""
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             *(t.permute(1, 2, 0, 3) for t in (grad, q, k, v, out)), lse, 0.0, causal, scale=scale
         )
         return dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
 
 
-class CudaFlash:
+class CudaFlash(Kernel):
     """FlashAttention 2 of PyTorch."""
 
     name = "cuda-flash"
-    summary = "CUDA sm80+; bf16, fp16; head dim <= 256, a multiple of 8; grouped queries native"
+    summary = "CUDA sm80+; bf16, fp16; head dim <= 256, a multiple of 8; grouped queries native; one call per slice"
+    takes_window = True
 
+    @override
     def refuses(self, setting: Setting) -> str | None:
-        """See :class:`Kernel`."""
-        if setting.device != "cuda":
-            return "runs on CUDA only"
-        if setting.dtype not in (torch.bfloat16, torch.float16):
-            return f"has no {setting.dtype}"
-        if setting.capability < (8, 0):
-            return f"needs compute capability 8.0, this device has {setting.capability}"
-        if setting.head_dim > 256 or setting.head_dim % 8:
-            return f"head dimension {setting.head_dim} is not a multiple of 8 up to 256"
-        return None
+        return _refused(setting, (8, 0), 256)
 
+    @override
+    def takes_prefix(self, queries: int, keys: int) -> bool:
+        return True
+
+    @override
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Kernel`."""
         out, lse, *_ = aten._flash_attention_forward.default(
-            _swap(q), _swap(k), _swap(v), None, None, q.shape[0], k.shape[0], 0.0, causal, False, scale=scale
+            *(_swap(q), _swap(k), _swap(v), None, None, q.shape[0], k.shape[0], 0.0, causal, False),
+            scale=scale,
+            **_flash_window(window),
         )
         return _swap(out), lse
 
+    @override
     def backward(
         self,
         grad: torch.Tensor,
@@ -160,41 +182,89 @@ class CudaFlash:
         lse: torch.Tensor,
         causal: bool,
         scale: float,
+        window: int | None = None,
     ) -> Gradients:
-        """See :class:`Kernel`."""
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's; unused
         offset = torch.empty(0, dtype=torch.uint64, device=q.device)
         dq, dk, dv = aten._flash_attention_backward.default(
-            _swap(grad).contiguous(),
-            _swap(q),
-            _swap(k),
-            _swap(v),
-            _swap(out).contiguous(),
-            lse,
-            None,
-            None,
-            q.shape[0],
-            k.shape[0],
-            0.0,
-            causal,
-            seed,
-            offset,
+            *(_swap(grad).contiguous(), _swap(q), _swap(k), _swap(v), _swap(out).contiguous(), lse, None, None),
+            *(q.shape[0], k.shape[0], 0.0, causal, seed, offset),
             scale=scale,
+            **_flash_window(window),
         )
         return _swap(dq), _swap(dk), _swap(dv)
 
 
-class CudaEfficient:
+class CudaFlash3(Kernel):
+    """FlashAttention 3, from its own package."""
+
+    name = "cuda-flash-3"
+    summary = "CUDA sm90 with the package flash_attn_3; as cuda-flash"
+    takes_window = True
+    is_extension = True
+
+    @override
+    def refuses(self, setting: Setting) -> str | None:
+        refused = _refused(setting, (9, 0), 256)
+        if refused is None and setting.capability[0] != 9:
+            return f"is for compute capability 9.0, this device has {setting.capability}"
+        return refused or _missing("flash_attn_interface", "FlashAttention 3")
+
+    @override
+    def takes_prefix(self, queries: int, keys: int) -> bool:
+        return True
+
+    @override
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = importlib.import_module("flash_attn_interface")._flash_attn_forward(
+            *(_swap(q), _swap(k), _swap(v)), softmax_scale=scale, causal=causal, **self._window(causal, window)
+        )
+        return _swap(out), lse
+
+    @override
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        window: int | None = None,
+    ) -> Gradients:
+        tensors = [_swap(t) for t in (grad, q, k, v, out)]
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors[1:4])
+        importlib.import_module("flash_attn_interface")._flash_attn_backward(
+            *(*tensors, lse.contiguous()),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=scale,
+            is_causal=causal,
+            **self._window(causal, window),
+        )
+        return _swap(dq), _swap(dk), _swap(dv)
+
+    @staticmethod
+    def _window(causal: bool, window: int | None) -> dict[str, int]:
+        return {"window_size_left": -1 if window is None else window, "window_size_right": 0 if causal else -1}
+
+
+class CudaEfficient(Kernel):
     """Memory-efficient attention of PyTorch: for fp32 and for devices before sm80."""
 
     name = "cuda-efficient"
-    summary = "CUDA; fp32, fp16, bf16 (sm80+); grouped queries by repeating keys and values"
+    summary = "CUDA; fp32, fp16, bf16 (sm80+); grouped queries by repeating keys and values; one call per slice"
 
+    @override
     def refuses(self, setting: Setting) -> str | None:
-        """See :class:`Kernel`."""
         if setting.device != "cuda":
             return "runs on CUDA only"
-        if setting.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if setting.dtype not in (torch.float32, *_HALF):
             return f"has no {setting.dtype}"
         if setting.dtype == torch.bfloat16 and setting.capability < (8, 0):
             return f"needs compute capability 8.0 for bf16, this device has {setting.capability}"
@@ -202,16 +272,22 @@ class CudaEfficient:
             return f"head dimension {setting.head_dim} is not a multiple of 8"
         return None
 
+    @override
+    def takes_prefix(self, queries: int, keys: int) -> bool:
+        return True
+
+    @override
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Kernel`."""
         k, v = (_repeat(t, q.shape[2]) for t in (k, v))
         out, lse, *_ = aten._efficient_attention_forward.default(
-            _swap(q), _swap(k), _swap(v), None, None, None, None, None, 0.0, int(causal), True, scale=scale
+            *(_swap(q), _swap(k), _swap(v), None, None, None, None, None, 0.0, self._mask(causal, q, k), True),
+            scale=scale,
         )
         return _swap(out), lse[..., : q.shape[0]]  # the kernel pads to a multiple of 32
 
+    @override
     def backward(
         self,
         grad: torch.Tensor,
@@ -222,61 +298,48 @@ class CudaEfficient:
         lse: torch.Tensor,
         causal: bool,
         scale: float,
+        window: int | None = None,
     ) -> Gradients:
-        """See :class:`Kernel`."""
         groups = k.shape[2]
         padded = torch.nn.functional.pad(lse, (0, -q.shape[0] % 32), value=math.inf).contiguous()
         unused = torch.zeros((), dtype=torch.long)
+        k, v = _repeat(k, q.shape[2]), _repeat(v, q.shape[2])
         dq, dk, dv, _ = aten._efficient_attention_backward.default(
-            _swap(grad).contiguous(),
-            _swap(q),
-            _swap(_repeat(k, q.shape[2])),
-            _swap(_repeat(v, q.shape[2])),
-            None,
-            _swap(out).contiguous(),
-            None,
-            None,
-            q.shape[0],
-            k.shape[0],
-            padded,
-            0.0,
-            unused,
-            unused,
-            int(causal),
-            False,
+            *(_swap(grad).contiguous(), _swap(q), _swap(k), _swap(v), None, _swap(out).contiguous(), None, None),
+            *(q.shape[0], k.shape[0], padded, 0.0, unused, unused, self._mask(causal, q, k), False),
             scale=scale,
         )
         return _swap(dq), _fold(_swap(dk), groups), _fold(_swap(dv), groups)
 
+    @staticmethod
+    def _mask(causal: bool, q: torch.Tensor, k: torch.Tensor) -> int:
+        """PyTorch's number of a mask: none, causal of a square, causal aligned bottom-right."""
+        return 0 if not causal else 1 if q.shape[0] == k.shape[0] else 2
 
-class CudnnFlash:
-    """cuDNN's fused attention by way of PyTorch."""
+
+class CudnnFlash(Kernel):
+    """cuDNN's fused attention by way of PyTorch, which aligns the mask top-left."""
 
     name = "cudnn"
-    summary = "CUDA sm80+ with cuDNN; bf16, fp16; head dim <= 128, a multiple of 8; with --attention-backend fused"
+    summary = "CUDA sm80+ with cuDNN; bf16, fp16; head dim <= 128, a multiple of 8; grouped queries native"
 
+    @override
     def refuses(self, setting: Setting) -> str | None:
-        """See :class:`Kernel`."""
         if setting.device != "cuda" or not torch.backends.cudnn.is_available():
             return "needs CUDA with cuDNN"
-        if setting.dtype not in (torch.bfloat16, torch.float16):
-            return f"has no {setting.dtype}"
-        if setting.capability < (8, 0):
-            return f"needs compute capability 8.0, this device has {setting.capability}"
-        if setting.head_dim > 128 or setting.head_dim % 8:
-            return f"head dimension {setting.head_dim} is not a multiple of 8 up to 128"
-        return None
+        return _refused(setting, (8, 0), 128)
 
+    @override
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Kernel`."""
-        q, k, v = q.permute(1, 2, 0, 3), *(_repeat(t, q.shape[2]).permute(1, 2, 0, 3) for t in (k, v))
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )
         return out.permute(2, 0, 1, 3), lse.reshape(q.shape[:3])
 
+    @override
     def backward(
         self,
         grad: torch.Tensor,
@@ -287,33 +350,131 @@ class CudnnFlash:
         lse: torch.Tensor,
         causal: bool,
         scale: float,
+        window: int | None = None,
     ) -> Gradients:
-        """See :class:`Kernel`."""
-        groups, queries, keys = k.shape[2], q.shape[0], k.shape[0]
-        grad, q, k, v, out = (
-            t.permute(1, 2, 0, 3) for t in (grad, q, _repeat(k, q.shape[2]), _repeat(v, q.shape[2]), out)
-        )
+        queries, keys = q.shape[0], k.shape[0]
         seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse.unsqueeze(-1),
-            seed,
-            offset,
-            None,
-            None,
-            None,
-            queries,
-            keys,
-            0.0,
-            causal,
+            *(t.permute(1, 2, 0, 3) for t in (grad, q, k, v, out)),
+            *(lse.unsqueeze(-1), seed, offset, None, None, None, queries, keys, 0.0, causal),
             scale=scale,
         )
-        dq, dk, dv = (t.permute(2, 0, 1, 3) for t in (dq, dk, dv))
-        return dq, _fold(dk, groups), _fold(dv, groups)
+        return dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
+
+
+class TransformerEngineFused(Kernel):
+    """cuDNN's fused attention by way of Transformer Engine, which aligns the mask as it is told."""
+
+    name = "te-fused"
+    summary = (
+        "CUDA sm80+ with Transformer Engine; bf16, fp16; head dim <= 256, a multiple of 8; grouped queries native; "
+        "one call per slice of a multiple of 64 tokens"
+    )
+    takes_window = True
+    is_extension = True
+    module: ClassVar[str] = "transformer_engine.pytorch.cpp_extensions.fused_attn"
+    """Has ``fused_attn_fwd`` and ``fused_attn_bwd``."""
+    granule_tokens: ClassVar[int] = 64
+    """cuDNN's masks that are aligned bottom-right want multiples of it."""
+
+    @override
+    def refuses(self, setting: Setting) -> str | None:
+        return _refused(setting, (8, 0), 256) or _missing("transformer_engine", "Transformer Engine")
+
+    @override
+    def takes_prefix(self, queries: int, keys: int) -> bool:
+        return queries % self.granule_tokens == keys % self.granule_tokens == 0
+
+    @override
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        library = importlib.import_module(self.module)
+        q, k, v = (t.contiguous() for t in (q, k, v))
+        out, auxiliary, *_ = library.fused_attn_fwd(
+            True,
+            *self._lengths(q, k),
+            *(q, k, v, q.dtype, library.FusedAttnBackend["F16_arbitrary_seqlen"]),
+            **self._options(q, k, causal, scale, window),
+        )
+        return out, auxiliary[0].squeeze(-1)
+
+    @override
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        window: int | None = None,
+    ) -> Gradients:
+        library = importlib.import_module(self.module)
+        q, k, v, out, grad = (t.contiguous() for t in (q, k, v, out, grad))
+        kind = next(own for own, dtype in library.TORCH_DType.items() if dtype is q.dtype)
+        dq, dk, dv, *_ = library.fused_attn_bwd(
+            *self._lengths(q, k),
+            *(q, k, v, out, grad, q.dtype, kind, [lse.contiguous().unsqueeze(-1), _unused_seed(q.device)]),
+            library.FusedAttnBackend["F16_arbitrary_seqlen"],
+            **self._options(q, k, causal, scale, window),
+        )
+        return dq, dk, dv
+
+    @staticmethod
+    def _lengths(q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
+        (queries, batch), keys = q.shape[:2], k.shape[0]
+        return queries, keys, _cumulative(batch, queries, q.device), _cumulative(batch, keys, q.device)
+
+    @staticmethod
+    def _options(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, window: int | None) -> dict[str, Any]:
+        square = "causal" if q.shape[0] == k.shape[0] else "causal_bottom_right"
+        return {
+            "attn_scale": scale,
+            "qkv_layout": "sbhd_sbhd_sbhd",
+            "attn_mask_type": square if causal else "no_mask",
+            "window_size": (-1 if window is None else window, 0 if causal else -1),
+        }
+
+
+@functools.lru_cache(maxsize=256)
+def _cumulative(batch: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """Where the sequences of a batch begin, and the end of the last one."""
+    return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=16)
+def _unused_seed(device: torch.device) -> torch.Tensor:
+    """The state of dropout, which there is none of."""
+    return torch.zeros(2, dtype=torch.int64, device=device)
+
+
+def _refused(setting: Setting, capability: tuple[int, int], widest: int) -> str | None:
+    """Why a kernel of half precision cannot run in a setting."""
+    if setting.device != "cuda":
+        return "runs on CUDA only"
+    if setting.dtype not in _HALF:
+        return f"has no {setting.dtype}"
+    if setting.capability < capability:
+        return f"needs compute capability {'.'.join(map(str, capability))}, this device has {setting.capability}"
+    if setting.head_dim > widest or setting.head_dim % 8:
+        return f"head dimension {setting.head_dim} is not a multiple of 8 up to {widest}"
+    return None
+
+
+def _missing(module: str, title: str) -> str | None:
+    return None if importlib.util.find_spec(module) is not None else f"{title} is not installed"
+
+
+def _flash_window(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window, "window_size_right": 0}
+
+
+def _swap(tensor: torch.Tensor) -> torch.Tensor:
+    """``[s, b, h, d]`` to ``[b, s, h, d]`` and back."""
+    return tensor.transpose(0, 1)
 
 
 def _repeat(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -329,41 +490,12 @@ def _fold(gradient: torch.Tensor, groups: int) -> torch.Tensor:
     return gradient.unflatten(2, (groups, gradient.shape[2] // groups)).sum(dim=3)
 
 
-_OF_BACKEND = {"flash": "cuda-flash", "fused": "cudnn"}
-
-
-def kernel_of_backend(backend: str, device: str) -> str | None:
-    """The kernel that Megatron's ``--attention-backend`` names, None to leave the choice.
-
-    Args:
-        backend: ``flash``, ``fused`` (cuDNN's), ``unfused``, ``local`` or ``auto``.
-        device: ``cpu`` or ``cuda``; the CPU has one kernel for all of them.
-    """
-    return _OF_BACKEND.get(backend) if device == "cuda" else None
-
-
-KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaFlash(), CudaEfficient(), CudnnFlash())
-"""All kernels; the first three are the order of preference of ``choose_kernel``."""
-_AUTOMATIC = KERNELS[:3]
-
-
-def choose_kernel(setting: Setting, name: str | None = None) -> Kernel:
-    """The kernel for a setting.
-
-    Args:
-        setting: Device, type and head dimension.
-        name: A kernel's name, or None for the first that can run.
-
-    Raises:
-        ValueError: The named kernel, or every kernel, cannot run here; the message says why.
-    """
-    candidates = _AUTOMATIC if name is None else [k for k in KERNELS if k.name == name]
-    if not candidates:
-        raise ValueError(f"attention kernel {name!r}: unknown ({', '.join(k.name for k in KERNELS)})")
-    reasons = []
-    for kernel in candidates:
-        reason = kernel.refuses(setting)
-        if reason is None:
-            return kernel
-        reasons.append(f"{kernel.name} {reason}")
-    raise ValueError(f"no attention kernel for {setting}: {'; '.join(reasons)}")
+KERNELS: tuple[Kernel, ...] = (
+    CpuFlash(),
+    TransformerEngineFused(),
+    CudaFlash3(),
+    CudnnFlash(),
+    CudaFlash(),
+    CudaEfficient(),
+)
+"""All kernels, in the order of preference on compute capability 9.0 and later."""

@@ -6,6 +6,10 @@ in its backward.  Slices of a microbatch are released last in, first out; severa
 
 Every other microbatch grows from the top end of the pool, so that a microbatch's chunks mostly form one contiguous
 run and its prefix is one view, without concatenating anything.  Where they do not, the prefix is several views.
+
+Kernels that align a causal mask bottom-right want a slice's own keys last, in one view with those before.  Where the
+rows after a microbatch's are not free, its last chunk makes room for the next one by going down to the other end.  It
+comes up again when the next one is given back.  Two copies of a chunk, whatever the length of its prefix.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_het.attention.kv_gradients import GradientTotals, Part
+from megatron_het.attention.kv_gradients import GradientTotals, Part, add_
 from megatron_het.attention.kv_pool import CacheError, KVPool, Place
 
 __all__ = ["CacheError", "KVCache", "Run"]
@@ -51,6 +55,14 @@ class _Chunk:
     place: Place | None
     before: Sequence[Run] | None = None
     """The runs of all chunks before it, once they have been asked for."""
+    line: Run | None = None
+    """All chunks up to it as one view, once it has been asked for."""
+
+
+def _span(chunk: _Chunk) -> tuple[int, int]:
+    """Rows of the slab that a chunk has; negative ones where it has none."""
+    place = chunk.place
+    return (-1, -1) if place is None or place.at < 0 else (place.at, place.at + place.keys.shape[0])
 
 
 @dataclass(slots=True)
@@ -75,10 +87,15 @@ class KVCache:
     Args:
         slots: Chunks in the pool.  The schedule says how many are needed at once.
         batch: Sequences of the largest microbatch; by default all have as many as the first.
+        in_line: Whether the last chunk comes after those before it in memory, where that is possible.
     """
 
-    def __init__(self, slots: int, batch: int | None = None) -> None:
+    expands = False
+    """Whether what is attended to is made of what is held, at every use."""
+
+    def __init__(self, slots: int, batch: int | None = None, *, in_line: bool = False) -> None:
         self.slots = slots
+        self._in_line = in_line
         self._pool = KVPool(slots, batch)
         self._sequences: dict[int, _Sequence] = {}
         self._opened = 0
@@ -134,12 +151,39 @@ class KVCache:
         tokens, begin = key.shape[0], chunks[-1].end if chunks else 0
         place = None
         if unread < tokens:
+            at = self._row_in_line(sequence, tokens - unread) if self._in_line else -1
             try:
-                place = self._pool.take(key[unread:], value[unread:], from_bottom=sequence.grows_up)
+                place = self._pool.take(key[unread:], value[unread:], from_bottom=sequence.grows_up, at=at)
             except CacheError as error:
                 raise CacheError(f"microbatch {microbatch} slice {index}: {error}") from None
         chunks.append(_Chunk(begin, begin + unread, begin + tokens, place))
         return True
+
+    def _row_in_line(self, sequence: _Sequence, rows: int) -> int:
+        """First row of the next chunk after all others of a microbatch; -1 where there is no room."""
+        ends = [_span(chunk) for chunk in sequence.chunks]
+        if not ends or min(ends)[0] < 0:
+            return -1
+        (first, last), end = ends[-1], max(end for _, end in ends)
+        if self._pool.are_free(end, rows):
+            return end
+        low = min(ends)[0] - (last - first)
+        fits = rows <= last - first or self._pool.are_free(end, rows - last + first)
+        place = sequence.chunks[-1].place
+        if last != end or not fits or place is None or not self._pool.are_free(low, last - first):
+            return -1
+        sequence.chunks[-1].place = self._pool.move(place, low)
+        return first
+
+    def _bring_up(self, sequence: _Sequence) -> None:
+        """Let the last chunk come up to the end of the others."""
+        ends = [_span(chunk) for chunk in sequence.chunks]
+        if len(ends) < 2 or min(ends)[0] < 0:
+            return
+        (first, last), end = ends[-1], max(end for _, end in ends[:-1])
+        place = sequence.chunks[-1].place
+        if first < end and place is not None and self._pool.are_free(end, last - first):
+            sequence.chunks[-1].place = self._pool.move(place, end)
 
     def begin_of(self, microbatch: int, index: int) -> int:
         """First token of a slice, whether it is cached or the next one to be."""
@@ -167,29 +211,56 @@ class KVCache:
         """
         return grad_keys, grad_values
 
-    def own(self, microbatch: int, index: int) -> Run:
-        """What is held of one slice."""
-        place = self._sequences[microbatch].chunks[index].place
-        assert place is not None
-        return Run(place.keys, place.values, ((index, 0, place.keys.shape[0]),))
+    def line(self, microbatch: int, index: int) -> tuple[Run, Run | None] | None:
+        """The chunks up to a slice as one view in which the slice's own is last, and the part of it before that.
 
-    def joined(
-        self, microbatch: int, index: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        Returns:
+            None where they do not lie so; None as the part before the first slice.
+        """
+        sequence = self._sequences[microbatch]
+        if index >= len(sequence.chunks):
+            return None
+        chunk, size = sequence.chunks[index], sequence.chunks[index].end - sequence.chunks[index].begin
+        # The chunks before it stay where they are until its backward; it may not find its place at the front again.
+        if (
+            chunk.line is None
+            or chunk.place is None
+            or chunk.line.keys[-size:].data_ptr() != chunk.place.keys.data_ptr()
+        ):
+            found = self.runs(microbatch, 0, chunk.end)
+            if len(found) > 1 or found[0].parts[-1][0] != index:
+                return None
+            chunk.line = found[0]
+        whole = chunk.line
+        if not index:
+            return whole, None
+        return whole, Run(whole.keys[:-size], whole.values[:-size], whole.parts[:-1])
+
+    def in_order(self, microbatch: int, start: int, stop: int) -> Run:
+        """Tokens ``[start, stop)`` of a sequence, all of them held, in their order; copied where they lie apart."""
+        runs = self.runs(microbatch, start, stop)
+        parts = tuple(self._parts(microbatch, start, stop))
+        if len(runs) == 1 and runs[0].parts == parts:
+            return runs[0]
+        found = [run for _, run in self._by_chunk(microbatch, start, stop)]
+        return Run(torch.cat([run.keys for run in found]), torch.cat([run.values for run in found]), parts)
+
+    def joined(self, microbatch: int, index: int, unread: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """What was appended of a slice: what is not held, and what is.
 
         Args:
             microbatch: Global index of the microbatch.
             index: Index of the slice.
-            key: ``[unread, b, groups, d]``.
-            value: The same of the values.
+            unread: Keys ``[unread, b, groups, d]`` and values; nothing if all are held.
         """
         place = self._sequences[microbatch].chunks[index].place
         if place is None:
-            return key, value
-        if not key.shape[0]:
-            return place.keys, place.values
-        return torch.cat((key, place.keys)), torch.cat((value, place.values))
+            key, value = unread
+        elif not unread:
+            key, value = place.keys, place.values
+        else:
+            key, value = torch.cat((unread[0], place.keys)), torch.cat((unread[1], place.values))
+        return key, value
 
     def prefix(self, microbatch: int, index: int, skipped_tokens: int = 0) -> Sequence[Run]:
         """The chunks of the slices before one, as few contiguous runs as they form.
@@ -333,30 +404,32 @@ class KVCache:
         chunk = sequence.chunks.pop()
         if chunk.place is not None:
             self._pool.give(chunk.place)
+        if self._in_line:
+            self._bring_up(sequence)
         if not sequence.chunks:
             del self._sequences[microbatch]
         return gradients
 
     def settle(
-        self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor
+        self, microbatch: int, index: int, grad_keys: torch.Tensor, grad_values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the last slice's chunk back.
 
         Args:
             microbatch: Global index of the microbatch.
-            run: The whole slice, as ``own`` gave it.
-            grad_keys: What the slice itself adds to the gradient of its keys; may be changed.
+            index: Index of the slice.
+            grad_keys: What the slice itself adds to the gradient of what was appended as keys; may be changed.
             grad_values: The same of the values.
 
         Returns:
             The gradients of what was appended, from this slice and all later ones.
         """
-        later = self.release(microbatch, run.parts[0][0])
-        if later is None:
-            return grad_keys, grad_values
-        if grad_keys.dtype is later[0].dtype:  # they are new tensors of the kernel's
-            return grad_keys.add_(later[0]), grad_values.add_(later[1])
-        return grad_keys + later[0], grad_values + later[1]
+        later = self.release(microbatch, index)
+        if later is not None:
+            rows = later[0].shape[0]  # those that are held are the last ones
+            whole = rows == grad_keys.shape[0]
+            add_(*((grad_keys, grad_values) if whole else (grad_keys[-rows:], grad_values[-rows:])), *later)
+        return grad_keys, grad_values
 
     def drop(self, microbatch: int) -> None:
         """Give all chunks of a microbatch back, without a backward pass (evaluation)."""

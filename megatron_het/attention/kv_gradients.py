@@ -7,6 +7,7 @@ many chunks there are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,12 +19,47 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 """Of keys and of values, ``[rows, b, ...]``."""
 
 
+Addition = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def add_(keys: torch.Tensor, values: torch.Tensor, more_keys: torch.Tensor, more_values: torch.Tensor) -> None:
+    """Add to keys and values in place: by one kernel where there is one for the device and the types."""
+    if not keys.is_cuda:
+        keys.add_(more_keys)
+        values.add_(more_values)
+        return
+    tensors = keys, values, more_keys, more_values
+    fused = None
+    if type(keys) is torch.Tensor and all(t.is_contiguous() for t in tensors):  # not in a dry run
+        fused = fused_addition(keys.device, keys.dtype, more_keys.dtype)
+    if fused is not None:
+        fused(*tensors)
+    else:
+        torch._foreach_add_([keys, values], [more_keys, more_values])
+
+
+@functools.lru_cache(maxsize=16)
+def fused_addition(device: torch.device, dtype: torch.dtype, more_dtype: torch.dtype) -> Addition | None:
+    """The kernel that adds to two tensors at once, after a trial; None without Triton, or where the trial fails."""
+    try:
+        from megatron_het.attention.fused_addition import add_pair
+
+        total, more = (torch.full((2, 1500), 0.5, device=device, dtype=kind) for kind in (dtype, more_dtype))
+        add_pair(total[0], total[1, :700], more[0], more[1, :700])
+        is_right = bool((total.sum(1) == total.new_tensor([1500.0, 1100.0])).all())
+    except Exception:  # no Triton, no compiler, a device that it does not know: there is another way
+        return None
+    return add_pair if is_right else None
+
+
 def _widened(keys: torch.Tensor, values: torch.Tensor) -> Pair:
-    """Gradients in the type in which they are added up."""
-    return (
-        keys.to(torch.promote_types(keys.dtype, torch.float32)),
-        values.to(torch.promote_types(values.dtype, torch.float32)),
+    """Gradients in the type in which they are added up, in memory of their own."""
+    keys, values = (
+        t.clone() if wide is t.dtype and t.untyped_storage().nbytes() > t.nbytes else t.to(wide)
+        for t in (keys, values)
+        for wide in (torch.promote_types(t.dtype, torch.float32),)
     )
+    return keys, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +110,7 @@ class GradientTotals:
             for total in self._totals:
                 rows = total.rows_of(parts, grad_keys.shape[0])
                 if rows is not None:
-                    total.keys[rows].add_(grad_keys)
-                    total.values[rows].add_(grad_values)
+                    add_(total.keys[rows], total.values[rows], grad_keys, grad_values)
                     return
         sizes = [hi - lo for _, lo, hi in parts]
         if grad_keys.shape[1] == self._batch and all(
@@ -93,8 +128,8 @@ class GradientTotals:
                 shape = self._rows_of(piece), self._batch
                 keys, values = (part.new_zeros((*shape, *part.shape[2:])) for part in pair)
                 self._of[piece] = _widened(keys, values)
-            for whole, added in zip(self._of[piece], pair, strict=True):
-                whole[lo:hi, batch].add_(added)
+            whole_keys, whole_values = self._of[piece]
+            add_(whole_keys[lo:hi, batch], whole_values[lo:hi, batch], *pair)
 
     def take(self, piece: int) -> Pair | None:
         """The gradients of a slice's chunk, which goes; None if there are none."""

@@ -69,13 +69,14 @@ class KVPool:
         if self.slabs is not None and self._reserved > self._rows:
             self.slabs = None
 
-    def take(self, key: torch.Tensor, value: torch.Tensor, *, from_bottom: bool) -> Place:
+    def take(self, key: torch.Tensor, value: torch.Tensor, *, from_bottom: bool = False, at: int = -1) -> Place:
         """Copy keys and values into the pool.
 
         Args:
             key: ``[rows, batch, ...]``.
             value: The same of the values.
             from_bottom: Which side of the slab to search from.
+            at: The first row, if those are free; -1 for any.
 
         Raises:
             CacheError: Another shape than the pool's, or no room.
@@ -85,7 +86,8 @@ class KVPool:
         if self._held_rows + rows > self._rows:
             raise CacheError(f"all {self._rows} rows of the key-value pool are in use or reserved: {rows} more needed")
         self._held_rows += rows
-        at = self._free(rows, from_bottom)
+        if at < 0 or not self.are_free(at, rows):
+            at = self._free(rows, from_bottom)
         if at < 0:
             place = Place(key.clone(), value.clone(), at)
             self._apart.append(place)
@@ -104,6 +106,20 @@ class KVPool:
             self._apart.remove(place)
         else:
             del self._taken[bisect.bisect_left(self._taken, (place.at, place.at + rows))]
+
+    def are_free(self, at: int, rows: int) -> bool:
+        """Whether rows from ``at`` on are there, and nobody's."""
+        after = bisect.bisect_left(self._taken, (at, at))
+        is_below = after == len(self._taken) or at + rows <= self._taken[after][0]
+        return 0 <= at <= self._rows - rows and is_below and (not after or self._taken[after - 1][1] <= at)
+
+    def move(self, place: Place, at: int) -> Place:
+        """Copy a chunk to free rows, from ``at`` on, and give its own back."""
+        self._held_rows -= place.keys.shape[0]  # it is counted once
+        moved = self.take(place.keys, place.values, at=at)
+        self._held_rows += place.keys.shape[0]
+        self.give(place)
+        return moved
 
     def clear(self) -> None:
         """Forget everything and free the slab."""

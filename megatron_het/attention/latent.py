@@ -146,6 +146,8 @@ class LatentCache(KVCache):
         expansion: Of the layer.
     """
 
+    expands = True
+
     def __init__(self, slots: int, batch: int | None, expansion: Expansion) -> None:
         super().__init__(slots, batch)
         self._expansion = expansion
@@ -160,10 +162,6 @@ class LatentCache(KVCache):
         """See :class:`KVCache`."""
         gradient = self._expansion.project(key, grad_keys, grad_values)
         return gradient, gradient[..., :0]
-
-    def own(self, microbatch: int, index: int) -> Run:
-        """See :class:`KVCache`."""
-        return self._expand(super().own(microbatch, index))
 
     def runs(self, microbatch: int, start: int, stop: int) -> Sequence[Run]:
         """See :class:`KVCache`; one chunk each."""
@@ -181,12 +179,6 @@ class LatentCache(KVCache):
         packed = self._packed(run)
         gradients = self.of_appended(packed.keys[:, sequences or slice(None)], grad_keys, grad_values)
         super().add_gradient(microbatch, packed, *gradients, sequences)
-
-    def settle(
-        self, microbatch: int, run: Run, grad_keys: torch.Tensor, grad_values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`KVCache`."""
-        return super().settle(microbatch, run, *self.of_appended(self._packed(run).keys, grad_keys, grad_values))
 
     def _expand(self, run: Run) -> Run:
         return _Expanded(*self._expansion.expand(run.keys), run.parts, run)

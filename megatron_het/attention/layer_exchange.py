@@ -23,6 +23,10 @@ class LayerExchange(Protocol):
     results, in this order and with the layer's own attention in between.
     """
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the pass that runs gives attention away or attends for others; else none of these is called."""
+
     def begin_forward(self, query: torch.Tensor) -> Given:
         """Hand the query out; returns the tokens that are given away."""
 
@@ -44,6 +48,8 @@ class LayerExchange(Protocol):
 
 class NoExchange:
     """A layer that keeps all attention to itself."""
+
+    is_active = False
 
     def begin_forward(self, query: torch.Tensor) -> Given:
         """See :class:`LayerExchange`."""

@@ -24,7 +24,7 @@ class Form(enum.Enum):
 
     FULL = enum.auto()
     CAUSAL = enum.auto()
-    """A square: the i-th query sees the keys 0 to i."""
+    """Queries are the last tokens of the keys: of a square, the i-th query sees the keys 0 to i."""
     REVERSED = enum.auto()
     """A square: the i-th query sees the keys i to the last."""
 
@@ -71,6 +71,23 @@ class Reach:
             return
         for i, own in enumerate(starts):
             yield slice(i, i + 1), blocks_of(rows, keys, own, self.window_tokens)
+
+    def documents(self, rows: Span, batch: int) -> Iterator[tuple[slice, tuple[tuple[Span, int], ...]]]:
+        """Queries of one document each, and the first key that the first of them sees, as :meth:`blocks` has them.
+
+        Args:
+            rows: The queries.
+            batch: Sequences in the microbatch.
+        """
+        window = rows[1] if self.window_tokens is None else self.window_tokens
+        starts = self.starts or ((0,),)
+        each = starts if len(set(starts)) > 1 else starts[:1]
+        for i, own in enumerate(each):
+            found = (
+                (span, max(own[bisect.bisect_right(own, span[0]) - 1], span[0] - window))
+                for span in _documents(rows, own)
+            )
+            yield slice(i, i + 1) if len(each) > 1 else slice(0, batch), tuple(found)
 
     def unread(self, first: int, end: int) -> int:
         """How many tokens at the start of a slice ``[first, end)`` no later slice reads, in any sequence."""

@@ -25,11 +25,12 @@ from megatron_het.auto_batch.plans import ZERO_STAGES, allocated, base_plan, ext
 from megatron_het.auto_batch.process import MeasuringError, MeasuringProcess
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash, save_plan
 from megatron_het.plan.validate import check_plan
-from megatron_het.untrusted import FileError, read_json, write_json
+from megatron_het.safe_io import FileError, read_json, write_json
 
 MEASURED_FORMAT = "megatron_het.auto_batch"
 _TIMEOUT_S = 900.0  # for another rank, or for one answer
 _SEARCH_S = 120.0  # growing the batch ends then; what fitted by then is the largest
+_CURVE_S = 120.0  # timing ends with the round that is over then, on all ranks
 _REPETITIONS, _ROUND_S, _MOST_POINTS = 5, 1.0, 7
 
 
@@ -186,6 +187,10 @@ class _Maker:
             "limit_bytes": self._limit.limit_bytes,
             "store": self._exchange.store(f"links/{zero}") if zero > 1 else None,
         }
+        self._say(
+            f"measuring at ZeRO-{zero}: a training starts on every rank, then passes grow for {_SEARCH_S:g} s and "
+            f"are timed for {_CURVE_S:g} s at most; its logs are in {self._folder}"
+        )
         with MeasuringProcess(request, self._folder, self._exchange.check, _TIMEOUT_S) as process:
             opened = process.answer()
             first = process.ask(do="try", size=1) if opened["open"] else {"fits": False, **opened}
@@ -193,6 +198,7 @@ class _Maker:
             problems = {f"rank {r}": answer["problem"] for r, answer in enumerate(answers) if not answer["fits"]}
             if problems:
                 tried.append({"zero": zero, "problems": problems})
+                self._say(f"one sequence does not fit at ZeRO-{zero} on {', '.join(problems)}")
                 return None
             self._pass_s = pass_seconds(zero, opened["links"], opened["amounts"])
             largest = self._largest(process)
@@ -208,29 +214,47 @@ class _Maker:
         fits, fails = 1, most + 1
         while fits < most and fails == most + 1 and time.monotonic() < end_s:
             size = min(2 * fits, most)
-            if process.ask(do="try", size=size)["fits"]:
+            if self._fits(process, size):
                 fits = size
             else:
                 fails = size
         while fails - fits > 1 and fails <= most and time.monotonic() < end_s:
             middle = (fits + fails) // 2
-            if process.ask(do="try", size=middle)["fits"]:
+            if self._fits(process, middle):
                 fits = middle
             else:
                 fails = middle
         return fits
 
+    def _fits(self, process: MeasuringProcess, size: int) -> bool:
+        """Whether a pass of so many sequences fits on this rank."""
+        answer = process.ask(do="try", size=size)
+        shown = f"took {answer['seconds']:.3g} s" if answer["fits"] else "does not fit"
+        self._say(f"a pass of {size} sequences {shown} on rank {self._rank}")
+        return answer["fits"]
+
+    def _say(self, text: str) -> None:
+        """One line of progress, from the first rank."""
+        if self._rank == 0:
+            sys.stderr.write(f"megatron_het: automatic batches: {text}\n")
+            sys.stderr.flush()
+
     def _curve(self, process: MeasuringProcess, zero: int, largest: int) -> Curve:
         """Times of a few sizes.  All ranks measure at the same time: devices may share what makes them fast."""
-        sizes = _points(largest)
+        first, *between = _points(largest)
+        sizes = [first, *between[-1:], *between[:-1]]  # where time runs out, the ends are known
         rounds = max(self._exchange.gather(f"points/{zero}", len(sizes)))
         points: dict[int, list[float]] = {}
+        end_s = time.monotonic() + _CURVE_S
         for turn in range(rounds):
             size = sizes[min(turn, len(sizes) - 1)]
+            self._say(f"timing passes, round {turn + 1} of {rounds}: {size} sequences on rank {self._rank}")
             process.tell(do="time", size=size, repetitions=_REPETITIONS, seconds=_ROUND_S)
             points.setdefault(size, []).extend(process.answer()["seconds"])
             # The process goes on with its passes until everybody has an answer.
-            self._exchange.gather(f"round/{zero}/{turn}", True)
+            has_time = self._exchange.gather(f"round/{zero}/{turn}", time.monotonic() < end_s)
+            if turn and not all(has_time):
+                break
         return Curve.of_passes(points)
 
 

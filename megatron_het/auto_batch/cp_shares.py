@@ -15,10 +15,11 @@ from dataclasses import replace
 
 import torch
 
-from megatron_het.attention.kernels import KERNELS, Kernel, Setting
+from megatron_het.attention.kernel_choice import choose_kernel
+from megatron_het.attention.kernels import Kernel, Setting
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError, end_all
+from megatron_het.device import Platform
 from megatron_het.plan import Placement, Plan, Replica
-from megatron_het.platform import Platform
 
 WHOLE = 100
 """Shares of a replica add up to about this: measured speeds are not better than a part in a hundred."""
@@ -161,5 +162,7 @@ def _work(plan: Plan, replica: Replica, device: torch.device) -> Callable[[], No
 
 def _kernel(query: torch.Tensor) -> Kernel | None:
     """The kernel of slices on this device; None where there is none, and only linear layers are timed."""
-    setting = Setting.of(query)
-    return next((kernel for kernel in KERNELS if kernel.refuses(setting) is None), None)
+    try:
+        return choose_kernel(Setting.of(query))
+    except ValueError:
+        return None

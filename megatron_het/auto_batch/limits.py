@@ -45,7 +45,7 @@ def memory_limit() -> MemoryLimit:
     Raises:
         ValueError: The variable is malformed.
     """
-    from megatron_het import platform
+    from megatron_het import device as platform
 
     device = platform.activate()
     given = _given(os.environ.get(VARIABLE, ""))

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from megatron_het.config import HetConfig
-from megatron_het.platform import Platform
+from megatron_het.device import Platform
+from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.runtime.feature import Call, Iteration, optimizer_of
 from megatron_het.runtime.session import HetSession
 
@@ -210,10 +210,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(request: dict[str, Any], commands: Commands, memory: contextlib.ExitStack) -> None:
     """Start the rank's training, which the session turns into measurements."""
-    from megatron_het import hooks, platform
+    from megatron_het import device as platform
     from megatron_het.auto_batch.alone import join, parse, train
     from megatron_het.auto_batch.links import measure_links
-    from megatron_het.platform.memory import limited_memory
+    from megatron_het.device.memory import limited_memory
+    from megatron_het.launch import start as hooks
 
     rank, world_size = request["rank"], request["world_size"]
     device = platform.activate()

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_het.untrusted import FileError, read_json, read_text
-from megatron_het.untrusted.reading import check_regular
-from megatron_het.upstream import torch_metadata
+from megatron_het.megatron_patches import torch_metadata
+from megatron_het.safe_io import FileError, read_json, read_text
+from megatron_het.safe_io.reading import check_regular
 
 _PREFIX = "het-checksums-"
 _DESCRIPTION = (".metadata", "metadata.json")

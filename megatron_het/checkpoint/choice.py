@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.checkpoint.checksums import problems
-from megatron_het.features.optimizers import name_of
-from megatron_het.untrusted import FileError, read_text, write_text
+from megatron_het.features.optimizers.spec import name_of
+from megatron_het.safe_io import FileError, read_text, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _LONGEST = 64
@@ -211,6 +211,7 @@ def check_optimizer_state(args: Any, folder: Path) -> None:
             "and the optimizer's state has another form there. Use a plan with training.distributed_optimizer "
             f"{str(before).lower()}, or load the weights alone with --no-load-optim"
         )
+    _check_schedule(args, saved, folder)
     names = name_of(saved), name_of(args)
     if None not in names and names[0] != names[1]:
         raise CheckpointError(
@@ -226,6 +227,26 @@ def check_optimizer_state(args: Any, folder: Path) -> None:
         )
 
 
+def _check_schedule(args: Any, saved: Any, folder: Path) -> None:
+    """Refuse another learning rate than the checkpoint's, unless it is said which of them goes on."""
+    if getattr(args, "override_opt_param_scheduler", False) or getattr(
+        args, "use_checkpoint_opt_param_scheduler", False
+    ):
+        return
+    for name in ("lr", "min_lr", "lr_decay_style"):
+        before, now = getattr(saved, name, None), getattr(args, name, None)
+        if None not in (before, now) and before != now:
+            raise CheckpointError(
+                f"--{name.replace('_', '-')} = {now!r}: {folder} was saved with {before!r}. Go on with this run's by "
+                "--override-opt_param-scheduler, or with the checkpoint's by --use-checkpoint-opt_param-scheduler"
+            )
+
+
+def _is_legacy(folder: Path) -> bool:
+    """Whether a checkpoint is of Megatron's older format, with a folder for each rank of the layout."""
+    return not (folder / "metadata.json").exists() and any(folder.glob("mp_rank_*"))
+
+
 def check_tracked_form(args: Any) -> None:
     """As :func:`check_optimizer_state` for what the tracker names, before process groups exist.
 
@@ -239,8 +260,15 @@ def check_tracked_form(args: Any) -> None:
     iteration = getattr(args, "ckpt_step", None) or tracked(Path(args.load))
     if not isinstance(iteration, int):
         return
+    folder = Path(args.load) / f"iter_{iteration:07d}"
+    if _is_legacy(folder):
+        raise CheckpointError(
+            f"--load: {folder} is of the format torch, which a plan cannot load: it has a part for each rank of one "
+            "layout. Convert it with stock Megatron in that layout: --ckpt-format torch "
+            "--ckpt-convert-format torch_dist --ckpt-convert-save DIR"
+        )
     with contextlib.suppress(UnreadableError):
-        check_optimizer_state(args, Path(args.load) / f"iter_{iteration:07d}")
+        check_optimizer_state(args, folder)
 
 
 def repair_tracker(folder: Path, candidate: Candidate) -> None:

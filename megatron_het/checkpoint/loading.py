@@ -22,6 +22,10 @@ from megatron_het.checkpoint.choice import (
 from megatron_het.checkpoint.random_state import RANDOM_STATE_KEY, restore_random_state
 from megatron_het.plan import Plan, topology_hash
 
+_SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""What Megatron tells groups of parameters apart by, though another learning rate may be asked for on resuming."""
+_KIND = ("wd_mult", "pre_wd_mult", "lr_mult", "pre_lr_mult", "is_expert_parallel", "is_decoupled_lr", "optimizer")
+"""What else it tells them apart by."""
 NOTHING_TO_LOAD = ""
 """Megatron's ``--load`` where its loading is called and there is no checkpoint to load."""
 
@@ -65,7 +69,8 @@ class LoadHook:
                 shown |= whole_checkpoint(args)
             if positional:  # in any other way it is called for a model that is not the one that trains
                 self._prepare(*positional[:2])
-            with _set(args, **shown):
+            optimizer = positional[1] if len(positional) > 1 else None
+            with _set(args, **shown), _with_matched_groups(optimizer, args):
                 iteration, flops = original(*positional, **keywords)
                 path = loaded_path(args, iteration) if iteration and wants_random_state else None
             if path is not None:
@@ -143,6 +148,57 @@ def loaded_path(args: Any, iteration: int) -> str:
             if checkpointing.read_metadata(tracker)[0] == iteration:
                 return checkpointing.get_checkpoint_name(folder, iteration, return_base_dir=True)
     return checkpointing.get_load_checkpoint_path_by_args(args)
+
+
+@contextlib.contextmanager
+def _with_matched_groups(optimizer: Any, args: Any) -> Iterator[None]:
+    """Let groups of parameters be found in a checkpoint that was trained with other learning rates."""
+    keeps = bool(getattr(args, "use_checkpoint_opt_param_scheduler", False))
+    if optimizer is None or not (keeps or getattr(args, "override_opt_param_scheduler", False)):
+        yield
+        return
+    load = optimizer.load_state_dict
+
+    def load_state_dict(state_dict: Any) -> None:
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        current = [group for part in parts for group in part.optimizer.param_groups]  # made anew until now
+        match_groups(current, list(_saved_groups(state_dict)), keep_saved=keeps)
+        load(state_dict)
+
+    was_own = "load_state_dict" in vars(optimizer)
+    optimizer.load_state_dict = load_state_dict
+    try:
+        yield
+    finally:
+        if was_own:
+            optimizer.load_state_dict = load
+        else:
+            del optimizer.load_state_dict
+
+
+def match_groups(current: list[dict[str, Any]], saved: list[dict[str, Any]], *, keep_saved: bool) -> None:
+    """Give groups that differ by their schedule alone one schedule.
+
+    Args:
+        current: The optimizer's groups.
+        saved: Those of a checkpoint.
+        keep_saved: Whether the checkpoint's schedule is the one that goes on.
+    """
+    for group in saved:
+        alike = [found for found in current if all(found.get(key) == group.get(key) for key in _KIND)]
+        if len(alike) == 1:
+            source, target = (group, alike[0]) if keep_saved else (alike[0], group)
+            target.update({key: source[key] for key in _SCHEDULED if key in source})
+
+
+def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
+    """All groups of parameters in an optimizer's state."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            if key == "param_groups":
+                yield from value
+            else:
+                yield from _saved_groups(value)
 
 
 @contextlib.contextmanager

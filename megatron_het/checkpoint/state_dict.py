@@ -20,8 +20,8 @@ import torch
 
 from megatron_het.checkpoint import asynchronous
 from megatron_het.checkpoint.random_state import RANDOM_STATE_KEY, random_state_object
+from megatron_het.distributed import PlanGroups
 from megatron_het.plan import topology_hash
-from megatron_het.topology import PlanGroups
 
 Copies = Callable[[Sequence[torch.Tensor]], Mapping[torch.Tensor, torch.Tensor]]
 

@@ -23,7 +23,7 @@ from megatron_het.doctor.participant import Participant
 from megatron_het.doctor.report import table, to_json
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.validate import check_plan
-from megatron_het.untrusted import write_json
+from megatron_het.safe_io import shown, write_json
 
 _ARRIVE_S = 45.0  # for processes to start, of the usual two minutes
 
@@ -34,6 +34,11 @@ def main(words: Sequence[str] | None = None) -> int:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         sys.stderr.write("error: RANK and WORLD_SIZE are not set: start the doctor with torchrun or srun\n")
         return 2
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        given = os.environ.get(name, "0")
+        if not (given.isascii() and given.isdigit() and len(given) <= 9):
+            sys.stderr.write(f"error: {name} = {shown(given, 80)} is no whole number: torchrun and srun set it\n")
+            return 2
     # Launchers end all ranks when one has died; rank 0 then says who it was before it leaves.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

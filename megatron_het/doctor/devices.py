@@ -7,6 +7,7 @@ core, a PCIe switch, power) counts.
 from __future__ import annotations
 
 import logging
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ _MOST_TOKENS = 8192
 _MOST_PASS_S = 1.5
 _BARRIER_S = 5.0
 _GEMM = 1024
+_LIBRARY = re.compile(r"\.so\b|load.*librar|librar.*load", re.IGNORECASE)
+_LONGEST = 300
 
 
 @dataclass
@@ -41,23 +44,30 @@ class Devices(Check):
 
     def measure(self, seat: Seat) -> dict[str, Any]:
         """Seconds of a layer and of a GEMM; what throttled the device meanwhile."""
-        from megatron_het.platform import activate
+        from megatron_het.device import activate
 
         platform = activate()
-        throttling = Throttling(seat.local_rank if platform.is_cuda else None)
+        index = None
         if platform.is_cuda:
             import torch
 
-            torch.cuda.set_device(seat.local_rank % torch.cuda.device_count())
+            index = seat.local_rank % torch.cuda.device_count()
+            torch.cuda.set_device(index)
+        throttling = Throttling(index)
         barrier = _Barrier(seat)
         gemm_s = gemm_seconds(seat.plan.training.precision, platform, barrier)
-        answer: dict[str, Any] = {"gemm_s": gemm_s, "point": None, "layer_s": None, "note": ""}
+        answer: dict[str, Any] = {"gemm_s": gemm_s, "point": None, "layer_s": None, "note": "", "unloaded": ""}
         expected = seat.expectations.layer(seat.kind)
         model, point = operating_point(seat, expected)
         if 3 * point["flops"] / (2 * _GEMM**3 / gemm_s) > _MOST_PASS_S:
             answer["note"] = "a layer of the model takes too long here to be timed"
         else:
-            answer |= {"point": point, **_layer(model, point, barrier)}
+            try:
+                answer |= {"point": point, **_layer(model, point, barrier)}
+            except (ImportError, OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and not _LIBRARY.search(str(error)):
+                    raise
+                answer |= {"note": "no layer was timed", "unloaded": " ".join(str(error).split())[:_LONGEST]}
         if expected is not None and point["measured_as"] == "the profile":
             answer["expected_s"] = expected.forward_s + expected.backward_s
         return answer | {"throttling": throttling.found(), "state": throttling.state}
@@ -70,6 +80,13 @@ class Devices(Check):
                 found.append(
                     judged(names.of(ranks), f"slowed down by {reason}", "Times measured meanwhile are too long")
                 )
+        lacking: dict[str, list[int]] = {}
+        for rank, answer in answers.items():
+            if answer["unloaded"]:
+                lacking.setdefault(answer["unloaded"], []).append(rank)
+        for error, ranks in lacking.items():
+            text = f"a library that a layer needs cannot be loaded: {error}"
+            found.append(self.fault(names.of(ranks), text, "Install it there, or correct LD_LIBRARY_PATH"))
         kinds: dict[str, dict[int, dict[str, Any]]] = {}
         for rank, answer in answers.items():
             kinds.setdefault(names.kind(rank) or "device", {})[rank] = answer
@@ -157,10 +174,10 @@ def _layer(model: LayerModel, point: dict[str, Any], barrier: Callable[[], None]
     """Seconds of forward and backward of one layer, with the planner's own measurement."""
     import torch.distributed as dist
 
-    from megatron_het import upstream
+    from megatron_het import megatron_patches as upstream
 
     upstream.install("stock")
-    layers, settings, schema = planner("profile_layers"), planner("profile_settings"), planner("profile_schema")
+    layers, settings, schema = planner("profile.layers"), planner("profile.settings"), planner("inputs.profile_schema")
     import torch
 
     torch.set_float32_matmul_precision("high" if model.precision == "tf32" else "highest")

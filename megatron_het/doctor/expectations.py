@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_het.plan import PlanError
-from megatron_het.untrusted import FileError, read_json, write_json
+from megatron_het.safe_io import FileError, read_json, write_json
 
 FORMAT, VERSION = "megatron_het.expectations", 1
 MAX_ENTRIES = 1 << 20

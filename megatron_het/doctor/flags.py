@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,8 @@ class Flags(Check):
 
     def measure(self, seat: Seat) -> dict[str, Any]:
         """Problems with the flags on this rank, and the flags that its machine asks for."""
-        from megatron_het import platform, upstream
+        from megatron_het import device as platform
+        from megatron_het import megatron_patches as upstream
 
         device = platform.activate()
         needed = {flag.words[0]: str(flag) for flag in device.flags() if flag.required}
@@ -68,8 +70,8 @@ def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], li
     Returns:
         Flags that the machine needs and that are missing, with the reason; all other problems.
     """
-    from megatron_het.arguments import split_arguments
-    from megatron_het.hooks import argument_problems
+    from megatron_het.launch.flags import split_arguments
+    from megatron_het.launch.start import argument_problems
     from megatron_het.runtime.session import HetSession
 
     said, before = io.StringIO(), sys.argv
@@ -97,3 +99,17 @@ def _parse() -> Any:
     from megatron.training.arguments import parse_args
 
     return parse_args()
+
+
+def main(words: tuple[str, ...]) -> None:
+    """Print the problems of a training's flags as JSON, whatever this machine lacks of what the job's nodes have."""
+    from megatron_het import device as platform
+    from megatron_het import megatron_patches as upstream
+
+    device = platform.activate()
+    upstream.install("stock")
+    sys.stdout.write(json.dumps(problems_of(words, device)[1]) + "\n")
+
+
+if __name__ == "__main__":
+    main(tuple(sys.argv[1:]))

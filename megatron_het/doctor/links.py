@@ -48,7 +48,7 @@ class Links(Check):
         """This rank's pairs, measured by the lower rank of each."""
         import torch
 
-        from megatron_het.platform import activate
+        from megatron_het.device import activate
 
         platform = activate()
         if platform.is_cuda:

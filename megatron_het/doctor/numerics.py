@@ -40,7 +40,7 @@ class Numerics(Check):
 
     def measure(self, seat: Seat) -> dict[str, Any]:
         """Losses that this rank saw, and those of one process where this rank is the first of its kind."""
-        from megatron_het.platform import activate
+        from megatron_het.device import activate
 
         platform = activate()
         machine = _common_flags(seat, [list(f.words) for f in platform.flags() if f.required])

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_het.arguments import TRANSPORTS
 from megatron_het.doctor.check import Check
 from megatron_het.doctor.expectations import Expectations, load_expectations
 from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.launch.flags import TRANSPORTS
 from megatron_het.plan import Plan, PlanError, load_plan, plan_hash
-from megatron_het.untrusted import amount, check_target
+from megatron_het.safe_io import amount, check_replaces, check_target
 
 USUAL_LIMIT_S = 120.0
 CHECKS = ("software", "flags", "disk", "devices", "links", "stress", "numerics")
@@ -33,6 +33,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", metavar="FILE", help="profile.json, with --cluster")
     parser.add_argument("--checkpoints", metavar="DIR", default="", help="folder of the checkpoints, to be written to")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the report there as well")
+    parser.add_argument("--force", action="store_true", help="replace a file that was not written so before")
     parser.add_argument(
         "--log-dir", metavar="DIR", type=Path, help="logs of the tiny training (default: a temporary folder)"
     )
@@ -91,6 +92,9 @@ def read_inputs(options: argparse.Namespace, world_size: int) -> Inputs:
     """
     if options.json is not None:
         check_target(options.json)
+        if not options.force:
+            inputs = [p for p in (options.plan, options.expect, options.cluster, options.profile) if p]
+            check_replaces(options.json, inputs, (b'"verdict"',))
     plan, transport = _plan(options)
     check_plan_alone(plan)
     if plan.world_size != world_size:
@@ -109,7 +113,7 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, str]:
     given = {name: _value(words, name) for name in ("--het-plan", "--het-schedule", "--het-transport")}
     if not (given["--het-plan"] or given["--het-schedule"]):
         raise PlanError("--plan", None, "no plan was given", "Name one, or give the training's flags after '--'")
-    from megatron_het.arguments import split_arguments
+    from megatron_het.launch.flags import split_arguments
 
     config, _ = split_arguments(words)
     assert config.plan is not None
@@ -132,7 +136,7 @@ def _expectations(options: argparse.Namespace, plan: Plan) -> Expectations:
         return Expectations(plan_hash(plan))
     from megatron_het.planner_package import planner
 
-    found: Expectations = planner("expect").expectations_of_files(plan, options.cluster, options.profile)
+    found: Expectations = planner("emit.expect").expectations_of_files(plan, options.cluster, options.profile)
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_het.doctor.check import Finding, Status
-from megatron_het.untrusted import one_line
+from megatron_het.safe_io import one_line
 
 _WIDTH = 100
 _MOST_ROWS = 12

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from megatron_het.config import environment_of
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, grouped
 from megatron_het.doctor.nvidia import query
+from megatron_het.launch.megatron_args import environment_of
 
 _PACKAGES = {
     "torch": "torch",

@@ -46,7 +46,7 @@ class Stress(Check):
 
     def measure(self, seat: Seat) -> dict[str, Any]:
         """Iterations, bytes that this rank sent, and seconds."""
-        from megatron_het.platform import activate
+        from megatron_het.device import activate
 
         platform = activate()
         transport = chosen_transport(seat, platform).transport
@@ -116,8 +116,8 @@ class Traffic:
     def __init__(self, plan: Plan, rank: int, transport: str, platform: Any) -> None:
         import torch
 
+        from megatron_het.distributed import PairGroups
         from megatron_het.runtime.channels import Channels
-        from megatron_het.topology import PairGroups
 
         self._plan, self._rank, self._platform = plan, rank, platform
         self._programs = build(plan, rank)

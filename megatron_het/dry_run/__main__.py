@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from megatron_het.untrusted import amount, count
+    from megatron_het.safe_io import amount, count
 
     parser = argparse.ArgumentParser(prog="python -m megatron_het.dry_run", description=__doc__)
     parser.add_argument(
@@ -68,7 +68,7 @@ def _stand_for(ranks: Sequence[int], flags: Sequence[str]) -> None:
     Raises:
         SystemExit: Flags without a plan, or a rank that the plan does not have.
     """
-    from megatron_het.arguments import split_arguments
+    from megatron_het.launch.flags import split_arguments
     from megatron_het.plan import PlanError
 
     try:
@@ -94,7 +94,7 @@ def _end(message: str) -> NoReturn:
 def _one_rank(options: argparse.Namespace, flags: Sequence[str], rank: int) -> int:
     """Run one rank in this process."""
     from megatron_het.dry_run.run import Setting, run
-    from megatron_het.untrusted import write_json
+    from megatron_het.safe_io import write_json
 
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     gpu = options.kernels != "cpu" and not options.measured

@@ -1,6 +1,6 @@
 """Streams of a device that is not there: what runs on which, and whether every access comes after those it needs.
 
-The stand-ins of :mod:`megatron_het.platform.stream_order` give the streams; this module adds those of NCCL.  A
+The stand-ins of :mod:`megatron_het.dry_run.stream_order` give the streams; this module adds those of NCCL.  A
 communicator has a stream of its own: an operation starts after what its caller's stream was given before, and
 ``wait`` orders the stream that is current then after the operation.  NCCL keeps the tensors of an operation itself.
 """
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_het.dry_run.host_waits import HostWaits, HostWatch
-from megatron_het.platform.stream_order import StreamOrder, stream_order
+from megatron_het.dry_run.stream_order import StreamOrder, stream_order
 
 _READ_ONLY = {"send"}
 

@@ -22,7 +22,7 @@ import torch.utils.data
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_het.platform import cpu
+from megatron_het.device import cpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 _EFFICIENT_BACKWARD = torch.ops.aten._efficient_attention_backward.default

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_het.dry_run.fake_cuda import is_pinned
-from megatron_het.platform.stream_order import line_of
+from megatron_het.dry_run.stream_order import line_of
 
 _ATEN = torch.ops.aten
 _VALUES = {_ATEN._local_scalar_dense: "value read", _ATEN.equal: "values compared"}

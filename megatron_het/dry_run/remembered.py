@@ -167,7 +167,7 @@ def _describe(values: Sequence[Any], key: list[Any], tensors: list[Any]) -> None
 def _describe_one(value: Any, key: list[Any], tensors: list[Any]) -> None:
     kind = type(value)
     if kind is FakeTensor:
-        if value.constant is not None or value._fake_device != _CPU:
+        if value.constant is not None or value.fake_device != _CPU:
             raise _Unknown
         key += (value.dtype, value.shape, value.stride(), value.storage_offset())
         tensors.append(value)
@@ -186,7 +186,7 @@ def _output(tensor: Any, tensors: Sequence[torch.Tensor]) -> _Output | None:
     for i, given in enumerate(tensors):
         if tensor is given:
             return _Output(given=i)
-    if type(tensor) is not FakeTensor or tensor.constant is not None or tensor._fake_device != _CPU:
+    if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.fake_device != _CPU:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.layout != torch.strided:
         return None

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_het import hooks, platform, pretrain_gpt
-from megatron_het.config import HetConfig
+from megatron_het import device as platform
+from megatron_het import pretrain_gpt
+from megatron_het.device import Platform
 from megatron_het.dry_run import fake_cuda, kernels
 from megatron_het.dry_run.alone import join_alone, without_values
 from megatron_het.dry_run.device_streams import device_streams
@@ -19,8 +20,9 @@ from megatron_het.dry_run.samples import samples_provider
 from megatron_het.dry_run.session import WatchedSession
 from megatron_het.dry_run.tracker import Tracker
 from megatron_het.features.base import flag_of
-from megatron_het.features.documents import asked_by
-from megatron_het.platform import Platform
+from megatron_het.features.documents.spec import asked_by
+from megatron_het.launch import start as hooks
+from megatron_het.launch.megatron_args import HetConfig
 
 ITERATIONS = 2
 """The second one has the optimizer's state from its start, as all that follow."""
@@ -120,7 +122,7 @@ def _reductions_last() -> None:
 
     When they end depends on the machine, and a window frees the gradients of those that have ended.
     """
-    from megatron_het.window.chunk import ChunkWindow
+    from megatron_het.features.window.chunk import ChunkWindow
 
     def is_reducing(self: ChunkWindow) -> bool:
         return any(bucket.reducing is not None for bucket in self.buckets)

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.config import HetConfig
+from megatron_het.device import Platform
+from megatron_het.distributed import loss_source
 from megatron_het.dry_run.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
 from megatron_het.dry_run.tracker import Tracker
+from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.ranks import RankOp
-from megatron_het.platform import Platform
 from megatron_het.report.run_report import optimizer_tensors
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.feature import Call, Iteration, optimizer_of
 from megatron_het.runtime.losses import MESSAGE_BYTES, Reports
 from megatron_het.runtime.session import HetSession
-from megatron_het.topology import loss_source
 
 
 class _WatchedTimeline(Timeline):

@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_ca
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
+from megatron_het.device.memory import Storages, StorageWatch, resizes_seen, uncounted, watched
 from megatron_het.dry_run.experts import SELECT, selected
 from megatron_het.dry_run.gloo_threads import let_go
 from megatron_het.dry_run.host_waits import HostWaits
 from megatron_het.dry_run.ledger import Ledger, Moment
 from megatron_het.dry_run.remembered import Remembered
 from megatron_het.dry_run.traffic import Traffic, answer
-from megatron_het.platform.memory import Storages, StorageWatch, resizes_seen, uncounted, watched
 
 _ATEN = torch.ops.aten
 _VALUE = _ATEN._local_scalar_dense.default

@@ -22,7 +22,7 @@ from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.elastic.standing import describe
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
-from megatron_het.untrusted import FileError, check_target, count, read_text, shown, write_text
+from megatron_het.safe_io import FileError, check_target, count, read_text, shown, write_text
 
 _TOKEN_BYTES = 16
 _LONGEST_TOKEN = 1024

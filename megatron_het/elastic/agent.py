@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_het.device import SAME_DEVICES
 from megatron_het.elastic.worker import ENVIRONMENT, Setting
 from megatron_het.store import StoreError, TokenError
 
@@ -253,7 +254,8 @@ class Agent:
             folder.mkdir(parents=True, exist_ok=True)
         setting = replace(self._node.setting, process=number, folder=str(folder), identity=identity)
         environment = dict(os.environ)
-        environment.update({ENVIRONMENT: setting.to_text(), "LOCAL_RANK": str(slot), "PYTHONUNBUFFERED": "1"})
+        where = {"LOCAL_RANK": str(slot), "LOCAL_WORLD_SIZE": str(self._node.workers), SAME_DEVICES: "1"}
+        environment.update({ENVIRONMENT: setting.to_text(), "PYTHONUNBUFFERED": "1", **where})
         log = Log(file)
         process = subprocess.Popen(
             [sys.executable, "-m", "megatron_het.elastic.worker", *self._node.flags],

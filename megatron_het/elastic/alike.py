@@ -14,7 +14,7 @@ from pathlib import Path
 
 import megatron_het
 from megatron_het.plan import Plan
-from megatron_het.untrusted import shown, write_json
+from megatron_het.safe_io import shown, write_json
 
 CHECK_S = 60.0
 """Bound on checking the flags against a plan."""
@@ -85,7 +85,8 @@ def problems_under(plan: Plan, flags: Sequence[str], folder: Path) -> Callable[[
 
 def _problems(plan: Plan, flags: Sequence[str], folder: Path) -> list[str]:
     """What the start would refuse; for a process of its own."""
-    from megatron_het import platform, upstream
+    from megatron_het import device as platform
+    from megatron_het import megatron_patches as upstream
     from megatron_het.doctor.flags import problems_of
 
     device = platform.activate()

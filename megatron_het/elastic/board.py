@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_het.safe_io import FileError, read_text, shown
 from megatron_het.store import StoreClient, StoreError, StoreServer, client_tls, server_tls
-from megatron_het.untrusted import FileError, read_text, shown
 
 _CALL_S, _WAIT_S = 20.0, 1.0
 _LONGEST_ADDRESS = 300
@@ -44,14 +44,14 @@ class Board:
         tls = None if tls_ca is None else _loaded(lambda: client_tls(tls_ca), "--tls-ca")
         self._client = StoreClient(lambda: _addresses(host, port, address_file), token, patience_s, tls)
 
-    def ask(self, *request: Any, patience_s: float | None = None) -> Any:
+    def ask(self, *request: Any, patience_s: float | None = None, tries_again: bool = True) -> Any:
         """Answer of the store to a request.
 
         Raises:
             TokenError: The controller there has another token.
             StoreError: Nobody answers.
         """
-        return self._client.ask(request, patience_s=patience_s)
+        return self._client.ask(request, patience_s=patience_s, tries_again=tries_again)
 
     def put(self, key: str, document: Any, *, patience_s: float | None = None) -> None:
         """Write a document."""
@@ -123,7 +123,7 @@ class ServedBoard(Board):
         """Answer nobody any more."""
         self._server.close()
 
-    def ask(self, *request: Any, patience_s: float | None = None) -> Any:
+    def ask(self, *request: Any, patience_s: float | None = None, tries_again: bool = True) -> Any:
         """See :meth:`Board.ask`; answered in this process."""
         return self._server.ask(request)
 

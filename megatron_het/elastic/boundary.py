@@ -15,8 +15,8 @@ from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.links import Links
 from megatron_het.elastic.meeting import MeetingStore
 from megatron_het.elastic.state import Restored, Snapshot, Trainee, restore, take
+from megatron_het.features.watch.runtime import RankWatch
 from megatron_het.runtime.boundary import Boundary
-from megatron_het.watch.feature import RankWatch
 
 LeavesAt = Callable[[int], bool]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from megatron_het.elastic.recalled import StateFile, recalled
 from megatron_het.elastic.standing import last_iteration, standing
 from megatron_het.elastic.worth import against
 from megatron_het.plan import Plan, plan_hash
+from megatron_het.safe_io import one_line, shown
 from megatron_het.store import StoreError
-from megatron_het.untrusted import one_line, shown
 
 _POLL_S, _CHANGE_POLL_S = 0.02, 0.004
 _SHOW_S = 1.0
-_SETTLE_S = 30.0
+_SETTLE_S, _GAP_S = 30.0, 1.0
 _TRIES = 2
 _KEPT = 2
 """Generations whose documents stay on the board."""
@@ -83,6 +84,7 @@ class Controller:
         self._considered, self._prepared = frozenset[int](), frozenset[int]()
         self._asked = self._waits = False
         self._shown_s = self._tried_s = 0.0
+        self._watched_s = time.monotonic()
         self._read, self._unwritten = 0, False
         self._started_s = time.monotonic()
         self.history: list[dict[str, Any]] = []
@@ -266,10 +268,18 @@ class Controller:
     def _watch(self) -> None:
         """Signs of life."""
         now = time.monotonic()
+        gap_s, self._watched_s = now - self._watched_s, now
+        if gap_s > _GAP_S:  # this process was stopped: what others said meanwhile is read after this
+            for member in self._members.values():
+                member.seen_s += gap_s
+            if self._failed_since is not None:
+                self._failed_since = replace(self._failed_since, clock_s=self._failed_since.clock_s + gap_s)
         if now - self._shown_s > _SHOW_S:
             self._shown_s = now
             self._board.put("status", self.status())
-        self._hear_beats(now)
+            self._hear_beats(self._board.keys("beat/"), now)
+        else:
+            self._hear_beats([f"beat/{number}" for number in self._members], now)
         for number, member in list(self._members.items()):
             if now - member.seen_s > self._bounds.lost_s:
                 self._kill(number, "no sign of life")
@@ -280,10 +290,12 @@ class Controller:
             self._tell_waiting("an iteration is stuck")
             self._failed_since = Moment()
 
-    def _hear_beats(self, now_s: float) -> None:
-        for key in self._board.keys("beat/"):
+    def _hear_beats(self, keys: Sequence[str], now_s: float) -> None:
+        for key in keys:
             try:
-                self._hear_beat(self._board.get(key), now_s)
+                beat = self._board.get(key)
+                if beat is not None:
+                    self._hear_beat(beat, now_s)
             except (KeyError, TypeError, ValueError) as error:
                 self._board.drop(key)
                 self._say(f"a sign of life that makes no sense is left out: {shown(str(error))}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
-from megatron_het.untrusted import read_json, read_yaml, write_text
+from megatron_het.safe_io import read_json, read_yaml, write_text
 
 
 @dataclass(frozen=True)

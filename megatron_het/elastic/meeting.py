@@ -6,6 +6,7 @@ would wait until the timeout, and end together with it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,7 +18,8 @@ from megatron_het.elastic.board import Board
 from megatron_het.store import StoreError
 
 _GLANCE_S = 0.25
-_AWAY_S = 5.0
+_AWAY = 20
+"""After a question without an answer nothing is asked for so many times as long as that took: 5 % are lost at most."""
 _GLANCED_AT = "het/watch/"
 _POLL_S = 0.002
 _LONGEST_POLL_S = 0.05
@@ -29,11 +31,15 @@ class LostError(RuntimeError):
     """A process of the generation is lost, so that nobody can meet any more."""
 
 
+class _DroppedError(StoreError):
+    """Nobody has answered soon, and it does not matter."""
+
+
 class BoardStore(dist.Store):
     """A store of ``torch.distributed`` whose keys are on the job's board.
 
-    What the watch writes after every iteration must not hold up the training: the answer comes soon, or nothing is
-    asked for a while.
+    What the watch writes after every iteration must not hold up the training: the answer comes soon, or the sample is
+    dropped, and nothing is asked for a while.
 
     Args:
         board: The board.
@@ -46,14 +52,20 @@ class BoardStore(dist.Store):
 
     def set(self, key: str, value: Any) -> None:
         """See :class:`torch.distributed.Store`."""
-        self._ask(key, "set", key, _text(value))
+        with contextlib.suppress(_DroppedError):
+            self._ask(key, "set", key, _text(value))
 
     def get(self, key: str) -> bytes:
         """The value; raises where there is none."""
-        (found,) = self._ask(key, "get", key)
+        found = self.find(key)
         if found is None:
             raise RuntimeError(f"there is no {key}")
-        return bytes(found.encode("latin-1"))
+        return found
+
+    def find(self, key: str) -> bytes | None:
+        """The value; None where there is none."""
+        (found,) = self._ask(key, "get", key)
+        return None if found is None else bytes(found.encode("latin-1"))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """See :class:`torch.distributed.Store`."""
@@ -65,7 +77,10 @@ class BoardStore(dist.Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """See :class:`torch.distributed.Store`."""
-        return bool(self._ask(keys[0], "has", *keys))
+        try:
+            return bool(self._ask(keys[0], "has", *keys))
+        except _DroppedError:
+            return False
 
     def deleteKey(self, key: str) -> bool:
         """See :class:`torch.distributed.Store`."""
@@ -80,13 +95,15 @@ class BoardStore(dist.Store):
     def _ask(self, key: str, *request: Any) -> Any:
         if _GLANCED_AT not in key:
             return self._board.ask(*request)
-        if time.monotonic() < self._away_until_s:
-            raise StoreError("the controller is away")
+        start_s = time.monotonic()
+        if start_s < self._away_until_s:
+            raise _DroppedError("the controller is away")
         try:
-            return self._board.ask(*request, patience_s=_GLANCE_S)
-        except StoreError:
-            self._away_until_s = time.monotonic() + _AWAY_S
-            raise
+            return self._board.ask(*request, patience_s=_GLANCE_S, tries_again=False)
+        except StoreError as error:
+            now_s = time.monotonic()
+            self._away_until_s = now_s + _AWAY * (now_s - start_s)
+            raise _DroppedError(str(error)) from None
 
 
 def _text(value: Any) -> str:
@@ -117,6 +134,8 @@ class MeetingStore(dist.Store):
 
     def get(self, key: str) -> Any:
         """The value, once it is there; raises as :meth:`wait` does."""
+        if isinstance(self._store, BoardStore) and (found := self._store.find(self._own(key))) is not None:
+            return found  # one question in place of two: a world of many ranks asks for each of them
         self.wait([key])
         return self._store.get(self._own(key))
 

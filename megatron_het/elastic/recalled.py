@@ -19,7 +19,7 @@ from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.learned import read_learned
 from megatron_het.elastic.pool import Process
 from megatron_het.elastic.standing import describe, standing
-from megatron_het.untrusted import FileError, parse_json, read_json, write_text
+from megatron_het.safe_io import FileError, parse_json, read_json, write_text
 
 _RESERVE_BYTES = 4 * 2**20
 _RENEW_S = 1.0
@@ -100,6 +100,25 @@ class FolderLock:
         self._renewed = 0
         self.is_lost = False
         """Whether another controller has taken the folder over."""
+        while not self._take():
+            pass
+        self._wait_for_lease()
+        self._renew()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Leave the folder to others."""
+        self._stopped.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            if not self.is_lost:
+                self._path.unlink()
+        os.close(self._descriptor)
+
+    def _take(self) -> bool:
+        """Lock the file; whether it is still the folder's."""
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -110,20 +129,11 @@ class FolderLock:
             self._refuse(self._lease())
         except OSError:
             pass  # a file system without locks: the lease decides
-        self._wait_for_lease()
-        self._renew()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
-        self._thread.start()
-
-    def release(self) -> None:
-        """The folder is free."""
-        self._stopped.set()
-        self._thread.join()
         with contextlib.suppress(OSError):
-            if not self.is_lost:
-                os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
+            if os.path.samestat(os.stat(self._path), os.fstat(self._descriptor)):
+                return True
+        os.close(self._descriptor)  # its owner has just left the folder, and removed it
+        return False
 
     def _lease(self) -> dict[str, Any]:
         """What the file says; empty where it says nothing."""

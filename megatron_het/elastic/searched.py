@@ -23,7 +23,7 @@ from megatron_het.elastic.learned import Learned, read_better, read_learned, wri
 from megatron_het.elastic.pool import NoPlanError, Process, assign
 from megatron_het.plan import Plan, load_plan
 from megatron_het.planner_package import planner, planner_package
-from megatron_het.untrusted import read_yaml, write_text
+from megatron_het.safe_io import read_yaml, write_text
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Search:
             ValueError: A file cannot be read, or says what no planner understands.
             ImportError: The planner is not installed.
         """
-        planner("cluster").load_cluster(self.cluster)
-        planner("model").load_model(self.model)
+        planner("inputs.cluster").load_cluster(self.cluster)
+        planner("inputs.model").load_model(self.model)
         if self.profile is not None:
-            planner("profile_schema").load_profile(self.profile)
+            planner("inputs.profile_schema").load_profile(self.profile)
 
     def run(self, document: str) -> Plan:
         """Search a plan for a cluster.

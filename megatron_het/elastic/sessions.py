@@ -19,9 +19,9 @@ from megatron_het.checkpoint import asynchronous
 from megatron_het.elastic.boundary import ElasticBoundary, Leave
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.state import Snapshot
+from megatron_het.megatron_patches import failed_writes
 from megatron_het.runtime.leaving import flush_logs
-from megatron_het.untrusted import write_json
-from megatron_het.upstream import failed_writes
+from megatron_het.safe_io import write_json
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def with_own_folders(flags: Sequence[str], name: str) -> list[str]:
 
 def end_session() -> None:
     """Take out of the process what a closed session leaves in it; all connections are closed, so that others notice."""
-    from megatron_het import upstream
+    from megatron_het import megatron_patches as upstream
 
     with contextlib.suppress(OSError):
         flush_logs()  # the next session has a writer of its own

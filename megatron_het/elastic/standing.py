@@ -128,8 +128,8 @@ def describe(status: Mapping[str, Any] | None) -> str:
     if status.get("under_way") and not status.get("over"):
         lines.append(f"  a change begins: {status['under_way']}; all ranks leave their session")
     strangers = status.get("strangers", {})
-    if strangers.get("refused"):
-        lines.append(f"  {strangers['refused']} connections without the token, the last from {strangers['last']}")
+    if number := strangers.get("refused"):
+        lines.append(f"  {number} connection{'s' * (number > 1)} without the token, the last from {strangers['last']}")
     if status.get("unwritten"):
         lines.append(f"  {status['unwritten']}")
     return "\n".join(lines) + "\n"

@@ -24,7 +24,7 @@ MODULES = (
     "megatron.training.datasets.sft_dataset",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron_het.pretrain_gpt",
-    "megatron_het.hooks",
+    "megatron_het.launch.start",
     "megatron_het.runtime.training",
     "megatron_het.checkpoint.loading",
     "torch.utils.tensorboard",
@@ -38,7 +38,7 @@ _CONFIGURATION = "@dataclass"
 
 def warm_up() -> None:
     """Import, read and compare what every session needs; the process has its platform already."""
-    from megatron_het import upstream
+    from megatron_het import megatron_patches as upstream
 
     upstream.install("stock")
     for name in MODULES:

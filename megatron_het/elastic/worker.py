@@ -365,7 +365,7 @@ def main() -> None:
     for notice in (signal.SIGTERM, signal.SIGUSR1):  # Slurm signals all processes of a step; the agent acts on it
         signal.signal(notice, _leave_to_agent)
     setting = Setting.from_text(os.environ.pop(ENVIRONMENT))
-    from megatron_het import platform
+    from megatron_het import device as platform
     from megatron_het.pretrain_gpt import main as train
 
     platform.activate()

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_het.features.activation_offload import ActivationOffload
+from megatron_het.features.activation_offload.spec import ActivationOffload
 from megatron_het.features.base import Feature
-from megatron_het.features.context_exchange import ContextExchange
-from megatron_het.features.context_parallel import ContextParallel
-from megatron_het.features.documents import Documents
-from megatron_het.features.experts import Experts
-from megatron_het.features.initial_weights import InitialWeights
-from megatron_het.features.mtp import MultiTokenPrediction
-from megatron_het.features.optimizers import Optimizers
-from megatron_het.features.slices import Slices
-from megatron_het.features.thrifty_layers import ThriftyLayers
-from megatron_het.features.vocabulary import Vocabulary
-from megatron_het.features.watch import Watch
-from megatron_het.features.window import Window
-from megatron_het.features.zero_bubble import ZeroBubble
+from megatron_het.features.context_exchange.spec import ContextExchange
+from megatron_het.features.context_parallel.spec import ContextParallel
+from megatron_het.features.documents.spec import Documents
+from megatron_het.features.experts.spec import Experts
+from megatron_het.features.initial_weights.spec import InitialWeights
+from megatron_het.features.mtp.spec import MultiTokenPrediction
+from megatron_het.features.optimizers.spec import Optimizers
+from megatron_het.features.slices.spec import Slices
+from megatron_het.features.thrifty_layers.spec import ThriftyLayers
+from megatron_het.features.vocab_parallel.spec import Vocabulary
+from megatron_het.features.watch.spec import Watch
+from megatron_het.features.window.spec import Window
+from megatron_het.features.zero_bubble.spec import ZeroBubble
 from megatron_het.plan import Plan
 
 FEATURES: tuple[Feature, ...] = (

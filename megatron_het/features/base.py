@@ -196,7 +196,7 @@ class Feature:
         upstream_names: Dotted names of upstream code that it leans on, with the SHA-256 of their sources
             (``upstream.source_hash``).  A run with the feature does not start when one differs.
         optimizer_layers: Dotted names of functions that make a subclass of Megatron's distributed optimizer, each on
-            top of the one before (``upstream/distributed_optimizer.py``).
+            top of the one before (``megatron_patches/distributed_optimizer.py``).
         holds_rows_once: Whether every row of the vocabulary is on one stage, also with tied embeddings.
         runtime: Dotted name of the module with its half on a rank, "" if there is none.
     """

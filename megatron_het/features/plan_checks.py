@@ -135,4 +135,3 @@ def _unknown(plan: Plan, given: str, known: Sequence[str]) -> PlanError:
         f"schedule {name} has no such parameter",
         f"{hint}Schedule {name} is run with the parameters {', '.join(known)}",
     )
-

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Feature
+from megatron_het.features.window.passes import post_together
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
@@ -228,7 +229,7 @@ def assemble(
         program = add_transfers(program, speeds=speeds, order=transfers)
     for feature, options in features:
         program = feature.after_transfers(program, options)
-    return program
+    return post_together(program, speeds=speeds) if transfers == "global" else program
 
 
 def _refused(plan: Plan, error: Exception) -> PlanError:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_het.features.context_parallel import part_grain
-from megatron_het.features.slices import slice_tokens
+from megatron_het.features.context_parallel.spec import part_grain
+from megatron_het.features.slices.spec import slice_tokens
 from megatron_het.lowering.boundary import Piece, Side, pieces
 from megatron_het.plan import Placement, Plan, Replica
 from megatron_het.plan.parts import part_tokens
 from megatron_het.schedule.deps import Dependencies
+from megatron_het.schedule.gradient_sync import counting_places
 from megatron_het.schedule.ir import EXCHANGE, RECEIVES, SENDS, Kind, Op, Program
 from megatron_het.schedule.joint import HELPS, joint_slots
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, OWNERS
@@ -57,7 +58,8 @@ class RankProgram:
     ``backwards[c]`` counts the passes of chunk c that make the gradient of its input, and ``sends`` holds
     (kind, key) of the results that this rank sends.  ``handovers`` maps results whose consumer is this very rank
     (a pipeline of one stage) to the consumer: (kind, key) of the send and of the receive that a
-    transfer would have been.
+    transfer would have been.  ``losses_known`` is how many operations come before all ranks add up
+    tokens, where updates inside the iteration need them; None elsewhere.
     """
 
     ops: tuple[RankOp, ...]
@@ -65,6 +67,7 @@ class RankProgram:
     backwards: tuple[int, ...]
     sends: frozenset[Slot]
     handovers: dict[Slot, Slot] = field(default_factory=dict)
+    losses_known: int | None = None
 
 
 class BoundaryMap:
@@ -146,8 +149,10 @@ def lower(program: Program, boundaries: BoundaryMap, device: int, rank: int) -> 
     """The program of one world rank.  Keeps the device's order, so it stays a projection of the global one."""
     ops: list[RankOp] = []
     backwards = [0] * len(program.shape.layers[program.devices[device].stage])
-    idle = _idle_work(program, device)
-    for op in program.ops[device]:
+    idle, counting, losses_known = _idle_work(program, device), counting_places(program), None
+    for position, op in enumerate(program.ops[device]):
+        if counting is not None and position <= counting[device]:
+            losses_known = len(ops)
         if op.kind in EXCHANGE:
             ops.extend(_exchange(op, boundaries, device, rank, op in idle))
         elif op.kind in SENDS or op.kind in RECEIVES:
@@ -157,7 +162,9 @@ def lower(program: Program, boundaries: BoundaryMap, device: int, rank: int) -> 
                 backwards[op.chunk] += 1
             ops.append(RankOp(op.kind, op.microbatch, op.slice, op.chunk, _label(op), start=op.start, stop=op.stop))
     sends = frozenset((op.kind, op.key) for op in ops if op.kind in SENDS - EXCHANGE)
-    return RankProgram(tuple(ops), program.shape.microbatches, tuple(backwards), sends, _handovers(program, device))
+    return RankProgram(
+        tuple(ops), program.shape.microbatches, tuple(backwards), sends, _handovers(program, device), losses_known
+    )
 
 
 _HANDED_OVER = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_het.untrusted import one_line, shown
+from megatron_het.safe_io import one_line, shown
 
 
 class PlanError(ValueError):

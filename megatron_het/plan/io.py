@@ -1,4 +1,4 @@
-"""Reading and writing plan files, within the limits of ``megatron_het.untrusted``."""
+"""Reading and writing plan files, within the limits of ``megatron_het.safe_io``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.schema import Plan, Replica, _plain
+from megatron_het.safe_io import FileError, read_json, write_json
 from megatron_het.schedule.paths import PLACEMENTS, placement_of
-from megatron_het.untrusted import FileError, read_json, write_json
 
 MOST_INDENTED = 10_000
 """Ranks of a plan file that is laid out in lines."""

@@ -7,7 +7,7 @@ import math
 from megatron_het.plan.costs import check_costs
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.schema import ModelShape, Plan, TrainingShape
-from megatron_het.untrusted import MAX_PASSES
+from megatron_het.safe_io import MAX_PASSES
 
 LARGEST = {
     "num_layers": 10_000,

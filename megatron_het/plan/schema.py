@@ -40,6 +40,8 @@ class ModelShape:
     tied_embeddings: bool = False
     mtp_num_layers: int = field(default=0, metadata={"omit_default": True})
     """Layers for multi-token prediction, which come with the last chunk; ``num_layers`` does not count them."""
+    head_size: int | None = field(default=None, metadata={"omit_default": True})
+    """Width of a head where it is not ``hidden_size / num_attention_heads``; compared with the run's when given."""
 
     @property
     def embeds_twice(self) -> bool:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_het.config import HetConfig
+from megatron_het.device import Platform
+from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.transports import Choice
 from megatron_het.plan import Placement, RankPrediction
-from megatron_het.platform import Platform
 from megatron_het.report.timeline import Timeline
 from megatron_het.report.trace import write_trace
-from megatron_het.untrusted import write_text
+from megatron_het.safe_io import write_text
 
 _METERED_ITERATION = 1  # peak memory is metered in the second iteration of a run
+MOST_KEPT = 10_000
+"""Iterations, losses and validation losses that a report has: the newest ones."""
+_WRITTEN_EVERY_S, _MOST_WRITING = 30.0, 0.01  # and never more than this share of the time
 
 
 class Measurement:
@@ -52,7 +57,7 @@ class RunReport:
     """Collects the measurements of one rank.
 
     Nothing here communicates.  Losses are read from the device only when a report is asked for,
-    because reading synchronises.
+    because reading synchronises.  A report is written while the run goes on, so that a run that is killed leaves one.
     """
 
     def __init__(
@@ -63,9 +68,11 @@ class RunReport:
         self._plan = placement.plan
         self._platform = platform
         self._rank = rank
-        self._iterations: list[dict[str, Any]] = []
-        self._losses: list[list[float]] = []
-        self._validation: list[list[float]] = []
+        self._count = 0
+        self._iterations: deque[dict[str, Any]] = deque(maxlen=MOST_KEPT)
+        self._losses: deque[list[float]] = deque(maxlen=MOST_KEPT)
+        self._validation: deque[list[float]] = deque(maxlen=MOST_KEPT)
+        self._next_write_s = time.monotonic() + _WRITTEN_EVERY_S
         self._memory: dict[str, int] = {}
         self._figures: dict[str, Mapping[str, int]] = {}
         self._last_start_s: float | None = None
@@ -85,7 +92,7 @@ class RunReport:
     def measure(self, forward_only: bool, timeline: Timeline) -> Iterator[Measurement]:
         """Measure one call; iterations of training are numbered as Megatron numbers them."""
         measured = Measurement(forward_only)
-        metered = not forward_only and len(self._iterations) == _METERED_ITERATION
+        metered = not forward_only and self._count == _METERED_ITERATION
         with self._meter() if metered and self._config.report_dir else contextlib.nullcontext():
             yield measured
         stop_s = time.perf_counter()
@@ -94,6 +101,7 @@ class RunReport:
             return
         self._close_previous(measured.start_s)
         timeline.finish()
+        self._count += 1
         self._iterations.append(
             {
                 "iteration": _current_iteration(),
@@ -108,15 +116,25 @@ class RunReport:
         )
         self._keep_loss(self._losses, measured)
         trace = self._config.trace_file(self._rank)
-        if trace is not None and len(self._iterations) == self._config.trace_iteration:
+        if trace is not None and self._count == self._config.trace_iteration:
             write_trace(trace, timeline.records, self._head)
+        self._write_at_times()
+
+    def _write_at_times(self) -> None:
+        """Write what there is so far; a disk that is full now may have space later."""
+        start_s = time.monotonic()
+        if start_s >= self._next_write_s:
+            with contextlib.suppress(OSError):
+                self.write(ended=False)
+            stop_s = time.monotonic()
+            self._next_write_s = stop_s + max(_WRITTEN_EVERY_S, (stop_s - start_s) / _MOST_WRITING)
 
     def _close_previous(self, start_s: float) -> None:
         if self._last_start_s is not None:
             self._iterations[-1]["elapsed_s"] = start_s - self._last_start_s
         self._last_start_s = start_s
 
-    def _keep_loss(self, kept: list[list[float]], measured: Measurement) -> None:
+    def _keep_loss(self, kept: deque[list[float]], measured: Measurement) -> None:
         if self._config.report_dir is not None:
             loss = measured.loss()
             if loss is not None:
@@ -124,7 +142,7 @@ class RunReport:
 
     @contextlib.contextmanager
     def _meter(self) -> Iterator[None]:
-        from megatron_het.platform.memory import memory_meter
+        from megatron_het.device.memory import memory_meter
 
         with memory_meter(self._platform) as meter, meter.region("iteration") as region:
             yield
@@ -170,11 +188,12 @@ class RunReport:
 
     def closing(self) -> str:
         """This rank's measured figures beside the predicted ones."""
-        steady = [i for i in self._iterations[2:] if i["elapsed_s"] is not None]
+        first = max(0, 2 + len(self._iterations) - self._count)
+        steady = [i for i in itertools.islice(self._iterations, first, None) if i["elapsed_s"] is not None]
         text = f"het: rank {self._rank} (stage {self._head['stage']}, replica {self._head['replica']}"
         text += f", {self._head['device']}): "
         if not steady:
-            return text + f"{len(self._iterations)} iterations, too few to time"
+            return text + f"{self._count} iterations, too few to time"
         elapsed = sorted(i["elapsed_s"] for i in steady)[len(steady) // 2]
         busy = sorted(i["compute_s"] for i in steady)[len(steady) // 2]
         text += f"median iteration {elapsed:.3f} s, of which {busy:.3f} s compute"
@@ -188,16 +207,22 @@ class RunReport:
                 text += f" (predicted {predicted.total_bytes / 2**20:.1f} MiB)"
         return text
 
-    def write(self) -> Path | None:
-        """Write ``rank-<rank>.json``; None when no report was asked for."""
+    def write(self, *, ended: bool = True) -> Path | None:
+        """Write ``rank-<rank>.json``; None when no report was asked for.
+
+        Args:
+            ended: Whether the run is over; False for a report of a run that goes on.
+        """
         path = self._config.report_file(self._rank)
         if path is None:
             return None
         body = {
             **self._head,
-            "iterations": self._iterations,
-            "losses": self._losses,
-            "validation": self._validation,
+            "ended": ended,
+            "iterations_left_out": self._count - len(self._iterations),
+            "iterations": list(self._iterations),
+            "losses": list(self._losses),
+            "validation": list(self._validation),
             "memory": self._memory,
             **self._figures,
         }

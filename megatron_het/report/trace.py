@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.report.timeline import Record
-from megatron_het.untrusted import write_text
+from megatron_het.safe_io import write_text
 
 
 def trace_events(records: Iterable[Record], rank: int, title: str) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from megatron.training.models.base import compose_hooks
 from megatron.training.models.dist_utils import prepare_existing_model_chunks_for_distributed_training
 from megatron.training.models.gpt import GPTModelBuilder
 
-from megatron_het.topology import Axis, at_chunk
+from megatron_het.distributed import Axis, at_chunk
 
 BUILDER = f"{__name__}.ChunkedGPTModelBuilder"
 """The value of a model configuration's ``builder`` that selects the builder of several chunks."""

@@ -1,29 +1,37 @@
 """Point-to-point transfers between ranks: posting, waiting, and saying which one failed.
 
-The groups are those of ``topology/pairs.py``.  They are connected before the first iteration.
+The groups are those of ``distributed/pairs.py``.  They are connected before the first iteration.
 
 Transports:
 
 - ``nccl``: device tensors travel directly.
 - ``gloo``: host tensors travel directly (CPU training).
-- ``staged``: tensors are copied to host memory, travel over gloo, and are copied back.  For
-  several ranks on one GPU and for devices that share no library.
+- ``staged``: tensors are copied to host memory, travel over gloo, and are copied back.  For programs whose
+  transfers may form a cycle, and devices that share no library.
 
 Every wait is bounded by the timeout, and every failure names the operation and the peer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from megatron_het.distributed import Edge, Link, PairGroups
 from megatron_het.report.transfers import Arrival, TransferLog
-from megatron_het.topology import Edge, Link, PairGroups
+
+Moment = torch.cuda.Event
+"""How far the compute stream of a device has come."""
+
+
+_REMEMBERED = 6
 
 
 class TransferError(RuntimeError):
@@ -54,7 +62,7 @@ class Channels:
     """This rank's ends of all edges that a plan's programs use.
 
     Args:
-        links: The links of this rank's edges (``topology/pairs.py``).
+        links: The links of this rank's edges (``distributed/pairs.py``).
         transport: ``nccl``, ``gloo`` or ``staged``.
         timeout_s: Bound on every wait, in seconds.
         rank: This rank.
@@ -65,6 +73,7 @@ class Channels:
 
     Attributes:
         log: Where transfers are logged; None for nowhere.
+        posted: The last transfers, in words, with the time of their post; for messages.
     """
 
     def __init__(
@@ -81,7 +90,20 @@ class Channels:
         self._timeout = timedelta(seconds=timeout_s)
         self._rank = rank
         self._sends: list[_PendingSend] = []
+        self._posting: torch.cuda.Stream | None = None
         self.log: TransferLog | None = None
+        self.posted: deque[tuple[float, str]] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether transfers run on the device, where the host has to wait for them at times (``nccl``)."""
+        return self._transport == "nccl"
+
+    def moment(self, device: torch.device) -> Moment | None:
+        """Mark how far the compute stream has come; None where transfers do not run on a CUDA device."""
+        if not self.on_device or device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(device).record_event()
 
     @classmethod
     def open(
@@ -100,8 +122,15 @@ class Channels:
         links = pairs.connect(edges, "nccl" if transport == "nccl" else "gloo", purpose, one_order=one_order)
         return cls(links, transport, timeout_s, rank, pending_per_edge)
 
-    def send(self, tensor: torch.Tensor, dst: int, label: str) -> None:
-        """Post a send; the tensor is kept until ``wait_sends`` or its completion is seen."""
+    def send(self, tensor: torch.Tensor, dst: int, label: str, after: Moment | None = None) -> None:
+        """Post a send; the tensor is kept until ``wait_sends`` or its completion is seen.
+
+        Args:
+            tensor: What to send.
+            dst: Rank that gets it.
+            label: For messages.
+            after: The send begins when the compute stream has come so far; None for all that it was given.
+        """
         self._drop_finished_sends(dst)
         if self._transport == "staged":
             # The default keeps strides, which gloo refuses.  The host waits here: gloo sends what lies in host memory.
@@ -110,27 +139,38 @@ class Channels:
             tensor = tensor.contiguous()
         try:
             link = self._links[self._rank, dst]
-            work = dist.isend(tensor, dst, group=link.group, tag=link.tag)
+            with self._ordered(after):
+                work = dist.isend(tensor, dst, group=link.group, tag=link.tag)
         except RuntimeError as error:
             raise self._failure("send to", dst, label, error) from error
         if work is None:
             raise self._failure("send to", dst, label, "this rank is not in the group")
+        self.posted.append((time.monotonic(), f"send to rank {dst} ({label})"))
         if self.log is not None:
             self.log.sent(dst)
         self._sends.append(_PendingSend(work, tensor, dst, label))
 
-    def receive(self, target: torch.Tensor, src: int, label: str) -> PendingReceive:
-        """Post a receive into ``target`` (a contiguous view); ``wait_receive`` completes it."""
+    def receive(self, target: torch.Tensor, src: int, label: str, after: Moment | None = None) -> PendingReceive:
+        """Post a receive into ``target`` (a contiguous view); ``wait_receive`` completes it.
+
+        Args:
+            target: Is filled.
+            src: Rank that sends.
+            label: For messages.
+            after: See :meth:`send`.
+        """
         host = None
         if self._transport == "staged":
             host = torch.empty_like(target, device="cpu", pin_memory=target.is_cuda)
         try:
             link = self._links[src, self._rank]
-            work = dist.irecv(target if host is None else host, src, group=link.group, tag=link.tag)
+            with self._ordered(after):
+                work = dist.irecv(target if host is None else host, src, group=link.group, tag=link.tag)
         except RuntimeError as error:
             raise self._failure("receive from", src, label, error) from error
         if work is None:
             raise self._failure("receive from", src, label, "this rank is not in the group")
+        self.posted.append((time.monotonic(), f"receive from rank {src} ({label})"))
         arrival = self.log.receiving(src) if self.log is not None else None
         return PendingReceive(work, target, host, src, label, arrival)
 
@@ -152,8 +192,20 @@ class Channels:
         self._sends.clear()
 
     def close(self) -> None:
-        """Let go of what was sent; the groups belong to :class:`~megatron_het.topology.PlanGroups`."""
+        """Let go of what was sent; the groups belong to :class:`~megatron_het.distributed.PlanGroups`."""
         self._sends.clear()
+
+    @contextlib.contextmanager
+    def _ordered(self, after: Moment | None) -> Iterator[None]:
+        """NCCL begins with what is posted when the current stream has come so far: one that waits for a moment only."""
+        if after is None:
+            yield
+            return
+        if self._posting is None:
+            self._posting = torch.cuda.Stream()
+        self._posting.wait_event(after)
+        with torch.cuda.stream(self._posting):
+            yield
 
     def _drop_finished_sends(self, dst: int) -> None:
         """Let go of tensors that have left.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_het.topology import as_only_reader, at_chunk, between_the_ends
+from megatron_het.distributed import as_only_reader, at_chunk, between_the_ends
 
 
 class RoutedBatchSampler(torch.utils.data.Sampler[list[int]]):

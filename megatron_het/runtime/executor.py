@@ -9,22 +9,28 @@ when the operation that needs it runs; sends are waited for at the end of the it
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
+from megatron_het.distributed import at_chunk
 from megatron_het.lowering.ranks import RankOp, RankProgram
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.batches import Batches
 from megatron_het.runtime.channels import Channels
 from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Handler, Iteration, Key, RuntimeFeature
 from megatron_het.runtime.late_gathers import begin_gathers
-from megatron_het.schedule.gradient_sync import last_before_losses_are_known, sync_points
+from megatron_het.schedule.gradient_sync import sync_points
 from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import PARTS
-from megatron_het.topology import at_chunk
+
+_SHOWN_POSTS = 8
 
 
 class ExecutorError(RuntimeError):
@@ -62,7 +68,6 @@ class Executor:
     ) -> None:
         self._programs = programs
         self._sync_points = {mode: sync_points(program.ops, num_chunks) for mode, program in programs.items()}
-        self._last_losses = {mode: _last_losses(program, mode) for mode, program in programs.items()}
         self._channels = channels
         self._loss_chunk = loss_chunk
         self._num_chunks = num_chunks
@@ -72,6 +77,8 @@ class Executor:
         self._batches = batches or Batches()
         self.current = ""
         """Label of the operation that runs, for messages."""
+        self.since_s: float | None = None
+        """When it began, by ``time.monotonic``; None between iterations."""
         self._handlers = self._all_handlers()
 
     def _all_handlers(self) -> dict[Kind, Handler]:
@@ -110,22 +117,21 @@ class Executor:
         self.current = "the start of an iteration"
         for feature in self._features:
             feature.begin(call, state)
-        points, last = self._sync_points[call.forward_only], self._last_losses[call.forward_only]
+        points = self._sync_points[call.forward_only]
         for feature in self._features:
             chosen = feature.program(call, program)
             if chosen is not program:
                 program, points = chosen, sync_points(chosen.ops, self._num_chunks)
-                last = _last_losses(chosen, call.forward_only)
         for index, op in enumerate(program.ops):
-            self.current = op.label
+            self.current, self.since_s = op.label, time.monotonic()
+            for feature in self._features if index == program.losses_known else ():
+                feature.losses_known(call, state)
             for chunk in points.get(index, ()):
                 state.no_sync.pop(chunk).close()  # the gradients that follow complete those of the chunk
             with record_function(op.label), self._timeline.measure(op):
                 for feature in self._features if op.kind in PARTS else ():
                     feature.before_part(op, state)
                 self._handlers[op.kind](op, call, state)
-            for feature in self._features if index == last else ():
-                feature.losses_known(call, state)
         for feature in self._features:
             feature.finish(call, state)
         for feature in self._features:
@@ -258,13 +264,60 @@ class Executor:
             raise ExecutorError(f"the program ended with unused tensors of {sorted(set(left))}")
 
 
+class StallWatch:
+    """Says what this rank does when an operation does not end.
+
+    A host that waits for the device never comes to a wait with a bound, and NCCL's watchdog, which ends the process
+    then, knows the collective but not who waits for it.  So a thread looks from time to time, asks the device nothing,
+    and writes to the standard error before that watchdog strikes.
+
+    Args:
+        executor: Knows the operation.
+        channels: Transfers of all purposes.
+        limit_s: An operation that takes longer has stalled.
+        rank: This rank.
+    """
+
+    def __init__(self, executor: Executor, channels: Sequence[Channels], limit_s: float, rank: int) -> None:
+        self._executor, self._channels, self._limit_s, self._rank = executor, channels, limit_s, rank
+        self._host = threading.get_ident()
+        self._is_over = threading.Event()
+        self._told: float | None = None
+        self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(min(1.0, self._limit_s / 4)):
+            since_s = self._executor.since_s
+            if since_s is not None and since_s != self._told and time.monotonic() - since_s > self._limit_s:
+                self._told = since_s
+                sys.stderr.write(self.report())
+                sys.stderr.flush()
+
+    def report(self) -> str:
+        """The operation, the last transfers, the likely cause, and the stack of the thread that runs the program."""
+        now = time.monotonic()
+        posts = sorted(post for channels in self._channels for post in list(channels.posted))[-_SHOWN_POSTS:]
+        lines = [
+            f"het: rank {self._rank}: {self._executor.current} has not ended for {self._limit_s:g} s.",
+            "Transfers posted last: " + ("; ".join(f"{now - at:.1f} s ago {what}" for at, what in posts) or "none"),
+            "If the stack ends in a launch, an allocation, a copy or a read of a value, the host waits for the device, "
+            "and a transfer is under way there whose other end does not come: CUDA waits for the device at the first "
+            "launch of a kernel, when memory is pinned and when the allocator frees memory. The other end is at fault, "
+            "or waits for this rank in the same way: compare with its log. Stack:",
+        ]
+        frame = sys._current_frames().get(self._host)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  not known\n"
+        return "\n".join(lines) + "\n" + stack
+
+    def close(self) -> None:
+        """The thread ends."""
+        self._is_over.set()
+        self._thread.join(timeout=2.0)
+
+
 def iterators_per_chunk(data_iterator: Any, num_chunks: int) -> list[Iterator[Any] | None]:
     """Megatron passes a list of iterators with several model chunks and a bare one otherwise."""
     if isinstance(data_iterator, list):
         return data_iterator
     return [data_iterator] * num_chunks
-
-
-def _last_losses(program: RankProgram, forward_only: bool) -> int:
-    """Index of the operation after which features hear that all losses are known; -1 where they do not."""
-    return -1 if forward_only else last_before_losses_are_known(program.ops)

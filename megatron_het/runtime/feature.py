@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from megatron_het.config import HetConfig
+from megatron_het.device import Platform
+from megatron_het.distributed import Edge, PlanGroups
 from megatron_het.features import features_of
+from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.ranks import BoundaryMap, RankOp, RankProgram
 from megatron_het.plan import Placement, Plan
-from megatron_het.platform import Platform
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.batches import Batches
 from megatron_het.runtime.channels import Channels, PendingReceive
 from megatron_het.schedule.ir import Kind, Program
-from megatron_het.topology import Edge, PlanGroups
 
 Key = tuple[int, int, int]
 """(microbatch, slice, chunk) of a compute operation on this device."""
@@ -177,7 +177,10 @@ class RuntimeFeature:
         return program
 
     def losses_known(self, call: Call, state: Iteration) -> None:
-        """In training: this rank has counted the tokens of all its losses; no rank waits for an update before that."""
+        """In training with updates inside the iteration: this rank has counted the tokens of all its losses.
+
+        All ranks come to it at one point of one order of all transfers and collectives, before the first update.
+        """
 
     def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
         """Around a FORWARD: entering may change ``forward``; at the end its output is there."""
@@ -250,6 +253,7 @@ class OpenContext:
         timeline: Is told about waiting.
         batches: What forwards read; a feature may put another reader here.
         options: Of the feature that is being opened.
+        opened: The transfers of all purposes.
     """
 
     config: HetConfig
@@ -267,6 +271,7 @@ class OpenContext:
     timeline: Timeline
     batches: Batches = field(default_factory=Batches)
     options: Any = None
+    opened: list[Channels] = field(default_factory=list)
 
     @property
     def plan(self) -> Plan:
@@ -286,7 +291,7 @@ class OpenContext:
             edges: Directed pairs of world ranks; the same for all ranks that they connect.
             pending_per_edge: See :class:`Channels`.
         """
-        return Channels.open(
+        channels = Channels.open(
             self.groups.pairs,
             purpose,
             edges,
@@ -295,6 +300,8 @@ class OpenContext:
             self.rank,
             pending_per_edge=pending_per_edge,
         )
+        self.opened.append(channels)
+        return channels
 
 
 OpenChannels = Callable[[str, Iterable[Edge], int | None], Channels]

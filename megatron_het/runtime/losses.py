@@ -7,8 +7,8 @@ import json
 import torch
 import torch.distributed as dist
 
+from megatron_het.distributed import PlanGroups, loss_source
 from megatron_het.plan import Placement
-from megatron_het.topology import PlanGroups, loss_source
 
 Reports = list[dict[str, torch.Tensor]]
 """The script's loss entries: (sum, tokens) by name, or a mean per microbatch."""

@@ -14,25 +14,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.config import HetConfig
+from megatron_het.device import Platform
+from megatron_het.distributed import PlanGroups, build_groups, install_stage_state, remove_stage_state
+from megatron_het.distributed.gradient_sums import (
+    GradientFinalizer,
+    count_once_in_params_norm,
+    mark_duplicates,
+    mark_sharded,
+)
 from megatron_het.features import features_of, tied_copies
-from megatron_het.gradients.finalize import GradientFinalizer, count_once_in_params_norm, mark_duplicates, mark_sharded
+from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.programs import build, program_of
 from megatron_het.lowering.ranks import boundary_map, edges, lower
 from megatron_het.lowering.transports import Choice, choose_transport, posted_for
 from megatron_het.plan import Placement, Plan, plan_hash
-from megatron_het.platform import Platform
 from megatron_het.report.run_report import Measurement, RunReport
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels
-from megatron_het.runtime.executor import Executor, iterators_per_chunk
+from megatron_het.runtime.executor import Executor, StallWatch, iterators_per_chunk
 from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature, open_features, optimizer_of
 from megatron_het.runtime.letting_go import let_go
 from megatron_het.runtime.losses import Reports, of_whole_stage, passed_on
-from megatron_het.topology import PlanGroups, build_groups, install_stage_state, remove_stage_state
 
 _NOTE = "het: "
 _PENDING_SLICES = 4
+_STALLED_SHARE = 0.8
+"""Of the bound on every wait: an operation that takes so long says what it does before it is ended."""
 
 
 def check_programs(plan: Plan, args: Any) -> None:
@@ -68,6 +75,7 @@ class HetSession:
         self._channels: Channels | None = None
         self._features: tuple[RuntimeFeature, ...] = ()
         self._executor: Executor | None = None
+        self._stalls: StallWatch | None = None
         self._finalizer: GradientFinalizer | None = None
         self._models: list[torch.nn.Module] = []
         self._marks_params_norm = config.plan.training.distributed_optimizer
@@ -129,6 +137,8 @@ class HetSession:
             features=self._features,
             batches=context.batches,
         )
+        limit_s = _STALLED_SHARE * context.timeout_s
+        self._stalls = StallWatch(self._executor, [context.channels, *context.opened], limit_s, self.groups.rank)
         self._batches = context.batches
         self._finalizer = GradientFinalizer(self.groups, self.tied_copies, self.plan.loss_divisor)
         self.report = RunReport(
@@ -207,7 +217,9 @@ class HetSession:
 
     def close(self) -> None:
         """Destroy everything that ``open`` created, in the opposite order."""
-        self._executor = self._finalizer = None
+        if self._stalls is not None:
+            self._stalls.close()
+        self._executor = self._finalizer = self._stalls = None
         for feature in reversed(self._features):
             feature.close()
         let_go(self._models)
@@ -248,7 +260,7 @@ class HetSession:
         return model
 
     def _prepare_model(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        from megatron_het.layers.recompute import recompute_up_projections
+        from megatron_het.runtime.recompute import recompute_up_projections
 
         recompute_up_projections(model)
         mark_sharded(model)
@@ -351,6 +363,8 @@ class HetSession:
             yield
         finally:
             self.is_running = False
+            if self._executor is not None:
+                self._executor.since_s = None
 
     @contextlib.contextmanager
     def _divided(self, config: Any) -> Iterator[None]:
@@ -386,10 +400,10 @@ class HetSession:
                 me = self.groups.rank
                 groups = [group for group in map(self.groups.get, roles) if group is not None]
                 ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
-                peers = [f"rank {rank}" for rank in sorted(ranks - {me})]
-                error.add_note(
-                    f"{_NOTE}rank {me}: {operation()} failed; in collectives it works with "
-                    f"{'all ranks' if not roles else ', '.join(peers) or 'nobody'}. "
-                    "If one of them has stopped, its log says why"
-                )
+                peers = "all ranks" if not roles else ", ".join(f"rank {rank}" for rank in sorted(ranks - {me}))
+                note = f"{_NOTE}rank {me}: {operation()} failed"
+                # What others have to do with: not an error of its own, as of memory, nor of a rank without peers.
+                if peers and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
+                    note += f"; in collectives it works with {peers}. If one of them has stopped, its log says why"
+                error.add_note(note)
             raise

@@ -14,11 +14,22 @@ from megatron_het.checkpoint.checksums import ChecksumWriter
 from megatron_het.checkpoint.choice import save_folders
 from megatron_het.checkpoint.loading import NOTHING_TO_LOAD
 from megatron_het.checkpoint.state_dict import StateDictHook
+from megatron_het.megatron_patches import failed_writes
 from megatron_het.runtime.boundary import Boundary
 from megatron_het.runtime.data import routed_provider
 from megatron_het.runtime.roll_call import RollCall
 from megatron_het.runtime.session import HetSession
-from megatron_het.upstream import failed_writes
+
+
+def complete_model_config(model_config: Any, args: Any) -> None:
+    """Give Megatron's model configuration what it does not take over from the arguments.
+
+    Args:
+        model_config: ``GPTModelConfig``.
+        args: Megatron's arguments.
+    """
+    # gpt_config_from_args leaves it at 8, whatever the flag says.
+    model_config.rope_scaling_factor = args.rope_scaling_factor
 
 
 class PretrainHook:
@@ -74,6 +85,7 @@ class PretrainHook:
             self._add_verdict(error, args.rank)
             raise
         self._state_dict = StateDictHook(session.groups, session.tied_copies, session.copies)
+        complete_model_config(cfg_container.model, args)
         session.prepare_model_config(cfg_container.model)
         provider = self._route_data(args, self._boundary.remember(provider))
         keywords["skip_model_parallel_init"] = True
@@ -190,6 +202,24 @@ class PretrainHook:
         dist.barrier()  # the store is on rank 0
         self._session.close()
         dist.destroy_process_group()
+
+
+def single_iterations(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Megatron's log, whose second line is not a mean with the first one where every iteration is logged."""
+
+    @functools.wraps(original)
+    def training_log(
+        loss_dict: Any, total_loss_dict: dict[str, Any], learning_rate: Any, iteration: int, *rest: Any, **keywords: Any
+    ) -> bool:
+        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **keywords)
+        if keywords.get("is_first_iteration") and iteration % _get_args().log_interval == 0:
+            from megatron.training import get_timers
+
+            total_loss_dict.clear()
+            get_timers()("interval-time").elapsed(reset=True, barrier=False)
+        return result
+
+    return training_log
 
 
 def _initialize_distributed(store: Any) -> Any:

@@ -2,6 +2,6 @@
 
 import sys
 
-from megatron_het.schedule.cli import main
+from megatron_het.schedule.view.cli import main
 
 sys.exit(main())

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_het.schedule.columns import Direction
+from megatron_het.schedule.graph import Graph, ScheduleError
 from megatron_het.schedule.ir import Program
+from megatron_het.schedule.joint import event_places
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, OUTPUT_PARTS, WEIGHT_GRADIENTS, WORD_PARTS, Kind, where
 
 _BACKWARD = where(lambda kind: kind.direction is Direction.BACKWARD)
@@ -50,6 +52,32 @@ def last_before_losses_are_known(ops: Iterable[Any]) -> int:
     """
     found = (index for index, op in enumerate(ops) if op.kind.direction is Direction.FORWARD or op.kind in OUTPUT_PARTS)
     return max(found, default=-1)
+
+
+def counting_places(program: Program) -> list[int] | None:
+    """How many operations of each device come before all devices add up the tokens of an iteration.
+
+    That is one event of an order of all, after the last loss and before the first update: a device that waits for the
+    sum, or whose host waits for the device, then needs nothing of another one that has not come to it.
+
+    Args:
+        program: With transfers.
+
+    Returns:
+        None without updates inside the iteration.
+    """
+    if not any(op.kind is Kind.OPTIMIZER_STEP for ops in program.ops for op in ops):
+        return None
+    graph = Graph(program)
+    found = ((first, last_before_losses_are_known(ops)) for first, ops in zip(graph.first, program.ops))
+    lasts = [first + last for first, last in found if last >= 0]
+    steps = [node for node, op in enumerate(graph.ops) if op.kind is Kind.OPTIMIZER_STEP]
+    places = event_places(graph, graph.teams(), extra=[(last, step) for last in lasts for step in steps])
+    known = max(places[last] for last in lasts)
+    if min(places) < 0 or min(places[step] for step in steps) < known:
+        raise ScheduleError(f"program {program.name}: an update comes before all losses are known")
+    bounds = zip(graph.first, graph.first[1:])
+    return [sum(place <= known for place in places[first:end]) for first, end in bounds]
 
 
 def sync_points(ops: Iterable[Any], chunks: int) -> Mapping[int, tuple[int, ...]]:

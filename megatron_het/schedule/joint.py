@@ -11,10 +11,14 @@ what is left has no cycle, all lists are projections of one total order of event
 order that has not happened can always happen, because everybody who takes part in it has arrived.  Inside an
 event all devices go through the same layers in the same order, and post what they send before they wait.
 :func:`stuck_events` looks for the cycle.
+
+The same holds wherever the host waits for the device, as it does when a kernel is launched for the first time: all that
+it waits for was posted for earlier events.  Hence what replicas gather and reduce together is an event, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from megatron_het.schedule.columns import Direction, Role
 from megatron_het.schedule.graph import Graph
@@ -89,13 +93,14 @@ def unequal_layers(program: Program) -> str | None:
 class _Events:
     """Operations merged into events (a union-find over the nodes of a graph)."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, together: Iterable[Sequence[int]] = ()) -> None:
         self.graph = graph
         self.parent = list(range(len(graph.ops)))
         self.skipped: set[int] = set()
         self._merge_transfers()
-        self._merge_slots()
-        for nodes in meetings(graph):
+        if graph.program.attention_units:
+            self._merge_slots()
+        for nodes in (*meetings(graph), *together):
             for node in nodes:
                 self.parent[self.of(node)] = self.of(nodes[0])
 
@@ -132,36 +137,75 @@ class _Events:
                 self.parent[self.of(nodes[owner])] = self.of(nodes[helper])
 
 
-def stuck_events(graph: Graph) -> Iterator[int]:
-    """Nodes of events that can never happen, at most one per device; see the module's text."""
-    events = _Events(graph)
+def event_places(
+    graph: Graph,
+    together: Sequence[Sequence[int]] = (),
+    spans: Mapping[int, tuple[Sequence[int], Sequence[int]]] | None = None,
+    key: Callable[[int], float] = float,
+    extra: Iterable[tuple[int, int]] = (),
+) -> list[int]:
+    """The place of every operation's event in one order of all events; -1 where it can never happen.
+
+    Args:
+        graph: The program.
+        together: Operations of several devices that are one event each, besides those of the module's text.
+        spans: Operations that may be anywhere after some and before others of their device.
+        key: Of what can happen, that whose operation has the lowest key comes first.
+        extra: Pairs of operations, the first of which comes before the second.
+    """
+    events, spans = _Events(graph, together), spans or {}
     after: dict[int, set[int]] = {}
-    lists: list[list[int]] = []
+    count: dict[int, int] = {}
+
+    def put(first: int, second: int) -> None:
+        if events.of(first) != events.of(second):
+            after.setdefault(events.of(first), set()).add(events.of(second))
+
     for d in range(len(graph.program.ops)):
         nodes = [i for i in range(graph.first[d], graph.first[d + 1]) if i not in events.skipped]
-        lists.append(nodes)
-        for a, b in zip(nodes, nodes[1:]):
-            after.setdefault(events.of(a), set()).add(events.of(b))
+        count.update(dict.fromkeys(map(events.of, nodes), 0))
+        fixed = [i for i in nodes if i not in spans]
+        for a, b in zip(fixed, fixed[1:]):
+            put(a, b)
         for b in nodes:  # values that are not the pipeline's transfers, e.g. of the vocabulary
-            earlier = {events.of(events.carrier(a)) for a in graph.waits[b] if graph.device[a] != d}
-            for event in earlier - {events.of(b)}:
-                after.setdefault(event, set()).add(events.of(b))
-    count = dict.fromkeys((events.of(i) for nodes in lists for i in nodes), 0)
+            for a in graph.waits[b]:
+                if graph.device[a] != d:
+                    put(events.carrier(a), b)
+    for first, second in extra:
+        put(first, second)
+    for node, (lows, highs) in spans.items():
+        for low in lows:
+            put(low, node)
+        for high in highs:
+            put(node, high)
     for targets in after.values():
         for target in targets:
             count[target] += 1
-    free, happened = [e for e, n in count.items() if n == 0], set()
+    free = [(key(event), event) for event, n in count.items() if n == 0]
+    heapify(free)
+    place: dict[int, int] = {}
     while free:
-        event = free.pop()
-        happened.add(event)
+        _, event = heappop(free)
+        place[event] = len(place)
         for target in after.get(event, ()):
             count[target] -= 1
             if count[target] == 0:
-                free.append(target)
-    for nodes in lists:
-        stuck = next((i for i in nodes if events.of(i) not in happened), None)
+                heappush(free, (key(target), target))
+    return [place.get(events.of(events.carrier(node)), -1) for node in range(len(graph.ops))]
+
+
+def stuck_events(graph: Graph, together: Sequence[Sequence[int]] = ()) -> Iterator[int]:
+    """Nodes of events that can never happen, at most one per device; see the module's text.
+
+    Args:
+        graph: The program.
+        together: See :func:`event_places`.
+    """
+    places = event_places(graph, together)
+    for first, end in zip(graph.first, graph.first[1:]):
+        stuck = next((node for node in range(first, end) if places[node] < 0), None)
         if stuck is not None:
             yield stuck
 
 
-__all__ = ["HELPS", "JointSlot", "joint_slots", "owner_pass", "stuck_events", "unequal_layers"]
+__all__ = ["HELPS", "JointSlot", "event_places", "joint_slots", "owner_pass", "stuck_events", "unequal_layers"]

@@ -77,7 +77,7 @@ class Lifetimes:
         self.kept: dict[Pass, bool] = {}
         self.received: dict[tuple[int, int, int], set[int]] = {}
         self._compute = -1
-        self._demanded: list[tuple[int, list[int]]] = []
+        self._demanded: list[tuple[int, int, list[int]]] = []
         self._gathering: dict[int, list[int]] = {}
         self._reducing: dict[int, list[int]] = {}
         self._backward: dict[int, int] = {}
@@ -190,10 +190,10 @@ class Lifetimes:
             self._unfit(node, f"the gradients of chunk {chunk} are already reduced")
 
     def _computes(self, node: int, chunk: int, found: list[int]) -> None:
-        """A pass waits for the gathers of its chunk; a gather right before it waits for what it waits for."""
-        for gathered, gather in self._demanded:
+        """A pass waits for the gathers of its chunk; a gather right before it waits for what it waits for by then."""
+        for gathered, gather, waits in self._demanded:
             if gathered == chunk:
-                gather.extend(found)
+                waits.extend(other for other in found if not gather < other < node)
         self._demanded = []
         self._compute = node
         found += self._gathering.pop(chunk, ())
@@ -256,7 +256,7 @@ class Lifetimes:
         found += self._after_step(chunk)
         self._gathering.setdefault(chunk, []).append(node)
         if self._compute >= 0 and not self._shares:
-            self._demanded.append((chunk, found))
+            self._demanded.append((chunk, node, found))
         if not self.on_device[chunk]:
             self._unfit(node, f"the parameter shard of chunk {chunk} is on the host (no prefetch before it)")
         again = layers & self.gathered[chunk]

@@ -22,9 +22,9 @@ The field ``sizes`` is there where microbatches differ in size.  Empty lines and
 
 import re
 
+from megatron_het.safe_io import shown
 from megatron_het.schedule.ir import SIZES_FIELD, TEXT_FIELDS, Op, Program, Shape
 from megatron_het.schedule.kinds import Kind
-from megatron_het.untrusted import shown
 
 _KINDS = {kind.mnemonic: kind for kind in Kind}
 _NUMBER = r"([0-9]{1,9}|_)"

@@ -233,16 +233,19 @@ def _collectives(graph: Graph) -> Iterator[Problem]:
             yield Problem("deadlock", d, -1, None, text + str(program.devices[first]))
 
 
-def _joint_passes(graph: Graph) -> Iterator[Problem]:
-    """Passes that attend for each other, and wait for each other by another way too."""
+def _joint_events(graph: Graph, teams: Sequence[Sequence[int]]) -> Iterator[Problem]:
+    """What devices do together, where they wait for each other by another way too."""
     try:
-        stuck = list(stuck_events(graph))
+        stuck = list(stuck_events(graph, teams))
     except ValueError as error:  # no slots, or attention for a pass that is not there
         yield Problem("deadlock", -1, -1, None, str(error))
         return
     for node in stuck:
         device, position = graph.where(node)
-        reason = "devices that attend for each other in one slot, or their transfers, wait for each other"
+        reason = (
+            "devices that attend for each other in one slot, replicas that gather or reduce together, or their "
+            "transfers, wait for each other"
+        )
         yield _problem(graph.program, "deadlock", device, position, reason)
 
 
@@ -251,8 +254,9 @@ def _deadlocks(graph: Graph, transports: Sequence[str]) -> Iterator[Problem]:
     if differing:
         yield from differing
         return
-    if graph.program.attention_units:
-        yield from _joint_passes(graph)
+    teams = graph.teams()
+    if graph.program.attention_units or (teams and graph.program.has_transfers):
+        yield from _joint_events(graph, teams)
     for one in deadlock_of_collectives(graph):
         text = f"replicas that gather or reduce together wait for each other: {one.message}"
         yield Problem("deadlock", one.device, one.position, one.op, text)

@@ -54,12 +54,13 @@ class StoreClient:
         self._local = threading.local()
         self._has_met = False
 
-    def ask(self, request: Sequence[Any], *, patience_s: float | None = None) -> Any:
+    def ask(self, request: Sequence[Any], *, patience_s: float | None = None, tries_again: bool = True) -> Any:
         """Answer of the store.
 
         Args:
             request: Name of an operation, and its arguments.
             patience_s: In place of the client's own.
+            tries_again: Whether a lost connection is made again in that time.
 
         Raises:
             TokenError: The store has never taken this token.
@@ -79,7 +80,7 @@ class StoreClient:
                 error: Exception = StoreError("somebody else listens there")
             except (OSError, EOFError) as failure:
                 self._local.connection, error = None, failure
-            if time.monotonic() >= deadline_s:
+            if not tries_again or time.monotonic() >= deadline_s:
                 where = " or ".join(f"{host}:{port}" for host, port in self._addresses())
                 raise StoreError(f"{where} does not answer: {error or type(error).__name__}") from None
             time.sleep(min(_RETRY_S, left_s))

@@ -10,7 +10,7 @@ from megatron_het.schedule.cost import Costs
 from megatron_het.schedule.ir import Kind, Op, Program
 from megatron_het.schedule.passes import post_receives_early
 from megatron_het.schedule.simulate import simulate
-from megatron_het.schedule.trace import STREAM_IDS
+from megatron_het.schedule.view.trace import STREAM_IDS
 
 MOST_OPERATIONS = 50_000
 """Operations of a program that is simulated for a trace, on a rank that trains."""

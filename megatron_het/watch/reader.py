@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_het.lowering.costs import costs_of
 from megatron_het.plan import Placement, Plan
+from megatron_het.safe_io import write_text
 from megatron_het.schedule.ir import Program
-from megatron_het.untrusted import write_text
 from megatron_het.watch.board import PLACES, Board
 from megatron_het.watch.findings import Finding
 from megatron_het.watch.monitor import Monitor, Settings

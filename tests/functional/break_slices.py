@@ -26,7 +26,7 @@ def positions(**options: Any) -> None:
 
 def weights(**options: Any) -> None:
     """What is attended to for other devices counts twice as much as it should."""
-    from megatron_het.context_exchange import exchange
+    from megatron_het.features.context_exchange import exchange
 
     original = exchange.attend
 

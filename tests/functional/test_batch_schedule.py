@@ -42,7 +42,7 @@ def steps(log: str, starts: tuple[int, ...]) -> list[tuple[float, float]]:
 
     Args:
         log: Of the last rank.
-        starts: Iterations with which Megatron's training begins; the next line of its log has the mean of both.
+        starts: Iterations with which stock Megatron's training begins; the next line of its log has the mean of both.
     """
     found = re.findall(r"iteration +(\d+)/ +\d+ \|.*?lm loss: (\S+).*?grad norm: (\S+)", log)
     assert [int(iteration) for iteration, *_ in found] == list(range(1, ITERATIONS + 1))
@@ -67,7 +67,7 @@ def test_equals_stock_megatron_with_the_schedule(lab: Lab, tmp_path: Path) -> No
     expected = steps(stock.log(), (1,))
     under_plans = ("--het-plan", *files, "--het-report", str(tmp_path / "report"))
     turns = launch(2, ["-m", "megatron_het.pretrain_gpt", *flags, *under_plans], tmp_path / "turns")  # starts again
-    found = steps(turns.log(1), (1, 3, 5))
+    found = steps(turns.log(1), ())
     for (loss, norm), (stock_loss, stock_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(stock_loss, rel=1e-5)
         assert norm == pytest.approx(stock_norm, abs=2e-3)  # the log has three decimals

@@ -12,7 +12,7 @@ import pytest
 
 from examples.llama.data import END_OF_DOCUMENT, prepare
 from megatron_het.plan import load_plan
-from tools.planner.profile_schema import load_profile
+from tools.planner.inputs.profile_schema import load_profile
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -42,7 +42,12 @@ def losses(lab: Lab, folder: Path, world_size: int, *flags: str) -> list[float]:
     """What Megatron logs: of training, then of the evaluations."""
     argv = (*common_flags(Weights(layers=4), steps=STEPS), *lab.data_flags(), *DROPOUT, *flags)
     log = lab.runner.run(Job(folder.name, world_size, argv, folder)).log()
-    return [float(value) for value in re.findall(r"lm loss(?: value)?: (\S+)", log)]
+    found = re.findall(r"lm loss( value)?: (\S+)", log)
+    values = [float(value) for _, value in found]
+    if "--het-plan" not in flags:  # stock Megatron logs the mean of both as the second one
+        first, second = [i for i, (is_evaluation, _) in enumerate(found) if not is_evaluation][:2]
+        values[second] = 2 * values[second] - values[first]
+    return values
 
 
 @pytest.mark.parametrize("name", tiers(CASES, ["TP"]))
@@ -53,4 +58,4 @@ def test_dropout_is_that_of_stock_megatron(name: str, lab: Lab, tmp_path: Path):
     expected = losses(lab, tmp_path / "stock", case.plan.world_size, *layout.split())
     found = losses(lab, tmp_path / "plan", case.plan.world_size, *under_plan)
     assert len(expected) > STEPS
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert found == pytest.approx(expected, rel=1.5e-6)  # digits of the log, twice

@@ -14,11 +14,11 @@ import pytest
 from examples.llama.job import CPU_ARGUMENTS
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from tests.functional import slurm_cluster
-from tools.planner.emit import emit
-from tools.planner.emit_elastic import ElasticOptions
-from tools.planner.emit_flags import ModelOptions, model_arguments
-from tools.planner.emit_nodes import NodeKind
-from tools.planner.emit_scripts import LaunchOptions
+from tools.planner.emit.command import emit
+from tools.planner.emit.elastic import ElasticOptions
+from tools.planner.emit.flags import ModelOptions, model_arguments
+from tools.planner.emit.nodes import NodeKind
+from tools.planner.emit.scripts import LaunchOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KINDS = {"big": NodeKind(devices=1, constraint="big"), "small": NodeKind(devices=1, constraint="small")}
@@ -109,6 +109,5 @@ def test_a_node_goes_down(tmp_path: Path) -> None:
     assert sorted(found) == list(range(1, ITERATIONS + 1))
     # Slurm's notice is time enough to save, far from a regular checkpoint; the failure costs one iteration at most.
     assert sum(map(len, found.values())) - ITERATIONS <= 1
-    # Megatron logs the mean of two as the second loss after a start.
-    assert all(loss == pytest.approx(seen[0], rel=2e-2) for seen in found.values() for loss in seen)
+    assert all(loss == pytest.approx(seen[0], rel=1e-3) for seen in found.values() for loss in seen)
     assert found[ITERATIONS][0] < found[1][0]

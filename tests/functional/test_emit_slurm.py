@@ -18,10 +18,10 @@ from megatron_het.doctor.expectations import Expectations, LinkExpectation
 from megatron_het.doctor.links import pairs_of
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
 from tests.functional.selected import tiers
-from tools.planner.emit import Emitted, emit
-from tools.planner.emit_flags import ModelOptions, model_arguments
-from tools.planner.emit_nodes import NodeKind
-from tools.planner.emit_scripts import LaunchOptions
+from tools.planner.emit.command import Emitted, emit
+from tools.planner.emit.flags import ModelOptions, model_arguments
+from tools.planner.emit.nodes import NodeKind
+from tools.planner.emit.scripts import LaunchOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 import slurm_cluster

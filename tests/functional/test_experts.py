@@ -166,6 +166,8 @@ def test_balancing_losses_in_the_log_are_those_of_one_process(
     mine = logged(done.log(case.plan.world_size - 1))
     assert sorted(mine) == sorted(stock) and any(value > 0.1 for value in stock[1].values())
     assert ("z_loss" in stock[1]) == ("--moe-z-loss-coeff" in EXPERT_FAMILIES[case.family])
+    for name, first in stock[1].items():
+        stock[2][name] = 2 * stock[2][name] - first  # stock Megatron logs the mean of both
     for iteration, values in stock.items():
         assert mine[iteration] == pytest.approx(values, rel=1e-5), iteration
 

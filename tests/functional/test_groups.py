@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from benchmarks.scale_plans import counted, edges_of, plan_of
 from benchmarks.scale_ranks import meet, run_ranks, start_of, start_world
+from megatron_het.distributed import GroupError, build_groups
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement
 from megatron_het.runtime.channels import Channels
-from megatron_het.topology import GroupError, build_groups
 
 LIMIT_S = 60.0
 PLAN = plan_of(16, 8, mixed=True)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.functional.slurm_cluster import SlurmCluster, missing
 from tools.planner.__main__ import main
-from tools.planner.cluster import load_cluster
+from tools.planner.inputs.cluster import load_cluster
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is there")]
 

@@ -99,7 +99,7 @@ def test_the_checkouts_script_trains_under_a_plan(tmp_path: Path, patched: bool)
         subprocess.run(["git", "init", "-q"], cwd=scripts, check=True)
         subprocess.run(["git", "apply", str(_PATCH)], cwd=scripts, check=True)
         command = command[2:]
-    from megatron_het.platform import activate
+    from megatron_het.device import activate
 
     plan = _plan(tmp_path / "plan.json")
     arguments = [*_FLAGS, *activate().default_flags(), "--het-plan", str(plan)]

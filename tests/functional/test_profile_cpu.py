@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.planner.errors import PlannerError
-from tools.planner.profile import run_profile
-from tools.planner.profile_schema import (
+from tools.planner.inputs.profile_schema import (
     LayerTiming,
     Profile,
     ProfiledExperts,
@@ -18,7 +17,8 @@ from tools.planner.profile_schema import (
     load_profile,
     save_profile,
 )
-from tools.planner.profile_settings import ProfileSettings, point_of
+from tools.planner.profile.command import run_profile
+from tools.planner.profile.settings import ProfileSettings, point_of
 
 MODEL = ProfiledModel(64, 128, 4, 2, 96, 32, "fp32", name="tiny")
 

@@ -13,12 +13,12 @@ import yaml
 from megatron_het.plan import Plan, save_plan
 from tests.functional.browser import Tab, browser, chromium
 from tools.planner.__main__ import main
-from tools.planner.build import build_plan
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import load_cluster
-from tools.planner.estimate import Estimator
-from tools.planner.layercost import CatalogCosts
-from tools.planner.model import load_model
+from tools.planner.costs.build import build_plan
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import CatalogCosts
+from tools.planner.inputs.cluster import load_cluster
+from tools.planner.inputs.model import load_model
 from tools.planner.page.markup import seconds, share, shown, size
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine (scripts/install_chromium.sh)")
@@ -185,4 +185,28 @@ def test_on_paper_it_is_light_and_without_controls(made: tuple[Path, dict[str, A
     tab.call("Emulation.setEmulatedMedia", media="print")
     assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert tab.value("getComputedStyle(document.querySelector('.controls')).display") == "none"
+    tab.call("Emulation.setDeviceMetricsOverride", width=688, height=974, deviceScaleFactor=1, mobile=False)
+    tab.value("dispatchEvent(new Event('beforeprint'))")
+    assert tab.value("getComputedStyle(document.querySelector('.links')).display") != "none"
+    joined = """(() => {
+        const box = document.querySelector("[data-pool='0']").getBoundingClientRect();
+        const line = document.querySelector(".links path").getBoundingClientRect();
+        return Math.min(Math.abs(line.x - box.right), Math.abs(line.y - box.bottom), Math.abs(line.bottom - box.y))
+    })()"""
+    assert tab.value(joined) <= 5, "the line between pools ends at its pool, also at the widths of paper"
+    assert tab.value("Math.max(...[...document.querySelectorAll('canvas')].map(c => c.clientHeight))") <= 600
+    tab.value("dispatchEvent(new Event('afterprint'))")
     tab.call("Emulation.setEmulatedMedia", media="")
+
+
+def test_no_label_of_a_line_is_hidden_on_a_telephone(made: tuple[Path, dict[str, Any]], tab: Tab) -> None:
+    tab.open(made[0], 400, 900)
+    hidden = """[...document.querySelectorAll(".links text")].filter(text => {
+        const t = text.getBoundingClientRect();
+        return [...document.querySelectorAll(".pool")].some(pool => {
+            const p = pool.getBoundingClientRect();
+            return t.x < p.right && p.x < t.right && t.y < p.bottom && p.y < t.bottom;
+        });
+    }).length"""
+    assert tab.value("document.querySelectorAll('.links text').length") > 0
+    assert tab.value(hidden) == 0

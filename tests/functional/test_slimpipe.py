@@ -116,6 +116,18 @@ def test_equals_one_process(name: str, lab: Lab) -> None:
     assert max(found.loss, found.validation, found.gradient) <= BAR, found
 
 
+def test_one_call_per_slice(lab: Lab) -> None:
+    """Transformer Engine's attention, stood in for: a slice and all before it are one call."""
+    case = replace(CASES["slices-plain"], name="slices-in-one-call")
+    job = replace(lab.job(case), timeout_s=240.0)
+    assert job.setup is not None
+    job = replace(job, setup=("benchmarks.attention_stand_ins:observe", job.setup[1]))
+    done = lab.runner.run(job)
+    assert all((done.job.log_dir / f"joined-{rank}").exists() for rank in range(case.plan.world_size))
+    found = compare(done.job.log_dir, case.plan, lab.reference(case))
+    assert max(found.loss, found.validation, found.gradient) <= BAR, found
+
+
 def test_thrifty_layers(lab: Lab) -> None:
     case = replace(CASES["slices-plain"], name="slices-thrifty")
     job = replace(lab.job(case, "--het-thrifty-layers"), timeout_s=240.0)

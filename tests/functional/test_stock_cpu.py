@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.runner import Job, Runner
-from megatron_het import platform
+from megatron_het import device as platform
 from tests.functional.launch import launch
 
 ENTRY = ("-m", "megatron_het.pretrain_gpt")

@@ -142,7 +142,7 @@ def test_nothing_of_the_checkout_is_visible(installed: Installed, tmp_path: Path
 
 
 def test_the_git_patches_are_found(installed: Installed, tmp_path: Path) -> None:
-    said = installed.run(installed.python, "-m", "megatron_het.upstream", "--patches", cwd=tmp_path)
+    said = installed.run(installed.python, "-m", "megatron_het.megatron_patches", "--patches", cwd=tmp_path)
     found = Path(said.strip())
     assert found.is_relative_to(installed.folder)
     assert {p.name for p in found.glob("*.patch")} == {p.name for p in (REPOSITORY / "patches").glob("*.patch")}

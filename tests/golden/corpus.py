@@ -30,9 +30,9 @@ from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.schedule import dumps
 from tests.unit.planner.emit_plans import KINDS, LAUNCH, context_parallel_plan, even_plan, uneven_plan
 from tools.planner.__main__ import main as het_plan
-from tools.planner.emit import emit
-from tools.planner.emit_elastic import ElasticOptions
-from tools.planner.emit_flags import ModelOptions, model_arguments
+from tools.planner.emit.command import emit
+from tools.planner.emit.elastic import ElasticOptions
+from tools.planner.emit.flags import ModelOptions, model_arguments
 
 Corpus = dict[str, str]
 """Text by name: all of it where people can read it, else a summary and the hash of the whole."""

@@ -78,7 +78,7 @@ def prepare(checkout: Path) -> None:
     sys.path[:0] = [str(checkout), str(REPOSITORY)]
     os.chdir(checkout)
     os.environ.update(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
-    from megatron_het.hooks import install
+    from megatron_het.launch.start import install
 
     install(["pytest"])
     download = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_het.untrusted import MAX_DEVICES, amount, count
+from megatron_het.safe_io import MAX_DEVICES, amount, count
 
 from .command import command
 
@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        from .inputs.files import check_outputs
+
+        check_outputs(options.command, options)
         return options.run(options)
     except PlannerError as error:
         _say_error(options, error)
@@ -80,7 +83,7 @@ def _cut(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
     """One error for people, or as JSON where that was asked for."""
-    from megatron_het.untrusted import shown
+    from megatron_het.safe_io import shown
 
     if not getattr(options, "json", False):
         sys.stderr.write(f"error: {error}\n")
@@ -102,15 +105,26 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
-            _OPTIONS[name](sub)
+            _add_options(name, sub)
+            sub.set_defaults(command=name)
     return parser
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """A parser with the options of one command."""
     parser = argparse.ArgumentParser(prog=name)
-    _OPTIONS[name](parser)
+    _add_options(name, parser)
     return parser
+
+
+def _add_options(name: str, parser: argparse.ArgumentParser) -> None:
+    from .inputs.files import WRITING
+
+    _OPTIONS[name](parser)
+    if name in WRITING:
+        parser.add_argument(
+            "--force", action="store_true", help="replace files that the command reads or did not write"
+        )
 
 
 def _model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -200,7 +214,7 @@ def _init_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="KIND", help="ask nobody: nodes with this GPU of the catalog")
     parser.add_argument("--gpus-per-node", type=count(1, 1024), default=8, metavar="N", help="with --gpu (default 8)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=_call("inventory.init", "init"))
+    parser.set_defaults(run=_call("cli.inventory.init", "init"))
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
@@ -220,7 +234,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that these dry runs may take together (default 900 with --verify, else 120)",
     )
-    parser.set_defaults(run=_call("commands", "plan"))
+    parser.set_defaults(run=_call("cli.commands", "plan"))
 
 
 def _simulate_options(parser: argparse.ArgumentParser) -> None:
@@ -228,13 +242,13 @@ def _simulate_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace (Perfetto)")
     parser.add_argument("--picture", metavar="FILE", help="write a picture (SVG, PNG or text by extension)")
-    parser.set_defaults(run=_call("commands", "simulate"))
+    parser.set_defaults(run=_call("cli.commands", "simulate"))
 
 
 def _check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="plan.json")
     _common(parser)
-    parser.set_defaults(run=_call("check", "check"))
+    parser.set_defaults(run=_call("cli.check", "check"))
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
@@ -258,52 +272,52 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     _goal(parser)
     _page_option(parser)
-    parser.set_defaults(run=_call("analysis", "explain"))
+    parser.set_defaults(run=_call("report.analysis", "explain"))
 
 
 def _compare_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     _goal(parser)
     _page_option(parser)
-    parser.set_defaults(run=_call("analysis", "compare"))
+    parser.set_defaults(run=_call("report.analysis", "compare"))
 
 
 def _profile_options(parser: argparse.ArgumentParser) -> None:
-    from .profile import add_arguments
+    from .profile.command import add_arguments
 
     _model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_arguments(parser)
-    parser.set_defaults(run=_call("commands", "profile"))
+    parser.set_defaults(run=_call("cli.commands", "profile"))
 
 
 def _emit_options(parser: argparse.ArgumentParser) -> None:
-    from .emit import add_arguments
+    from .emit.command import add_arguments
 
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster file (YAML)")
     _model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_arguments(parser)
-    parser.set_defaults(run=_call("commands", "emit"))
+    parser.set_defaults(run=_call("cli.commands", "emit"))
 
 
 def _dry_run_options(parser: argparse.ArgumentParser) -> None:
-    from .dry_run import add_arguments
+    from .cli.dry_run import add_arguments
 
     parser.usage = "%(prog)s PLAN --model FILE [options] [-- MEGATRON FLAGS]"
     _model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_arguments(parser)
-    parser.set_defaults(run=_call("dry_run", "dry_run"), flags=[])
+    parser.set_defaults(run=_call("cli.dry_run", "dry_run"), flags=[])
 
 
 def _replan_options(parser: argparse.ArgumentParser) -> None:
-    from .replanning.command import add_arguments
+    from .replan.command import add_arguments
 
     add_arguments(parser)
     _goal(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(limit_s=120.0, run=_call("replanning.command", "run"))
+    parser.set_defaults(limit_s=120.0, run=_call("replan.command", "run"))
 
 
 def _replay_options(parser: argparse.ArgumentParser) -> None:
@@ -316,7 +330,7 @@ def _replay_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _completion_options(parser: argparse.ArgumentParser) -> None:
-    from .completion import SHELLS, completion
+    from .cli.completion import SHELLS, completion
 
     parser.add_argument("shell", choices=SHELLS, help="whose script")
     parser.set_defaults(run=lambda given: completion(given.shell, {n: parser_of(n) for n in COMMANDS}, COMMANDS))

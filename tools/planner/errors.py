@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_het.plan import PlanError
-from megatron_het.untrusted import FileError, one_line, shown
+from megatron_het.safe_io import FileError, one_line, shown
 
 
 class PlannerError(ValueError):

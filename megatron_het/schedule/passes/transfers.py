@@ -52,6 +52,7 @@ def add_transfers(program: Program, *, speeds: Sequence[float] | None = None, or
     graph = Graph(program, open_sends=True)
     graph.check_complete()
     duration = _lockstep(graph) if program.attention_units else plain_durations(program, graph, speeds)
+    graph.waits = graph.together()
     graph.waits = waits_to_leave(graph)
     _, end, runnable = replay(graph, duration)
     runnable.sort(key=end.__getitem__)  # stable: what ends together stays in a runnable order

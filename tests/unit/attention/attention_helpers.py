@@ -6,8 +6,10 @@ import math
 
 import torch
 
-from megatron_het.attention.kernels import Setting, choose_kernel
+from megatron_het.attention.kernel_choice import choose_kernel
+from megatron_het.attention.kernels import Kernel, Setting
 from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.places import SliceContext
 from megatron_het.attention.reach import Reach
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.schedule.cutting import Starts
@@ -59,15 +61,17 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 class Sliced:
     """One microbatch, slice by slice: forwards and backwards in any order."""
 
-    def __init__(self, cache: KVCache, tensors: list[torch.Tensor], n: int, microbatch: int = 0) -> None:
-        self.cache, self.microbatch, self.outs = cache, microbatch, []
+    def __init__(
+        self, cache: KVCache, tensors: list[torch.Tensor], n: int, microbatch: int = 0, kernel: Kernel = CPU
+    ) -> None:
+        self.cache, self.microbatch, self.kernel, self.outs = cache, microbatch, kernel, []
         self.leaves = [[p.clone().requires_grad_() for p in t.chunk(n)] for t in tensors[:3]]
         self.grads = tensors[3].chunk(n)
 
     def forward(self, index: int) -> None:
         q, k, v = (t[index] for t in self.leaves)
-        place = {"cache": self.cache, "kernel": CPU, "microbatch": self.microbatch, "index": index}
-        self.outs.append(slice_attention(q, k, v, scale=SCALE, **place))
+        place = {"cache": self.cache, "kernel": self.kernel, "microbatch": self.microbatch, "index": index}
+        self.outs.append(slice_attention(q, k, v, SliceContext(scale=SCALE, **place)))
 
     def backward(self, index: int) -> None:
         self.outs[index].backward(self.grads[index])

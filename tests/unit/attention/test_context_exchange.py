@@ -8,17 +8,20 @@ import pytest
 import torch
 from attention_helpers import CPU, SCALE, Sliced, inputs
 
-from megatron_het.attention.context_exchange import AttentionShape, attend, attend_backward
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.layer_exchange import TokenGradient
 from megatron_het.attention.messages import pack, unpack
+from megatron_het.attention.places import SliceContext
 from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.features.context_exchange.helper import AttentionShape, attend, attend_backward
 
 SHAPE = AttentionShape(8, 2, 4, 2, 16, torch.float64, torch.device("cpu"))
 
 
 class Peer:
     """The helper of one slice: gets messages as a real one does, keys and values in pieces."""
+
+    is_active = True
 
     def __init__(self, cache: KVCache, given: list[tuple[int, int]], pieces: list[tuple[int, int]]) -> None:
         self.cache, self.given, self.pieces = cache, given, pieces
@@ -58,7 +61,7 @@ class Peer:
         self.calls.append("backward")
         got_lse, *got = unpack(pack(lse, grad, query, out), SHAPE.backward_query())
         for start, stop in self.given:
-            self.answers.append(pack(*attend_backward(*got, got_lse, self.parts(start, stop), CPU, SCALE)))
+            self.answers.append(pack(*attend_backward((*got, got_lse), self.parts(start, stop), CPU, SCALE)))
         return self.given[0][0], self.given[-1][1]
 
     def help_backward(self, kernel: object, scale: float) -> None:
@@ -96,7 +99,7 @@ def test_exact(given: list[tuple[int, int]], pieces: list[tuple[int, int]], grow
     peer = Peer(cache, given, pieces)
     q, k, v = (t[3] for t in run.leaves)
     place = {"cache": cache, "kernel": CPU, "microbatch": 0, "index": 3, "scale": SCALE}
-    run.outs.append(slice_attention(q, k, v, exchange=peer, **place))
+    run.outs.append(slice_attention(q, k, v, SliceContext(exchange=peer, **place)))
     for i in reversed(range(n)):
         run.backward(i)
     assert max(run.errors(tensors)) < 1e-13
@@ -114,7 +117,7 @@ def test_a_recomputed_forward_exchanges_once() -> None:
     run.forward(0)
     peer = Peer(cache, [(0, 8)], [(0, 8)])
     place = {"cache": cache, "kernel": CPU, "microbatch": 0, "index": 1, "scale": SCALE}
-    attention = lambda q, k, v: slice_attention(q, k, v, exchange=peer, **place)  # noqa: E731
+    attention = lambda q, k, v: slice_attention(q, k, v, SliceContext(exchange=peer, **place))  # noqa: E731
     run.outs.append(checkpoint(attention, *(t[1] for t in run.leaves), use_reentrant=True))
     run.backward(1)
     run.backward(0)
@@ -133,7 +136,7 @@ def test_what_is_not_given_away_is_attended_to_here() -> None:
     peer.begin_forward = lambda query: (0, 8)  # type: ignore[method-assign]
     q, k, v = (t[3] for t in run.leaves)
     place = {"cache": run.cache, "kernel": CPU, "microbatch": 0, "index": 3, "scale": SCALE}
-    run.outs.append(slice_attention(q, k, v, exchange=peer, **place))
+    run.outs.append(slice_attention(q, k, v, SliceContext(exchange=peer, **place)))
     for i in reversed(range(n)):
         peer.answers = []
         run.backward(i)

@@ -11,10 +11,11 @@ import torch
 from attention_helpers import CPU, SCALE, full_attention, inputs, masked_attention, relative
 
 from megatron_het.attention.blocks import take_blocks
-from megatron_het.attention.context_parallel.commuted import CommutedContextParallel
 from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.places import UNLIMITED, SliceContext
 from megatron_het.attention.reach import Reach
-from megatron_het.attention.slice_attention import UNLIMITED, slice_attention
+from megatron_het.attention.slice_attention import slice_attention
+from megatron_het.features.context_parallel.commuted import CommutedContextParallel
 from megatron_het.plan.parts import part_tokens, token_blocks
 from megatron_het.schedule.cutting import Starts
 
@@ -68,7 +69,7 @@ def run_rank(
     cache = KVCache(n)
     leaves = [[local(p, rank, shares).clone().requires_grad_() for p in t.chunk(n)] for t in tensors[:3]]
     place = {"cache": cache, "kernel": CPU, "microbatch": 0, "scale": SCALE, "parallel": parallel, "reach": reach}
-    outs = [slice_attention(*(t[i] for t in leaves), index=i, **place) for i in range(n)]
+    outs = [slice_attention(*(t[i] for t in leaves), SliceContext(index=i, **place)) for i in range(n)]
     for i in reversed(range(n)):
         outs[i].backward(local(tensors[3].chunk(n)[i], rank, shares))
     cache.check_empty()

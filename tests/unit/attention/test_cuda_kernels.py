@@ -7,50 +7,31 @@ fail; and they insist on the layouts, shapes and types that the real operators w
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from attention_helpers import SCALE, full_attention, inputs, relative
+from attention_helpers import SCALE, full_attention, inputs, masked_attention, relative
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_het.attention.kernels import KERNELS, Kernel, kernel_of_backend
+from benchmarks.attention_stand_ins import CALLS, attend, attend_backward, stand_ins
+from megatron_het.attention.kernel_choice import kernels_of_backend
+from megatron_het.attention.kernels import KERNELS, Kernel, TransformerEngineFused
 from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.places import SliceContext
+from megatron_het.attention.reach import Reach
 from megatron_het.attention.slice_attention import slice_attention
 
 Arguments = dict[str, Any]
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
-    """``[b, h, s, d]`` and log-sum-exp ``[b, h, s]``."""
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    scores = q @ k.mT * scale
-    if causal:
-        assert q.shape[2] == k.shape[2], "a causal call is square"
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
-
-
-def _backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, ...]:
-    """From the whole softmax's output and log-sum-exp, as the kernels do it; ``[b, h, s, d]``."""
-    groups, times = k.shape[1], q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(times, dim=1) for t in (k, v))
-    weights = (q @ k.mT * scale - lse.unsqueeze(-1)).exp()
-    weights = weights.tril() if causal else weights
-    inner = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
-    folded = [t.unflatten(1, (groups, times)).sum(2) for t in (inner.mT @ q, weights.mT @ grad)]
-    return inner @ k, *folded
+def _sides(given: Arguments) -> tuple[int, int]:
+    """How many keys a query sees before its own, and after it."""
+    left, right = given["window_size_left"], given["window_size_right"]
+    assert right in (None, 0) and (left is None or given["is_causal"])
+    return -1 if left is None else left, 0 if given["is_causal"] else -1
 
 
 def _swapped(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -62,7 +43,7 @@ def flash_forward(given: Arguments) -> tuple[Any, ...]:
     assert given["cum_seq_q"] is None and given["cum_seq_k"] is None and not given["return_debug_mask"]
     assert (given["max_q"], given["max_k"], given["dropout_p"]) == (q.shape[1], k.shape[1], 0.0)
     assert all(t.stride(-1) == 1 for t in (q, k, v))
-    out, lse = _forward(*_swapped(q, k, v), given["is_causal"], given["scale"])
+    out, lse = attend(_swapped(q, k, v), _sides(given), given["scale"])
     return out.transpose(1, 2), lse, torch.empty(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
 
@@ -70,15 +51,22 @@ def flash_backward(given: Arguments) -> tuple[Any, ...]:
     grad, q, k, v, out = (given[name] for name in ("grad_out", "query", "key", "value", "out"))
     assert (given["max_q"], given["max_k"], given["dropout_p"]) == (q.shape[1], k.shape[1], 0.0)
     assert given["rng_state"].dtype == torch.uint64 and out.is_contiguous() and grad.is_contiguous()
-    found = _backward(*_swapped(grad, q, k, v, out), given["logsumexp"], given["is_causal"], given["scale"])
+    found = attend_backward(_swapped(grad, q, k, v, out), given["logsumexp"], _sides(given), given["scale"])
     return tuple(_swapped(*found))
+
+
+def _mask(given: Arguments, q: torch.Tensor, k: torch.Tensor) -> int:
+    """Keys that a query sees after its own, by the number of the mask: 1 is aligned top-left, 2 bottom-right."""
+    number = given["custom_mask_type"]
+    assert number in (0, 1, 2) and (number != 1 or q.shape[1] == k.shape[1])
+    return 0 if number else -1
 
 
 def efficient_forward(given: Arguments) -> tuple[Any, ...]:
     q, k, v = (given[name] for name in ("query", "key", "value"))
     assert q.shape[2] == k.shape[2] == v.shape[2], "has no grouped queries"
-    assert given["bias"] is None and given["custom_mask_type"] in (0, 1) and given["compute_log_sumexp"]
-    out, lse = _forward(*_swapped(q, k, v), given["custom_mask_type"] == 1, given["scale"])
+    assert given["bias"] is None and given["compute_log_sumexp"]
+    out, lse = attend(_swapped(q, k, v), (-1, _mask(given, q, k)), given["scale"])
     lse = torch.nn.functional.pad(lse, (0, -q.shape[1] % 32), value=math.inf)
     return out.transpose(1, 2), lse, torch.empty(()), torch.empty(()), q.shape[1], k.shape[1]
 
@@ -89,16 +77,17 @@ def efficient_backward(given: Arguments) -> tuple[Any, ...]:
     assert q.shape[2] == k.shape[2] and given["bias"] is None and not given["bias_requires_grad"]
     assert lse.shape[2] % 32 == 0 and lse.is_contiguous() and out.is_contiguous()
     assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (q.shape[1], k.shape[1])
-    causal = given["custom_mask_type"] == 1
-    found = _backward(*_swapped(grad, q, k, v, out), lse[..., : q.shape[1]], causal, given["scale"])
+    sides = -1, _mask(given, q, k)
+    found = attend_backward(_swapped(grad, q, k, v, out), lse[..., : q.shape[1]], sides, given["scale"])
     return *_swapped(*found), torch.empty(0)
 
 
 def cudnn_forward(given: Arguments) -> tuple[Any, ...]:
     q, k, v = (given[name] for name in ("query", "key", "value"))
-    assert q.shape[1] == k.shape[1] and given["attn_bias"] is None and given["compute_log_sumexp"]
+    assert given["attn_bias"] is None and given["compute_log_sumexp"]
     assert given["dropout_p"] == 0.0 and not given["return_debug_mask"]
-    out, lse = _forward(q, k, v, given["is_causal"], given["scale"])
+    assert not given["is_causal"] or q.shape[2] == k.shape[2], "aligned top-left"
+    out, lse = attend((q, k, v), (-1, 0 if given["is_causal"] else -1), given["scale"])
     nothing = torch.empty(0)
     return out, lse.unsqueeze(-1), nothing, nothing, q.shape[2], k.shape[2], nothing, nothing, nothing
 
@@ -107,7 +96,8 @@ def cudnn_backward(given: Arguments) -> tuple[Any, ...]:
     grad, q, k, v, out = (given[name] for name in ("grad_out", "query", "key", "value", "out"))
     assert given["logsumexp"].shape == (*q.shape[:3], 1) and given["dropout_p"] == 0.0
     assert (given["max_q"], given["max_k"]) == (q.shape[2], k.shape[2])
-    return _backward(grad, q, k, v, out, given["logsumexp"].squeeze(-1), given["is_causal"], given["scale"])
+    sides = -1, 0 if given["is_causal"] else -1
+    return attend_backward((grad, q, k, v, out), given["logsumexp"].squeeze(-1), sides, given["scale"])
 
 
 aten = torch.ops.aten
@@ -138,34 +128,83 @@ class StandIns(TorchDispatchMode):
         return operator(given)
 
 
-def run(kernel: Kernel, tensors: list[torch.Tensor], slices: int) -> tuple[list[torch.Tensor], int]:
-    """Output and gradients of q, k, v, and how often an operator was called."""
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine and FlashAttention 3, without the limits of their kernels."""
+    for name, stand_in in stand_ins().items():
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.setattr(TransformerEngineFused, "granule_tokens", 1)
+    CALLS.clear()
+
+
+def run(
+    kernel: Kernel, tensors: list[torch.Tensor], slices: int, reach: Reach, grows_down: bool = False
+) -> tuple[list[torch.Tensor], int]:
+    """Output and gradients of q, k, v, and how often a kernel was called."""
     leaves = [[p.clone().requires_grad_() for p in t.chunk(slices)] for t in tensors[:3]]
-    place = {"cache": KVCache(slices), "kernel": kernel, "microbatch": 0, "scale": SCALE}
+    cache = KVCache(slices, in_line=kernel.takes_prefix(128, 256))
+    if grows_down:  # the pool's other end
+        cache.append(9, 0, *(t.detach() for t in (leaves[1][0], leaves[2][0])))
+    place = {"cache": cache, "kernel": kernel, "microbatch": 0, "scale": SCALE, "reach": reach}
     with StandIns() as mode:
-        outs = [slice_attention(*(t[i] for t in leaves), index=i, **place) for i in range(slices)]
+        outs = []
+        for i in range(slices):
+            outs.append(slice_attention(*(t[i] for t in leaves), SliceContext(index=i, **place)))
+            if not i and grows_down:
+                cache.drop(9)
         for i in reversed(range(slices)):
             outs[i].backward(tensors[3].chunk(slices)[i])
-    return [torch.cat(outs).detach(), *(torch.cat([p.grad for p in t]) for t in leaves)], sum(mode.calls.values())
+    cache.check_empty()
+    found = [torch.cat(outs).detach(), *(torch.cat([p.grad for p in t]) for t in leaves)]
+    return found, sum(mode.calls.values()) + sum(CALLS.values())
 
 
+@pytest.mark.parametrize("grows_down", [False, True])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda k: k.name)
-def test_slices_equal_full_attention(kernel: Kernel, groups: int) -> None:
-    tensors = inputs(3, 4, groups, torch.float64)
-    found, calls = run(kernel, tensors, 3)
+def test_slices_equal_full_attention(kernel: Kernel, groups: int, grows_down: bool) -> None:
+    tensors = inputs(4, 4, groups, torch.float64)
+    found, calls = run(kernel, tensors, 4, Reach(), grows_down)
     whole = [t.clone().requires_grad_() for t in tensors[:3]]
     wanted = full_attention(*whole)
     wanted.backward(tensors[3])
-    assert calls == 2 * 5  # own chunk of three slices, one run of earlier ones of two; forward and backward
+    # One call for every slice, or one for its own keys and one for a run of earlier ones; forward and backward.
+    assert calls == 2 * (4 if kernel.takes_prefix(128, 256) else 7)
     for part, reference in zip(found, [wanted.detach(), *(w.grad for w in whole)], strict=True):
         assert relative(part, reference) < 1e-12
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "name"),
-    [("fused", "cuda", "cudnn"), ("flash", "cuda", "cuda-flash"), ("auto", "cuda", None), ("fused", "cpu", None)],
+    ("reach", "calls"),
+    [
+        (Reach(None, 5, 32), 4),
+        (Reach(None, 11, 32), 4),
+        (Reach(((0, 10, 20),) * 2, None, 32), 6),
+        (Reach(((0, 10, 20), (0, 9)), 6, 32), 11),
+    ],
+    ids=["window", "longer window", "documents", "both"],
 )
-def test_backend_names_the_kernel(backend: str, device: str, name: str | None) -> None:
-    assert kernel_of_backend(backend, device) == name
-    assert name is None or name in {kernel.name for kernel in KERNELS}
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.takes_window], ids=lambda k: k.name)
+def test_a_document_is_one_call(kernel: Kernel, reach: Reach, calls: int) -> None:
+    tensors = inputs(4, 4, 2, torch.float64)
+    found, made = run(kernel, tensors, 4, reach)
+    whole = [t.clone().requires_grad_() for t in tensors[:3]]
+    wanted = masked_attention(*whole, reach)
+    wanted.backward(tensors[3])
+    assert made == 2 * calls
+    for part, reference in zip(found, [wanted.detach(), *(w.grad for w in whole)], strict=True):
+        assert relative(part, reference) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "names"),
+    [
+        ("fused", "cuda", ("te-fused", "cudnn")),
+        ("flash", "cuda", ("cuda-flash-3", "cuda-flash")),
+        ("auto", "cuda", ()),
+        ("fused", "cpu", ()),
+    ],
+)
+def test_backend_names_the_kernels(backend: str, device: str, names: tuple[str, ...]) -> None:
+    assert kernels_of_backend(backend, device) == names
+    assert set(names) <= {kernel.name for kernel in KERNELS}

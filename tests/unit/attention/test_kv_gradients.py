@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -50,3 +54,22 @@ def test_a_run_is_added_to_with_one_call_for_keys() -> None:
         totals.add(parts, *(torch.ones(sum(ROWS[: len(parts)]), BATCH, 4) for _ in range(2)), None)
     found = [totals.take(piece) for piece in range(3)]
     assert len({pair[0].untyped_storage().data_ptr() for pair in found if pair is not None}) == 1
+
+
+@pytest.mark.parametrize(("dtype", "more"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_the_fused_addition(dtype: torch.dtype, more: torch.dtype) -> None:
+    """Triton's interpreter runs the kernel on the CPU; a process of its own, because it is chosen at the import."""
+    lines = f"""
+import torch
+from megatron_het.attention.fused_addition import add_pair
+torch.manual_seed(0)
+for sizes in ((1500, 700), (1, 5000), (1024, 0)):
+    pair = [torch.randn(size).to({dtype}) for size in sizes]
+    added = [torch.randn(size).to({more}) for size in sizes]
+    wanted = [(a.double() + b.double()) for a, b in zip(pair, added)]
+    add_pair(*pair, *added)
+    for a, b in zip(pair, wanted):
+        torch.testing.assert_close(a.double(), b, rtol={2**-7 if dtype is torch.bfloat16 else 1e-6}, atol=1e-6)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", lines], check=True, env=environment, timeout=300)

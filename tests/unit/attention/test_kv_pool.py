@@ -54,12 +54,13 @@ def test_a_larger_iteration_makes_the_pool_larger() -> None:
     assert pool.nbytes == 2 * small
 
 
+@pytest.mark.parametrize("in_line", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_prefixes_of_slices_of_any_length(seed: int) -> None:
+def test_prefixes_of_slices_of_any_length(seed: int, in_line: bool) -> None:
     """Two microbatches in turns, as in 1F1B: every prefix is all earlier tokens, whatever the pool looks like."""
     rng = random.Random(seed)
     lengths = [[rng.randint(1, 9) for _ in range(5)] for _ in range(4)]
-    cache, kept = KVCache(1), {}
+    cache, kept = KVCache(1, in_line=in_line), {}
     cache.reserve(sum(max(sum(a) + sum(b) for b in lengths) for a in lengths))
     for microbatch, own in enumerate(lengths):
         kept[microbatch] = [rows(n) for n in own]
@@ -71,10 +72,54 @@ def test_prefixes_of_slices_of_any_length(seed: int) -> None:
             for run in runs:
                 wanted = [kept[microbatch][piece][0][lo:hi] for piece, lo, hi in run.parts]
                 assert torch.equal(run.keys, torch.cat(wanted))
+            check_line(cache, kept[microbatch], microbatch, index)
+            earlier = index // 2
+            begin, end = sum(own[:earlier]), sum(own[: index + 1])
+            wanted = [value for _, value in kept[microbatch][earlier : index + 1]]
+            assert torch.equal(cache.in_order(microbatch, begin, end).values, torch.cat(wanted))
             if microbatch and index < len(lengths[microbatch - 1]):
-                cache.release(microbatch - 1, len(lengths[microbatch - 1]) - 1 - index)
+                last = len(lengths[microbatch - 1]) - 1 - index
+                check_line(cache, kept[microbatch - 1], microbatch - 1, last)
+                cache.release(microbatch - 1, last)
     cache.drop(len(lengths) - 1)
     cache.check_empty()
+
+
+def check_line(cache: KVCache, kept: list[tuple[torch.Tensor, torch.Tensor]], microbatch: int, index: int) -> bool:
+    """Whether a slice and those before it are one view; it is looked into."""
+    line = cache.line(microbatch, index)
+    if line is None:
+        return False
+    whole, before = line
+    assert whole.parts[-1][0] == index and sorted(piece for piece, _, _ in whole.parts) == list(range(index + 1))
+    for run in (whole, before) if before is not None else (whole,):
+        for which, tensor in enumerate((run.keys, run.values)):
+            assert torch.equal(tensor, torch.cat([kept[piece][which] for piece, _, _ in run.parts]))
+    assert (before is None) == (index == 0) or before.parts == whole.parts[:-1]
+    return True
+
+
+def test_equal_slices_are_in_line_on_both_sides() -> None:
+    """As 1F1B over slices runs them, without a row more than without lines; only then are they not."""
+    n, ahead = 4, 2
+    cache, kept = KVCache(n + ahead, in_line=True), {}
+    forwards = [(m, i) for m in range(4) for i in range(n)]
+    backwards = [(m, i) for m in range(4) for i in reversed(range(n))]
+    found = 0
+    for step, (microbatch, index) in enumerate(forwards):
+        kept.setdefault(microbatch, []).append(rows(3))
+        cache.append(microbatch, index, *kept[microbatch][index])
+        found += check_line(cache, kept[microbatch], microbatch, index)
+        if step >= n + ahead - 1:
+            done, last = backwards[step - (n + ahead - 1)]
+            found += check_line(cache, kept[done], done, last)
+            cache.release(done, last)
+    for done, last in backwards[len(forwards) - (n + ahead - 1) :]:
+        found += check_line(cache, kept[done], done, last)
+        cache.release(done, last)
+    cache.check_empty()
+    assert found == 2 * len(forwards)
+    assert cache.pool_bytes == (n + ahead) * sum(t.nbytes for t in kept[0][0])
 
 
 def test_what_no_later_slice_reads_is_not_held() -> None:

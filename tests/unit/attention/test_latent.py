@@ -12,6 +12,7 @@ from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attenti
 from megatron_het.attention import latent
 from megatron_het.attention.kernels import CpuFlash
 from megatron_het.attention.latent import Expansion, LatentCache, Widths
+from megatron_het.attention.places import SliceContext
 from megatron_het.attention.reach import Reach
 from megatron_het.attention.slice_attention import slice_attention
 
@@ -72,12 +73,9 @@ def test_slices_equal_whole_sequences(
             padded[rows],
             own,
             own[..., :0],
-            cache=cache,
-            kernel=CpuFlash(),
-            microbatch=0,
-            index=i,
-            scale=SCALE,
-            reach=Reach(starts, window),
+            SliceContext(
+                cache=cache, kernel=CpuFlash(), microbatch=0, index=i, scale=SCALE, reach=Reach(starts, window)
+            ),
         )
         outs.append(out[..., :value])
     assert torch.allclose(torch.cat(outs), whole)

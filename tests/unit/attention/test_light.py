@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from megatron_het.layers.light import LightColumnLinear, LightRowLinear, lighten_linear_layers
+from megatron_het.features.thrifty_layers.light import LightColumnLinear, LightRowLinear, lighten_linear_layers
 
 LAYERS = "megatron.core.tensor_parallel.layers"
 LIGHT = {ColumnParallelLinear: LightColumnLinear, RowParallelLinear: LightRowLinear}

@@ -7,6 +7,7 @@ import torch
 from attention_helpers import CPU, SCALE, masked_attention, relative, seen
 
 from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.places import SliceContext
 from megatron_het.attention.reach import Form, Reach, blocks_of
 from megatron_het.attention.slice_attention import slice_attention
 from megatron_het.schedule.cutting import Starts
@@ -58,13 +59,8 @@ def test_equals_attention_with_a_mask(slices: int, documents: str, window: int |
         outs = [
             slice_attention(
                 *(leaf[i] for leaf in leaves),
-                cache=cache,
-                kernel=CPU,
-                microbatch=microbatch,
-                index=i,
-                scale=SCALE,
-                reach=reach,
-                sink=sinks,
+                SliceContext(cache=cache, kernel=CPU, microbatch=microbatch, index=i, scale=SCALE, reach=reach),
+                sinks,
             )
             for i in range(slices)
         ]
@@ -98,12 +94,7 @@ def test_no_gradients_are_kept_for_what_no_later_slice_reaches() -> None:
         outs = [
             slice_attention(
                 *(t.clone().requires_grad_() for t in tensors[:3]),
-                cache=cache,
-                kernel=CPU,
-                microbatch=0,
-                index=i,
-                scale=SCALE,
-                reach=reach,
+                SliceContext(cache=cache, kernel=CPU, microbatch=0, index=i, scale=SCALE, reach=reach),
             )
             for i in range(4)
         ]

@@ -11,6 +11,7 @@ from attention_helpers import CPU, SCALE, inputs
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
 from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.places import SliceContext
 from megatron_het.attention.reach import Reach
 from megatron_het.attention.rotary import Rotations
 from megatron_het.attention.slice_attention import slice_attention
@@ -62,7 +63,11 @@ def run(tensors: list[torch.Tensor], table: torch.Tensor, inside: bool, reach: R
         if not inside:
             query, key = (_apply_rotary_pos_emb_bshd(t, table[rows]) for t in (query, key))
         place: dict[str, Any] = {"cache": cache, "kernel": CPU, "microbatch": 0, "index": index, "scale": SCALE}
-        outs.append(slice_attention(query, key, value, reach=reach, rotation=rotation if inside else None, **place))
+        outs.append(
+            slice_attention(
+                query, key, value, SliceContext(reach=reach, rotation=rotation if inside else None, **place)
+            )
+        )
     for out, grad in reversed(list(zip(outs, tensors[3].chunk(SLICES), strict=True))):
         out.backward(grad, retain_graph=True)
     cache.check_empty()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from attention_helpers import CPU, SCALE, Sliced, inputs
 from torch.utils.checkpoint import checkpoint
 
-from megatron_het.attention.kernels import KERNELS, Setting, choose_kernel
+from megatron_het.attention import kernel_choice, kernels
+from megatron_het.attention.kernel_choice import choose_kernel
+from megatron_het.attention.kernels import KERNELS, CpuFlash, CudnnFlash, Kernel, Setting
 from megatron_het.attention.kv_cache import CacheError, KVCache
+from megatron_het.attention.places import SliceContext
 from megatron_het.attention.slice_attention import slice_attention
 
 
@@ -77,7 +84,7 @@ def test_recompute_appends_once() -> None:
     for i in range(n):
         q, k, v = (t[i] for t in run.leaves)
         place = {"cache": cache, "kernel": CPU, "microbatch": 0, "index": i, "scale": SCALE}
-        attend = lambda q, k, v, place=place: slice_attention(q, k, v, **place)  # noqa: E731
+        attend = lambda q, k, v, place=place: slice_attention(q, k, v, SliceContext(**place))  # noqa: E731
         run.outs.append(checkpoint(attend, q, k, v, use_reentrant=True))
         assert cache.live_chunks == i + 1
     for i in reversed(range(n)):
@@ -151,17 +158,20 @@ def test_every_iteration_attends_in_the_same_order() -> None:
 def test_query_view_does_not_pin_the_projection() -> None:
     fused = torch.randn(8, 1, 2, 48, requires_grad=True)
     q, k, v = fused.split(16, dim=-1)
-    out = slice_attention(q, k, v, cache=KVCache(1), kernel=CPU, microbatch=0, index=0, scale=SCALE)
+    out = slice_attention(q, k, v, SliceContext(cache=KVCache(1), kernel=CPU, microbatch=0, index=0, scale=SCALE))
     for tensor in out.grad_fn.saved_tensors:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
-def test_kernel_table(kernel: object) -> None:
+def test_kernel_table(kernel: Kernel) -> None:
     half = Setting("cuda", torch.bfloat16, 128, (9, 0))
-    reasons = {"cpu-flash": "runs on the CPU only", "cuda-flash": None, "cuda-efficient": None}
-    if kernel.name in reasons:
-        assert kernel.refuses(half) == reasons[kernel.name]
+    reasons = {
+        "cpu-flash": "runs on the CPU only",
+        "te-fused": "Transformer Engine is not installed",
+        "cuda-flash-3": "FlashAttention 3 is not installed",
+    }
+    assert kernel.refuses(half) == reasons.get(kernel.name)
     assert kernel.summary
 
 
@@ -169,20 +179,94 @@ def test_kernel_table(kernel: object) -> None:
     ("setting", "name"),
     [
         (Setting("cpu", torch.float64, 16), "cpu-flash"),
-        (Setting("cuda", torch.bfloat16, 128, (9, 0)), "cuda-flash"),
+        (Setting("cuda", torch.bfloat16, 128, (10, 0)), "te-fused"),
+        (Setting("cuda", torch.bfloat16, 128, (9, 0)), "te-fused"),
+        (Setting("cuda", torch.bfloat16, 128, (8, 0)), "cuda-flash"),
         (Setting("cuda", torch.float32, 128, (9, 0)), "cuda-efficient"),
         (Setting("cuda", torch.float16, 128, (7, 0)), "cuda-efficient"),
+        (Setting("cuda", torch.bfloat16, 100, (9, 0)), None),
     ],
 )
-def test_choice(setting: Setting, name: str) -> None:
-    assert choose_kernel(setting).name == name
+def test_choice_by_device(setting: Setting, name: str | None, gpu: dict[str, Any]) -> None:
+    if name is None:
+        with pytest.raises(ValueError, match="te-fused head dimension 100"):
+            choose_kernel(setting)
+    else:
+        assert choose_kernel(setting).name == name
+    assert not gpu["timed"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A device with all libraries; what their trials end with, and how long each kernel takes."""
+    found: dict[str, Any] = {"failed": {}, "ms": {}, "timed": [], "added": []}
+    monkeypatch.setattr(kernels, "_missing", lambda *_: None)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(kernel_choice, "_computes", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernel_choice, "fused_addition", lambda *given: found["added"].append(given[1:]))
+    monkeypatch.setattr(kernel_choice, "_failed", lambda kernel, setting: found["failed"].get(kernel.name))
+
+    def took_ms(kernel: Kernel, setting: Setting) -> float:
+        found["timed"].append(kernel.name)
+        return float(found["ms"].get(kernel.name, 9.0))
+
+    monkeypatch.setattr(kernel_choice, "_took_ms", took_ms)
+    kernel_choice._chosen.cache_clear()
+    yield found
+    kernel_choice._chosen.cache_clear()
+
+
+def test_a_kernel_that_fails_its_trial_is_passed_over(gpu: dict[str, Any]) -> None:
+    hopper = Setting("cuda", torch.bfloat16, 128, (9, 0))
+    gpu["failed"] = {"te-fused": "is 0.4 off in a trial", "cuda-flash-3": "failed in a trial: TypeError"}
+    assert choose_kernel(hopper).name == "cudnn"
+    assert choose_kernel(hopper, ("cuda-flash-3", "cuda-flash")).name == "cuda-flash"
+    with pytest.raises(ValueError, match="te-fused is 0.4 off in a trial"):
+        choose_kernel(hopper, ("te-fused",))
+    assert not gpu["timed"]
+    assert (torch.float32, torch.bfloat16) in gpu["added"], "it is launched before training too"
+
+
+def test_other_devices_are_timed_and_say_so(gpu: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    ada = Setting("cuda", torch.bfloat16, 128, (8, 9))
+    gpu["ms"] = {"cudnn": 2.0, "cuda-flash": 2.05}
+    assert choose_kernel(ada).name == "cuda-flash", "within a twentieth the order counts"
+    assert len(gpu["timed"]) == 4 and "cudnn 2.00 ms" in caplog.text and "--attention-backend" in caplog.text
+    kernel_choice._chosen.cache_clear()
+    gpu["ms"] = {"cudnn": 1.0, "cuda-flash": 2.0}
+    assert choose_kernel(ada).name == "cudnn"
+    assert choose_kernel(ada, ("cuda-flash-3", "cuda-flash")).name == "cuda-flash"
+
+
+class _TopLeft(CpuFlash):
+    """A kernel that aligns a mask wrongly."""
+
+    def takes_prefix(self, queries: int, keys: int) -> bool:
+        return True
+
+
+class _Binary(CpuFlash):
+    """A kernel with logarithms of base 2."""
+
+    def forward(self, *given: Any) -> Any:
+        out, lse = super().forward(*given)
+        return out, lse / math.log(2)
+
+
+def test_a_trial_sees_what_is_wrong() -> None:
+    setting = Setting("cpu", torch.float32, 16)
+    assert kernel_choice._failed(CpuFlash(), setting) is None
+    assert "off in a trial" in str(kernel_choice._failed(_TopLeft(), setting))
+    assert "off in a trial" in str(kernel_choice._failed(_Binary(), setting))
+    assert "failed in a trial" in str(kernel_choice._failed(CudnnFlash(), setting))
 
 
 def test_no_kernel_says_why() -> None:
     with pytest.raises(ValueError, match="cuda-flash has no torch.float64; cuda-efficient has no torch.float64"):
         choose_kernel(Setting("cuda", torch.float64, 64, (9, 0)))
     with pytest.raises(ValueError, match="unknown"):
-        choose_kernel(Setting("cpu", torch.float32, 64), "magic")
+        choose_kernel(Setting("cpu", torch.float32, 64), ("magic",))
 
 
 def test_microbatches_of_different_size_share_a_pool() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_het.arguments import split_arguments
+from megatron_het.attention.kernels import CpuFlash
 from megatron_het.auto_batch import cp_shares
 from megatron_het.auto_batch.exchange import Exchange, ExchangeError
+from megatron_het.device import activate
+from megatron_het.launch.flags import split_arguments
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
-from megatron_het.platform import activate
 
 
 def plan_of(*replicas: Replica, **parameters: object) -> Plan:
@@ -66,11 +67,9 @@ def test_what_a_plan_says_gives_way_to_what_is_measured() -> None:
 def test_a_measurement_is_forward_and_backward_of_a_slice(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     monkeypatch.setattr(cp_shares, "_SECONDS", 0.0)
     calls: list[tuple[str, torch.Size, torch.Size, torch.dtype]] = []
-    (kernel,) = (k for k in cp_shares.KERNELS if k.name == "cpu-flash")
+    kernel = CpuFlash()
 
     class Watched:
-        refuses = kernel.refuses
-
         def forward(self, *args: Any) -> Any:
             calls.append(("forward", args[0].shape, args[1].shape, args[0].dtype))
             return kernel.forward(*args)
@@ -79,7 +78,7 @@ def test_a_measurement_is_forward_and_backward_of_a_slice(monkeypatch: pytest.Mo
             calls.append(("backward", args[1].shape, args[2].shape, args[1].dtype))
             return kernel.backward(*args)
 
-    monkeypatch.setattr(cp_shares, "KERNELS", (Watched(),))
+    monkeypatch.setattr(cp_shares, "choose_kernel", lambda setting: Watched())
     plan = plan_of(Replica((0, 1, 2, 3), (0, 1), cp=2), slices=4)
     plan = replace(plan, training=replace(plan.training, precision=precision))
     cp_shares.with_measured_shares(plan, activate(), 1, Told([1.0] * 4))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import check, ranks
+from benchmarks.gpu import check, offload, ranks
 from benchmarks.gpu.check import PARTS, Part, judged_by, read_figures, run_all, share_s
 from benchmarks.gpu.offload import VARIANTS, figures
 from megatron_het.doctor.tiny import one_process
@@ -72,8 +73,24 @@ def test_offload_has_figures_before_its_last_run():
     runs = {name: [{"iteration_s": took[name]}] if name in took else [] for name in VARIANTS}
     found = figures(runs)
     assert found["passed"] and found["max_slowdown"] == pytest.approx(0.02) and set(found["slowdowns"]) == set(took)
-    with pytest.raises(ValueError, match="has not run"):
-        figures(runs | {"parameters and activations": []})
+    found = figures(runs | {"parameters and activations": []})
+    assert not found["passed"] and found["max_slowdown"] is None and found["not_run"] == ["parameters and activations"]
+    assert figures({name: [] for name in VARIANTS})["slowdowns"] == {}
+
+
+def test_an_offload_variant_that_fails_ends_no_other(tmp_path, monkeypatch):
+    def run(name: str, *_unused: object) -> dict[str, float]:
+        if name == "parameters":
+            raise offload.VariantError("parameters ended with exit code 1")
+        return {"iteration_s": 1.0}
+
+    monkeypatch.setattr(offload, "run", run)
+    out = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", ["offload", "--small", "--rounds", "2", "--json", str(out)])
+    assert offload.main() == 1
+    found = json.loads(out.read_text())
+    assert found["errors"] == {"parameters": "parameters ended with exit code 1"} and found["not_run"] == ["parameters"]
+    assert [len(runs) for runs in found["runs"].values()] == [2, 0, 2, 2]
 
 
 def test_ranks_that_hang_are_named(tmp_path, monkeypatch):

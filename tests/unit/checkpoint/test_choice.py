@@ -18,9 +18,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_het.checkpoint import choice
 from megatron_het.checkpoint.checksums import ChecksumWriter, problems, read_checksums, write_checksums
-from megatron_het.checkpoint.choice import TRACKER, CheckpointError, check_optimizer_state, choose, repair_tracker
-from megatron_het.features.optimizers import SHARDED_LION
-from megatron_het.upstream import torch_metadata
+from megatron_het.checkpoint.choice import (
+    TRACKER,
+    CheckpointError,
+    check_optimizer_state,
+    check_tracked_form,
+    choose,
+    repair_tracker,
+)
+from megatron_het.features.optimizers.spec import SHARDED_LION
+from megatron_het.megatron_patches import torch_metadata
 
 
 def checkpoint(folder: Path, iteration: int) -> Path:
@@ -312,6 +319,10 @@ LION = {**SHARDED, SHARDED_LION: True}
         (SHARDED, LION, "saved with --optimizer adam, this run trains with lion.*--no-load-optim"),
         (LION, SHARDED, "saved with --optimizer lion, this run trains with adam"),
         ({"optimizer": "sgd"}, {"optimizer": "muon"}, "saved with --optimizer sgd, this run trains with muon"),
+        ({"lr": 1e-3}, {"lr": 2e-3}, r"--lr = 0.002: .* saved with 0.001. .*--override-opt_param-scheduler"),
+        ({"lr": 1e-3}, {"lr": 2e-3, "override_opt_param_scheduler": True}, None),
+        ({"min_lr": 0.0}, {"min_lr": 1e-5, "use_checkpoint_opt_param_scheduler": True}, None),
+        ({"min_lr": 0.0}, {"min_lr": 1e-5}, "--min-lr = 1e-05"),
         ({"optimizer": "lion"}, LION, "saved without the distributed optimizer, this run trains with it"),
     ],
 )
@@ -328,3 +339,13 @@ def test_state_of_another_form_is_refused(
             check_optimizer_state(args, tmp_path)
     args.no_load_optim = True
     check_optimizer_state(args, tmp_path)
+
+
+def test_a_checkpoint_of_the_older_format_is_named(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000004" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / TRACKER).write_text("4")
+    args = SimpleNamespace(load=str(tmp_path), ckpt_step=None, no_load_optim=True, finetune=False)
+    with pytest.raises(CheckpointError, match="iter_0000004 is of the format torch.*--ckpt-convert-format torch_dist"):
+        check_tracked_form(args)
+    (tmp_path / "iter_0000004" / "metadata.json").write_text("{}")
+    check_tracked_form(args)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_het import platform
+from megatron_het import device as platform
 
 platform.activate()  # before Megatron is imported, which binds what the platform replaces
 
@@ -89,3 +89,30 @@ def test_a_folder_of_its_own(tmp_path: Path) -> None:
     own = save(tmp_path / "fast", 5)
     args = arguments(tmp_path, non_persistent_global_ckpt_dir=str(own))
     assert loading.loaded_path(args, 5) == str(own / "iter_0000005")
+
+
+@pytest.mark.parametrize(("flag", "rate"), [("override", 2e-3), ("use_checkpoint", 1e-3)])
+def test_groups_are_found_under_another_learning_rate(flag: str, rate: float) -> None:
+    """Megatron knows a group by its largest learning rate too."""
+
+    class Optimizer:
+        def __init__(self, groups: list[dict[str, Any]]) -> None:
+            self.optimizer = SimpleNamespace(param_groups=groups)
+            self.loaded: Any = None
+
+        def load_state_dict(self, state: Any) -> None:
+            self.loaded = [group["max_lr"] for group in state["optimizer"]["param_groups"]]
+
+    def groups(rate: float, parts: int) -> list[dict[str, Any]]:
+        return [{"wd_mult": float(i), "lr_mult": 1.0, "max_lr": rate, "min_lr": 0.0} for i in range(parts)]
+
+    made = Optimizer(groups(2e-3, 2))
+    state = {"optimizer": {"param_groups": groups(1e-3, 2)[::-1]}}
+    args = SimpleNamespace(**{f"{flag}_opt_param_scheduler": True})
+    with loading._with_matched_groups(made, args):
+        made.load_state_dict(state)
+    assert made.loaded == [rate] * 2
+    assert [group["max_lr"] for group in made.optimizer.param_groups] == [rate] * 2
+    assert "load_state_dict" not in vars(made)
+    with loading._with_matched_groups(made, SimpleNamespace()):
+        assert "load_state_dict" not in vars(made)

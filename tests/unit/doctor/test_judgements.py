@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
+from megatron_het.doctor import devices as checked_devices
 from megatron_het.doctor.check import Names, Status
 from megatron_het.doctor.devices import Devices, operating_point
 from megatron_het.doctor.disk import Disk
@@ -136,7 +139,8 @@ def test_disk():
 
 def devices(layers, gemm=(1e-3,) * 4, expected=None):
     answers = {
-        r: {"gemm_s": gemm[r], "layer_s": layers[r], "note": "", "throttling": {"faults": [], "warnings": []}}
+        r: {"gemm_s": gemm[r], "layer_s": layers[r], "note": "", "unloaded": ""}
+        | {"throttling": {"faults": [], "warnings": []}}
         | ({"expected_s": expected[r]} if expected else {})
         for r in range(4)
     }
@@ -157,6 +161,40 @@ def test_devices_against_the_profile():
     assert [where for where, _ in rows(found, Status.FAULT)] == ["ranks 2-3 (b)"]
     found, _ = devices((1.0, 1.0, 0.5, 0.5), expected=(1.0, 1.0, 1.0, 1.0))
     assert [where for where, _ in rows(found, Status.WARNING)] == ["ranks 2-3 (b)"]
+
+
+def test_a_library_that_cannot_be_loaded_is_named():
+    _, answers = devices((None, 1.0, 1.0, 1.0))
+    answers[0]["unloaded"] = "libcudnn_graph.so.9: cannot open shared object file"
+    (found,) = rows(Devices().judge(answers, NAMES), Status.FAULT)
+    assert found[0] == "rank 0 (a)" and "libcudnn_graph.so.9" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "survives"),
+    [
+        (OSError("libcublas.so.13: cannot open shared object file"), True),
+        (ImportError("transformer_engine: undefined symbol"), True),
+        (RuntimeError("Unable to load any of {libcudnn_graph.so.9.1.0}"), True),
+        (RuntimeError("CUDA error: an illegal memory access"), False),
+    ],
+)
+def test_times_are_measured_without_a_library(monkeypatch, error, survives):
+    def fail(*_unused):
+        raise error
+
+    monkeypatch.setattr(checked_devices, "_layer", fail)
+    monkeypatch.setattr(checked_devices, "gemm_seconds", lambda *_: 1.0)
+    point = {"flops": 1.0, "measured_as": "plan"}
+    monkeypatch.setattr(checked_devices, "operating_point", lambda *_: (None, point))
+    seat = mock.Mock(local_rank=0, hosts=("a",))
+    seat.expectations.layer.return_value = None
+    if not survives:
+        with pytest.raises(RuntimeError, match="illegal"):
+            Devices().measure(seat)
+        return
+    found = Devices().measure(seat)
+    assert found["unloaded"] == str(error) and found["layer_s"] is None and found["gemm_s"] == 1.0
 
 
 def test_throttling_is_a_fault():
@@ -239,7 +277,7 @@ def test_operating_point_follows_the_profile():
 
 
 def test_the_planner_is_found():
-    assert planner("profile_schema").PROFILE_VERSION
+    assert planner("inputs.profile_schema").PROFILE_VERSION
 
 
 def test_expectations_file(tmp_path):

@@ -10,7 +10,7 @@ from megatron_het.doctor.numerics import TOLERANCE, Numerics, difference
 from megatron_het.doctor.stored import LOSSES
 from megatron_het.doctor.stored import losses as of_stored_model
 from megatron_het.doctor.tiny import flags_of, one_process, tiny_plan
-from megatron_het.features.experts import check_expert_parallel
+from megatron_het.features.experts.spec import check_expert_parallel
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape

@@ -16,7 +16,7 @@ import json, sys
 import torch, torch.distributed as dist
 from megatron_het.dry_run.alone import join_alone
 from megatron_het.runtime.channels import Channels
-from megatron_het.topology import Link
+from megatron_het.distributed import Link
 join_alone(0, 2, sys.argv[1])
 channels = Channels({(0, 1): Link(None, 0)}, sys.argv[1], 1.0, 0)
 held = []

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.bad_input_files import PLAN, document_text
 from megatron_het.dry_run import __main__ as command
 from megatron_het.dry_run import run as dry
-from megatron_het.hooks import _exit_with
+from megatron_het.launch.start import _exit_with
 from megatron_het.plan import PlanError
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 
 import pytest
 
+from megatron_het.elastic import alike
 from megatron_het.elastic.alike import refusal, signature_of
+from tests.unit.elastic.test_pool import plan
 
 FLAGS = ("--num-layers", "8", "--mock-data", "--data-path", "a")
 
@@ -40,3 +44,17 @@ def test_what_another_release_would_say(other: str):
 
 def test_the_same_command_is_no_difference():
     assert refusal(signature_of(FLAGS), signature_of(list(FLAGS))) == ""
+
+
+def test_a_plan_is_checked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(alike, "_problems", lambda *_: ["--num-layers: 7, the plan has 5"])
+    assert alike.problems_under(plan([[1]]), [], tmp_path)() == ["--num-layers: 7, the plan has 5"]
+
+    def fails(*_: object) -> list[str]:
+        raise OSError("nobody can say")
+
+    monkeypatch.setattr(alike, "_problems", fails)
+    assert alike.problems_under(plan([[1]]), [], tmp_path)() == []
+    monkeypatch.setattr(alike, "CHECK_S", 0.05)
+    monkeypatch.setattr(alike, "_problems", lambda *_: time.sleep(60.0))
+    assert alike.problems_under(plan([[1]]), [], tmp_path)() == [], "it is ended then"

@@ -181,3 +181,21 @@ def test_a_number_that_is_given_twice_is_refused_to_the_second_one(tmp_path: Pat
     beat(board, 1, 5, "second")
     controller._step()
     assert controller._members[1].iteration == 0, "another process's sign of life"
+
+
+def test_a_controller_that_was_stopped_loses_nobody(tmp_path: Path) -> None:
+    """What others said meanwhile is read only after it goes on."""
+    board: Any = Notes()
+    controller = controller_of(board, tmp_path / "state.json", [])
+    come(board, 1, "n1"), come(board, 2, "n2")
+    controller._step()
+    assert board.get("latest") == 0
+    controller._watched_s -= 1000.0
+    for member in controller._members.values():
+        member.seen_s -= 1000.0
+    controller._step()
+    assert set(controller._members) == {1, 2}
+    for member in controller._members.values():
+        member.seen_s -= 1000.0
+    controller._step()
+    assert not controller._members, "these are really silent"

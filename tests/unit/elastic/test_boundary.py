@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,3 +44,16 @@ def test_copies_go_over_the_connections_of_the_change(
     found: Any = copies._links
     assert (found is None) == (every == 0)
     assert found is None or (found.rank, found.size, found.is_open) == (1, 3, True)
+
+
+def test_a_checkpoint_that_could_not_be_written_goes_elsewhere() -> None:
+    generation = Generation(1, plan([[1]]), (1,), (), ("n1",), True, (3,), (6,), "/other")
+    assert Generation.from_json(generation.to_json()) == generation
+    boundary = ElasticBoundary(generation, 1, dist.HashStore(), 5.0, Copies(0), lambda _: False, None, {})
+    args = SimpleNamespace(save="/saved", save_interval=3, train_iters=9, padded_vocab_size=None)
+    boundary.prepare(args)
+    found = []
+    for iteration in (3, 6, 9):
+        boundary._choose_folder(args, iteration)
+        found.append((args.save, args.save_interval))
+    assert found == [("/saved", None), ("/other", 3), ("/saved", 3)]

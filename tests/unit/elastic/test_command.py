@@ -139,5 +139,5 @@ def test_strangers_are_counted(place: tuple[int, list[str]], tmp_path: Path, cap
     controller._shown_s = 0.0
     controller._step()
     assert main(["status", *words]) == 0
-    assert "1 connections without the token, the last from 127.0.0.1" in capsys.readouterr().out
+    assert "1 connection without the token, the last from 127.0.0.1" in capsys.readouterr().out
     board.close()

@@ -20,7 +20,7 @@ from megatron_het.elastic.failures import ReplacedError, Saves
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.recalled import FolderLock, StateFile
-from megatron_het.untrusted import FileError
+from megatron_het.safe_io import FileError
 from tests.unit.elastic.notes import Notes
 from tests.unit.elastic.test_controller import come
 from tests.unit.elastic.test_pool import plan

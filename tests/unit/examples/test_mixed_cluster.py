@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples.mixed_cluster import EVEN, MICROBATCHES, PLANNED, SPEEDS, main, simulated
-from megatron_het.schedule.visualize import draw_timelines
+from megatron_het.schedule.view.visualize import draw_timelines
 
 ROOT = Path(__file__).resolve().parents[3]
 

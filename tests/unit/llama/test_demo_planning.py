@@ -32,7 +32,7 @@ from examples.llama.screen import Screen
 from megatron_het.plan import ModelShape, TrainingShape
 from megatron_het.plan.validate import check_plan
 from megatron_het.schedule import Kind, Op, Shape, generate
-from tools.planner.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel
+from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel
 
 MODEL = ModelShape(6, 64, 4, 2, 32, ffn_hidden_size=128)
 

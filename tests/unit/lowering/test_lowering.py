@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_het.features.zero_bubble import ZeroBubble
+from megatron_het.features.zero_bubble.spec import ZeroBubble
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.ranks import BoundaryMap, edges, exchange_edges, lower
 from megatron_het.plan import Placement

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_het.features.experts import Experts
+from megatron_het.features.experts.spec import Experts
 from megatron_het.plan import Plan, PlanError, Replica, Stage
 from tests.unit.plan.test_refusals import arguments, in_slices, more_stages, of_different_sizes
 

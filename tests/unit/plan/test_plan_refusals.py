@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_het.config import pipeline_layout
 from megatron_het.features.plan_checks import check_plan_alone, runnable_schedules
-from megatron_het.features.zero_bubble import ZeroBubble
+from megatron_het.features.zero_bubble.spec import ZeroBubble
+from megatron_het.launch.megatron_args import pipeline_layout
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, TrainingShape
 from megatron_het.plan.from_flags import plan_from_flags
@@ -113,6 +113,10 @@ REFUSED = [
     (
         tied(scheduled("ministage", stages=1, chunks=2, **WINDOW, update="per-ministage")),
         "update = 'per-ministage': the copies of tied embeddings",
+    ),
+    (
+        tied(scheduled("data-parallel", stages=1, chunks=2, **WINDOW, zero=3, vocabulary=True)),
+        "tied_embeddings = True: with a parameter window and .* first ministage",
     ),
     (scheduled("slimpipe", slices=1), "fewer slices than the 2 stages"),
     (scheduled("slimpipe", slices="x"), "needs a number of slices"),

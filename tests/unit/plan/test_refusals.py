@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron_het import hooks
-from megatron_het.config import check_arguments
-from megatron_het.features.experts import Experts
+from megatron_het.features.experts.spec import Experts
+from megatron_het.launch import start as hooks
+from megatron_het.launch.megatron_args import check_arguments
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.turns import check_batch_schedule, check_turns
@@ -161,7 +161,7 @@ def test_a_wrong_second_plan_is_one_error_before_anything_starts(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from megatron_het import platform
+    from megatron_het import device as platform
 
     monkeypatch.setattr(platform, "activate", lambda: pytest.fail("the platform was activated"))
     monkeypatch.setattr("torch.distributed.rendezvous", lambda *_: pytest.fail("ranks were to meet"))
@@ -182,7 +182,7 @@ def test_a_wrong_second_plan_is_one_error_before_anything_starts(
 
 def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with the second plan's when its turn comes."""
-    from megatron_het.config import HetConfig
+    from megatron_het.launch.megatron_args import HetConfig
 
     four, eight = with_batch(4), with_batch(8)
     changed = arguments(world_size=2, step_batch_size_schedule="0:4 9:8", train_samples=9)
@@ -195,6 +195,25 @@ def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: 
     device: Any = SimpleNamespace(has_nccl=False)
     found = [str(e) for e in hooks.argument_problems(HetConfig(four, turns=(four, eight)), device, session, changed)]
     assert found == ["the plan for a global batch size of 8: --flag = 8: does not fit the program"]
+
+
+@pytest.mark.parametrize("transport", ["auto", "staged"])
+def test_gloo_does_not_train_on_gpus(transport: str) -> None:
+    """Its groups cannot sum gradients of CUDA tensors; host memory between stages is another matter."""
+    from megatron_het.device import Platform
+    from megatron_het.launch.megatron_args import HetConfig
+
+    session: Any = SimpleNamespace(check=lambda args: None)
+
+    def problems(backend: str, device: Platform) -> list[str]:
+        found = arguments(world_size=2, distributed_backend=backend)
+        return [str(e) for e in hooks.argument_problems(HetConfig(made(), transport=transport), device, session, found)]
+
+    (refused,) = problems("gloo", Platform("cuda"))
+    assert refused.startswith("--distributed-backend = 'gloo': groups of gloo cannot train with CUDA tensors")
+    assert "--het-transport staged" in refused
+    assert problems("gloo", Platform("cpu", plays_cuda=True)) == [refused]
+    assert problems("nccl", Platform("cuda")) == problems("gloo", Platform("cpu")) == []
 
 
 def more_stages(stages: int, *, tp: int = 1, ep: int = 1, chunks: int = 1, **training: Any) -> Plan:
@@ -220,6 +239,12 @@ def test_what_replicas_of_different_tp_would_train_in_different_ways(flag: str) 
     check_arguments(made(), arguments(**{flag: "given"}), 2)
     with pytest.raises(PlanError, match=f"--{flag.replace('_', '-')} = 'given'.*different TP or EP, as stage 1 has"):
         check_arguments(of_mixed_tp(), arguments(**{flag: "given"}), 4)
+
+
+def test_sequence_parallelism_without_tp_is_left_out_as_stock_does() -> None:
+    check_arguments(more_stages(2), arguments(sequence_parallel=True), 2)
+    with pytest.raises(PlanError, match="--sequence-parallel = True: the plan was made without it"):
+        check_arguments(more_stages(2, tp=2), arguments(sequence_parallel=True), 4)
 
 
 BALANCED = {"num_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
@@ -321,7 +346,8 @@ def test_recomputed_norms_need_transformer_engine(installed: bool, monkeypatch: 
 def test_a_plan_with_tp_sets_what_megatron_insists_on_before_cuda_starts(
     tp: int, given: str | None, value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from megatron_het import platform, upstream
+    from megatron_het import device as platform
+    from megatron_het import megatron_patches as upstream
 
     name, seen = "CUDA_DEVICE_MAX_CONNECTIONS", []
     monkeypatch.setattr(platform, "activate", lambda: seen.append(os.environ.get(name)))
@@ -341,7 +367,7 @@ def test_a_plan_with_tp_sets_what_megatron_insists_on_before_cuda_starts(
 def test_a_folder_that_cannot_hold_a_report_is_refused_before_anything_starts(
     flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_het import platform
+    from megatron_het import device as platform
 
     monkeypatch.setattr(platform, "activate", lambda: pytest.fail("the platform was activated"))
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -356,7 +382,8 @@ def test_a_folder_that_cannot_hold_a_report_is_refused_before_anything_starts(
 
 def test_a_start_checks_the_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each feature is asked once about the plan and once about Megatron's arguments."""
-    from megatron_het import platform, upstream
+    from megatron_het import device as platform
+    from megatron_het import megatron_patches as upstream
     from megatron_het.features import FEATURES
 
     asked: list[str] = []
@@ -371,3 +398,15 @@ def test_a_start_checks_the_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.plan is not None
     check_arguments(config.plan, arguments(tied_embeddings=True), 2)
     assert asked == [feature.name for feature in FEATURES]
+
+
+def test_wandb_is_looked_for_where_megatron_logs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hooks.importlib.util, "find_spec", lambda name: None)
+    hooks._check_wandb(arguments(wandb_project="run", rank=0, world_size=2))
+    hooks._check_wandb(arguments(rank=1, world_size=2))
+    with pytest.raises(SystemExit) as stopped:
+        hooks._check_wandb(arguments(wandb_project="run", rank=1, world_size=2))
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "rank 1: --wandb-project = 'run': wandb is not installed" in said

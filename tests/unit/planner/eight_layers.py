@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.planner_quality import estimator_of
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model
+from tools.planner.costs.estimate import Estimator
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
 
 SHAPE: dict[str, object] = {
     "num_layers": 8,

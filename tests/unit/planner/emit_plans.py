@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
-from tools.planner.emit_nodes import NodeKind
-from tools.planner.emit_scripts import LaunchOptions
+from tools.planner.emit.nodes import NodeKind
+from tools.planner.emit.scripts import LaunchOptions
 
 MODEL = ModelShape(8, 64, 4, 2, 32, ffn_hidden_size=128)
 KINDS = {

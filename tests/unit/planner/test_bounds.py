@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks.planner_cases import with_catalog
 from benchmarks.planner_pools import _random_groups, random_pool
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimator
-from tools.planner.schedules import SCHEDULES
+from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.search import relaxation as module
 from tools.planner.search.balance import balance
 from tools.planner.search.bounds import Bounds
@@ -18,7 +18,7 @@ from tools.planner.search.goal import Goal
 from tools.planner.search.least import least_s
 from tools.planner.search.moves import schedule_variants
 from tools.planner.search.pools import all_gpus
-from tools.planner.simulation import operations_of, simulate_block
+from tools.planner.simulate.simulation import operations_of, simulate_block
 
 MOST_OPERATIONS = 6000
 

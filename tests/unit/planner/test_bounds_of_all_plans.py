@@ -15,21 +15,21 @@ import pytest
 from benchmarks.planner_cases import with_catalog
 from benchmarks.planner_pools import _random_groups
 from megatron_het.plan import Plan
-from tools.planner.build import build_plan, candidate_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.costs.build import build_plan, candidate_of
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.schedules import SCHEDULES, schedule_of
 from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model
-from tools.planner.model_parts import Experts
-from tools.planner.schedules import SCHEDULES, schedule_of
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.model_parts import Experts
 from tools.planner.search import choices
 from tools.planner.search.balance import balance
 from tools.planner.search.bounds import Bounds
 from tools.planner.search.goal import Goal
 from tools.planner.search.moves import schedule_variants
 from tools.planner.search.unequal import can_differ, unequal
-from tools.planner.simulation import operations_of, simulate_block, simulate_candidate
+from tools.planner.simulate.simulation import operations_of, simulate_block, simulate_candidate
 
 GOAL = Goal()
 MOST_OPERATIONS = 1500

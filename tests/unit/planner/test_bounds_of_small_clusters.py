@@ -10,17 +10,17 @@ import pytest
 
 from benchmarks.planner_cases import with_catalog
 from benchmarks.planner_quality import all_plans
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.schedules import SCHEDULES, schedule_of
 from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model
-from tools.planner.schedules import SCHEDULES, schedule_of
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
 from tools.planner.search.bounds import Bounds
 from tools.planner.search.goal import Goal
 from tools.planner.search.moves import schedule_variants
 from tools.planner.search.pools import all_gpus
-from tools.planner.simulation import simulate_block
+from tools.planner.simulate.simulation import simulate_block
 
 SLOW, FAST = 0.5e9, 50e9
 

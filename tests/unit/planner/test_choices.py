@@ -7,18 +7,18 @@ import pytest
 from benchmarks.planner_quality import estimator_of
 from megatron_het.lowering.programs import build
 from tests.unit.planner import eight_layers
-from tools.planner.build import build_plan, candidate_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.extras import rows_of
-from tools.planner.model_parts import Experts
+from tools.planner.costs.build import build_plan, candidate_of
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.extras import rows_of
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model_parts import Experts
 from tools.planner.search import choices
 from tools.planner.search.choices import changes, choose
 from tools.planner.search.goal import Goal
 from tools.planner.search.long_contexts import regular_pipelines
 from tools.planner.search.outcome import Found, Outcome, Progress
-from tools.planner.simulation import block_s, simulate_block, simulate_candidate
+from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate
 
 GOAL = Goal()
 
@@ -115,7 +115,7 @@ def test_equal_stages_with_unequal_parts_of_a_vocabulary() -> None:
 
 def test_long_sequences_are_cut_exchanged_and_offloaded() -> None:
     """What does not fit at all becomes a plan, without computing everything again."""
-    priced = estimator(seq_length=1048576, global_batch_size=4, recompute=("none", "full"))
+    priced = estimator("A100-80", seq_length=1048576, global_batch_size=4, recompute=("none", "full"))
     plain = Candidate(two_stages(), 1, zero_stage=1)
     estimate = priced.estimate(plain)
     assert estimate is not None and not priced.fits(estimate)

@@ -403,9 +403,32 @@ def test_what_a_plan_prints(files, capsys):
     assert "catalog price, not yours: USD per GPU hour A100-40 3.673; give usd_per_gpu_hour" in text
     assert "idle: 4 RTX-3090 (lab-a)" in text
     assert "bubble" not in text and "busy s" not in text
-    assert all(len(line) <= 80 for line in out.out.splitlines() if not line.startswith("wrote"))
+    assert all(len(line) <= 80 for line in out.out.splitlines() if set(line) <= {"─", " "})  # of tables
     code, out = call(capsys, "simulate", files / "p.json", *common(files))
     body = json.loads(out.out)
     assert body["catalog_prices"] == {"A100-40": 3.673} and body["idle_gpus"] == {"RTX-3090 (lab-a)": 4}
     assert body["bubble_fraction"] >= 0 and "bubble" not in body["by_cause_s"]
     assert body["uncertainty_of"]["runs"] > 10
+
+
+def test_progress_is_said_where_nobody_sees_a_line_move(capsys):
+    import time
+    from argparse import Namespace
+
+    from tools.planner.report.tables import shown_progress
+
+    with shown_progress(lambda: "searching, best 1.5", Namespace(json=True), every_s=0.01):
+        deadline = time.monotonic() + 20
+        while "searching" not in (said := capsys.readouterr()).err and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert said.err.endswith(" s: searching, best 1.5\n") and not said.out
+
+
+def test_lines_are_not_wrapped(capsys):
+    from argparse import Namespace
+
+    from tools.planner.report.tables import say
+
+    line = "stock Megatron can run this plan: " + "--flag value " * 20
+    say({}, Namespace(json=False), line)
+    assert capsys.readouterr().out == line + "\n"

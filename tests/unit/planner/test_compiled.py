@@ -12,12 +12,12 @@ from megatron_het.schedule.generators import generate
 from megatron_het.schedule.generators.fast_merge import fast_merge
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.ir import Shape
-from tools.planner import compiled, plain
-from tools.planner.candidate import Group
+from tools.planner.costs.candidate import Group
 from tools.planner.errors import PlannerError
-from tools.planner.plain import Wiring, pipelines_s
-from tools.planner.quick import makespan_s
 from tools.planner.search.sketch import _FIGURES, _Stage, divide, stages_s
+from tools.planner.simulate import compiled, plain
+from tools.planner.simulate.plain import Wiring, pipelines_s
+from tools.planner.simulate.quick import makespan_s
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.planner.__main__ import COMMANDS, main
-from tools.planner.completion import SHELLS
+from tools.planner.cli.completion import SHELLS
 
 
 @pytest.fixture

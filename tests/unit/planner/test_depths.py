@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.planner_quality import estimator_of
-from tools.planner.build import build_plan, candidate_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup, ZoneLink
-from tools.planner.model import Model
+from tools.planner.costs.build import build_plan, candidate_of
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
+from tools.planner.inputs.model import Model
 from tools.planner.search.depths import deeper
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Found
-from tools.planner.simulation import simulate_block, simulate_candidate
+from tools.planner.simulate.simulation import simulate_block, simulate_candidate
 
 MODEL = Model(
     num_layers=16,

@@ -6,13 +6,13 @@ import pytest
 
 from benchmarks.planner_quality import estimator_of
 from megatron_het.plan import Plan
-from tools.planner.build import build_plan, candidate_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model
-from tools.planner.model_parts import Experts
-from tools.planner.simulation import simulate_candidate
+from tools.planner.costs.build import build_plan, candidate_of
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.model_parts import Experts
+from tools.planner.simulate.simulation import simulate_candidate
 
 
 def estimator(**changes: object) -> Estimator:

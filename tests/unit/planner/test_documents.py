@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from megatron_het.plan import Plan
 from tests.unit.planner import eight_layers
-from tools.planner.build import build_plan
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.documents import drawn, read_lengths
+from tools.planner.costs.build import build_plan
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.schedules.slimpipe import SlimPipe
 from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model
-from tools.planner.schedules.slimpipe import SlimPipe
-from tools.planner.simulation import simulate_candidate
+from tools.planner.inputs.documents import drawn, read_lengths
+from tools.planner.inputs.model import Model
+from tools.planner.simulate.simulation import simulate_candidate
 
 LENGTH = 131_072
 LONG_TAILED = (1000, 1500, 2000, 4000, 8000, 100_000)

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.cases import FFN, GROUPS, HEADS, HIDDEN, MICROBATCHES, SEQUENCE, build_plan
 from megatron_het.plan import Plan, save_plan
-from tools.planner import dry_run
 from tools.planner.__main__ import main
+from tools.planner.cli import dry_run
 
 MODEL = f"""
 num_layers: 5

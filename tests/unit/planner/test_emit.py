@@ -12,9 +12,8 @@ import pytest
 from benchmarks.expert_cases import divided
 from megatron_het.plan import Plan, ScheduleSpec, load_plan
 from tests.unit.planner.emit_plans import KINDS, LAUNCH, context_parallel_plan, even_plan, make_plan, uneven_plan
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.emit import device_arguments, emit
-from tools.planner.emit_flags import (
+from tools.planner.emit.command import device_arguments, emit
+from tools.planner.emit.flags import (
     ModelOptions,
     bash_array,
     extension_reasons,
@@ -23,9 +22,10 @@ from tools.planner.emit_flags import (
     plan_arguments,
     stock_arguments,
 )
-from tools.planner.emit_nodes import NodeKind, place
-from tools.planner.emit_scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
+from tools.planner.emit.nodes import NodeKind, place
+from tools.planner.emit.scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
 from tools.planner.errors import PlannerError
+from tools.planner.inputs.cluster import Cluster, NodeGroup
 
 
 def test_layout_is_what_megatron_parses() -> None:
@@ -109,7 +109,7 @@ def test_flags_of_plan_and_model() -> None:
     words = model_arguments(plan, ModelOptions())
     assert words[words.index("--num-query-groups") + 1] == "2"
     assert "--untie-embeddings-and-output-weights" in words and "--swiglu" in words
-    words = model_arguments(plan, ModelOptions(swiglu=False, biases=True, learned_positions=64))
+    words = model_arguments(plan, ModelOptions(gated=False, biases=True, learned_positions=64))
     assert words[words.index("--max-position-embeddings") + 1] == "64"
     assert "--disable-bias-linear" not in words
 

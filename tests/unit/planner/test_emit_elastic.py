@@ -17,10 +17,10 @@ import pytest
 from megatron_het.plan import Plan, save_plan
 from tests.unit.planner.emit_plans import KINDS, MODEL, even_plan, make_plan, uneven_plan
 from tools.planner.__main__ import main
-from tools.planner.emit import Emitted, emit
-from tools.planner.emit_elastic import ElasticOptions
-from tools.planner.emit_nodes import NodeKind
-from tools.planner.emit_scripts import LaunchOptions
+from tools.planner.emit.command import Emitted, emit
+from tools.planner.emit.elastic import ElasticOptions
+from tools.planner.emit.nodes import NodeKind
+from tools.planner.emit.scripts import LaunchOptions
 from tools.planner.errors import PlannerError
 
 PLAIN_KINDS = {name: NodeKind(kind.devices, constraint=kind.constraint) for name, kind in KINDS.items()}
@@ -194,7 +194,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             text = text.replace(f'"{kind}"', f'"{gpu}"')
         (tmp_path / f"{name}.json").write_text(text)
     model = {"name": "m", "num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
-    model |= {"num_query_groups": 2, "vocab_size": 100, "seq_length": 32, "global_batch_size": 4, "precision": "bf16"}
+    model |= {"num_query_groups": 2, "vocab_size": 100, "seq_length": 32, "global_batch_size": 4, "precision": "fp32"}
     (tmp_path / "model.json").write_text(json.dumps(model))
     nodes = [{"gpu": kinds[name], "count": 2, "gpus_per_node": kind.devices} for name, kind in KINDS.items()]
     (tmp_path / "cluster.json").write_text(json.dumps({"nodes": nodes}))

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.planner.emit_plans import KINDS, LAUNCH, MODEL, context_parallel_plan, even_plan, make_plan
-from tools.planner.build import seats
-from tools.planner.candidate import Group
-from tools.planner.candidate import Stage as Stage_
-from tools.planner.cluster import Cluster, NodeGroup, SlurmSettings
-from tools.planner.emit import node_kinds
-from tools.planner.emit_nodes import NodeKind, components, place, task_ranks
-from tools.planner.emit_scripts import het_sbatch, plain_obstacle
+from tools.planner.costs.build import seats
+from tools.planner.costs.candidate import Group
+from tools.planner.costs.candidate import Stage as Stage_
+from tools.planner.emit.command import node_kinds
+from tools.planner.emit.nodes import NodeKind, components, place, task_ranks
+from tools.planner.emit.scripts import het_sbatch, plain_obstacle
 from tools.planner.errors import PlannerError
+from tools.planner.inputs.cluster import Cluster, NodeGroup, SlurmSettings
 
 
 def test_nodes_are_filled_in_rank_order() -> None:

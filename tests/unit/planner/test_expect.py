@@ -7,11 +7,11 @@ from pathlib import Path
 
 from megatron_het.doctor.expectations import load_expectations
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
-from tools.planner.cluster import cluster_from_document
-from tools.planner.emit import emit, node_kinds
-from tools.planner.emit_scripts import LaunchOptions
-from tools.planner.expect import expectations
-from tools.planner.profile_schema import DeviceProfile, LayerTiming, Profile, ProfiledModel
+from tools.planner.emit.command import emit, node_kinds
+from tools.planner.emit.expect import expectations
+from tools.planner.emit.scripts import LaunchOptions
+from tools.planner.inputs.cluster import cluster_from_document
+from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, Profile, ProfiledModel
 
 PLAN = Plan(
     ModelShape(4, 64, 4, 2, 32),

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tools.planner.cluster import cluster_from_document, load_cluster
 from tools.planner.errors import PlannerError
-from tools.planner.model import load_model, model_from_document
+from tools.planner.inputs.cluster import cluster_from_document, load_cluster
+from tools.planner.inputs.model import load_model, model_from_document
 
 NODE = {"gpu": "A100-40", "count": 2, "gpus_per_node": 4}
 MODEL = {
@@ -91,7 +91,7 @@ def test_parameters_of_known_models():
 
 
 def test_profile_of_another_model_is_refused():
-    from tools.planner.profile_schema import ProfiledModel
+    from tools.planner.inputs.profile_schema import ProfiledModel
 
     model = model_from_document(MODEL, "m.yaml")
     with pytest.raises(PlannerError, match="another model") as caught:

@@ -7,12 +7,12 @@ import stat
 import pytest
 
 from tools.planner.__main__ import main
-from tools.planner.catalog import catalog
-from tools.planner.cluster import load_cluster
+from tools.planner.cli.inventory import probes
+from tools.planner.cli.inventory.naming import _BY_MEMORY, _RULES, catalog_name
+from tools.planner.cli.inventory.probes import host_names
 from tools.planner.errors import PlannerError
-from tools.planner.inventory import probes
-from tools.planner.inventory.naming import _BY_MEMORY, _RULES, catalog_name
-from tools.planner.inventory.probes import host_names
+from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.cluster import load_cluster
 
 
 @pytest.fixture
@@ -122,6 +122,21 @@ def test_sinfo(tools, tmp_path, capsys):
     assert first.slurm.constraint == "a100_80gb" and first.slurm.gres == "gpu:a100"
     assert (second.gpu, second.gpus_per_node, second.slurm.constraint) == ("V100-32", 4, "v100-32gb")
     assert third.gpus_per_node == 2 and third.slurm.constraint is None
+
+
+def test_nodes_that_no_job_gets_are_left_out(tools, tmp_path, capsys):
+    rows = [f"n{i}|big*|gpu:h100:8|(null)|1|{state}" for i, state in enumerate(("idle", "drained", "down*", "mixed"))]
+    rows += ["n4|big*|gpu:h100:8|(null)|1|reserved", "n5|big*|gpu:h100:8|(null)|1|idle*"]
+    tools("sinfo", "\n".join(rows) + "\n")
+    code, said = run(tmp_path, capsys)
+    assert code == 0 and said["left_out"] == ["n1 (drained)", "n2 (down*)", "n4 (reserved)", "n5 (idle*)"]
+    assert load_cluster(tmp_path / "c.yaml").nodes[0].hosts == ("n0", "n3")
+
+
+def test_an_answer_without_end_is_refused(tools, tmp_path, capsys):
+    tools("sinfo", "n|p|gpu:8|(null)|1|idle\n" * 30_000)
+    code, said = run(tmp_path, capsys)
+    assert code == 2 and "30000 lines" in said["error"]["problem"]
 
 
 def test_an_existing_file_stays_without_force(tools, tmp_path, capsys):

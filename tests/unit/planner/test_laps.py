@@ -3,11 +3,11 @@
 import pytest
 
 from benchmarks.planner_quality import estimator_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.model import Model
-from tools.planner.schedules.laps import laps_s
-from tools.planner.simulation import simulate_block
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.schedules.laps import laps_s
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.simulate.simulation import simulate_block
 
 
 def test_a_lap_is_the_slowest_stage_or_the_way_around():

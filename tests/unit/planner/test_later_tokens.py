@@ -3,15 +3,15 @@
 import pytest
 
 from megatron_het.features.plan_checks import check_plan_alone
-from tools.planner.build import build_plan
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.catalog import catalog
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.layercost import CatalogCosts
-from tools.planner.model import Model
-from tools.planner.schedules import SCHEDULES
-from tools.planner.simulation import simulate_candidate
+from tools.planner.costs.build import build_plan
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import CatalogCosts
+from tools.planner.costs.schedules import SCHEDULES
+from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.simulate.simulation import simulate_candidate
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -12,10 +12,10 @@ import yaml
 
 from benchmarks.planner_cases import with_catalog
 from benchmarks.planner_pools import random_pool
-from tools.planner import commands
 from tools.planner.__main__ import main
+from tools.planner.cli import commands
 from tools.planner.errors import PlannerError
-from tools.planner.report import MOST_ROWS, summary_tables
+from tools.planner.report.tables import MOST_ROWS, summary_tables
 from tools.planner.search import limit, thorough
 from tools.planner.search.auto import search_auto
 from tools.planner.search.goal import Goal
@@ -122,6 +122,7 @@ def test_thousands_of_stages_and_kinds_are_not_all_shown() -> None:
     row |= {"capacity_bytes": 2.0, "state_share": None}
     names = ("simulated_s", "model_flops_utilisation", "blocking_transfers_s", "offload")
     body: dict[str, Any] = dict.fromkeys(names) | {"by_cause_s": {}, "extras": [], "not_run": [], "host_memory": []}
+    body |= {"catalog_prices": {}, "idle_gpus": {}, "uncertainty_of": {"runs": 1, "of": "runs"}}
     body |= {"gpus_without_price": [], "schedule": "1f1b", "recompute": "none"}
     figures = ("closed_form_s", "micro_batch_size", "zero_stage", "chunks", "slices", "iteration_s", "uncertainty")
     figures += ("tokens_per_s", "model_tflops", "usd_per_iteration", "usd_per_billion_tokens")

@@ -14,8 +14,8 @@ import yaml
 from megatron_het.plan import ModelShape
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
-from tools.planner.model import Model, load_model
-from tools.planner.model_parts import Latent
+from tools.planner.inputs.model import Model, load_model
+from tools.planner.inputs.model_parts import Latent
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -132,16 +132,16 @@ def test_what_a_config_lacks_or_cannot_be(tmp_path):
         ({"num_hidden_layers": True}, "whole number"),
         ({"num_key_value_heads": 7}, "does not divide"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"head_dim": "wide"}, "head_size"),
+        ({"head_dim": "wide"}, "head_dim"),
     ):
         with pytest.raises(PlannerError, match=word):
             load_model(write(tmp_path, {**LLAMA, **change}), seq_length=8, global_batch_size=8)
-    with pytest.raises(PlannerError, match="q_lora_rank"):
-        load_model(write(tmp_path, {**DEEPSEEK, "q_lora_rank": None}), seq_length=8, global_batch_size=8)
+    with pytest.raises(PlannerError, match="kv_lora_rank"):
+        load_model(write(tmp_path, {**DEEPSEEK, "kv_lora_rank": None}), seq_length=8, global_batch_size=8)
 
 
 def test_windows():
-    from tools.planner.model_sources import from_config
+    from tools.planner.inputs.model_configs import from_config
 
     found = from_config(WINDOWED, "config.json")
     assert (found["attention_window"], found["windowed_layers"]) == (64, 0.25)
@@ -155,7 +155,14 @@ WINDOWED = {**QWEN, "use_sliding_window": True, "sliding_window": 64,
 
 
 @pytest.mark.parametrize(
-    ("config", "word"), [(LLAMA, None), (QWEN, None), (DEEPSEEK, None), (WINDOWED, "attention window")]
+    ("config", "word"),
+    [
+        (LLAMA, None),
+        (QWEN, None),
+        (DEEPSEEK, None),
+        (WINDOWED, None),
+        ({**LLAMA, "attn_logit_softcapping": 50.0}, "attn logit softcapping"),
+    ],
 )
 def test_commands_take_a_config(tmp_path, capsys, config, word):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
@@ -171,7 +178,7 @@ def test_commands_take_a_config(tmp_path, capsys, config, word):
     if word:  # refused before a search or a rank is started, with what is missing
         for command in (["plan", *common, *plan, "--verify"], ["dry-run", str(tmp_path / "p.json"), *common[2:]]):
             assert main(command) == 2
-            assert "no run with a plan has it yet" in capsys.readouterr().err
+            assert "Megatron would train another model" in capsys.readouterr().err
 
 
 def test_a_plan_for_experts_is_emitted_with_their_flags(tmp_path, capsys):
@@ -219,8 +226,8 @@ def test_a_plan_for_experts_is_emitted_with_their_flags(tmp_path, capsys):
     ],
 )
 def test_flags_of_experts(experts, flags, runs):
-    from tools.planner.emit_flags import ModelOptions, model_arguments
-    from tools.planner.model_parts import Experts
+    from tools.planner.emit.flags import ModelOptions, model_arguments
+    from tools.planner.inputs.model_parts import Experts
 
     made = Experts(**experts)
     plan = SimpleNamespace(model=ModelShape(5, 64, 4, 4, 32, 96, None, False))
@@ -238,8 +245,8 @@ SMALL = {"num_layers": 6, "hidden_size": 256, "ffn_hidden_size": 512, "num_atten
      (5 / 6, 6, "--window-size 63,0 --window-attn-skip-freq 6"), (0.4, None, "")],
 )  # fmt: skip
 def test_flags_of_windows(tmp_path, share, period, flags):
-    from tools.planner.emit import model_options
-    from tools.planner.emit_flags import model_arguments
+    from tools.planner.emit.command import model_options
+    from tools.planner.emit.flags import model_arguments
 
     model = Model(**SMALL, attention_window=64, windowed_layers=share)
     assert model.window_period == period and bool(model.not_run) == (period is None)
@@ -252,8 +259,8 @@ def test_flags_of_windows(tmp_path, share, period, flags):
 
 
 def test_flags_of_latent_attention():
-    from tools.planner.emit import model_options
-    from tools.planner.emit_flags import model_arguments
+    from tools.planner.emit.command import model_options
+    from tools.planner.emit.flags import model_arguments
 
     x = Latent(query_rank=1536, key_value_rank=512, nope_size=128, rope_size=64, value_size=128)
     model = Model(**SMALL, latent=x)
@@ -266,7 +273,7 @@ def test_flags_of_latent_attention():
 
 
 def test_slices_cache_what_is_compressed():
-    from tools.planner.layer import activation_bytes
+    from tools.planner.costs.layer import activation_bytes
 
     x = Latent(query_rank=512, key_value_rank=64, nope_size=32, rope_size=16, value_size=32)
     plain, latent = Model(**SMALL), Model(**SMALL, latent=x)
@@ -337,7 +344,7 @@ def test_real_torch_files_are_read(tmp_path):
     torch = pytest.importorskip("torch")
     body = {"args": argparse.Namespace(num_layers=2, dtype=torch.bfloat16), "x": torch.ones(3)}
     torch.save(body, tmp_path / "common.pt")
-    from tools.planner.model_sources import checkpoint_arguments
+    from tools.planner.inputs.model_sources import checkpoint_arguments
 
     assert checkpoint_arguments(tmp_path / "common.pt")[0]["num_layers"] == 2
 

@@ -13,12 +13,12 @@ import pytest
 from benchmarks.bad_input_cases import INJECTIONS
 from benchmarks.bad_input_files import CLUSTER, PLAN
 from megatron_het.plan import Plan
-from tools.planner.cluster import cluster_from_document
-from tools.planner.emit import emit, node_kinds
-from tools.planner.emit_checks import extra_flags
-from tools.planner.emit_scripts import LaunchOptions
+from tools.planner.emit.checks import extra_flags
+from tools.planner.emit.command import emit, node_kinds
+from tools.planner.emit.scripts import LaunchOptions
 from tools.planner.errors import PlannerError
-from tools.planner.names import gres_problem, host_problem, job_problem, time_problem
+from tools.planner.inputs.cluster import cluster_from_document
+from tools.planner.inputs.names import gres_problem, host_problem, job_problem, time_problem
 
 
 @pytest.mark.parametrize("key", ["hosts", "partition", "constraint", "account", "gres"])
@@ -120,6 +120,6 @@ def test_names_that_are_fine() -> None:
 
 def test_constraints_that_are_expressions_need_a_heterogeneous_job(tmp_path: Path) -> None:
     kinds = node_kinds(cluster_from_document(CLUSTER, "c"))
-    kinds = {name: replace(kind, constraint="a|b", gres="") for name, kind in kinds.items()}
+    kinds = {name: replace(kind, constraint=f"a{i}|b", gres="") for i, (name, kind) in enumerate(kinds.items())}
     done = emit(Plan.from_json(PLAN), tmp_path, kinds, {}, LaunchOptions(run_dir=str(tmp_path)))
     assert any("no train-plain.sbatch" in note for note in done.notes)

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.planner_pools import nodes
 from benchmarks.planner_quality import estimator_of
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.model import Model
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
 from tools.planner.search.auto import search_auto
 from tools.planner.search.effort import MEDIUM
 from tools.planner.search.goal import Goal

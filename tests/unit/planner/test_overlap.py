@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planner_quality import estimator_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.model import Model
-from tools.planner.report import bound_lines, search_body
-from tools.planner.runtime import MEGATRON_HET
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.runtime import MEGATRON_HET
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.report.tables import bound_lines, search_body
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Found, Outcome
-from tools.planner.search.overlap import SMALL, blocking_ratio, prefer_independent
+from tools.planner.search.overlap import PLAINER, SMALL, blocking_ratio, irregularity, prefer_plain
 
 MODEL = Model(
     num_layers=12,
@@ -43,7 +43,7 @@ def test_a_plan_without_transfers_is_chosen_where_it_takes_hardly_longer(longer:
     assert blocking_ratio(estimator, fast.candidate, fast.estimate) > 1.05
     assert blocking_ratio(estimator, other.candidate, other.estimate) is None
     outcome = Outcome("auto", [fast, other])
-    prefer_independent(estimator, Goal(), outcome)
+    prefer_plain(estimator, Goal(), outcome)
     assert len(outcome.best.candidate.stages) == chosen
     assert len(outcome.found) == 2
     lines = bound_lines(outcome, Goal())
@@ -60,7 +60,7 @@ def test_what_gains_less_than_it_loses_is_not_chosen():
     """Two plans of the same stages: the slower one depends on overlap as much."""
     estimator = estimator_of(CLUSTER, MODEL)
     outcome = Outcome("auto", [found(estimator, 4, 10.0), found(estimator, 4, 10.01)])
-    prefer_independent(estimator, Goal(), outcome)
+    prefer_plain(estimator, Goal(), outcome)
     assert outcome.passed_over is None and outcome.best.iteration_s == 10.0
 
 
@@ -70,7 +70,7 @@ def test_where_nothing_overlaps_and_under_a_goal_of_cost_the_best_stays():
     in_turn.runtime = replace(MEGATRON_HET, transfers_in_turn=True)
     for estimators, goal in ((in_turn, Goal()), (estimator, Goal(objective="cost"))):
         outcome = Outcome("auto", [found(estimator, 4, 10.0), found(estimator, 1, 10.01)])
-        prefer_independent(estimators, goal, outcome)
+        prefer_plain(estimators, goal, outcome)
         assert len(outcome.best.candidate.stages) == 4 and outcome.passed_over is None
 
 
@@ -88,3 +88,20 @@ def test_the_search_of_the_commands_prefers_it():
 
     near = [f for f in outcome.found if f.runnable and f.iteration_s <= best.iteration_s]
     assert all(blocked(f) >= blocked(best) for f in near)
+
+
+def test_of_nearly_equal_plans_the_plainest_is_chosen_and_the_other_one_named():
+    estimator = estimator_of(CLUSTER, MODEL)
+    plain = found(estimator, 2, 10.1)
+    stages = tuple(Stage(n, (Group(0, 1, count),)) for n, count in ((1, 1), (7, 2), (4, 1)))
+    odd = Candidate(stages, 1, "full")
+    estimate = estimator.estimate(odd)
+    assert estimate is not None
+    assert irregularity(estimator, odd) == (1, 0, 1) and irregularity(estimator, plain.candidate) == (0, 0, 0)
+    for longer, chosen in ((1.0, 2), (1 / (1 + 2 * PLAINER), 3)):
+        outcome = Outcome("auto", [Found(odd, estimate, 10.0 * longer, confirmed=True), plain])
+        prefer_plain(estimator, Goal(), outcome)
+        assert outcome.best is not None and len(outcome.best.candidate.stages) == chosen
+        lines = bound_lines(outcome, Goal())
+        if chosen == 2:
+            assert lines == ["plainer than a plan of 10 s, which has 3 stages, 2 different ones, 1 of one layer"]

@@ -13,19 +13,19 @@ from megatron_het.schedule.cost import Costs, Memory
 from megatron_het.schedule.kinds import Kind
 from megatron_het.schedule.simulate import simulate
 from tools.planner.__main__ import main
-from tools.planner.build import build_plan, seats
-from tools.planner.candidate import Candidate, Group
-from tools.planner.candidate import Stage as Layers
-from tools.planner.cluster import cluster_from_document
-from tools.planner.estimate import Estimator
-from tools.planner.layercost import CatalogCosts
-from tools.planner.model import model_from_document
+from tools.planner.costs.build import build_plan, seats
+from tools.planner.costs.candidate import Candidate, Group
+from tools.planner.costs.candidate import Stage as Layers
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import CatalogCosts
+from tools.planner.inputs.cluster import cluster_from_document
+from tools.planner.inputs.model import model_from_document
 from tools.planner.page.collect import collect
 from tools.planner.page.data import PageData
 from tools.planner.page.html import render
 from tools.planner.page.markup import embedded_json, seconds, significant, size, tag, usd
 from tools.planner.page.timeline import COLUMNS, group_of, timeline_of
-from tools.planner.simulation import program_of
+from tools.planner.simulate.simulation import program_of
 
 CLUSTER = {
     "name": "two zones",

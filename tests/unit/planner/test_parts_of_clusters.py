@@ -8,10 +8,10 @@ import pytest
 from benchmarks.planner_cases import with_catalog
 from benchmarks.planner_pools import random_pool
 from benchmarks.planner_quality import estimator_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.model import Model
-from tools.planner.schedules import SCHEDULES
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.schedules import SCHEDULES
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
 from tools.planner.search import auto
 from tools.planner.search.auto import search_auto
 from tools.planner.search.bounds import Bounds

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layer import Spread
+from tools.planner.costs.layercost import MeasuredCosts
 from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimator
-from tools.planner.layer import Spread
-from tools.planner.layercost import MeasuredCosts
-from tools.planner.model import Model
-from tools.planner.model_parts import Experts, Latent
-from tools.planner.profile_schema import DeviceProfile, LayerTiming, Profile
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.model_parts import Experts, Latent
+from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, Profile
 
 GPU = "A100-40"
 

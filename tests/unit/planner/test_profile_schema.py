@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from tools.planner.errors import PlannerError
-from tools.planner.profile_schema import (
+from tools.planner.inputs.profile_schema import (
     DeviceProfile,
     LargestBatch,
     LayerTiming,

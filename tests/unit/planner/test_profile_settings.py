@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.planner.errors import PlannerError
-from tools.planner.profile_schema import (
+from tools.planner.inputs.profile_schema import (
     DeviceProfile,
     LayerTiming,
     Profile,
@@ -17,7 +17,7 @@ from tools.planner.profile_schema import (
     ProfiledLatent,
     ProfiledModel,
 )
-from tools.planner.profile_settings import (
+from tools.planner.profile.settings import (
     Point,
     ProfileSettings,
     check_same_model,
@@ -81,7 +81,7 @@ def test_resuming_measures_only_what_a_kind_lacks() -> None:
     [
         ({"tp": (3,)}, 6, "num_attention_heads"),
         ({"tp": (4,)}, 2, "does not divide the 2 devices"),
-        ({"slice_tokens": (5,)}, 1, "does not divide the sequence length"),
+        ({"slice_tokens": (5,)}, 1, "none of them divides the sequence length"),
         ({"kinds": ("a", "b")}, 3, "one per rank"),
         ({"recompute": ("some",)}, 1, "must be one of"),
         ({"micro_batch_sizes": (0,)}, 1, "at least 1"),
@@ -95,6 +95,18 @@ def test_resuming_measures_only_what_a_kind_lacks() -> None:
 def test_settings_that_cannot_be_measured(changes: dict[str, object], world: int, words: str) -> None:
     with pytest.raises(PlannerError, match=words):
         check_settings(settings(**changes), world)
+
+
+def test_slices_that_do_not_divide_are_left_out() -> None:
+    length = MODEL.seq_length
+    some = settings(slice_tokens=(length, length // 2, 5))
+    check_settings(some, 1)
+    assert {point.slice_tokens for point in some.points()} == {length, length // 2}
+    assert f"--slice-tokens 5: left out, because slices of equal length must divide the sequence length {length}" in (
+        some.left_out()
+    )
+    assert str(length // 4) in some.left_out().rpartition(":")[2]
+    assert settings(slice_tokens=(length,)).left_out() == ""
 
 
 def test_profiles_of_other_models_are_refused() -> None:

@@ -7,16 +7,16 @@ import pytest
 
 from benchmarks.planner_quality import estimator_of, random_case
 from megatron_het.features.plan_checks import check_plan_alone
-from tools.planner.build import build_plan, candidate_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup, load_cluster
+from tools.planner.costs.build import build_plan, candidate_of
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
 from tools.planner.errors import PlannerError
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model, load_model
+from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
+from tools.planner.inputs.model import Model, load_model
 from tools.planner.search.auto import search_auto
 from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Found
-from tools.planner.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
+from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "llama"
 

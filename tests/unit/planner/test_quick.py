@@ -6,17 +6,17 @@ import pytest
 
 from benchmarks.planner_quality import estimator_of, random_case
 from megatron_het.schedule.generators.listing import ORDERS
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
 from tools.planner.search.balance import balance
 from tools.planner.search.book import Book
 from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Progress
 from tools.planner.search.seeds import seeds
 from tools.planner.search.sketch import divide
-from tools.planner.simulation import block_s, simulate_block
+from tools.planner.simulate.simulation import block_s, simulate_block
 
 
 def estimator() -> Estimator:

@@ -5,15 +5,15 @@ import io
 import pytest
 from rich.console import Console
 
-from tools.planner.alternatives import alternatives, differences
-from tools.planner.baseline import best_even_split, stock_plans
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.catalog import catalog
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.layercost import CatalogCosts
-from tools.planner.model import Model
-from tools.planner.report import plans_tables, summary, summary_tables
+from tools.planner.costs.baseline import best_even_split, stock_plans
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import CatalogCosts
+from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.report.alternatives import alternatives, differences
+from tools.planner.report.tables import plans_tables, summary, summary_tables
 from tools.planner.search.outcome import Found, Outcome
 
 MODEL = Model(

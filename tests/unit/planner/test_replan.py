@@ -10,13 +10,13 @@ import pytest
 from megatron_het.plan import load_plan, save_plan
 from tests.unit.planner import watched_runs as runs
 from tools.planner.__main__ import main
-from tools.planner.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.errors import PlannerError
-from tools.planner.profile_schema import load_profile, save_profile
-from tools.planner.replanning.corrections import correct
-from tools.planner.replanning.inputs import cluster_text, model_text
-from tools.planner.replanning.measured import load_watched
-from tools.planner.replanning.replan import estimator_of, predicted_s, replan
+from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
+from tools.planner.inputs.profile_schema import load_profile, save_profile
+from tools.planner.replan.corrections import correct
+from tools.planner.replan.inputs import cluster_text, model_text
+from tools.planner.replan.measured import load_watched
+from tools.planner.replan.replan import estimator_of, predicted_s, replan
 from tools.planner.search.goal import Goal
 
 _GOAL = Goal(schedules=("1f1b",))

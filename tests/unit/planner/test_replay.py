@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tools.planner.__main__ import main
-from tools.planner.cluster import Cluster, cluster_from_document
 from tools.planner.errors import PlannerError
+from tools.planner.inputs.cluster import Cluster, cluster_from_document
 from tools.planner.replay.policies import Costs, _Job, run_elastic, run_full_pool, run_restart, with_start
 from tools.planner.replay.searched import limited
 from tools.planner.replay.trace import Change, Trace, load_trace
@@ -148,6 +148,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert elastic["goodput"] > restart["goodput"] > full["goodput"] > 0
     assert (elastic["paused_s"], restart["paused_s"], full["paused_s"]) == (10.0, 200.0, 100.0)
     assert full["idle_s"] == 600.0
+    assert said["pauses"]["join_s"] == {"value": 5.0, "from": str(tmp_path / "pauses.json")}
+    assert said["pauses"]["save_every"] == {"value": 1000, "from": "the command line"}
+    assert said["pauses"]["start_s"]["from"] == "assumptions"
     assert "<svg" in (tmp_path / "out.svg").read_text()
     page = (tmp_path / "out.html").read_text()
     assert page.count("<polyline") == 3 and "goodput, full pool" in page and "no plan found" not in page

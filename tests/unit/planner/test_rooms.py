@@ -4,14 +4,14 @@ import pytest
 
 from benchmarks.planner_cases import search_cases
 from benchmarks.planner_quality import estimator_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
 from tools.planner.search.auto import search_auto
 from tools.planner.search.balance import balance, layer_rooms
 from tools.planner.search.goal import Goal
-from tools.planner.simulation import block_s
+from tools.planner.simulate.simulation import block_s
 
 STAGES, LAYERS, MARGIN = 4, 160, 1
 

@@ -2,8 +2,8 @@
 
 from megatron_het.plan.routing import route
 from tests.unit.planner.test_estimate import gcp
-from tools.planner.build import build_plan
-from tools.planner.candidate import Candidate, Group, Stage
+from tools.planner.costs.build import build_plan
+from tools.planner.costs.candidate import Candidate, Group, Stage
 
 
 def test_ministage_plans_route_by_remaining_work():

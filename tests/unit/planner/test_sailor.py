@@ -9,9 +9,9 @@ from math import inf
 import pytest
 
 from benchmarks.planner_quality import estimator_of, random_case
-from tools.planner.build import chunk_layers
-from tools.planner.candidate import Candidate
-from tools.planner.estimate import Estimator
+from tools.planner.costs.build import chunk_layers
+from tools.planner.costs.candidate import Candidate
+from tools.planner.costs.estimate import Estimator
 from tools.planner.search.book import Book
 from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Progress

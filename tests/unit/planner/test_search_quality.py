@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner_quality import compare_case, estimator_of, random_case
-from tools.planner.build import build_plan, candidate_of, seats
-from tools.planner.cluster import Cluster, NodeGroup, ZoneLink
-from tools.planner.model import Model
+from tools.planner.costs.build import build_plan, candidate_of, seats
+from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
+from tools.planner.inputs.model import Model
 from tools.planner.search import methods
 from tools.planner.search.auto import Effort, search_auto
 from tools.planner.search.goal import Goal

@@ -5,10 +5,10 @@ import gc
 import pytest
 
 from benchmarks.planner_quality import estimator_of
-from tools.planner.candidate import Candidate, Group
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model
+from tools.planner.costs.candidate import Candidate, Group
+from tools.planner.costs.estimate import Estimator
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
 from tools.planner.search import seeds as seeds_module
 from tools.planner.search import thorough as thorough_module
 from tools.planner.search.book import Book, there
@@ -74,14 +74,15 @@ def test_even_stages_fill_nodes():
     """Six replicas, a node's, are no power of two; nothing that must be slower than the best is there."""
     estimator = fast_and_small()
     book = Book(estimator, Goal(), Progress())
-    found = even_seeds(book, all_gpus(estimator), 1000)
+    found = list(even_seeds(book, all_gpus(estimator), 1000))
     assert any(len(groups) == 2 and groups[0][0] == Group(0, 1, 6) for groups, _ in found)
     for groups, _ in found:
         assert len({stage[0].count for stage in groups}) == 1 and all(len(stage) == 1 for stage in groups)
         assert there(estimator, all_gpus(estimator), groups)
-    assert even_seeds(book, all_gpus(estimator), 10) == found[:10]
+    few = list(even_seeds(book, all_gpus(estimator), 10))
+    assert len(few) >= 10 and few == found[: len(few)]
     book.bound = 1e-9
-    assert even_seeds(book, all_gpus(estimator), 1000) == []
+    assert not list(even_seeds(book, all_gpus(estimator), 1000))
 
 
 def test_even_stages_of_several_pools():
@@ -113,7 +114,7 @@ def test_even_stages_of_many_pools_share_a_tp_size(monkeypatch: pytest.MonkeyPat
 def test_a_second_climb_goes_where_the_first_has_been(monkeypatch: pytest.MonkeyPatch):
     estimator = fast_and_small()
     book, limits = Book(estimator, Goal(), Progress()), all_gpus(estimator)
-    groups, like = even_seeds(book, limits, 1)[0]
+    groups, like = next(even_seeds(book, limits, 1))
     _, start = book.try_groups(groups, like)
     assert start is not None
     first = thorough_module._climb(book, NORMAL, start, limits)

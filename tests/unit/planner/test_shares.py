@@ -9,20 +9,20 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_het.features import options_of
-from megatron_het.features.activation_offload import offload_ratio
+from megatron_het.features.activation_offload.spec import offload_ratio
 from tests.unit.plan.feature_checks import check_feature
-from tools.planner.build import build_plan, candidate_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.catalog import catalog
-from tools.planner.cluster import Cluster
-from tools.planner.estimate import Estimator
-from tools.planner.estimates import GroupMemory, rank_parameters
-from tools.planner.layercost import CatalogCosts
-from tools.planner.model import Model
-from tools.planner.reference import reference_nodes
-from tools.planner.schedules.ministage import at_peak, shares_by_memory
+from tools.planner.costs.build import build_plan, candidate_of
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.estimates import GroupMemory, rank_parameters
+from tools.planner.costs.layercost import CatalogCosts
+from tools.planner.costs.schedules.ministage import at_peak, shares_by_memory
+from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.cluster import Cluster
+from tools.planner.inputs.model import Model
+from tools.planner.published.reference import reference_nodes
 from tools.planner.search.balance import balance
-from tools.planner.simulation import simulate_candidate, with_costs
+from tools.planner.simulate.simulation import simulate_candidate, with_costs
 
 BIG, SMALL = 0, 1
 

@@ -5,22 +5,26 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.planner.test_profile_prices import GPU, costs, model, timing
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.catalog import catalog
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.estimates import Unit
-from tools.planner.layer import Spread
-from tools.planner.layercost import CatalogCosts, MeasuredCosts
-from tools.planner.model import Model
-from tools.planner.model_parts import Experts
-from tools.planner.profile_schema import DeviceProfile, LayerKind, LayerTiming
-from tools.planner.replanning.corrections import _slower, _slower_device
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.estimates import Unit
+from tools.planner.costs.layer import Spread
+from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
+from tools.planner.costs.runtime import MEGATRON_HET
+from tools.planner.inputs.catalog import catalog
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.model_parts import Experts
+from tools.planner.inputs.profile_schema import DeviceProfile, LayerKind, LayerTiming
+from tools.planner.replan.corrections import _slower, _slower_device
+
+ONE_KERNEL = replace(MEGATRON_HET, newest_in_slices=True)
+"""The same attention kernel for slices and for whole sequences."""
 
 
 def estimator(of: Model, gpu: str = "H100-SXM") -> Estimator:
     cluster = Cluster(nodes=(NodeGroup(gpu=gpu, count=1, gpus_per_node=8),))
-    return Estimator(cluster, of, CatalogCosts(of, lambda name: catalog()[name]))
+    return Estimator(cluster, of, CatalogCosts(of, lambda name: catalog()[name], ONE_KERNEL))
 
 
 def unit(of: Model, slices: int = 1, tp: int = 1) -> Unit:

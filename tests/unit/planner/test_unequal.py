@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.planner_quality import estimator_of
-from tools.planner.build import build_plan, candidate_of
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.estimate import Estimator
-from tools.planner.model import Model
-from tools.planner.model_parts import Experts
+from tools.planner.costs.build import build_plan, candidate_of
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.model_parts import Experts
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Found
 from tools.planner.search.unequal import can_differ, unequal
-from tools.planner.simulation import simulate_candidate
+from tools.planner.simulate.simulation import simulate_candidate
 
 MIXED = (("A100-40", 2), ("V100-16", 3))
 EQUAL = (("A100-40", 4),)

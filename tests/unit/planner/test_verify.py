@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tools.planner import verify
 from tools.planner.__main__ import main
+from tools.planner.cli import dry_run, verify
 
 GIB = 2**30
 CLUSTER = """
@@ -124,3 +124,43 @@ def test_a_model_that_cannot_run_is_refused_before_the_search(
     (tmp_path / "model.yaml").write_text(MODEL + "attention_window: 64\nwindowed_layers: 0.3\n", encoding="utf-8")
     error = answer(words, capsys, code=2)["error"]
     assert error["key"] == "attention_window" and error["hint"] == "Give --no-verify"
+
+
+def test_it_is_on_where_dry_runs_are_possible(
+    words: list[str],
+    dry: Callable[[Peaks], list[dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("megatron.core")
+    calls = dry(lambda call, rank: 20.0 * GIB)
+    plain = words[:-1]
+    assert "verify" not in answer(plain, capsys)  # the tests' own environment says so
+    monkeypatch.delenv("HET_PLAN_VERIFY")
+    assert answer(plain, capsys)["verify"]["limit_s"] == verify.UNASKED_S and len(calls) == 1
+    assert "verify" not in answer([*plain, "--no-verify"], capsys) and len(calls) == 1
+
+
+def test_ranks_without_transformer_engine_keep_their_attention_matrices(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kernels = []
+
+    def run_ranks(ranks: Sequence[int], flags: Sequence[str], limit_s: float, which: str, **_: Any) -> dict[int, Any]:
+        kernels.append(which)
+        return {r: {"memory": {"total_bytes": GIB}} for r in ranks}
+
+    monkeypatch.setattr(verify, "run_ranks", run_ranks)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER.replace("A100-40", "V100-32"), encoding="utf-8")
+    answer([*words, "--precision", "fp16"], capsys)
+    assert kernels == ["local"]
+
+
+def test_ranks_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[list[int]] = []
+    monkeypatch.setattr(dry_run.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(
+        dry_run, "_run_in_turn", lambda ranks, *_: parts.append(list(ranks)) or {r: {"rank": r} for r in ranks}
+    )
+    assert list(dry_run.run_ranks([4, 0, 9], [], 1.0, "gpu")) == [4, 0, 9]
+    assert sorted(parts) == [[0], [4, 9]]

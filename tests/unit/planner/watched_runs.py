@@ -14,18 +14,18 @@ from megatron_het.schedule.durations import durations
 from megatron_het.schedule.graph import Graph
 from megatron_het.watch.monitor import Monitor, Settings
 from megatron_het.watch.samples import Hello, Sample
-from tools.planner.candidate import Candidate, Group, Stage
-from tools.planner.catalog import Gpu
-from tools.planner.cluster import Cluster, NodeGroup
-from tools.planner.complete import complete
-from tools.planner.estimate import Estimator
-from tools.planner.layercost import MeasuredCosts
-from tools.planner.model import Model
-from tools.planner.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel
-from tools.planner.replanning.measured import Watched, load_watched
-from tools.planner.runtime import CPU_GLOO
+from tools.planner.cli.complete import complete
+from tools.planner.costs.candidate import Candidate, Group, Stage
+from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import MeasuredCosts
+from tools.planner.costs.runtime import CPU_GLOO
+from tools.planner.inputs.catalog import Gpu
+from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.model import Model
+from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel
+from tools.planner.replan.measured import Watched, load_watched
 from tools.planner.search.outcome import Found
-from tools.planner.simulation import simulate_candidate
+from tools.planner.simulate.simulation import simulate_candidate
 
 MODEL = Model(
     name="tiny",

@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_het.platform import activate
+from megatron_het.device import activate
 
 PLATFORM = activate()  # before Megatron is imported, which binds what the platform replaces
 
-from megatron_het.config import HetConfig  # noqa: E402
 from megatron_het.features import FEATURES  # noqa: E402
-from megatron_het.features.window import WindowOptions  # noqa: E402
+from megatron_het.features.window.memory import WindowUse  # noqa: E402
+from megatron_het.features.window.runtime import WindowFeature  # noqa: E402
+from megatron_het.features.window.spec import WindowOptions  # noqa: E402
+from megatron_het.features.window.window import ParameterWindow  # noqa: E402
+from megatron_het.launch.megatron_args import HetConfig  # noqa: E402
 from megatron_het.lowering.ranks import RankOp, RankProgram  # noqa: E402
 from megatron_het.report.timeline import Timeline  # noqa: E402
 from megatron_het.runtime.executor import Executor, ExecutorError  # noqa: E402
 from megatron_het.runtime.feature import Call, Handler, Iteration, RuntimeFeature  # noqa: E402
 from megatron_het.runtime.session import HetSession  # noqa: E402
 from megatron_het.schedule.kinds import Kind  # noqa: E402
-from megatron_het.window.feature import WindowFeature  # noqa: E402
-from megatron_het.window.memory import WindowUse  # noqa: E402
-from megatron_het.window.window import ParameterWindow  # noqa: E402
+from tests.unit.features.window.test_window import fake_chunk  # noqa: E402
 from tests.unit.plan.test_plan import document, read  # noqa: E402
-from tests.unit.window.test_window import fake_chunk  # noqa: E402
 
 
 class Recorder(RuntimeFeature):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_het.runtime import roll_call
 from megatron_het.runtime.roll_call import RollCall
+from megatron_het.runtime.session import HetSession
 
 LONG_S = 60.0
 
@@ -78,3 +82,34 @@ def test_closing_ends_the_thread(store: dist.TCPStore) -> None:
     call = RollCall(store, 0, 1, answer_s=LONG_S)
     call.close()
     assert not call._thread.is_alive()
+
+
+class Groups(dict[str, Any]):
+    """Of rank 1, by role: the ranks of each."""
+
+    rank = 1
+
+
+@pytest.mark.parametrize(
+    ("error", "roles", "note"),
+    [
+        (
+            RuntimeError("Connection closed"),
+            ("tp", "stage"),
+            "F3 failed; in collectives it works with rank 0, rank 2. If",
+        ),
+        (RuntimeError("Connection closed"), (), "F3 failed; in collectives it works with all ranks. If"),
+        (RuntimeError("shapes differ"), ("tp",), "F3 failed"),
+        (torch.OutOfMemoryError("out of memory"), ("stage",), "F3 failed"),
+    ],
+)
+def test_peers_are_named_where_they_may_be_the_cause(
+    error: RuntimeError, roles: tuple[str, ...], note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda ranks: ranks)
+    session: Any = SimpleNamespace(groups=Groups(tp=[1], stage=[0, 1, 2]))
+    with pytest.raises(RuntimeError) as raised, HetSession.explained(session, lambda: "F3", *roles):
+        raise error
+    (found,) = raised.value.__notes__
+    assert found.startswith(f"het: rank 1: {note}")
+    assert ("collectives" in found) == ("collectives" in note)

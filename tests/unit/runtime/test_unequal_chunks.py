@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from megatron_het.platform import activate
+from megatron_het.device import activate
 
 activate()  # before Megatron is imported, which binds what the platform replaces
 
-from megatron_het.config import pipeline_layout  # noqa: E402
+from megatron_het.distributed import KNOWN_STATE, Axis, PairGroups, PlanGroups, between_the_ends  # noqa: E402
+from megatron_het.distributed.stage_state import install_stage_state  # noqa: E402
+from megatron_het.launch.megatron_args import pipeline_layout  # noqa: E402
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape  # noqa: E402
 from megatron_het.runtime import data  # noqa: E402
-from megatron_het.topology import KNOWN_STATE, Axis, PairGroups, PlanGroups, between_the_ends  # noqa: E402
-from megatron_het.topology.stage_state import install_stage_state  # noqa: E402
 
 
 def plan_of(*layers: tuple[int, ...]) -> Plan:

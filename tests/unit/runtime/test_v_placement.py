@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_het.platform import activate
+from megatron_het.device import activate
 
 activate()  # before Megatron is imported, which binds what the platform replaces
 
-from megatron_het.config import pipeline_layout  # noqa: E402
+from megatron_het.distributed import KNOWN_STATE, Axis, PairGroups, PlanGroups, at_chunk, group_specs  # noqa: E402
+from megatron_het.distributed.gradient_sums import GradientFinalizer  # noqa: E402
+from megatron_het.distributed.resharding import ShardedParameter, ShardExchange  # noqa: E402
+from megatron_het.distributed.stage_state import install_stage_state  # noqa: E402
 from megatron_het.features.plan_checks import check_plan_alone  # noqa: E402
-from megatron_het.gradients.finalize import GradientFinalizer  # noqa: E402
-from megatron_het.gradients.resharding import ShardedParameter, ShardExchange  # noqa: E402
+from megatron_het.launch.megatron_args import pipeline_layout  # noqa: E402
 from megatron_het.lowering.programs import build, schedule_shape  # noqa: E402
 from megatron_het.lowering.ranks import BoundaryMap, lower  # noqa: E402
 from megatron_het.plan import (  # noqa: E402
@@ -35,8 +37,6 @@ from megatron_het.plan.from_flags import plan_from_flags  # noqa: E402
 from megatron_het.plan.validate import check_plan  # noqa: E402
 from megatron_het.runtime.building import PositionedLayout, know_positions  # noqa: E402
 from megatron_het.schedule.ir import SENDS, Kind  # noqa: E402
-from megatron_het.topology import KNOWN_STATE, Axis, PairGroups, PlanGroups, at_chunk, group_specs  # noqa: E402
-from megatron_het.topology.stage_state import install_stage_state  # noqa: E402
 from tests.unit.plan.megatron_flags import flags  # noqa: E402
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from schedule_helpers import full, run, swapped, with_device
 
+from megatron_het.features.activation_offload.passes import add_activation_offload
+from megatron_het.features.context_exchange.passes import add_exchange
+from megatron_het.features.vocab_parallel.passes import add_vocabulary
+from megatron_het.features.window.passes import add_parameters, post_together
 from megatron_het.schedule import Kind, Op, Program, ScheduleError, Shape, add_transfers, generate
 from megatron_het.schedule.graph import Graph
-from megatron_het.schedule.passes.exchange import add_exchange
-from megatron_het.schedule.passes.offload import add_activation_offload
-from megatron_het.schedule.passes.parameters import add_parameters
-from megatron_het.schedule.passes.vocabulary import add_vocabulary
 from megatron_het.schedule.transports import deadlock
 from megatron_het.schedule.validate import check, validate
 
@@ -269,4 +269,4 @@ def test_replicas_that_gather_together_can_wait_for_each_other() -> None:
     assert "replicas that gather or reduce together" in problems[0].message
     with pytest.raises(ScheduleError, match="wait for each other"):
         run(program)
-    assert validate(add_parameters(full("seq1f1b", shape), prefetch=0, keep_at_turn=True)) == []
+    assert validate(post_together(add_parameters(full("seq1f1b", shape), prefetch=0, keep_at_turn=True))) == []

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from schedule_helpers import full, run
 
+from megatron_het.features.activation_offload.passes import add_activation_offload
+from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import Memory, Shape, dumps
-from megatron_het.schedule.cli import main
-from megatron_het.schedule.passes.offload import add_activation_offload
-from megatron_het.schedule.passes.parameters import add_parameters
-from megatron_het.schedule.trace import chrome_trace, write_json
-from megatron_het.schedule.visualize import draw, text_picture
+from megatron_het.schedule.view.cli import main
+from megatron_het.schedule.view.trace import chrome_trace, write_json
+from megatron_het.schedule.view.visualize import draw, text_picture
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_helpers import run
 
+from megatron_het.features.activation_offload.passes import add_activation_offload
+from megatron_het.features.context_exchange.passes import add_exchange
+from megatron_het.features.vocab_parallel.embedding_passes import add_embedding
+from megatron_het.features.vocab_parallel.passes import add_vocabulary
+from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import Memory, Program, ScheduleError, Shape, dumps, generate, loads
 from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.memory import CATEGORIES
 from megatron_het.schedule.passes import add_transfers
-from megatron_het.schedule.passes.embedding import add_embedding
-from megatron_het.schedule.passes.exchange import add_exchange
-from megatron_het.schedule.passes.offload import add_activation_offload
-from megatron_het.schedule.passes.parameters import add_parameters
-from megatron_het.schedule.passes.vocabulary import add_vocabulary
 from megatron_het.schedule.validate import validate
 
 SLICED = ("slimpipe", "seq1f1b", "terapipe")

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from benchmarks.cases import Case, build_plan, with_schedule
 from megatron_het.features import feature, options_of
+from megatron_het.features.window.passes import add_parameters, post_together
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.from_flags import plan_from_flags
 from megatron_het.plan.schema import ScheduleSpec
-from megatron_het.schedule.gradient_sync import last_makers, sync_points
-from megatron_het.schedule.ir import Kind, Program
+from megatron_het.schedule.generators import generate
+from megatron_het.schedule.gradient_sync import counting_places, last_makers, sync_points
+from megatron_het.schedule.graph import Graph
+from megatron_het.schedule.ir import Kind, Program, Shape
+from megatron_het.schedule.joint import stuck_events
+from megatron_het.schedule.passes import add_transfers
+from megatron_het.schedule.validate import validate
 from tests.unit.plan.megatron_flags import TWO_BY_TWO, flags
 
 FLAGS = flags(TWO_BY_TWO)
@@ -78,3 +85,41 @@ def test_weight_gradients_in_idle_time_may_end_in_other_orders() -> None:
         feature("zero_bubble").check_program(lambda: build(plan)[False], options_of(plan, "zero_bubble"), args)
     args.overlap_grad_reduce = False
     feature("zero_bubble").check_program(lambda: build(plan)[False], options_of(plan, "zero_bubble"), args)
+
+
+def test_tokens_are_added_up_at_one_point_of_one_order() -> None:
+    """Every rank comes to it after its last forward, before its first update, and needs nothing of a later one then."""
+    shape = Shape(((1, 1), (1, 1)), ((0, 0, 1, 0, 0, 1), (0,) * 6), (2, 1))
+    program = post_together(add_parameters(add_transfers(generate("ministage", shape)), offload=True, step="ministage"))
+    places = counting_places(program)
+    assert places is not None
+    done = [set(ops[:place]) for ops, place in zip(program.ops, places, strict=True)]
+    for device, ops in enumerate(program.ops):
+        assert all(op in done[device] for op in ops if op.kind is Kind.FORWARD)
+        assert not any(op.kind is Kind.OPTIMIZER_STEP for op in done[device])
+    graph = Graph(program)
+    for node, other in enumerate(graph.other_end):
+        if other >= 0:  # both ends of a transfer are on the same side
+            ends = [graph.where(end) for end in (node, other)]
+            assert len({position < places[device] for device, position in ends}) == 1
+
+
+def test_without_early_updates_nothing_is_counted() -> None:
+    assert counting_places(add_transfers(generate("1f1b", Shape.uniform(2, 2)))) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"per_layer": True, "prefetch": 0}], ids=str)
+def test_collectives_of_replicas_are_points_of_one_order(options: dict[str, Any]) -> None:
+    """Wherever the host of a replica waits for its device, the others come to what is under way without it."""
+    moved = 0
+    for route in ((0, 0, 1, 0, 0, 1), (0, 1, 0, 1, 0, 1), (1, 1, 0, 0, 1, 0)):
+        for layers in (((1, 2), (1, 1)), ((1, 1, 1), (1, 2, 1))):
+            shape = Shape(layers, (route, (0,) * 6), (2, 1))
+            program = add_parameters(add_transfers(generate("ministage", shape)), **options)
+            ordered = post_together(program)
+            graph = Graph(ordered)
+            assert list(stuck_events(graph, graph.teams())) == []
+            assert validate(ordered) == []
+            assert [sorted(map(str, ops)) for ops in ordered.ops] == [sorted(map(str, ops)) for ops in program.ops]
+            moved += ordered != program
+    assert moved, "some of them were not in one order"

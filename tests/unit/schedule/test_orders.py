@@ -144,7 +144,7 @@ def test_unknown_schedule() -> None:
 def test_imports_without_torch_and_numpy() -> None:
     """The package stands alone."""
     code = (
-        "import sys, megatron_het.schedule, megatron_het.schedule.cli\n"
+        "import sys, megatron_het.schedule, megatron_het.schedule.view.cli\n"
         "heavy = {'torch', 'numpy', 'matplotlib', 'rich', 'megatron'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

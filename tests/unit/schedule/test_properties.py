@@ -7,18 +7,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from schedule_helpers import full, peaks, run
 
-from megatron_het.schedule import COMPUTE, Kind, Program, Shape, add_transfers, dumps, formulas, generate, loads
+from megatron_het.features.activation_offload.passes import add_activation_offload
+from megatron_het.features.context_exchange.passes import add_exchange
+from megatron_het.features.vocab_parallel.embedding_passes import add_embedding
+from megatron_het.features.vocab_parallel.passes import add_vocabulary
+from megatron_het.features.window.passes import add_parameters
+from megatron_het.features.window.sharded_passes import add_sharded_passes
+from megatron_het.schedule import COMPUTE, Kind, Program, Shape, add_transfers, dumps, generate, loads
 from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.passes import post_receives_early
-from megatron_het.schedule.passes.embedding import add_embedding
-from megatron_het.schedule.passes.exchange import add_exchange
-from megatron_het.schedule.passes.offload import add_activation_offload
-from megatron_het.schedule.passes.parameters import add_parameters
-from megatron_het.schedule.passes.sharded_passes import add_sharded_passes
-from megatron_het.schedule.passes.vocabulary import add_vocabulary
 from megatron_het.schedule.transports import deadlock
 from megatron_het.schedule.validate import validate
+from testing import paper_formulas as formulas
 
 
 @st.composite

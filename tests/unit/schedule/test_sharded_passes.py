@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_het.features.window.sharded_passes import add_sharded_passes
 from megatron_het.schedule import Costs, Kind, Op, Program, Shape, generate, simulate
 from megatron_het.schedule.cost import Memory
-from megatron_het.schedule.passes.sharded_passes import add_sharded_passes
 from megatron_het.schedule.validate import validate
 
 UNEVEN = Shape(((1, 2),), ((0, 0, 1, 0),), (2,))  # three passes and one, two chunks

@@ -6,6 +6,9 @@ from dataclasses import replace
 import pytest
 from schedule_helpers import full, run, with_device
 
+from megatron_het.features.activation_offload.passes import add_activation_offload
+from megatron_het.features.context_exchange.passes import add_exchange
+from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import (
     Costs,
     Kind,
@@ -20,9 +23,6 @@ from megatron_het.schedule import (
     simulate,
 )
 from megatron_het.schedule.passes import post_receives_early
-from megatron_het.schedule.passes.exchange import add_exchange
-from megatron_het.schedule.passes.offload import add_activation_offload
-from megatron_het.schedule.passes.parameters import add_parameters
 
 
 def test_one_f_one_b_by_hand() -> None:

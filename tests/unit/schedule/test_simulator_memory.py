@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from schedule_helpers import full, peaks, run
 
+from megatron_het.features.activation_offload.passes import add_activation_offload
+from megatron_het.features.context_exchange.passes import add_exchange
+from megatron_het.features.vocab_parallel.passes import add_vocabulary
+from megatron_het.features.window.passes import add_parameters
 from megatron_het.schedule import Costs, Kind, Link, Memory, Shape, add_transfers, generate, simulate
 from megatron_het.schedule.memory import CATEGORIES
-from megatron_het.schedule.passes.exchange import add_exchange
-from megatron_het.schedule.passes.offload import add_activation_offload
-from megatron_het.schedule.passes.parameters import add_parameters
-from megatron_het.schedule.passes.vocabulary import add_vocabulary
 
 
 def test_memory_by_category_by_hand() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_het.features import feature
+from megatron_het.features.watch.runtime import RankWatch
 from megatron_het.lowering.programs import program_of
 from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
@@ -17,7 +18,6 @@ from megatron_het.report.timeline import Timeline
 from megatron_het.report.transfers import TransferLog
 from megatron_het.schedule.kinds import Kind
 from megatron_het.watch.board import PLACES, Board
-from megatron_het.watch.feature import RankWatch
 from megatron_het.watch.monitor import Settings
 from megatron_het.watch.reader import Reader
 from megatron_het.watch.samples import Sample

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.slow_link import SlowLink
+from megatron_het.distributed import Link
 from megatron_het.report.transfers import TransferLog
 from megatron_het.runtime import channels as channels_module
 from megatron_het.runtime.channels import Channels
-from megatron_het.topology import Link
 from megatron_het.watch.links import moved
 from megatron_het.watch.samples import Sample
 

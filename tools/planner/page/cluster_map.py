@@ -10,12 +10,12 @@ from megatron_het.schedule.durations import layer_share, message_bytes
 from megatron_het.schedule.ir import RECEIVES
 from megatron_het.schedule.result import Result
 
-from ..candidate import Candidate, Group
-from ..cluster import Cluster, NodeGroup
-from ..estimate import Estimator
-from ..estimates import rank_parameters
-from ..packing import Seat
-from ..schedules import schedule_of
+from ..costs.candidate import Candidate, Group
+from ..costs.estimate import Estimator
+from ..costs.estimates import rank_parameters
+from ..costs.schedules import schedule_of
+from ..inputs.cluster import Cluster, NodeGroup
+from ..inputs.packing import Seat
 from .data import ClusterMap, LinkOnMap, NodeOnMap, PoolOnMap, ZoneOnMap
 
 MAX_NODES = 256

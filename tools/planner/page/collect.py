@@ -7,11 +7,11 @@ from typing import Any
 
 from megatron_het.plan import Plan
 
-from ..candidate import Candidate, Group
-from ..estimate import Estimate, Estimator
-from ..estimates import rank_parameters
-from ..report import summary
-from ..simulation import Simulation, simulate_candidate
+from ..costs.candidate import Candidate, Group
+from ..costs.estimate import Estimate, Estimator
+from ..costs.estimates import rank_parameters
+from ..report.tables import summary
+from ..simulate.simulation import Simulation, simulate_candidate
 from .cluster_map import Seats, cluster_map
 from .data import Figure, NodeGain, PageData, Row, StageRow
 from .timeline import timeline_of

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any, cast
 
-from ..files import write_text
+from ..inputs.files import write_text
 from . import sections
 from .data import PageData
 from .markup import Html, embedded_json, join, tag

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from ..analysis import comparison, one_more_node
-from ..commands import load, priced, refuse_unrunnable
-from ..files import check_target
-from ..report import say, summary_tables
+from ..cli.commands import load, priced, refuse_unrunnable
+from ..inputs.files import check_target
+from ..report.analysis import comparison, one_more_node
+from ..report.tables import say, summary_tables
 from ..search.limit import each_s
 from ..search.outcome import Found
-from ..setup import check_prices, goal_from
+from ..search.setup import check_prices, goal_from
 from .collect import collect, gains_of, rows_of
 from .html import write_page
 from .searched import ENDINGS, notes_of

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from ..build import build_plan, seats
 from ..command import command
+from ..costs.build import build_plan, seats
+from ..costs.estimate import Estimator
 from ..errors import PlannerError
-from ..estimate import Estimator
-from ..files import check_target
+from ..inputs.files import check_target
 from ..search.outcome import Found
 from .collect import collect, gains_of, rows_of
 from .html import write_page

@@ -8,18 +8,18 @@ from math import inf
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_het.untrusted import amount, count
+from megatron_het.safe_io import amount, count
 
+from ..costs.estimate import Estimator
 from ..errors import PlannerError
-from ..estimate import Estimator
-from ..files import check_target, read_json
+from ..inputs.files import check_target, read_json
 from ..page.data import Course as PageCourse
 from ..page.data import PageData, Row
 from ..page.html import write_page
 from ..page.searched import check_page, notes_of
-from ..report import say, shown_progress, table
+from ..report.tables import say, shown_progress, table
 from ..search.limit import left_s
-from ..setup import check_prices, estimator_from, goal_from
+from ..search.setup import check_prices, estimator_from, goal_from
 from .policies import Costs, Course, run_all, with_start
 from .searched import PoolPlan, search_pools
 from .trace import Pool, Trace, load_trace

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from ..cluster import Cluster, NodeGroup
-from ..estimate import Estimator
-from ..report import describe
+from ..costs.estimate import Estimator
+from ..inputs.cluster import Cluster, NodeGroup
+from ..report.tables import describe
 from ..search.goal import Goal
 from ..search.limit import cpu_limit
 from ..search.methods import search

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from megatron_het.untrusted import FileError, read_text
+from megatron_het.safe_io import FileError, read_text
 
-from ..cluster import Cluster
 from ..errors import PlannerError, from_file_error
+from ..inputs.cluster import Cluster
 
 Pool = tuple[int, ...]
 """Nodes of every group of the cluster file, in its order."""

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from math import inf
 
-from ..estimate import Estimator
+from ..costs.estimate import Estimator
 from ..search.effort import NORMAL, Effort
 from ..search.finish import confirm
 from ..search.goal import Goal
@@ -17,6 +17,8 @@ from ..search.thorough import Ground, thorough
 
 FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
+OF_A_SIZE = replace(NORMAL, seeds=40, beam=2, counts=2, parts=1, exact_gpus=0)
+"""For one kind of GPU in a given number, of which many are searched."""
 MOST_LEFT_OUT = 4
 """Nodes that are left out one after the other."""
 LEAST_S = {True: 2.0, False: 0.3}
@@ -24,16 +26,12 @@ LEAST_S = {True: 2.0, False: 0.3}
 
 
 def search_auto(
-    estimator: Estimator,
-    goal: Goal,
-    progress: Progress | None = None,
-    effort: Effort | None = None,
-    bound_s: float = inf,
+    estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort | None = None, known: float = inf
 ) -> Outcome:
     """See the module's text.  Interrupting it (Ctrl-C) returns the best found so far.
 
     Args:
-        bound_s: Time of a plan that is known already; slower ones are of no use.
+        known: Value of a plan that is known already, in seconds or USD; worse ones are of no use.
     """
     progress = progress or Progress()
     started = time.process_time()
@@ -41,23 +39,31 @@ def search_auto(
         ground = Ground(estimator, goal, progress, effort)
         outcome = Outcome("auto")
         try:
-            if ground.has_many_pools:
-                _kinds_alone(ground, outcome, bound_s)
-            whole = _thorough(ground, outcome, ground.whole, bound_s)
-            outcome.exact, outcome.nearest = whole.exact, whole.nearest or outcome.nearest
+            if goal.max_usd_per_iteration is not None and goal.objective != "cost":
+                _cheapest(ground, outcome)
+                if outcome.nearest is not None:
+                    outcome.cpu_s = time.process_time() - started
+                    return outcome
+            if goal.objective == "cost":
+                _sizes_alone(ground, outcome, known)
+            elif ground.has_many_pools:
+                _kinds_alone(ground, outcome, known)
+            whole = _thorough(ground, outcome, ground.whole, known)
+            outcome.exact = whole.exact
             _join(ground, outcome, whole)
-            if not ground.has_many_pools:
-                _kinds_alone(ground, outcome, bound_s)
-            if ground.is_near:
-                _parts_alone(ground, outcome, bound_s)
-            _published_methods(ground, outcome, bound_s)
+            if goal.objective != "cost":
+                if not ground.has_many_pools:
+                    _kinds_alone(ground, outcome, known)
+                if ground.is_near:
+                    _parts_alone(ground, outcome, known)
+            _published_methods(ground, outcome, known)
         except KeyboardInterrupt:  # what was found before stands
             outcome.interrupted = True
     outcome.cpu_s = time.process_time() - started
     return outcome
 
 
-def _kinds_alone(ground: Ground, outcome: Outcome, bound_s: float) -> None:
+def _kinds_alone(ground: Ground, outcome: Outcome, known: float) -> None:
     """The plans of each kind of GPU alone join the outcome, as they would be found if there were nothing else.
 
     So more kinds of GPUs never make a plan worse.  Kinds are left out where their bound leaves them no chance.  On
@@ -68,27 +74,60 @@ def _kinds_alone(ground: Ground, outcome: Outcome, bound_s: float) -> None:
     if len(kinds) == 1:
         return
     for kind, limits in sorted(kinds.items(), key=lambda item: (ground.bounds.ideal(item[1]), item[0])):
-        if _may_be_better(ground, outcome, limits, bound_s):
+        if _may_be_better(ground, outcome, limits, known):
             ground.progress.text = f"{kind} alone"
             if ground.is_near:
-                _join(ground, outcome, _kind_alone(ground, outcome, kind, bound_s))
+                _join(ground, outcome, _kind_alone(ground, outcome, kind, known))
             else:
-                _join(ground, outcome, _thorough(ground, outcome, limits, bound_s))
+                _join(ground, outcome, _thorough(ground, outcome, limits, known))
 
 
-def _parts_alone(ground: Ground, outcome: Outcome, bound_s: float) -> None:
+def _sizes_alone(ground: Ground, outcome: Outcome, known: float) -> None:
+    """Where money counts: one to all nodes of each pool alone, in powers of two and halfway between them.
+
+    The numbers are the same whatever else the cluster has, so that a larger cluster costs no more than a smaller one.
+    """
+    goal = ground.goal
+    for p, node in enumerate(ground.merged.estimator.cluster.nodes):
+        whole = -(-node.quota // node.gpus_per_node)
+        counts = {n for k in range(whole.bit_length()) for n in (1 << k, 3 << k) if n < whole} | {whole}
+        for count in sorted(counts):
+            gpus = min(node.quota, count * node.gpus_per_node)
+            if goal.max_gpus is not None and gpus > goal.max_gpus:
+                break
+            limits = tuple(gpus if i == p else 0 for i in range(len(ground.whole)))
+            if ground.bounds.is_in_time(limits) and limits != ground.whole:
+                ground.progress.text = f"{gpus} {node.gpu} alone"
+                _join(ground, outcome, thorough(ground, limits, _least(ground, outcome, known), effort=OF_A_SIZE))
+
+
+def _cheapest(ground: Ground, outcome: Outcome) -> None:
+    """The cheapest plans join where they keep to the budget; else the cheapest is what comes nearest."""
+    progress = ground.progress
+    left = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
+    goal = replace(ground.goal, objective="cost", max_usd_per_iteration=None)
+    theirs = search_auto(ground.estimator, goal, left)
+    budget = ground.goal.max_usd_per_iteration
+    if theirs.best is not None and budget is not None and theirs.best.usd_per_iteration > budget:
+        outcome.nearest = theirs.best.candidate, theirs.best.estimate
+        return
+    theirs.found = [found for found in theirs.found if budget is None or found.usd_per_iteration <= budget]
+    _join(ground, outcome, theirs)
+
+
+def _parts_alone(ground: Ground, outcome: Outcome, known: float) -> None:
     """The plans of the cluster without one node, and under Megatron's own schedules only, join the outcome.
 
     So one node more and more schedules hardly ever make a plan worse, on clusters that are not too large.
     """
     if not outcome.exact:  # a proof knows smaller clusters
-        _with_less_and_less(ground, outcome, bound_s)
+        _with_less_and_less(ground, outcome, known)
     stock = tuple(s.name for s in ground.goal.allowed if s.is_stock)
     if 0 < len(stock) < len(ground.goal.allowed):
-        _alone(ground, outcome, ground.whole, bound_s, replace(ground.goal, schedules=stock))
+        _alone(ground, outcome, ground.whole, known, replace(ground.goal, schedules=stock))
 
 
-def _with_less_and_less(ground: Ground, outcome: Outcome, bound_s: float) -> None:
+def _with_less_and_less(ground: Ground, outcome: Outcome, known: float) -> None:
     """Leave out one node of each pool in turn, then another one as long as that gives the best plan so far.
 
     A pool of a power of two of GPUs may do better than any that is near the whole one, so that it is tried too, and
@@ -104,7 +143,7 @@ def _with_less_and_less(ground: Ground, outcome: Outcome, bound_s: float) -> Non
     for _ in range(MOST_LEFT_OUT):
         better = None
         for limits in parts:
-            if _alone(ground, outcome, limits, bound_s, ground.goal):
+            if _alone(ground, outcome, limits, known, ground.goal):
                 better = limits
         if better is None:
             return
@@ -112,39 +151,37 @@ def _with_less_and_less(ground: Ground, outcome: Outcome, bound_s: float) -> Non
         parts = [part for part in nodes_left_out(estimator, better) if part not in seen]
 
 
-def _alone(ground: Ground, outcome: Outcome, limits: Limits, bound_s: float, goal: Goal) -> bool:
+def _alone(ground: Ground, outcome: Outcome, limits: Limits, known: float, goal: Goal) -> bool:
     """Search a part of the cluster, unless its bound leaves it no chance; whether that gives a better plan."""
-    if not _may_be_better(ground, outcome, limits, bound_s):
+    if not _may_be_better(ground, outcome, limits, known):
         return False
     ground.progress.text = "parts alone"
     before = outcome.best
-    _join(ground, outcome, _thorough(ground, outcome, limits, bound_s, goal))
+    _join(ground, outcome, _thorough(ground, outcome, limits, known, goal))
     best = outcome.best
     return best is not None and (before is None or best.value(ground.goal) < before.value(ground.goal))
 
 
-def _may_be_better(ground: Ground, outcome: Outcome, limits: Limits, bound_s: float) -> bool:
-    best = inf if outcome.best is None else outcome.best.value(ground.goal)
-    known = bound_s if ground.goal.objective == "throughput" else inf
-    return not ground.bounds.excludes(limits, min(best, known))
+def _may_be_better(ground: Ground, outcome: Outcome, limits: Limits, known: float) -> bool:
+    return not ground.bounds.excludes(limits, _least(ground, outcome, known))
 
 
-def _known_s(ground: Ground, outcome: Outcome) -> float:
-    """Time of the best plan so far, where slower ones are of no use."""
-    return outcome.best.iteration_s if outcome.best is not None and ground.goal.objective != "cost" else inf
+def _least(ground: Ground, outcome: Outcome, known: float) -> float:
+    """Value of the best plan so far, or known before."""
+    return known if outcome.best is None else min(known, outcome.best.value(ground.goal))
 
 
-def _thorough(ground: Ground, outcome: Outcome, limits: Limits, bound_s: float, goal: Goal | None = None) -> Outcome:
-    return thorough(ground, limits, min(bound_s, _known_s(ground, outcome)), goal)
+def _thorough(ground: Ground, outcome: Outcome, limits: Limits, known: float, goal: Goal | None = None) -> Outcome:
+    return thorough(ground, limits, _least(ground, outcome, known), goal)
 
 
-def _kind_alone(ground: Ground, outcome: Outcome, kind: str, bound_s: float) -> Outcome:
+def _kind_alone(ground: Ground, outcome: Outcome, kind: str, known: float) -> Outcome:
     """The whole search where nothing but this kind is known, its plans in the pools of the cluster."""
     estimator, goal, progress = ground.estimator, ground.goal, ground.progress
     pools = [p for p, n in enumerate(estimator.cluster.nodes) if n.gpu == kind]
     limit = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
-    known_s = min(bound_s, _known_s(ground, outcome))
-    theirs = search_auto(estimator.only(pools), goal, limit, ground.asked, known_s)
+    known = _least(ground, outcome, known)
+    theirs = search_auto(estimator.only(pools), goal, limit, ground.asked, known)
     found = []
     for entry in theirs.found:
         candidate = entry.candidate.in_pools(pools)
@@ -177,11 +214,12 @@ def _add(estimator: Estimator, goal: Goal, outcome: Outcome, theirs: Outcome) ->
     outcome.simulations += theirs.simulations
     if outcome.best is not None:
         outcome.nearest = None
-    elif outcome.nearest is None:
-        outcome.nearest = theirs.nearest
+    else:
+        near = [found for found in (outcome.nearest, theirs.nearest) if found is not None]
+        outcome.nearest = min(near, key=lambda found: goal.score(estimator, *found), default=None)
 
 
-def _published_methods(ground: Ground, outcome: Outcome, bound_s: float) -> None:
+def _published_methods(ground: Ground, outcome: Outcome, known: float) -> None:
     """The searches of Poplar, Zorse and Sailor: what they find joins the outcome; the best of all is taken.
 
     They leave out what certainly takes longer than the best plan so far, which makes them short except
@@ -192,12 +230,13 @@ def _published_methods(ground: Ground, outcome: Outcome, bound_s: float) -> None
     from ..search.zorse import search_zorse
 
     estimator, goal, progress = ground.estimator, ground.goal, ground.progress
+    if goal.objective == "cost" and outcome.best is not None:
+        return  # their bounds are on time
     for search in (search_poplar, search_zorse, search_sailor):
         now = time.process_time() - progress.started
         share = Progress(limit_s=min(progress.limit_s - now, max(LEAST_S[ground.is_near], now / 10)))
         progress.text = f"the method of {search.__name__.removeprefix('search_').capitalize()}"
-        known_s = min(bound_s, outcome.best.iteration_s if outcome.best is not None else inf)
-        known_s = known_s if goal.objective == "throughput" else inf
+        known_s = _least(ground, outcome, known) if goal.objective == "throughput" else inf
         theirs = search(estimator, goal, share, FEW if known_s < inf else NORMAL, known_s)
         _add(estimator, goal, outcome, theirs)
         if progress.limit_s <= time.process_time() - progress.started:

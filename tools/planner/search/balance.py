@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
-from ..candidate import Candidate, Group, Stage
-from ..estimate import Estimator, Unit
-from ..schedules import schedule_of
-from ..schedules.base import Place
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.estimate import Estimator, Unit
+from ..costs.extras import rows_of
+from ..costs.schedules import schedule_of
+from ..costs.schedules.base import Place
 
 
 class Load:
@@ -21,7 +23,7 @@ class Load:
 
     __slots__ = ("_times", "layer_s", "rates", "units")
 
-    def __init__(self, groups: tuple[Group, ...], units: list[Unit], first: bool, last: bool) -> None:
+    def __init__(self, groups: tuple[Group, ...], units: list[Unit], first: float, last: float) -> None:
         self.units = units
         self.rates = [(float(g.count), u.layer_f + u.layer_b, u.ends_s(first, last)) for g, u in zip(groups, units)]
         self.layer_s = 1.0 / sum([n / t for n, t, _ in self.rates])
@@ -78,8 +80,8 @@ class Rooms:
         groups: tuple[Group, ...],
         units: list[Unit],
         total: int,
-        first: bool,
-        last: bool,
+        first: float,
+        last: float,
         like: Candidate,
     ) -> None:
         schedule = self._schedule = schedule_of(like)
@@ -95,7 +97,7 @@ class Rooms:
             per = schedule.state_per_parameter(estimator, like, g.count, shards)
             kept = u.reserved_bytes + u.workspace_bytes / like.slices + boundary
             free = u.capacity_bytes * estimator.memory_margin - kept
-            ends = (u.embedding_parameters if first else 0) + (u.head_parameters if last else 0)
+            ends = first * u.embedding_parameters + last * u.head_parameters
             if last:
                 free -= max(0.0, u.head_workspace_bytes - u.workspace_bytes) / like.slices
             self._rooms.append(
@@ -104,8 +106,8 @@ class Rooms:
                     g.count,
                     free - ends * per,
                     free,
-                    u.embedding_bytes if first else 0.0,
-                    u.head_bytes if last else 0.0,
+                    first * u.embedding_bytes,
+                    last * u.head_bytes,
                     u.layer_parameters * per,
                     u.layer_bytes * schedule.layer_share(u),
                     ends,
@@ -168,7 +170,7 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
     slack = like.slack if len(widths) > 1 else 0.0
     later = sum([g.count for stage in groups for g in stage])
     for s, stage in enumerate(groups):
-        first, last = s == 0, s == count - 1
+        first, last = ends_at(like, s, count)
         load = stage_load(estimator, stage, like, first, last)
         if load is None:
             return None
@@ -177,25 +179,45 @@ def balance(estimator: Estimator, groups: tuple[tuple[Group, ...], ...], like: C
         rooms = layer_rooms(estimator, stage, like, total, first, last, slack)
         caps.append(1 if rooms is None else max(1, rooms.cap(later, count - 1 - s, count)))
     layers = _split(loads, caps, wanted)
-    return like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]))
+    rows = like.rows
+    if rows and len(rows) != count:
+        rows = rows_of((1,) * count, model.tied_embeddings)
+    ep = gcd(like.ep, max([g.tp for stage in groups for g in stage]))
+    return like.with_(stages=tuple([Stage(n, g) for n, g in zip(layers, groups)]), rows=rows, ep=ep)
+
+
+def ends_at(like: Candidate, s: int, count: int) -> tuple[float, float]:
+    """The parts of the embedding and of the output layer that stage ``s`` of so many would have.
+
+    A vocabulary that is split over another number of stages would be split evenly.
+    """
+    if not like.rows:
+        return float(s == 0), float(s == count - 1)
+    return (like.rows[s][0] if len(like.rows) == count else 1 / count,) * 2
 
 
 def layer_rooms(
-    estimator: Estimator, groups: tuple[Group, ...], like: Candidate, total: int, first: bool, last: bool, slack: float
+    estimator: Estimator,
+    groups: tuple[Group, ...],
+    like: Candidate,
+    total: int,
+    first: float,
+    last: float,
+    slack: float,
 ) -> Rooms | None:
     """How many layers fit the memory of every replica of a stage, as other candidates know it.
 
     Args:
         like: Everything but the stages.
         total: Microbatches.
-        first, last: Whether the stage has the embedding, the head.
+        first, last: The parts of the embedding and of the head that the stage has.
         slack: In place of that of ``like``.
 
     Returns:
         None when a replica kind has no figures.
     """
     c = like
-    point = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, slack, total
+    point = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.ep, slack, total
     known = estimator.known_rooms.get(point)
     if known is None:
         known = estimator.known_rooms[point] = {}
@@ -210,12 +232,12 @@ def layer_rooms(
 
 
 def stage_load(
-    estimator: Estimator, groups: tuple[Group, ...], like: Candidate, first: bool, last: bool
+    estimator: Estimator, groups: tuple[Group, ...], like: Candidate, first: float, last: float
 ) -> Load | None:
     """The load of a stage, as other candidates know it; None when a replica kind has no figures."""
-    key = groups, like.micro_batch_size, like.recompute, like.slices, first, last
+    key = groups, like.micro_batch_size, like.recompute, like.slices, like.ep, first, last
     if key not in estimator.known_loads:
-        units = [estimator.undivided(like, g) for g in groups]
+        units = [estimator.unit_of(like, g) for g in groups]
         there = [u for u in units if u is not None]
         estimator.known_loads[key] = Load(groups, there, first, last) if len(there) == len(units) else None
     found: Load | None = estimator.known_loads[key]

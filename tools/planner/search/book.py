@@ -6,9 +6,9 @@ from math import inf
 
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 
-from ..candidate import Candidate, Group
-from ..estimate import Estimate, Estimator
-from ..schedules import is_ordered, schedule_of
+from ..costs.candidate import Candidate, Group
+from ..costs.estimate import Estimate, Estimator
+from ..costs.schedules import is_ordered, schedule_of
 from ..search.balance import balance
 from ..search.goal import PENALTY, Goal
 from ..search.outcome import Progress
@@ -94,6 +94,8 @@ class Book:
             like.slices,
             like.zero_stage,
             like.offload,
+            like.ep,
+            bool(like.rows),
         )
         found = self.scores.get(key)
         if found is None:

@@ -51,8 +51,8 @@ from collections.abc import Iterator
 from itertools import product
 from math import inf
 
-from ..estimate import Estimator
-from ..schedules import Schedule
+from ..costs.estimate import Estimator
+from ..costs.schedules import Schedule
 from .goal import Goal
 from .pools import Limits
 from .relaxation import Relaxation
@@ -150,6 +150,11 @@ class Bounds:
                 if least == inf or relaxation.possible(least * (1 - EXACT), limits, most):
                     least = min(least, _seconds_of(relaxation, limits, most))
         return max(ideal, least * (1 - EXACT)) if least < inf else ideal
+
+    def is_in_time(self, limits: Limits) -> bool:
+        """Whether these GPUs may reach the goal's iterations per second."""
+        wanted = self.goal.min_iterations_per_s
+        return wanted is None or self._ideal_s(limits) * wanted <= 1
 
     def excludes(self, limits: Limits, value: float) -> bool:
         """Whether no plan on these GPUs is better than this value."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ..candidate import Candidate, Stage
+from ..costs.candidate import Candidate, Stage
+from ..costs.estimate import Estimate, Estimator
+from ..costs.extras import rows_of
+from ..costs.schedules import PLAIN, schedule_of
 from ..errors import PlannerError
-from ..estimate import Estimate, Estimator
-from ..extras import rows_of
-from ..schedules import PLAIN, schedule_of
-from ..simulation import block_s, operations_of
+from ..simulate.simulation import block_s, operations_of
 from .finish import confirm
 from .goal import Goal
 from .long_contexts import balanced, regular_pipelines

@@ -7,11 +7,11 @@ from math import ceil
 
 from megatron_het.schedule.depths import FASTER, NOTICEABLE, choose_depths
 
-from ..candidate import Candidate
+from ..costs.candidate import Candidate
+from ..costs.estimate import Estimate, Estimator
+from ..costs.schedules import schedule_of
 from ..errors import PlannerError
-from ..estimate import Estimate, Estimator
-from ..schedules import schedule_of
-from ..simulation import block_s, operations_of
+from ..simulate.simulation import block_s, operations_of
 from .book import Book
 from .goal import Goal
 from .least import least_s

@@ -9,9 +9,9 @@ from __future__ import annotations
 from itertools import product
 from math import inf
 
-from ..candidate import Candidate, Group, Stage
-from ..estimate import Estimator
-from ..schedules import PLAIN
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.estimate import Estimator
+from ..costs.schedules import PLAIN
 from ..search.book import Book
 from ..search.pools import Limits, all_gpus
 

@@ -10,11 +10,11 @@ from math import inf
 
 from megatron_het.schedule.generators.listing import ORDERS
 
-from ..build import build_plan, seats
-from ..candidate import Candidate
+from ..costs.build import build_plan, seats
+from ..costs.candidate import Candidate
+from ..costs.estimate import Estimate, Estimator
+from ..costs.schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
 from ..errors import PlannerError
-from ..estimate import Estimate, Estimator
-from ..schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
 from ..search.book import Book
 from ..search.depths import deeper
 from ..search.effort import Effort
@@ -22,7 +22,7 @@ from ..search.goal import Goal
 from ..search.least import least_s
 from ..search.outcome import Found, Outcome, Progress
 from ..search.refine import refine
-from ..simulation import MOST_COUPLED, block_s, operations_of, simulate_parts
+from ..simulate.simulation import MOST_COUPLED, block_s, operations_of, simulate_parts
 
 Class = tuple[str, bool, tuple[tuple[int, ...], ...]]
 """Schedule, whether the narrowest stage divides all others, and the pools of every stage."""
@@ -57,7 +57,7 @@ def finish(
     goal: Goal,
     effort: Effort,
     place: Callable[[Candidate], Candidate],
-    bound_s: float = inf,
+    bound: float = inf,
 ) -> None:
     """Simulate the finalists of every schedule, and order them.
 
@@ -69,7 +69,7 @@ def finish(
 
     Args:
         place: Puts a candidate into the real zones.
-        bound_s: Time of a plan that is known already: finalists that can hardly be faster are left out.
+        bound: Value of a plan that is known already: finalists that can hardly be better are left out.
     """
     margin = effort.exact_promising if outcome.exact else effort.promising
     each = effort.exact_operations if outcome.exact else effort.simulated_operations
@@ -80,7 +80,7 @@ def finish(
     queues = _queues(book, 1000 if outcome.exact else 120)
     ratios = _Ratios(effort.first)
     found: list[Found] = []
-    best = bound_s if goal.objective == "throughput" else inf
+    best = bound
     book.progress.finishing = True
     while queues and not (found and book.progress.spent):
         name = min(queues, key=lambda n: goal.value(queues[n][0][1]) * ratios.of(n, queues[n][0][2]))
@@ -92,7 +92,8 @@ def finish(
             continue
         left = each - spent.get(name[0], 0)
         is_allowed = _taken(candidate, operations, 1) <= most if ratios.is_new(name[0]) else operations <= left
-        too_slow = bound_s < inf and least_s(book.estimator, candidate, estimate) > bound_s
+        least = least_s(book.estimator, candidate, estimate) / estimate.iteration_s * goal.value(estimate)
+        too_slow = least > bound
         if too_slow or (found and not is_allowed):
             continue
         placed = _placed(estimator, goal, place(candidate), candidate, estimate)
@@ -108,7 +109,7 @@ def finish(
         if _within(goal, entry):
             found.append(entry)
             best = min(best, entry.value(goal))
-    _improve(estimator, goal, book.progress, outcome, found, each, effort, bound_s)
+    _improve(estimator, goal, book.progress, outcome, found, each, effort, bound)
     _conclude(book, outcome, confirm(estimator, goal, found), place)
 
 
@@ -134,13 +135,12 @@ def _improve(
     found: list[Found],
     operations: int,
     effort: Effort,
-    bound_s: float,
+    known: float,
 ) -> None:
     """Better plans in place of the best ones, where there is time; what has been found stays."""
     if not found or outcome.interrupted:
         return
     try:
-        known = bound_s if goal.objective == "throughput" else inf
         _improve_best(estimator, goal, found, operations, progress, effort, known)
     except KeyboardInterrupt:
         outcome.interrupted = True

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ..candidate import Candidate
-from ..estimate import Estimate, Estimator
-from ..schedules import SCHEDULES, Schedule
+from ..costs.candidate import Candidate
+from ..costs.estimate import Estimate, Estimator
+from ..costs.schedules import SCHEDULES, Schedule
 
 
 @dataclass(frozen=True, slots=True)

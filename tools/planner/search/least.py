@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..candidate import Candidate
-from ..estimate import Estimate, Estimator
-from ..stages import stage_tails
+from ..costs.candidate import Candidate
+from ..costs.estimate import Estimate, Estimator
+from ..costs.stages import stage_tails
 
 
 def least_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float:

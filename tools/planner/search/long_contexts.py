@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import product
 from math import inf
 
-from ..candidate import Candidate, Group, Stage
-from ..estimate import Estimate, Estimator
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.estimate import Estimate, Estimator
 from .goal import Goal
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

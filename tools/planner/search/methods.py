@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from ..estimate import Estimator
+from ..costs.estimate import Estimator
 from ..search.bounds import Bounds
 from ..search.choices import choose
 from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
-from ..search.overlap import prefer_independent
+from ..search.overlap import prefer_plain
 from ..search.pools import all_gpus
 
 METHODS = ("auto", "zorse", "sailor", "poplar")
@@ -23,7 +23,7 @@ def search(method: str, estimator: Estimator, goal: Goal, progress: Progress | N
     outcome = _search(method, estimator, goal, progress)
     if method == "auto":
         choose(estimator, goal, progress, outcome)
-        prefer_independent(estimator, goal, outcome)
+        prefer_plain(estimator, goal, outcome)
         outcome.cpu_s = time.process_time() - started
     outcome.bound = bound
     return outcome

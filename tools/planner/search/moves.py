@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate, chain, pairwise
 
-from ..candidate import Candidate, Group
-from ..estimate import Estimator
-from ..schedules import PLAIN
+from ..costs.candidate import Candidate, Group
+from ..costs.estimate import Estimator
+from ..costs.schedules import PLAIN, schedule_of
 from ..search.book import Groups
 from ..search.goal import Goal
 from ..search.pools import Limits, power_below
+from ..search.seeds import TP_SIZES, has_long_head, most_expert_parallel
 
 MOST_CUTS = 10
 """Stages into which neighbouring stages of one kind are cut anew, at most."""
@@ -82,6 +83,14 @@ def _settings(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candid
             yield c.with_(recompute=recompute)
     if estimator.model.distributed_optimizer:
         yield c.with_(zero_stage=1 - c.zero_stage)
+    most = min(most_expert_parallel(estimator), max(g.tp for s in c.stages for g in s.groups))
+    for ep in (n for n in TP_SIZES if n <= most and n != c.ep):
+        yield c.with_(ep=ep)
+    if len(c.stages) > 1 and not schedule_of(c).shards_parameters:
+        if c.rows:
+            yield c.with_(rows=())
+        elif has_long_head(estimator, c.stages[-1].groups[0], c):
+            yield c.with_(rows=((1.0, 1.0),))
 
 
 def schedule_variants(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 from math import inf
 
-from ..candidate import Candidate
-from ..estimate import Estimate
-from ..schedules import schedule_of
+from ..costs.candidate import Candidate
+from ..costs.estimate import Estimate
+from ..costs.schedules import schedule_of
 from ..search.goal import Goal
 
 
@@ -50,17 +50,19 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """The fastest plan, where another one was chosen that depends less on transfers beside compute.
+    """The best plan, where a plainer one was chosen, or one that depends less on transfers beside compute.
 
     Attributes:
         iteration_s: Of the fastest plan.
         blocking_s: The same where transfers wait for compute.
         chosen_blocking_s: That of the chosen plan.
+        plan: In words, where the chosen one is plainer; else empty.
     """
 
     iteration_s: float
     blocking_s: float
     chosen_blocking_s: float
+    plan: str = ""
 
 
 @dataclass(slots=True)

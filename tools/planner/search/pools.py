@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
-from ..estimate import Estimator
+from ..costs.estimate import Estimator
 
 Limits = tuple[int, ...]
 """GPUs that may be used of each pool."""

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 
-from ..candidate import Candidate, Group, Stage
-from ..estimate import Estimator
-from ..schedules import MINISTAGES
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.estimate import Estimator
+from ..costs.schedules import MINISTAGES
+from ..costs.stages import tail_s
 from ..search.book import Book
 from ..search.effort import NORMAL, Effort
 from ..search.finish import finish
 from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
 from ..search.unequal import SIZES, can_differ, unequal
-from ..stages import tail_s
 
 
 def _fits(estimator: Estimator, pool: int, zero: int, batch: int, recompute: str) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import chain, combinations
 
-from ..build import seats
-from ..candidate import Candidate, Stage
-from ..estimate import Estimate, Estimator
+from ..costs.build import seats
+from ..costs.candidate import Candidate, Stage
+from ..costs.estimate import Estimate, Estimator
 from ..search.balance import balance
 from ..search.book import in_regions, there
 from ..search.goal import Goal
@@ -15,7 +15,7 @@ from ..search.moves import neighbours
 from ..search.outcome import Found
 from ..search.pools import all_gpus
 from ..search.sketch import Sketch
-from ..simulation import operations_of
+from ..simulate.simulation import operations_of
 
 LEAST_TRIES = 4
 """Plans of which not even so many changes could be simulated are left as they are."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..candidate import Candidate, Group, Stage
-from ..cluster import Cluster, NodeGroup, ZoneLink
-from ..estimate import Estimator
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.estimate import Estimator
+from ..inputs.cluster import Cluster, NodeGroup, ZoneLink
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..documents import shares_left
-from ..estimate import Estimator, Unit
-from ..layer import pool_size
-from ..model import Model
+from ..costs.estimate import Estimator, Unit
+from ..costs.layer import pool_size
+from ..inputs.documents import shares_left
+from ..inputs.model import Model
 from .unequal import SIZES
 
 Floats = NDArray[np.float64]

@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import cache
 from math import inf
 
-from ..build import chunk_layers
-from ..candidate import Candidate, Group, Stage
-from ..estimate import Estimator
+from ..costs.build import chunk_layers
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.estimate import Estimator
 from ..search.book import Book
 from ..search.effort import NORMAL, Effort
 from ..search.finish import finish

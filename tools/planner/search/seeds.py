@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from heapq import nsmallest
 from itertools import chain, product
+from math import gcd
 from typing import NamedTuple
 
-from ..candidate import Candidate, Group
-from ..estimate import Estimator
+from ..costs.candidate import Candidate, Group
+from ..costs.estimate import Estimator
 from ..search.book import Book, Groups
 from ..search.goal import Goal
 from ..search.pools import Limits
 
+TP_SIZES = (1, 2, 4, 8)
 STAGE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 USAGE = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625, 0.0)
 SLACK = 1.02
@@ -20,6 +22,8 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12)
 """Layers of a stage for which TP sizes are chosen."""
 PIECES = 4
 """Into so many pieces schedules with chunks or slices are taken to cut a microbatch, for a guess at their bubble."""
+LONG_HEAD = 1.5
+"""Layers that take as long as the output layer, from which on a vocabulary is split from the start."""
 MOST_WIDTHS = 24
 MOST_COMBINED = 3
 """Of so many pools every choice of TP sizes is looked at."""
@@ -33,7 +37,10 @@ def operating_points(estimator: Estimator, goal: Goal, limits: Limits) -> list[C
     """Batch, recompute and ZeRO stage without stages, the most promising first."""
     model = estimator.model
     zeros = (0, 1) if model.distributed_optimizer else (0,)
-    points = [Candidate((), b, r, zero_stage=z) for b in model.batch_sizes for r in model.recompute for z in zeros]
+    ep = most_expert_parallel(estimator)
+    points = [
+        Candidate((), b, r, zero_stage=z, ep=ep) for b in model.batch_sizes for r in model.recompute for z in zeros
+    ]
 
     def bound(point: Candidate) -> float:
         return 1.0 / (1e-30 + sum(best_rate(estimator, p, point) * n for p, n in enumerate(limits) if n))
@@ -41,14 +48,20 @@ def operating_points(estimator: Estimator, goal: Goal, limits: Limits) -> list[C
     return sorted(points, key=lambda p: (bound(p), p.recompute != "none", -p.zero_stage, p.micro_batch_size))
 
 
+def most_expert_parallel(estimator: Estimator) -> int:
+    """The largest part of a TP group's ranks that divide a layer's experts: whole experts make larger products."""
+    x = estimator.model.experts
+    return 1 if x is None else gcd(x.count, TP_SIZES[-1])
+
+
 def best_rate(estimator: Estimator, pool: int, point: Candidate) -> float:
     """Layers times sequences per second of one GPU at its best TP size."""
-    return max((unit_rate(estimator, pool, tp, point) for tp in (1, 2, 4, 8)), default=0.0)
+    return max((unit_rate(estimator, pool, tp, point) for tp in TP_SIZES), default=0.0)
 
 
 def unit_rate(estimator: Estimator, pool: int, tp: int, point: Candidate) -> float:
     """Layers times sequences per second of one GPU at this TP size, 0 without figures."""
-    unit = estimator.unit(pool, tp, point.micro_batch_size, point.recompute)
+    unit = estimator.unit_of(point, Group(pool, tp, 1))
     return point.micro_batch_size / (unit.layer_f + unit.layer_b) / tp if unit else 0.0
 
 
@@ -174,10 +187,10 @@ def tp_choices(estimator: Estimator, subset: tuple[int, ...], point: Candidate, 
         mixed: A pool of little memory may get a larger TP size than the others.
     """
     out: list[dict[int, int]] = []
-    known = {p: [t for t in (1, 2, 4, 8) if unit_rate(estimator, p, t, point) > 0] for p in subset}
+    known = {p: [t for t in TP_SIZES if unit_rate(estimator, p, t, point) > 0] for p in subset}
     if not all(known.values()):
         known = {}
-    for level in (1, 2, 4, 8):
+    for level in TP_SIZES:
         choice = {p: max([t for t in tps if t <= level], default=0) for p, tps in known.items()}
         if known and all(choice.values()) and choice not in out:
             out.append(choice)
@@ -191,7 +204,7 @@ def tp_choices(estimator: Estimator, subset: tuple[int, ...], point: Candidate, 
 
 def _layers_held(estimator: Estimator, pool: int, tp: int, point: Candidate) -> float:
     """About the most layers of a rank in the middle of a pipeline, with a few microbatches in flight."""
-    unit = estimator.unit(pool, tp, point.micro_batch_size, point.recompute)
+    unit = estimator.unit_of(point, Group(pool, tp, 1))
     assert unit is not None  # the caller knows its rate
     each = estimator.model.element_bytes + 4.0
     each += estimator.optimizer_per_parameter / (IN_FLIGHT if point.zero_stage else 1)
@@ -238,15 +251,17 @@ def _least(book: Book, like: Candidate, tp: dict[int, int], used: dict[int, floa
     return seconds * usd_per_s
 
 
-def even_seeds(book: Book, limits: Limits, count: int) -> list[tuple[Groups, Candidate]]:
+def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups, Candidate]]:
     """Stages with the same number of replicas, of one pool each: the most promising.
 
     There are as many replicas as a power of two or as fill nodes.  The stages are of one pool, or of all pools: of
-    each as many stages as its GPUs give, the slowest first, which get the fewest layers where most is in flight.
-    Those whose GPUs cannot be as fast as the best so far are left out.
+    each as many stages as its GPUs give, the slowest first, which get the fewest layers where most is in flight, or
+    the fastest first, which have the most memory.  Where the head is long, the vocabulary is split as well.  Those
+    whose GPUs cannot be as fast as the best so far are left out.
     """
     estimator, model = book.estimator, book.estimator.model
     found: list[tuple[float, int, Groups, Candidate]] = []
+    slowest_s = 1 / (book.goal.min_iterations_per_s or 1e-30)
     for point in operating_points(estimator, book.goal, limits):
         total = model.global_batch_size // point.micro_batch_size
         for kinds in _even_kinds(estimator, limits, point):
@@ -259,11 +274,25 @@ def even_seeds(book: Book, limits: Limits, count: int) -> list[tuple[Groups, Can
                 for stages in _even_counts(kinds, width, model.num_layers):
                     rate = sum([kind.rate * n for kind, n in zip(kinds, stages)]) * width
                     work_s = model.global_batch_size * model.num_layers / rate
-                    guess_s = work_s * (1 + (sum(stages) - 1) / (PIECES * (total // width)))
-                    if guess_s < book.to_beat or book.goal.objective == "cost":
+                    guess = work_s * (1 + (sum(stages) - 1) / (PIECES * (total // width)))
+                    if book.goal.objective == "cost":
+                        guess *= sum([estimator.price[k.pool] * k.tp * n for k, n in zip(kinds, stages)]) * width
+                    if guess < book.to_beat and work_s <= slowest_s:
                         groups = [((Group(kind.pool, kind.tp, width),),) * n for kind, n in zip(kinds, stages)]
-                        found.append((guess_s, len(found), tuple(chain(*groups)), point))
-    return [(groups, point) for _, _, groups, point in nsmallest(count, found)]
+                        found.append((guess, len(found), tuple(chain(*groups)), point))
+    for _, _, chosen, point in nsmallest(count, found):
+        for order in dict.fromkeys((chosen, chosen[::-1])):
+            yield order, point
+            if has_long_head(estimator, order[-1][0], point):
+                yield order, point.with_(rows=((1.0, 1.0),))
+
+
+def has_long_head(estimator: Estimator, group: Group, like: Candidate) -> bool:
+    """Whether the output layer takes so long that the vocabulary should be split over the stages."""
+    unit = estimator.unit_of(like, group)
+    if unit is None or estimator.model.mtp_num_layers:  # layers for later tokens read whole tables
+        return False
+    return unit.head_f + unit.head_b > LONG_HEAD * (unit.layer_f + unit.layer_b)
 
 
 class _Kind(NamedTuple):
@@ -280,7 +309,7 @@ def _even_kinds(estimator: Estimator, limits: Limits, point: Candidate) -> Itera
     kinds: dict[int, list[_Kind]] = {}
     for pool, gpus in enumerate(limits):
         node = estimator.cluster.nodes[pool].gpus_per_node
-        for tp in (t for t in (1, 2, 4, 8) if t <= min(gpus, node)):
+        for tp in (t for t in TP_SIZES if t <= min(gpus, node)):
             rate, units = unit_rate(estimator, pool, tp, point), gpus // node * (node // tp) + gpus % node // tp
             if rate:
                 kinds.setdefault(pool, []).append(_Kind(pool, tp, units, rate * tp))

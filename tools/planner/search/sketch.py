@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from megatron_het.plan.limits import most_chunks
 
-from ..candidate import Candidate, Group, Stage
-from ..compiled import loops
-from ..estimate import Estimator, allocate
-from ..schedules import schedule_of
-from ..search.balance import Rooms, layer_rooms, stage_load
+from ..costs.candidate import Candidate, Group, Stage
+from ..costs.estimate import Estimator, Unit, allocate
+from ..costs.schedules import schedule_of
+from ..costs.stages import tail_s
+from ..search.balance import Rooms, ends_at, layer_rooms, stage_load
 from ..search.goal import Goal
-from ..stages import tail_s
+from ..simulate.compiled import loops
 
 Groups = tuple[tuple[Group, ...], ...]
 
@@ -57,6 +57,7 @@ class _Known:
 
     Attributes:
         stage: What it is taken for.
+        unit: One of its replicas.
         tail_s: Gradient reduction and update of a layer.
         figures: Both as the compiled loops want them.
         rate: Layers per second.
@@ -65,16 +66,17 @@ class _Known:
         caps: Most layers that fit, by the replicas of later stages and, where they matter, numbers of stages.
     """
 
-    __slots__ = ("caps", "figures", "rate", "rooms", "stage", "tail_s", "width")
+    __slots__ = ("caps", "figures", "rate", "rooms", "stage", "tail_s", "unit", "width")
 
-    def __init__(self, stage: _Stage, tail_s: float, rooms: Rooms) -> None:
-        self.stage, self.tail_s, self.rooms = stage, tail_s, rooms
+    def __init__(self, stage: _Stage, unit: Unit, tail_s: float, rooms: Rooms) -> None:
+        self.stage, self.unit, self.tail_s, self.rooms = stage, unit, tail_s, rooms
         self.rate, self.width = 1.0 / stage.layer_s, stage.width
         self.figures = _FIGURES.pack(stage.layer_s, stage.ends, stage.pass_s, stage.ends_size, tail_s)
         self.caps: dict[tuple[int, int, int], int] = {}
 
 
 _FIGURES = Struct("5d")
+_NO_ENDS = 0.0, 0.0
 _UNMET = _Known.__new__(_Known)
 """In place of a stage that has not been met."""
 
@@ -87,7 +89,7 @@ class _Point:
         mismatch: Of its schedule.
         most_stages: Stages of a plan that has no more passes than a plan may have.
         total: Microbatches.
-        known: For stages in the middle, the first, the last and single ones: by groups; None where they cannot run.
+        known: By the parts of embedding and head that stages have, and by groups; None where they cannot run.
         values: Guesses that were made, by the groups of all stages.
     """
 
@@ -97,7 +99,7 @@ class _Point:
         self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0), total, schedule_of(like)
         self.mismatch = self.schedule.mismatch(like)
         self.most_stages = most_chunks(total, like.slices) // like.chunks
-        self.known: tuple[dict[tuple[Group, ...], _Known | None], ...] = ({}, {}, {}, {})
+        self.known: dict[tuple[float, float], dict[tuple[Group, ...], _Known | None]] = {}
         self.values: dict[Groups, float] = {}
 
 
@@ -147,7 +149,10 @@ class Sketch:
         if like is self._last[0]:
             return self._last[1]
         c = like
-        key = c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.slack, c.cp
+        key = (
+            *(c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.slack),
+            *(c.cp, c.ep, c.rows),
+        )
         if key not in self.points:
             total, rest = divmod(self.estimator.model.global_batch_size, c.micro_batch_size)
             self.points[key] = None if rest else _Point(c, total)
@@ -156,14 +161,17 @@ class Sketch:
 
     def _stages(self, point: _Point, groups: Groups) -> tuple[list[_Known], float]:
         """What is known of the stages, and layers per second of all; 0 where one cannot run."""
-        last, rate = len(groups) - 1, 0.0
-        middle = point.known[0]
+        count, rate, like = len(groups), 0.0, point.like
         found: list[_Known] = []
+        middle = point.known.setdefault(_NO_ENDS, {})
         for s, groups_of in enumerate(groups):
-            known = middle if 0 < s < last else point.known[(s == 0) + 2 * (s == last)]
+            known, ends = middle, _NO_ENDS
+            if like.rows or s in (0, count - 1):
+                ends = ends_at(like, s, count)
+                known = point.known.setdefault(ends, {})
             entry = known.get(groups_of, _UNMET)
             if entry is _UNMET:
-                entry = known[groups_of] = self._meet(point, groups_of, s == 0, s == last)
+                entry = known[groups_of] = self._meet(point, groups_of, *ends)
             if entry is None:
                 return found, 0.0
             found.append(entry)
@@ -184,6 +192,10 @@ class Sketch:
         each = point.total * like.chunks
         link_s = max([way * each / (a if a < b else b) for way, a, b in zip(ways, widths, widths[1:])])
         loss = schedule.loss_of(point.mismatch, widths, any(len(g) > 1 for g in groups))
+        if like.rows:
+            unit, layers = found[0].unit, self.estimator.model.num_layers / len(groups)
+            loss_s = schedule.vocabulary_loss_s(like, unit, len(groups), layers)
+            loss += loss_s / unit.both_s(layers, 1 / len(groups), 1 / len(groups))
         fill_s = passes / cut + 2 * sum(ways) / like.slices
         return max(busy_s * (1 + loss), link_s) + fill_s + tail
 
@@ -196,19 +208,22 @@ class Sketch:
                 return out[0], out[1], out[2]
         return stages_s([(k.stage, k.tail_s) for k in found], caps, wanted, drain)
 
-    def _meet(self, point: _Point, groups: tuple[Group, ...], first: bool, last: bool) -> _Known | None:
+    def _meet(self, point: _Point, groups: tuple[Group, ...], first: float, last: float) -> _Known | None:
         """A stage that has not been met at this point."""
         like = point.like
-        key = like.micro_batch_size, like.recompute, like.slices, groups, first, last
+        key = like.micro_batch_size, like.recompute, like.slices, like.ep, groups, first, last
         if key not in self.stages:
             self.stages[key] = self._priced(groups, like, point.total, first, last)
         stage = self.stages[key]
         if stage is None:
             return None
         rooms = layer_rooms(self.estimator, groups, point.like, point.total, first, last, 0.0)
-        return None if rooms is None else _Known(stage, self._tail(groups, like), rooms)
+        unit = self.estimator.unit_of(like, groups[0])
+        return None if rooms is None or unit is None else _Known(stage, unit, self._tail(groups, like), rooms)
 
-    def _priced(self, groups: tuple[Group, ...], like: Candidate, total: int, first: bool, last: bool) -> _Stage | None:
+    def _priced(
+        self, groups: tuple[Group, ...], like: Candidate, total: int, first: float, last: float
+    ) -> _Stage | None:
         load = stage_load(self.estimator, groups, like, first, last)
         width = sum([g.count for g in groups])
         if load is None or width > total:
@@ -218,21 +233,21 @@ class Sketch:
             return None
         usd = sum([self.estimator.price[g.pool] * g.tp * g.count for g in groups])
         unit = load.units[0]
-        size = (unit.embedding_parameters if first else 0) + (unit.head_parameters if last else 0)
+        size = first * unit.embedding_parameters + last * unit.head_parameters
         ends = load.time(1) / load.layer_s - 1.0
         return _Stage(found[0], ends, width * load.layer_s, size / unit.layer_parameters, width, usd)
 
     def _tail(self, groups: tuple[Group, ...], like: Candidate) -> float:
         """Gradient reduction and update of a layer, which depends neither on the batch nor on recomputation."""
-        key = groups, like.schedule, like.chunks, like.zero_stage, like.cp
+        key = groups, like.schedule, like.chunks, like.zero_stage, like.cp, like.ep
         if key not in self.tails:
             self.tails[key] = self._tail_of(groups, like)
         return self.tails[key]
 
     def _tail_of(self, groups: tuple[Group, ...], like: Candidate) -> float:
-        load = stage_load(self.estimator, groups, like, False, False)
+        load = stage_load(self.estimator, groups, like, *_NO_ENDS)
         assert load is not None  # the caller knows its load
-        return tail_s(self.estimator, like.with_(stages=(Stage(1, groups),) * 3), load.units, 1)
+        return tail_s(self.estimator, like.with_(stages=(Stage(1, groups),) * 3, rows=()), load.units, 1)
 
 
 def stages_s(

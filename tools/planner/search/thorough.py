@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, product
 from math import inf
 
-from ..candidate import Candidate, Stage
-from ..estimate import Estimator
-from ..schedules import PLAIN
+from ..costs.candidate import Candidate, Stage
+from ..costs.estimate import Estimator
+from ..costs.schedules import PLAIN
 from ..search.balance import balance
 from ..search.book import Book, Groups
 from ..search.bounds import Bounds
@@ -32,7 +32,7 @@ FEW_PARTS = 2
 """Parts to search of a cluster without a plan that is near the one that is known."""
 MOST_SWAPPED = 10
 """Stages of which two change places."""
-MOST_EVEN, MOST_EVEN_TRIED = 150, 8
+MOST_EVEN, MOST_EVEN_TRIED = 600, 8
 """Starting points of equal width that are looked at, and tried, under schedules that want them."""
 POLISHED = 1.1
 """Plans within this factor of the best get their layers shifted one by one."""
@@ -79,18 +79,22 @@ class Ground:
         return not self.is_near and len(self.whole) > MOST_POOLS
 
 
-def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | None = None) -> Outcome:
+def thorough(
+    ground: Ground, limits: Limits, bound: float = inf, goal: Goal | None = None, effort: Effort | None = None
+) -> Outcome:
     """The search of a part of the cluster, as if there were nothing else.  Ctrl-C ends it with the best so far.
 
     Args:
         limits: GPUs of each (merged) pool.
-        bound_s: Time of a plan that is known already; slower ones are of no use.
+        bound: Value of a plan that is known already; worse ones are of no use.
         goal: With fewer schedules than that of the ground.
+        effort: How hard to search; None: as suits the part.
     """
     merged, goal, progress = ground.merged, goal or ground.goal, ground.progress
-    effort, gpus = ground.asked or effort_for(sum(limits)), sum(limits)
+    gpus = sum(limits)
+    effort = effort or ground.asked or effort_for(gpus)
     # The closed form of a small plan may be far off, so that nothing is given up for it.
-    beaten = bound_s if goal.objective == "throughput" and gpus > effort.near_gpus else inf
+    beaten = bound if gpus > effort.near_gpus or goal.objective == "cost" else inf
     book = Book(merged.estimator, goal, progress, limits, ground.first, beaten)
     ground.first = ground.first or book
     outcome = Outcome("auto")
@@ -98,8 +102,7 @@ def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | 
         explore(book, effort, limits)
         if gpus <= effort.exact_gpus:
             progress.text = "branch and bound"
-            known = bound_s if goal.objective == "throughput" else inf
-            outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, known)
+            outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, bound)
         if not outcome.exact:
             _parts(book, effort, ground.bounds, limits)
         _climb_by_stages(book, effort, limits)
@@ -111,11 +114,9 @@ def thorough(ground: Ground, limits: Limits, bound_s: float = inf, goal: Goal | 
     except KeyboardInterrupt:
         outcome.interrupted = True
         effort = replace(effort, simulated_operations=1000)  # somebody is waiting
-    if bound_s < inf and goal is ground.goal and limits != ground.whole:  # what looks slower is not simulated
+    if bound < inf and goal is ground.goal and limits != ground.whole:  # what looks slower is not simulated
         effort = replace(effort, first=0)
-    finish(
-        book, outcome, ground.estimator, goal, effort, lambda c: expand(merged, ground.estimator.cluster, c), bound_s
-    )
+    finish(book, outcome, ground.estimator, goal, effort, lambda c: expand(merged, ground.estimator.cluster, c), bound)
     return outcome
 
 
@@ -308,7 +309,7 @@ def _even_seeds(book: Book, limits: Limits) -> None:
 
     Ministages among them: their memory decides otherwise than that of 1F1B, from which they are varied else.
     """
-    schedules = [s for s in book.goal.allowed if not s.has_slack]
+    schedules = book.goal.allowed
     looked_at: dict[str, list[tuple[float, int, Groups, Candidate]]] = {s.name: [] for s in schedules}
     met = [(groups, like) for (groups, *_), like in book.even.items()][:MOST_EVEN]
     for groups, like in chain(even_seeds(book, limits, MOST_EVEN), met) if schedules else ():
@@ -316,9 +317,11 @@ def _even_seeds(book: Book, limits: Limits) -> None:
         if balanced is None:
             continue
         for schedule in schedules:
+            if like.rows and schedule.shards_parameters:
+                continue
             mine = looked_at[schedule.name]
             for variant in schedule.variants(book.estimator, balanced):
-                value = book.sketch.value(groups, variant, WORTH * book.to_beat)
+                value = book.sketch.value(groups, variant, POLISHED * book.to_beat)
                 if value < inf:
                     mine.append((value, len(mine), groups, variant))
     for mine in looked_at.values():

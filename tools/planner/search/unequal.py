@@ -5,9 +5,9 @@ from __future__ import annotations
 from megatron_het.auto_batch.allocation import accumulated
 from megatron_het.auto_batch.curve import Curve
 
-from ..candidate import Candidate
-from ..estimate import Estimator
-from ..passes import pass_s
+from ..costs.candidate import Candidate
+from ..costs.estimate import Estimator
+from ..costs.passes import pass_s
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Passes whose time is looked up; in between it is interpolated, as of measured ones."""

@@ -9,9 +9,9 @@ from math import inf
 
 import networkx as nx
 
-from ..candidate import Candidate, Group
-from ..estimate import Estimator
-from ..schedules import MINISTAGES
+from ..costs.candidate import Candidate, Group
+from ..costs.estimate import Estimator
+from ..costs.schedules import MINISTAGES
 from ..search.book import Book, Groups
 from ..search.effort import NORMAL, Effort
 from ..search.finish import finish

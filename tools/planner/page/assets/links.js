@@ -24,12 +24,38 @@
     return [dx > 0 ? box.x + box.width : box.x, box.y + Math.min(box.height, other.height) / 2, Math.sign(dx), 0];
   }
 
+  // Shares of a line, from its middle to its ends, at which its label may stand.
+  const SHARES = [0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9];
+
+  // A label's place beside a line that goes up and down, above one that goes across, hidden by no box and on no title.
+  function free(points, upright, text, obstacles) {
+    const width = 7 * text.length, places = SHARES.map((t) => {
+      const weights = [(1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t ** 3];
+      const [x, y] = [0, 1].map((i) => weights.reduce((sum, w, k) => sum + w * points[k][i], 0));
+      return upright ? [x + 10, y + 4] : [x, y - 8];
+    });
+    const hidden = ([x, y]) => obstacles.some((o) => {
+      const left = upright ? x : x - width / 2;
+      return left < o.x + o.width && left + width > o.x && y - 10 < o.y + o.height && y + 2 > o.y;
+    });
+    return places.find((place) => !hidden(place)) || places[0];
+  }
+
   function draw() {
     const origin = map.getBoundingClientRect();
+    const within = (element) => {
+      const { x, y, width, height } = element.getBoundingClientRect();
+      return { x: x - origin.x, y: y - origin.y, width, height };
+    };
+    const obstacles = [...map.querySelectorAll(".pool, h3")].map((element) => {
+      if (element.tagName !== "H3") return within(element);
+      const range = document.createRange();
+      range.selectNodeContents(element);
+      return within(range);
+    });
     const boxes = new Map();
     for (const pool of map.querySelectorAll(".pool")) {
-      const { x, y, width, height } = pool.getBoundingClientRect();
-      boxes.set(Number(pool.dataset.pool), { x: x - origin.x, y: y - origin.y, width, height });
+      boxes.set(Number(pool.dataset.pool), within(pool));
     }
     drawing.replaceChildren();
     for (const link of links) {
@@ -38,21 +64,29 @@
       const [x2, y2, bx, by] = side(b, a);
       const reach = Math.max(18, Math.hypot(x2 - x1, y2 - y1) / 2.5);
       const path = svg("path");
-      path.setAttribute("d", `M${x1} ${y1}C${x1 + ax * reach} ${y1 + ay * reach} ${x2 + bx * reach} ${y2 + by * reach} ${x2} ${y2}`);
+      const points = [[x1, y1], [x1 + ax * reach, y1 + ay * reach], [x2 + bx * reach, y2 + by * reach], [x2, y2]];
+      path.setAttribute("d", `M${points[0].join(" ")}C${points.slice(1).flat().join(" ")}`);
       const bytes = link.transfer_bytes + link.collective_bytes;
       path.setAttribute("stroke-width", 1.5 + (5 * bytes) / most);
       if (link.load > 0.5) path.classList.add("full");
       const label = svg("text");
-      // Beside a line that goes up and down, above one that goes across.
       const upright = ax === 0 && bx === 0;
-      label.setAttribute("x", (x1 + x2) / 2 + (3 / 8) * (ax + bx) * reach + (upright ? 10 : 0));
-      label.setAttribute("y", (y1 + y2) / 2 + (3 / 8) * (ay + by) * reach - (upright ? 4 : 8));
-      if (upright) label.style.textAnchor = "start";
       label.textContent = text(bytes);
+      const [x, y] = free(points, upright, label.textContent, obstacles);
+      label.setAttribute("x", x);
+      label.setAttribute("y", y);
+      if (upright) label.style.textAnchor = "start";
       drawing.append(path, label);
     }
   }
 
+  // Paper has its own widths, and no script runs once it has them: what the style sheet says of it is said before.
+  const paper = (on) => {
+    map.classList.toggle("on-paper", on);
+    draw();
+  };
+  addEventListener("beforeprint", () => paper(true));
+  addEventListener("afterprint", () => paper(false));
   new ResizeObserver(draw).observe(map);
   draw();
 })();

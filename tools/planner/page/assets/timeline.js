@@ -12,6 +12,7 @@
   const span = Math.max(...page.timelines.map((t) => t.makespan_s)) * 1e9;
   const view = { from: 0, to: span };
   let byMicrobatch = false;
+  const PAPER = 560; // height of a printed timeline
   let printing = false;
 
   const dark = () => !printing && matchMedia("(prefers-color-scheme: dark)").matches;
@@ -35,7 +36,8 @@
     const events = data.events;
     const count = events.start.length;
     const lanes = data.lanes.length;
-    const row = lanes > 48 ? 16 : lanes > 20 ? 21 : 28;
+    const usual = lanes > 48 ? 16 : lanes > 20 ? 21 : 28;
+    let row = usual;
     const first = new Int32Array(lanes + 1); // events are sorted by lane, then by start
     for (let i = 0; i < count; i++) first[events.lane[i] + 1]++;
     for (let l = 0; l < lanes; l++) first[l + 1] += first[l];
@@ -76,13 +78,15 @@
 
     function draw() {
       width = printing ? 700 : canvas.parentElement.clientWidth;
+      // Paper cannot cut a drawing: what leaves no room goes onto the next page, and a page stays empty.
+      row = printing ? Math.max(8, Math.min(usual, (PAPER - AXIS) / lanes)) : usual;
       const height = AXIS + lanes * row + 4, ratio = printing ? 3 : devicePixelRatio || 1;
       canvas.width = Math.round(width * ratio);
       canvas.height = Math.round(height * ratio);
       canvas.style.aspectRatio = `${width} / ${height}`;
       const ink = canvas.getContext("2d");
       ink.scale(ratio, ratio);
-      ink.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+      ink.font = `${Math.min(11, row - 1)}px system-ui, 'DejaVu Sans', sans-serif`;
       ink.textBaseline = "middle";
       gutter = Math.min(width / 3, 14 + Math.max(...data.lanes.map((lane) => ink.measureText(lane.name).width)));
       canvas.dataset.gutter = gutter;

@@ -1,0 +1,314 @@
+"""Compares a small model of every family of ``model_configs`` by Hugging Face with that by Megatron."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.config_weights import megatron_weights
+from megatron_het.launch.megatron_args import LATENT_SPEC
+from tools.planner.costs.build import model_shape
+from tools.planner.emit.command import model_options
+from tools.planner.emit.flags import model_arguments
+from tools.planner.inputs.model import Model, load_model
+
+SEQ_LENGTH = 32
+_SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.2,
+    # Other values than Megatron's defaults, so that none can be left out unseen.
+    "rms_norm_eps": 1e-3,
+    "layer_norm_eps": 1e-3,
+    "rope_theta": 5000.0,
+}
+_LATENT = {
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    # Norms of what is compressed have this epsilon in transformers, whatever the file says.
+    "rms_norm_eps": 1e-6,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.8,
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 5000.0,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 5.0,
+    "beta_slow": 0.7,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1000.0,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-3.2": {"model_type": "llama", "rope_parameters": _LLAMA3, "tie_word_embeddings": True, "head_dim": 16},
+    "llama-linear": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    },
+    "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN, "head_dim": 32},
+    "llama4": {
+        "model_type": "llama4_text",
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 40,
+        "interleave_moe_layer_step": 2,
+        "use_qk_norm": False,
+        "attention_chunk_size": 64,
+    },
+    "llama4-qk-norm": {
+        "model_type": "llama4_text",
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "no_rope_layers": [1, 1, 1, 1],
+        "attention_chunk_size": 64,
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 6, "head_dim": 16},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen2_moe": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24, **_EXPERTS},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "head_dim": 16,
+        **_EXPERTS,
+    },
+    "deepseek_v2_lite": {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy", **_LATENT},
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "q_lora_rank": 16,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.0,
+        "rope_parameters": _DEEPSEEK_YARN,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "q_lora_rank": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": _DEEPSEEK_YARN,
+        "num_nextn_predict_layers": 0,
+    },
+    "moonlight": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+        "num_nextn_predict_layers": 0,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+        "swiglu_limit": 0.5,
+        "rope_parameters": _YARN,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 64,
+        "vocab_size": 96,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "initializer_range": 0.2,
+        "layer_norm_epsilon": 1e-3,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "use_parallel_residual": False,
+        "rotary_pct": 0.5,
+        "num_key_value_heads": 4,
+        "rotary_emb_base": 5000.0,
+    },
+    "phi3": {"model_type": "phi3", "sliding_window": 7, "partial_rotary_factor": 1.0},
+    "glm": {"model_type": "glm", "head_dim": 8},
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "routed_scaling_factor": 1.5,
+        "num_nextn_predict_layers": 0,
+    },
+}
+"""Fields of the small models that their families and the common shape do not say."""
+
+
+def small_config(name: str) -> dict[str, Any]:
+    """The ``config.json`` of a small model."""
+    own = SMALL[name]
+    shape = {} if own["model_type"] == "gpt2" else _SHAPE
+    has_base = "rope_parameters" in own or "rotary_emb_base" in own
+    return {key: value for key, value in shape.items() if key != "rope_theta" or not has_base} | own
+
+
+def small_model(name: str) -> tuple[Any, Model]:
+    """A small model of Hugging Face with random weights, and what the planner reads of its ``config.json``."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = small_config(name)
+    torch.manual_seed(1)
+    kind = config["model_type"]
+    theirs = CONFIG_MAPPING[kind](**{k: v for k, v in config.items() if k != "model_type"})
+    theirs._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if "correction" in n)):
+            # Nothing is 0 or 1, so that nothing can be left out unseen.
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    with tempfile.TemporaryDirectory(prefix="het-config-") as folder:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(config), encoding="utf-8")
+        read = load_model(file, seq_length=SEQ_LENGTH, global_batch_size=1)
+    return model, read
+
+
+def emitted_flags(read: Model) -> list[str]:
+    """The flags of the model that ``emit`` writes."""
+    return model_arguments(SimpleNamespace(model=model_shape(read)), model_options(read))  # type: ignore[arg-type]
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Megatron in this process alone, over gloo."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    with tempfile.TemporaryDirectory(prefix="het-rank-") as folder:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            parallel_state.initialize_model_parallel()
+            model_parallel_cuda_manual_seed(1)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+
+
+def _arguments(words: list[str]) -> Any:
+    """Megatron's arguments as its own parser makes them of words."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    given, environment = sys.argv, dict(os.environ)
+    sys.argv = ["pretrain_gpt.py", *words]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    try:
+        args = parse_args()
+        validate_args(args, {})
+    finally:
+        sys.argv = given
+        os.environ.clear()
+        os.environ.update(environment)
+    return args
+
+
+def megatron_model(read: Model, weights: Mapping[str, torch.Tensor]) -> Any:
+    """Megatron's model by the emitted flags with weights; all of them are used, and none is left.
+
+    Args:
+        read: The planner's model.
+        weights: By Megatron's names.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    from megatron_het.device import activate
+    from megatron_het.runtime.training import complete_model_config
+
+    words = [*emitted_flags(read), "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"]
+    words += ["--vocab-size", str(read.vocab_size), "--make-vocab-size-divisible-by", str(read.vocab_size)]
+    words += ["--tokenizer-type", "NullTokenizer", "--attention-dropout", "0", "--hidden-dropout", "0"]
+    words += activate().default_flags()
+    if read.latent is not None and "--spec" not in words:
+        words += ["--spec", *LATENT_SPEC]
+    args = _arguments(words)
+    config = gpt_config_from_args(args)
+    complete_model_config(config, args)
+    model = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups(), True, True)
+    own = {k: v for k, v in model.state_dict().items() if v is not None and "_extra_state" not in k}
+    ours = {k: v for k, v in weights.items() if k in own or not (k == "output_layer.weight" and read.tied_embeddings)}
+    if set(own) != set(ours):
+        raise AssertionError(f"Megatron has {sorted(set(own) - set(ours))}, the file {sorted(set(ours) - set(own))}")
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(ours[name])
+    return model.eval()
+
+
+def logit_difference(name: str) -> float:
+    """Largest difference of logits of a small model between Hugging Face and Megatron, relative to the largest logit.
+
+    Call it inside :func:`one_rank`.
+    """
+    theirs, read = small_model(name)
+    weights = megatron_weights(theirs.state_dict(), theirs.config.model_type, theirs.config)
+    ours = megatron_model(read, weights)
+    tokens = torch.randint(0, read.vocab_size, (2, SEQ_LENGTH), generator=torch.Generator().manual_seed(2))
+    positions = torch.arange(SEQ_LENGTH).expand(2, -1)
+    with torch.no_grad():
+        wanted = theirs(input_ids=tokens, use_cache=False).logits
+        hidden = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
+        found = ours(tokens, positions, hidden)
+    return float((found - wanted).abs().max() / wanted.abs().max())

@@ -1,0 +1,150 @@
+"""What becomes of the fields of Hugging Face's ``config.json``, and whether Megatron then computes the same.
+
+``python -m benchmarks.configs --json OUT`` reads the files of ``benchmarks.config_files`` and changes every field of
+each of them: a field that can be changed without a change of what is read, or of what is refused, is lost.  Then a
+small model of every family gets random weights, and its logits by ``transformers`` and by Megatron are compared.
+``--markdown docs/models.md`` writes the tables of fields and families.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.config_files import FILES, Config
+from benchmarks.machine import write_report
+from tools.planner.errors import PlannerError
+from tools.planner.inputs.model_configs import from_config, tables
+from tools.planner.inputs.model_families import INSIDE, NOT_OF_THE_MODEL
+
+SEQ_LENGTH = 4096
+MOST = 1e-5
+"""Largest relative difference of logits that is rounding."""
+START, END = "<!-- made by benchmarks.configs -->", "<!-- end of what benchmarks.configs makes -->"
+# A field that counts only with another value of another field of the same file.
+_WITHOUT_MEANING = {
+    "max_position_embeddings": "bounds the length; not of the model with rotary positions",
+    "original_max_position_embeddings": "of a scaling that is not there",
+    "max_window_layers": "of a window that is off",
+    "sliding_window": "of a window that is off",
+    "use_sliding_window": "without a window",
+    "norm_topk_prob": "one expert per token",
+    "attention_chunk_size": "longer than the sequences",
+    "n_group": "experts are chosen without groups",
+    "topk_group": "with one group of experts",
+    "seq_aux": "without a loss",
+    "router_aux_loss_coef": "Llama 4 has none",
+    "attn_scale": "of a temperature that is off below a length",
+    "floor_scale": "of a temperature that is off below a length",
+    "attn_temperature_tuning": "off below a length",
+    "rope_local_base_freq": "refused as it is",
+    "num_key_value_heads": "latent attention has none",
+    "intermediate_size": "no layer has an ordinary MLP",
+}
+
+
+def read(config: Config) -> dict[str, Any] | str:
+    """What the planner reads of a file, or its error."""
+    try:
+        return from_config(config, "config.json", SEQ_LENGTH)
+    except PlannerError as error:
+        return str(error)
+
+
+def other(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 + 1
+    if isinstance(value, str):
+        return "float16" if value.startswith("bfloat") else value + "_other"
+    if isinstance(value, list):
+        return value[1:] + value[:1] if len(set(map(str, value))) > 1 else [*value, 1]
+    if isinstance(value, dict):
+        return {key: other(item) for key, item in value.items()}
+    return 1
+
+
+def changed(config: Config) -> Iterator[tuple[str, Config]]:
+    """Every field of the model with the file in which it is another."""
+    inner = config.get("text_config") if config.get("model_type") in INSIDE else None
+    for key, value in (inner or config).items():
+        if key in NOT_OF_THE_MODEL:
+            continue
+        new = {**(inner or config), key: other(value)}
+        yield key, {**config, "text_config": new} if inner else new
+
+
+def lost_fields(config: Config) -> list[str]:
+    """Fields that can be changed unseen."""
+    before = read(config)
+    return [key for key, file in changed(config) if read(file) == before]
+
+
+def files() -> dict[str, Any]:
+    """What becomes of every file."""
+    found = {}
+    for name, config in FILES.items():
+        document = read(config)
+        assert isinstance(document, dict), document
+        unseen = lost_fields(config)
+        found[name] = {
+            "fields": len(config.get("text_config", config)),
+            "flags": document.get("flags", {}),
+            "refused": document.get("lost", {}),
+            "unread": document.get("unread", []),
+            "without_meaning": {key: _WITHOUT_MEANING[key] for key in unseen if key in _WITHOUT_MEANING},
+            "lost": [key for key in unseen if key not in _WITHOUT_MEANING],
+        }
+    return found
+
+
+def logits() -> dict[str, float]:
+    """Differences of logits of the small models."""
+    from megatron_het.device import activate
+
+    activate()  # Megatron binds on import what the platform replaces
+    from benchmarks.config_models import SMALL, logit_difference, one_rank
+
+    with one_rank():
+        return {name: logit_difference(name) for name in SMALL}
+
+
+def write_tables(path: Path) -> None:
+    """Put the tables between the marks of a page."""
+    before, rest = path.read_text(encoding="utf-8").split(START)
+    path.write_text(f"{before}{START}\n\n{tables()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+def main() -> int:
+    """Command line; exit code 1 where a field is lost, or logits differ."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.configs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
+    parser.add_argument("--markdown", type=Path, help="file with the marks between which the tables go")
+    options = parser.parse_args()
+    start_s = time.monotonic()
+    by_file, by_model = files(), logits()
+    lost = sum(len(entry["lost"]) + len(entry["unread"]) for entry in by_file.values())
+    worst = max(by_model.values())
+    report = {
+        "configs": len(by_file),
+        "lost_fields": lost,
+        "logit_difference": worst,
+        "files": by_file,
+        "models": by_model,
+    }
+    if options.markdown is not None:
+        write_tables(options.markdown)
+    write_report(options.json, report, start_s)
+    return int(lost > 0 or worst > MOST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

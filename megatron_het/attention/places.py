@@ -1,0 +1,157 @@
+"""A slice, the keys that are there for it, and the calls of a kernel that its queries need."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+import torch
+
+from megatron_het.attention.calls import Call
+from megatron_het.attention.kernels import Kernel
+from megatron_het.attention.kv_cache import KVCache
+from megatron_het.attention.layer_exchange import NO_EXCHANGE, NOTHING, Given, LayerExchange
+from megatron_het.attention.reach import Form, Reach
+from megatron_het.attention.rotary import Rotation
+from megatron_het.plan.parts import Blocks
+
+UNLIMITED = Reach()
+Own = tuple[torch.Tensor, torch.Tensor]
+"""A slice's own keys and values."""
+
+
+class Keys(enum.Enum):
+    """Which keys calls are made for."""
+
+    OWN = enum.auto()
+    EARLIER = enum.auto()
+    """Those of earlier slices."""
+    ALL = enum.auto()
+    """Both, in as few calls as the kernel can."""
+
+
+class Sharing(Protocol):
+    """The ranks that share slices with this one (``features/context_parallel/commuted.py``).
+
+    ``[S, ...]`` are rows of the other ranks, in one order; calls are collectives, waited for by what they return.
+    """
+
+    def blocks(self, own: int) -> tuple[Blocks, Sequence[Blocks]]:
+        """Tokens of a slice that this rank has, and those of the others in the order of their rows.
+
+        Args:
+            own: How many this rank has.
+        """
+
+    def seen(self, own: int) -> Sequence[tuple[slice, slice]]:
+        """Rows of the others' queries, and this rank's keys of their slice that these see.
+
+        Args:
+            own: How many keys this rank has.
+        """
+
+    def gather(self, *tensors: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Start to collect the others' rows ``[S, ...]`` of tensors ``[s, ...]``."""
+
+    def give_back(self, *tensors: torch.Tensor) -> Callable[[], Sequence[tuple[torch.Tensor, ...]]]:
+        """Start to send each of the others its rows; what it returns gives this rank's rows, by sender."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceContext:
+    """What the attention of a slice needs besides its tensors.
+
+    Attributes:
+        cache: Holds the slices before this one; gets this one.
+        kernel: Does the work.
+        microbatch: Key in the cache.
+        index: Index of the slice.
+        scale: Factor of the scores.
+        exchange: What this layer exchanges with other devices.
+        parallel: The ranks that share the slice, None for this one alone.
+        reach: Documents and window that limit what queries see.
+        rotation: What queries and keys are rotated by first; None if they are.
+    """
+
+    cache: KVCache
+    kernel: Kernel
+    microbatch: int
+    index: int
+    scale: float
+    exchange: LayerExchange = NO_EXCHANGE
+    parallel: Sharing | None = None
+    reach: Reach = UNLIMITED
+    rotation: Rotation | None = None
+
+
+class Place(Protocol):
+    """Where a slice attends.
+
+    Attributes:
+        unread: How many own tokens at the start no later slice reads.
+    """
+
+    @property
+    def unread(self) -> int: ...
+
+    def without(self, given: Given) -> Place:
+        """The place without keys that other devices attend to."""
+
+    def calls(self, keys: Keys, own: Own, batch: int, others: bool = False) -> Iterator[Call]:
+        """The calls for some of the keys.
+
+        Args:
+            keys: Which ones.
+            own: The slice's own keys and values.
+            batch: Sequences of the microbatch.
+            others: Whether the rows are those of the other ranks.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class WholePlace:
+    """A slice whose queries see everything before them.
+
+    Attributes:
+        context: Of the slice.
+        tokens: Own ones.
+        given_tokens: Those at the start of the sequence that other devices attend to.
+    """
+
+    context: SliceContext
+    tokens: int
+    given_tokens: int = 0
+    unread: ClassVar[int] = 0
+
+    def without(self, given: Given) -> WholePlace:
+        """See :class:`Place`."""
+        return self if given == NOTHING else replace(self, given_tokens=given[1])
+
+    def calls(self, keys: Keys, own: Own, batch: int, others: bool = False) -> Iterator[Call]:
+        """See :class:`Place`."""
+        context = self.context
+        cache, place = context.cache, (context.microbatch, context.index)
+        line = cache.line(*place) if keys is Keys.ALL and self._is_joined() else None
+        if line is not None:
+            whole, before = line
+            yield Call(Form.CAUSAL, whole.keys, whole.values, run=before, own=slice(0, self.tokens))
+            return
+        if keys is not Keys.EARLIER and others:
+            assert context.parallel is not None
+            for rows, held in context.parallel.seen(self.tokens):
+                yield Call(Form.FULL, own[0][held], own[1][held], rows, own=held)
+        elif keys is not Keys.EARLIER:
+            yield Call(Form.CAUSAL, *own, own=slice(0, self.tokens))
+        if keys is not Keys.OWN:
+            for run in cache.prefix(*place, self.given_tokens):
+                yield Call(Form.FULL, run.keys, run.values, run=run)
+
+    def _is_joined(self) -> bool:
+        """Whether the kernel can attend to all keys at once, and they are there as they are."""
+        context = self.context
+        before = context.cache.begin_of(context.microbatch, context.index)
+        return (
+            before > 0 and not context.cache.expands and context.kernel.takes_prefix(self.tokens, before + self.tokens)
+        )

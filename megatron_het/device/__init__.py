@@ -1,0 +1,184 @@
+"""What differs between CUDA and CPU, in one place.
+
+:func:`activate` is called before ``megatron.training`` is imported.  On a machine with a usable
+CUDA device it changes nothing at all.  Without one it installs the CPU device support of
+:mod:`megatron_het.device.cpu`, with which Megatron trains over gloo.
+
+Everything else in the project asks the :class:`Platform` instead of testing for CUDA itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron_het.device.flags import Flag, platform_flags, unmet
+from megatron_het.device.simulated import host_wait, is_simulated
+
+__all__ = ["SAME_DEVICES", "Flag", "Platform", "activate", "is_active", "pretend", "share_devices"]
+
+SAME_DEVICES = "HET_SAME_DEVICES"
+"""Set by launchers that show the same devices to all their processes of a host, as ``torchrun`` does."""
+_ACTIVE: list[Platform] = []
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The kind of device this process computes on.
+
+    Attributes:
+        kind: ``"cuda"`` or ``"cpu"``.
+        plays_cuda: Whether a dry run stands for a CUDA device, with NCCL and fused kernels: on the CPU, or on a
+            device of fake tensors.
+    """
+
+    kind: Literal["cuda", "cpu"]
+    plays_cuda: bool = False
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the process computes on a CUDA device."""
+        return self.kind == "cuda"
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether groups of the backend ``nccl`` move this device's tensors (on the CPU: in NCCL's order only)."""
+        return self.is_cuda or self.plays_cuda or is_simulated()
+
+    @property
+    def device(self) -> torch.device:
+        """The current device of this process."""
+        if self.is_cuda:
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    @property
+    def default_backend(self) -> Literal["nccl", "gloo"]:
+        """The ``torch.distributed`` backend that moves this device's tensors."""
+        return "nccl" if self.is_cuda else "gloo"
+
+    @property
+    def device_name(self) -> str:
+        """The model name of the device, for reports."""
+        if self.is_cuda:
+            return torch.cuda.get_device_name(self.device)
+        return "CPU"
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all queued work."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+        else:
+            host_wait("a synchronisation with the device")
+
+    def flags(self) -> tuple[Flag, ...]:
+        """Megatron flags that this machine asks for, each with its reason."""
+        return platform_flags(self.is_cuda, self.has_nccl, has_kernels=self.plays_cuda)
+
+    def default_flags(self) -> tuple[str, ...]:
+        """The same flags as words of a command line; empty with CUDA, TE and Apex in place."""
+        return tuple(word for flag in self.flags() for word in flag.words)
+
+    def unmet_flags(self, args: object) -> tuple[Flag, ...]:
+        """Flags without which Megatron fails here and that a parsed namespace lacks.
+
+        Args:
+            args: What Megatron's ``parse_args`` returned.
+        """
+        return unmet(self.flags(), args)
+
+    def environment(self) -> Mapping[str, str]:
+        """Environment variables for rank processes on one machine, where they are not set yet."""
+        common = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+        return common if self.is_cuda else common | {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def share_devices(environment: MutableMapping[str, str], devices: int) -> str:
+    """Prepare the environment of a rank process where several ranks of a host share a device; before NCCL starts.
+
+    NCCL refuses two ranks on one device, which it knows by host and bus.  With a host name of its own for every rank it
+    moves data by way of sockets.  What is set already stays.
+
+    Args:
+        environment: Of this process; changed in place.
+        devices: How many the process sees.
+
+    Returns:
+        What to tell the user; empty where ranks have devices of their own, or nobody knows.
+    """
+    local_rank, ranks = (int(environment.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    told = any(name in environment for name in (SAME_DEVICES, "TORCHELASTIC_RUN_ID", "NCCL_HOSTID"))
+    if not told or ranks <= devices:
+        return ""
+    settings = {
+        "NCCL_HOSTID": f"{socket.gethostname()}-{local_rank}",
+        "NCCL_CUMEM_HOST_ENABLE": "0",
+        "NCCL_MAX_NCHANNELS": "2",
+    }
+    if environment.get("WORLD_SIZE") == str(ranks):
+        settings |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    for name, value in settings.items():
+        environment.setdefault(name, value)
+    environment["LOCAL_RANK"] = str(local_rank % devices)
+    return (
+        f"{ranks} ranks share {devices} device{'s' if devices > 1 else ''} on {socket.gethostname()}: NCCL takes every "
+        f"rank for a host ({', '.join(settings)}), so that transfers are slow; for trials, not for training"
+    )
+
+
+@functools.cache
+def _cuda_is_usable() -> bool:
+    return torch.cuda.is_available() and torch.cuda.device_count() > 0
+
+
+def activate(*, plays_cuda: bool = False) -> Platform:
+    """Make this process ready to import ``megatron.training``; further calls do nothing.
+
+    Args:
+        plays_cuda: See :class:`Platform`; for dry runs.
+
+    Returns:
+        The platform of this process.
+    """
+    if not _ACTIVE:
+        if _cuda_is_usable():
+            is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+            said = share_devices(os.environ, torch.cuda.device_count())
+            if said and is_first:
+                sys.stderr.write(f"megatron_het: {said}\n")
+            _ACTIVE.append(Platform("cuda"))
+        else:
+            from megatron_het.device import cpu, cpu_children
+
+            cpu.install()
+            cpu_children.install(activate)
+            _ACTIVE.append(Platform("cpu"))
+    if plays_cuda and not _ACTIVE[0].is_cuda:
+        _ACTIVE[0] = Platform("cpu", plays_cuda=True)
+    return _ACTIVE[0]
+
+
+def pretend(platform: Platform) -> None:
+    """Take this process for one on another device, before anything asks; for dry runs.
+
+    Args:
+        platform: What :func:`activate` is to return.
+
+    Raises:
+        RuntimeError: The process has its platform already.
+    """
+    if _ACTIVE and _ACTIVE[0] != platform:
+        raise RuntimeError(f"the platform of this process is {_ACTIVE[0]} already, and cannot become {platform}")
+    _ACTIVE[:] = [platform]
+
+
+def is_active() -> bool:
+    """Whether :func:`activate` has been called in this process."""
+    return bool(_ACTIVE)

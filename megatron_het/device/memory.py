@@ -1,0 +1,370 @@
+"""A meter of live tensor bytes, the same on CUDA and on CPU.
+
+On CUDA it reads torch's caching allocator.  On CPU, where no allocator can be asked, it watches
+the storages behind the tensors that operators return: views share a storage, in-place operators
+bring none, and a storage that autograd keeps for the backward pass stays counted until it goes.
+Watching costs some microseconds per operator, so time and memory are measured in different runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_het.device import Platform
+
+
+@dataclass
+class Region:
+    """Live bytes over one visit of a region.
+
+    Attributes:
+        name: The region's name.
+        start_bytes: Live on entry.
+        peak_bytes: The most that were live at once; final when the region has been left.
+        end_bytes: Live on exit.
+    """
+
+    name: str
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int = 0
+
+    @property
+    def growth_bytes(self) -> int:
+        """How far the peak rose above what was live on entry."""
+        return self.peak_bytes - self.start_bytes
+
+
+class MemoryMeter(ABC):
+    """Live and peak tensor bytes, by named region.  Regions nest; use as a context manager.
+
+    Attributes:
+        peak_bytes: The highest peak of each region over all its visits, by name.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes: dict[str, int] = {}
+        self._open: list[Region] = []
+
+    def __enter__(self) -> MemoryMeter:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    @abstractmethod
+    def live_bytes(self) -> int:
+        """Bytes of the tensors that live now."""
+
+    @abstractmethod
+    def _take_peak(self) -> int:
+        """The peak since the last call, which starts the next peak at what lives now."""
+
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """What is allocated inside never counts, however long it lives.  Not on CUDA.
+
+        Raises:
+            NotImplementedError: The meter cannot tell one allocation from another.
+        """
+        raise NotImplementedError(f"{type(self).__name__} counts all that is allocated")
+        yield
+
+    def close(self) -> None:  # noqa: B027  a meter without hooks has nothing to undo
+        """Stop measuring."""
+
+    @contextlib.contextmanager
+    def region(self, name: str) -> Iterator[Region]:
+        """Measure what runs inside.
+
+        Args:
+            name: Under what the peak is kept in :attr:`peak_bytes`.
+
+        Yields:
+            The visit, complete after the ``with`` block.
+        """
+        self._spread_peak()
+        live = self.live_bytes()
+        visit = Region(name, start_bytes=live, peak_bytes=live)
+        self._open.append(visit)
+        try:
+            yield visit
+        finally:
+            self._spread_peak()
+            self._open.remove(visit)
+            visit.end_bytes = self.live_bytes()
+            self.peak_bytes[name] = max(visit.peak_bytes, self.peak_bytes.get(name, 0))
+
+    def _spread_peak(self) -> None:
+        """Give the peak since the last boundary to all open regions."""
+        peak = self._take_peak()
+        for visit in self._open:
+            visit.peak_bytes = max(visit.peak_bytes, peak)
+
+
+class CudaMemoryMeter(MemoryMeter):
+    """Bytes that torch's caching allocator has given to tensors, of any origin."""
+
+    def live_bytes(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def _take_peak(self) -> int:
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+
+# Operators that wrap memory allocated outside of the dispatcher, as torch.tensor() does.
+_WRAPPING = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default}
+
+
+class CpuMemoryMeter(MemoryMeter):
+    """Bytes of the storages that operators have allocated since the meter was made.
+
+    Storages that existed before, and memory that comes from elsewhere (``from_numpy``, shared
+    memory), are not counted unless given to :meth:`add`.
+
+    Args:
+        limit_bytes: Live bytes beyond which an operator fails as it does on a full CUDA device; 0 for none.
+    """
+
+    def __init__(self, limit_bytes: int = 0) -> None:
+        super().__init__()
+        self._storages = LimitedStorages(limit_bytes) if limit_bytes else Storages()
+        self._watched = watched(self._storages)
+        self._watched.__enter__()
+        self._mode: TorchDispatchMode | None = StorageWatch(self._storages)
+        self._mode.__enter__()
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of tensors that existed before, such as parameters.
+
+        Args:
+            tensors: Any tensors; a storage counts once however many of them share it.
+        """
+        for tensor in tensors:
+            self._storages.adopt(tensor)
+
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        with self._storages.ignoring():
+            yield
+
+    @property
+    def storages(self) -> Storages:
+        """What is counted."""
+        return self._storages
+
+    def live_bytes(self) -> int:
+        return self._storages.live_bytes
+
+    def _take_peak(self) -> int:
+        peak, self._storages.peak_bytes = self._storages.peak_bytes, self._storages.live_bytes
+        return peak
+
+    def close(self) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+            self._watched.__exit__(None, None, None)
+
+
+class Storages:
+    """The storages that have been seen, until they die.
+
+    Real and fake tensors alike: a storage without memory has a size all the same.
+    """
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.ignores_new = False
+        self.device_type = "cpu"
+        """Of the tensors that count."""
+        self._counted_bytes: dict[int, int | None] = {}
+
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """What is allocated inside stays foreign."""
+        before, self.ignores_new = self.ignores_new, True
+        try:
+            yield
+        finally:
+            self.ignores_new = before
+
+    def see(self, tensor: torch.Tensor, *, new: bool) -> None:
+        """Take note of a tensor that an operator was given or has returned.
+
+        Args:
+            tensor: The tensor; one without storage on the device is ignored.
+            new: Whether an unknown storage was allocated just now.  If not, it stays foreign:
+                known, but never counted.
+        """
+        if tensor.layout != torch.strided or tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._counted_bytes:
+            self._counted_bytes[key] = None
+            weakref.finalize(storage, self.forget, key).atexit = False
+            if new and not self.ignores_new:
+                self._count(key, storage.nbytes())
+        elif self._counted_bytes[key] is not None:
+            # Looked at again, because resizing a storage changes what it holds.
+            self._count(key, storage.nbytes())
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage whether it is foreign or not."""
+        self.see(tensor, new=True)
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._counted_bytes:
+            self._count(storage._cdata, storage.nbytes())
+
+    def _count(self, key: int, size_bytes: int) -> None:
+        before = self._counted_bytes[key] or 0
+        self.live_bytes += size_bytes - before
+        self._counted_bytes[key] = size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if size_bytes != before:
+            self.changed(key, before, size_bytes)
+
+    def forget(self, key: int) -> None:
+        """A storage has died."""
+        before = self._counted_bytes.pop(key) or 0
+        self.live_bytes -= before
+        if before:
+            self.changed(key, before, 0)
+
+    def changed(self, key: int, before_bytes: int, after_bytes: int) -> None:
+        """A counted storage has appeared, been resized or died; for subclasses.
+
+        Args:
+            key: Of the storage, until it dies.
+            before_bytes, after_bytes: Its size; 0 before it appeared and after it died.
+        """
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was resized without an operator."""
+        if self._counted_bytes.get(storage._cdata) is not None:
+            self._count(storage._cdata, storage.nbytes())
+
+
+class LimitedStorages(Storages):
+    """Storages that do not fit into a device of a given size.
+
+    Args:
+        limit_bytes: The device's memory.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__()
+        self._limit_bytes = limit_bytes
+
+    def changed(self, key: int, before_bytes: int, after_bytes: int) -> None:
+        """See :class:`Storages`.
+
+        Raises:
+            torch.OutOfMemoryError: More lives than fits.
+        """
+        if after_bytes > before_bytes and self.live_bytes > self._limit_bytes:
+            raise torch.OutOfMemoryError(
+                f"{self.live_bytes} bytes live, {after_bytes - before_bytes} of them new, and the limit is "
+                f"{self._limit_bytes}"
+            )
+
+
+@contextlib.contextmanager
+def limited_memory(platform: Platform, limit_bytes: int) -> Iterator[None]:
+    """An allocation beyond a limit fails with :class:`torch.OutOfMemoryError` inside.
+
+    Args:
+        platform: Of this process.
+        limit_bytes: Of all tensors that are made inside; on CUDA of all that torch holds.  0 for none.
+    """
+    if platform.is_cuda:
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total) if limit_bytes else 1.0)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        return
+    meter = CpuMemoryMeter(limit_bytes)
+    with meter, resizes_seen(meter.storages):
+        yield
+
+
+@contextlib.contextmanager
+def resizes_seen(storages: Storages) -> Iterator[None]:
+    """Storages are resized without an operator; show that too."""
+    storage_type: Any = torch.UntypedStorage
+    original = storage_type.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        result = original(self, size)
+        storages.resized(self)
+        return result
+
+    storage_type.resize_ = resize_
+    try:
+        yield
+    finally:
+        storage_type.resize_ = original
+
+
+# A meter is a mode of the process; these are the storages of all that are open.
+_WATCHED: list[Storages] = []
+
+
+@contextlib.contextmanager
+def watched(storages: Storages) -> Iterator[None]:
+    """While it is open, :func:`uncounted` holds for these storages as well."""
+    _WATCHED.append(storages)
+    try:
+        yield
+    finally:
+        _WATCHED.remove(storages)
+
+
+class StorageWatch(TorchDispatchMode):
+    """Shows every operator's inputs and outputs to the storages."""
+
+    def __init__(self, storages: Storages) -> None:
+        super().__init__()
+        self._storages = storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Inputs first: what an in-place operator or a view returns is not new.
+        if func not in _WRAPPING:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self._storages.see(leaf, new=False)
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._storages.see(leaf, new=True)
+        return result
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Tensors made inside are not counted on a CPU, where host memory stands for a device's too."""
+    with contextlib.ExitStack() as stack:
+        for storages in _WATCHED:
+            stack.enter_context(storages.ignoring())
+        yield
+
+
+def memory_meter(platform: Platform) -> MemoryMeter:
+    """The meter for a platform, measuring from now on until it is closed."""
+    return CudaMemoryMeter() if platform.is_cuda else CpuMemoryMeter()

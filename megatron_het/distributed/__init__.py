@@ -1,0 +1,39 @@
+"""Process groups of a plan, and the stage-local view of Megatron's ``parallel_state``.
+
+Groups are created here, owned here and destroyed here (``PlanGroups.close``).  Nothing else in
+the package reads the global ``parallel_state``.
+"""
+
+from megatron_het.distributed.axis import Axis
+from megatron_het.distributed.creation import GroupError, create_group
+from megatron_het.distributed.groups import GroupSpec, PlanGroups, build_groups, group_specs, loss_source
+from megatron_het.distributed.pairs import Edge, Link, PairGroups, in_rounds
+from megatron_het.distributed.stage_state import (
+    KNOWN_STATE,
+    as_only_reader,
+    at_chunk,
+    between_the_ends,
+    install_stage_state,
+    remove_stage_state,
+)
+
+__all__ = [
+    "KNOWN_STATE",
+    "Axis",
+    "Edge",
+    "GroupError",
+    "GroupSpec",
+    "Link",
+    "PairGroups",
+    "PlanGroups",
+    "as_only_reader",
+    "at_chunk",
+    "between_the_ends",
+    "build_groups",
+    "create_group",
+    "group_specs",
+    "in_rounds",
+    "install_stage_state",
+    "loss_source",
+    "remove_stage_state",
+]

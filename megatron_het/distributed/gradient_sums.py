@@ -1,0 +1,309 @@
+"""Finalising gradients under a plan: sums across classes of replicas, tied embeddings, one token count.
+
+Gradients are sums over microbatches and ranks, divided once by the global number of tokens
+(``--calculate-per-token-loss``), so any split of microbatches over replicas gives the same result
+(Zorse, section 4.2; Poplar, section 4.4).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_het.distributed import PlanGroups
+from megatron_het.distributed.parameters import CopiesCheck, ShardedParameter, is_tied_copy
+from megatron_het.distributed.resharding import ReplicaClass, ShardExchange
+from megatron_het.plan import Placement
+
+
+class GradientFinalizer:
+    """Replaces ``config.finalize_model_grads_func``; ends in upstream's own function.
+
+    Args:
+        groups: This rank's groups.
+        tied_embeddings: Whether input and output embeddings share their weights.
+        divisor: What losses were divided by (``Plan.loss_divisor``).
+    """
+
+    def __init__(self, groups: PlanGroups, tied_embeddings: bool, divisor: int = 1) -> None:
+        self._divisor = divisor
+        placement = groups.placement
+        self._where = placement.locate(groups.rank)
+        self._has_loss = self._where.stage == placement.last[0]
+        self._has_both_ends = self._where.stage == placement.first[0] == placement.last[0]
+        self._class_group = groups["class"]
+        self._draws_alike = _draw_alike(placement, self._where.stage, self._where.replica)
+        self._stage_exchange = class_exchange(groups)
+        self._tied_exchange = tied_exchange(groups) if tied_embeddings else None
+        self._first_copy: torch.Tensor | None = None
+        self._has_compared = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientFinalizer:
+        """Itself: Megatron copies configurations, with their hooks, for layers of experts."""
+        return self
+
+    def __call__(
+        self,
+        model: list[torch.nn.Module],
+        num_tokens: torch.Tensor | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+    ) -> None:
+        """Reduce, sum across classes and scale; the signature is upstream's.
+
+        Args:
+            model: DDP-wrapped chunks of this rank.
+            num_tokens: Tokens in the losses of this rank's microbatches (stage of the last chunk).
+            pg_collection: Passed on.
+            force_all_reduce: Passed on.
+        """
+        from megatron.core.distributed import finalize_model_grads
+
+        after = _reduces_early(model)
+        if not after:
+            self._sum_across_classes(model)
+        # Without a token count upstream does not scale: its broadcast needs a pipeline group.
+        finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        if after:
+            self._sum_reduced_across_classes(model, force_all_reduce)
+        if num_tokens is not None:
+            counts = self._has_loss and self._where.tp_rank == 0
+            total = num_tokens.to(torch.int64) if counts else torch.zeros_like(num_tokens, dtype=torch.int64)
+            dist.all_reduce(total)
+            scale = self._divisor / torch.clamp(total, min=1)
+            for chunk in model:
+                scaled: Any = chunk
+                scaled.scale_gradients(scale)
+        if not self._has_compared:
+            self._has_compared = True
+            _compare_copies(model, {} if force_all_reduce else _held(model))
+
+    def copy_initial_weights(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Make all replicas, and both copies of tied embeddings, start from the same weights.
+
+        Random initialisation depends on TP size and stage, and on GPUs on how many multiprocessors they have.  Runs
+        when all weights are on the device, where NCCL can send them, and before the optimizer takes copies of its own.
+
+        Args:
+            model: Chunks of this rank, wrapped or not.
+
+        Returns:
+            The same, as Megatron expects it of a hook.
+        """
+        if not self._draws_alike:
+            source = dist.get_global_rank(self._class_group, 0)
+            for weight in (parameter.data for chunk in model for parameter in chunk.parameters()):
+                dist.broadcast(weight, source, group=self._class_group)
+        copies = self._tied_weights(model)
+        for exchange, named, config in self._exchanges(model, copies):
+            exchange.copy_weights(exchange.described(named, lambda p: p.data, config))
+        for copy in copies:
+            if self._first_copy is not None:
+                copy.data.copy_(self._first_copy)
+                self._first_copy = None
+            elif self._has_both_ends:  # under a parameter window the first chunk is closed when the last one comes
+                self._first_copy = copy.data.to("cpu", copy=True)
+        return model
+
+    def _sum_across_classes(self, model: list[torch.nn.Module]) -> None:
+        copies = self._tied_weights(model)
+        for copy in copies[1:]:
+            copies[0].main_grad.add_(copy.main_grad)
+        for exchange, named, config in self._exchanges(model, copies):
+            exchange.sum_gradients(exchange.described(named, operator.attrgetter("main_grad"), config))
+        for copy in copies[1:]:
+            copy.main_grad.copy_(copies[0].main_grad)
+
+    def _sum_reduced_across_classes(self, model: list[torch.nn.Module], are_whole: bool) -> None:
+        """The same sums once upstream has reduced inside every class, and over TP ranks.
+
+        Args:
+            model: DDP-wrapped chunks of this rank.
+            are_whole: Whether every rank has whole gradients, also with the distributed optimizer.
+        """
+        held, gradient = {} if are_whole else _held(model), operator.attrgetter("main_grad")
+
+        def gathered(exchange: ShardExchange, parameters: Sequence[ShardedParameter]) -> None:
+            if held:
+                exchange.gather_reduced(parameters, [_span(held, p.tensor) for p in parameters])
+
+        copies = self._tied_weights(model)
+        for exchange, named, _ in self._exchanges(model, copies):
+            parameters = exchange.described(named, gradient)  # what TP ranks had summands of is added up
+            gathered(exchange, parameters)
+            if exchange is self._tied_exchange:
+                for copy in copies[1:]:
+                    gathered(exchange, exchange.described(iter([("tied embedding", copy)]), gradient))
+                    copies[0].main_grad.add_(copy.main_grad)
+            exchange.sum_reduced(parameters)
+        for copy in copies[1:]:
+            copy.main_grad.copy_(copies[0].main_grad)
+
+    def _tied_weights(self, model: list[torch.nn.Module]) -> list[Any]:
+        """This rank's copies of tied weights: two of them where both ends of the model are on one stage."""
+        from megatron.core.utils import unwrap_model
+
+        if self._tied_exchange is None:
+            return []
+        # Of the chunks that are given, which under a parameter window is one at a time until training starts.
+        mine = [chunk for chunk in unwrap_model(model) if chunk.pre_process or chunk.post_process]
+        return [chunk.shared_embedding_or_output_weight() for chunk in mine]
+
+    def _exchanges(
+        self, model: list[torch.nn.Module], copies: Sequence[torch.nn.Parameter]
+    ) -> Iterator[tuple[ShardExchange, Iterator[tuple[str, torch.nn.Parameter]], Any]]:
+        """Tied weights first (one copy of them on every rank, of all classes), then the rest of the stage.
+
+        Each with the names of its parameters and the model's configuration.
+        """
+        from megatron.core.utils import get_model_config, unwrap_model
+
+        chunks = unwrap_model(model)
+        config = get_model_config(chunks[0])
+        if self._tied_exchange is not None and copies:
+            yield self._tied_exchange, iter([("tied embedding", copies[0])]), config
+        if self._stage_exchange is not None:
+            tied = {id(copy) for copy in copies}
+            rest = ((n, p) for chunk in chunks for n, p in chunk.named_parameters() if id(p) not in tied)
+            yield self._stage_exchange, rest, config
+
+
+def _draw_alike(placement: Placement, stage: int, replica: int) -> bool:
+    """Whether all replicas of a replica's class draw the same random weights: they are on one kind of device."""
+    replicas = placement.plan.stages[stage].replicas
+    return len({found.device for found in replicas if found.cut == replicas[replica].cut}) == 1
+
+
+def _reduces_early(model: list[torch.nn.Module]) -> bool:
+    """Whether Megatron reduces gradients inside a class while backward passes still run."""
+    settings: list[Any] = [getattr(chunk, "ddp_config", None) for chunk in model]
+    return any(found is not None and found.overlap_grad_reduce for found in settings)
+
+
+def _held(model: list[torch.nn.Module]) -> dict[int, tuple[int, int]]:
+    """Which elements of each gradient this rank has the class's sum of, where the distributed optimizer divides them.
+
+    Returns:
+        ``(start, stop)`` of the flat gradient, by its address; nothing where all ranks have all.
+    """
+    wrapped: list[Any] = list(model)
+    divided = [chunk for chunk in wrapped if chunk.ddp_config.use_distributed_optimizer]
+    found: dict[int, tuple[int, int]] = {}
+    for buffer in (buffer for chunk in divided for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            length = bucket.grad_data.numel() // group.size()
+            first = bucket.offset + group.rank() * length
+            for parameter in bucket.params_list:
+                start, stop, _ = buffer.param_index_map[parameter]
+                mine = min(max(first, start), stop) - start, max(min(first + length, stop), start) - start
+                found[parameter.main_grad.data_ptr()] = mine
+    return found
+
+
+def _compare_copies(model: list[torch.nn.Module], held: dict[int, tuple[int, int]]) -> None:
+    """Refuse different gradients of the copies of tied weights on this rank."""
+    copies: list[Any] = [p for chunk in model for p in chunk.parameters() if is_tied_copy(p)]
+    check = CopiesCheck(len(copies))
+    for copy in copies:
+        start, stop = held.get(copy.main_grad.data_ptr(), (0, copy.numel()))
+        check.see(start, copy.main_grad.view(-1)[start:stop])
+
+
+def _span(held: dict[int, tuple[int, int]], gradient: torch.Tensor) -> tuple[int, int]:
+    """Of one gradient; an expert of other ranks has no elements here."""
+    return held[gradient.data_ptr()] if gradient.numel() else (0, 0)
+
+
+def class_exchange(groups: PlanGroups) -> ShardExchange | None:
+    """Between the classes of replicas of this rank's stage; None where there is one."""
+    stage = groups.placement.locate(groups.rank).stage
+    return _exchange(groups, [stage], "leaders") if groups.placement.is_mixed(stage) else None
+
+
+def tied_exchange(groups: PlanGroups) -> ShardExchange | None:
+    """Between the stages of the model's first and last chunk, where this rank's stage is one of them.
+
+    None where both ends are in one chunk.
+    """
+    placement = groups.placement
+    ends = sorted({placement.first[0], placement.last[0]})
+    if placement.first == placement.last or placement.locate(groups.rank).stage not in ends:
+        return None
+    return _exchange(groups, ends, "ends")
+
+
+def _exchange(groups: PlanGroups, stages: list[int], role: str) -> ShardExchange:
+    placement: Placement = groups.placement
+    where = placement.locate(groups.rank)
+    own = placement.replica(where.stage, where.replica).cut
+    classes: list[ReplicaClass] = []
+    mine = -1
+    for stage in stages:
+        for cut in placement.classes(stage):
+            if stage == where.stage and cut == own:
+                mine = len(classes)
+            leaders = tuple(placement.class_ranks(stage, cut, t)[0] for t in range(cut.tp))
+            classes.append(ReplicaClass(cut, leaders))
+    return ShardExchange(classes, mine, where.tp_rank, groups["class"], groups["tp"], groups.get(role))
+
+
+def mark_sharded(model: list[torch.nn.Module]) -> None:
+    """Say of parameters which TP cuts that it does, where Megatron's own layers forget to.
+
+    The learnable softmax offset has one number per attention head of its rank.  Without the attributes it
+    would be taken for a copy: in the exchange between classes, and in norms.  And Transformer Engine's layers of
+    experts do not say that their gated projection is cut in two halves.
+    """
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+    from megatron.core.utils import get_model_config
+
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(".softmax_offset") and not hasattr(parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+            gated = ".experts." in name and ".linear_fc1." in name and get_model_config(chunk).gated_linear_unit
+            if gated and getattr(parameter, "tensor_model_parallel", False):
+                parameter.partition_stride = 2  # type: ignore[attr-defined]
+
+
+def count_once_in_params_norm(model: list[torch.nn.Module], groups: PlanGroups) -> None:
+    """Make ``--log-params-norm`` count every parameter once under the distributed optimizer.
+
+    Upstream sums over the WORLD (see ``distributed/stage_state.py``), in which replicas of a class hold copies of
+    the parameters.  Of 16-bit parameters it takes the main parameters, whose shards are disjoint, but sums
+    them over the replicas before.  Called once the optimizer has its shards: from then on nothing else reads
+    these marks.
+    """
+    is_first = groups["class"].rank() == 0
+    for chunk in model:
+        marked: Iterator[Any] = chunk.parameters()
+        for parameter in marked:
+            if getattr(parameter, "main_param_sharded", False):
+                parameter.main_param_sharded = False
+            elif not is_first:
+                parameter.shared = True
+
+
+def mark_duplicates(model: list[torch.nn.Module], groups: PlanGroups, distributed_optimizer: bool) -> None:
+    """Count every parameter once in the global gradient norm and in the count of zeros.
+
+    Upstream sums over the WORLD (see ``distributed/stage_state.py``) and skips ``shared`` parameters.
+    With the distributed optimizer the replicas of a class hold disjoint shards; without it they
+    hold copies, of which one counts.  Of several classes the primary one counts.
+    """
+    placement = groups.placement
+    where = placement.locate(groups.rank)
+    primary = placement.classes(where.stage)[0]
+    counts = placement.replica(where.stage, where.replica).cut == primary
+    if not distributed_optimizer:
+        counts = counts and groups["class"].rank() == 0
+    if not counts:
+        for chunk in model:
+            marked: Iterator[Any] = chunk.parameters()
+            for parameter in marked:
+                parameter.shared = True

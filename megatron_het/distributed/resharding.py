@@ -1,0 +1,295 @@
+"""Moving weights and summing gradients between replicas that cut weights in different ways (TP and EP sizes).
+
+Inside a class of replicas Megatron's own reduction is enough.  Across classes, and between the first and
+the last stage for tied embeddings, shards are cut differently, so the *leaders* (first member of
+each class at each TP rank) exchange the intersections of their shards and add them in one fixed
+order.  Every class therefore holds the same bits afterwards.
+
+The exchange comes before Megatron's own reduction inside a class: the total is left on the leader
+and zeros on the other members, so that the reduction that follows (all-reduce or reduce-scatter,
+whichever optimizer is used) spreads the total unchanged.  Where Megatron has reduced inside the class already,
+during backward passes (``--overlap-grad-reduce``), the exchange comes after: the leader gets what the members hold
+of the class's sum, and tells them the total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_het.distributed.parameters import ShardedParameter, sharded_parameters, with_all_experts
+from megatron_het.lowering.experts import expert_segments
+from megatron_het.lowering.shards import Overlap, Segment, overlaps, segments
+from megatron_het.plan import Cut
+
+_BUCKET_BYTES = 64 * 2**20  # bounds the extra memory of the exchange
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaClass:
+    """Replicas that cut weights alike: ``leaders[t]`` is the world rank that speaks for TP rank t."""
+
+    cut: Cut
+    leaders: tuple[int, ...]
+
+
+class ShardExchange:
+    """Exchange between the leaders of several classes.
+
+    Args:
+        classes: All classes in the order in which contributions are added.
+        mine: Index of this rank's class.
+        tp_rank: This rank's TP rank.
+        class_group: Data-parallel group inside the class (this rank's).
+        tp_group: This rank's TP group.
+        leaders_group: Group of all leaders; None on other ranks.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[ReplicaClass],
+        mine: int,
+        tp_rank: int,
+        class_group: dist.ProcessGroup,
+        tp_group: dist.ProcessGroup,
+        leaders_group: dist.ProcessGroup | None,
+    ) -> None:
+        self._classes = classes
+        self._mine = mine
+        self._tp_rank = tp_rank
+        self._class_group = class_group
+        self._tp_group = tp_group
+        self._leaders_group = leaders_group
+        self._is_leader = leaders_group is not None and class_group.rank() == 0
+
+    def described(
+        self,
+        named: Iterator[tuple[str, torch.nn.Parameter]],
+        select: Callable[[torch.nn.Parameter], torch.Tensor],
+        config: Any = None,
+    ) -> list[ShardedParameter]:
+        """This rank's parameters as an exchange takes them.
+
+        Args:
+            named: Names and parameters, in the model's order.
+            select: The tensor to exchange, e.g. the main gradient.
+            config: The model's configuration, which says of what TP ranks have summands; None where they were added up.
+        """
+        cut = self._classes[self._mine].cut
+        partial = (False, False) if config is None else (config.sequence_parallel, config.qk_layernorm)
+        found = sharded_parameters(named, select, cut, *partial)
+        return with_all_experts(found, cut, self._tp_rank)
+
+    def sum_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Replace local gradients so that reducing them inside each class gives the global sum."""
+        for bucket in _buckets(parameters):
+            self._sum_partial(bucket)
+            self._reduce_to_leader(bucket)
+            if self._is_leader:
+                self._sum_over_classes(bucket)
+            self._leave_total_once(bucket)
+
+    def gather_reduced(self, parameters: Sequence[ShardedParameter], held: Sequence[tuple[int, int]]) -> None:
+        """Bring gradients that were reduced inside the class, but not exchanged, to its leader.
+
+        Args:
+            parameters: Their gradients.
+            held: Of each, the elements ``[start, stop)`` of the flat gradient in which this rank has the class's sum.
+                They are disjoint among the members and together the whole; the rest of a gradient is overwritten.
+        """
+        if self._class_group.size() == 1:
+            return
+        spans = {id(p): span for p, span in zip(parameters, held, strict=True)}
+        for bucket in _buckets(parameters):
+            for parameter in bucket:
+                start, stop = spans[id(parameter)]
+                flat = parameter.tensor.view(-1)
+                flat[:start].zero_()
+                flat[stop:].zero_()
+            self._reduce_to_leader(bucket)
+
+    def sum_parts(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Replace parts of gradients, which add up to the class's sum, by the sum over classes, on all members."""
+        if self._class_group.size() > 1:
+            for bucket in _buckets(parameters):
+                self._reduce_to_leader(bucket)
+        self.sum_reduced(parameters)
+
+    def sum_reduced(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Replace gradients of which the leaders have their class's sum by the sum over classes, on all members."""
+        for bucket in _buckets(parameters):
+            if self._is_leader:
+                self._sum_over_classes(bucket)
+            if self._class_group.size() > 1:
+                self._broadcast_in_class(bucket)
+
+    def copy_weights(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Overwrite the weights of every class with those of the first one."""
+        for bucket in _buckets(parameters):
+            if self._is_leader:
+                received = self._swap(bucket, senders=[0])
+                if self._mine != 0:
+                    for parameter, total in zip(bucket, received[0], strict=True):
+                        parameter.tensor.copy_(total)
+            if self._mine != 0 and self._class_group.size() > 1:
+                self._broadcast_in_class(bucket)
+
+    # -- inside a class ----------------------------------------------------------------------
+
+    def _sum_partial(self, bucket: Sequence[ShardedParameter]) -> None:
+        tensors = [p.tensor for p in bucket if p.partial]
+        if tensors and self._tp_group.size() > 1:
+            _in_one_message(tensors, lambda flat: dist.all_reduce(flat, group=self._tp_group))
+
+    def _reduce_to_leader(self, bucket: Sequence[ShardedParameter]) -> None:
+        if self._class_group.size() > 1:
+            leader = dist.get_global_rank(self._class_group, 0)
+            _in_one_message([p.tensor for p in bucket], lambda flat: dist.reduce(flat, leader, group=self._class_group))
+
+    def _broadcast_in_class(self, bucket: Sequence[ShardedParameter]) -> None:
+        leader = dist.get_global_rank(self._class_group, 0)
+        _in_one_message([p.tensor for p in bucket], lambda flat: dist.broadcast(flat, leader, group=self._class_group))
+
+    def _leave_total_once(self, bucket: Sequence[ShardedParameter]) -> None:
+        for parameter in bucket:
+            if not self._is_leader or (parameter.partial and self._tp_rank > 0):
+                parameter.tensor.zero_()
+
+    # -- across classes ----------------------------------------------------------------------
+
+    def _sum_over_classes(self, bucket: Sequence[ShardedParameter]) -> None:
+        parts = self._swap(bucket, senders=range(len(self._classes)))
+        parts[self._mine] = [p.tensor.clone() for p in bucket]
+        for i, parameter in enumerate(bucket):
+            total = parts[0][i]
+            for c in range(1, len(self._classes)):
+                total = total + parts[c][i]
+            parameter.tensor.copy_(total)
+
+    def _swap(self, bucket: Sequence[ShardedParameter], senders: Sequence[int]) -> dict[int, list[torch.Tensor]]:
+        """Send my shards to all other classes (if mine is a sender) and receive theirs.
+
+        Returns:
+            For every other sending class its contribution to each parameter, in my shape.
+        """
+        outgoing, incoming = [], []
+        for c, cls in enumerate(self._classes):
+            for t, peer in enumerate(cls.leaders):
+                if c == self._mine:
+                    continue
+                if self._mine in senders:
+                    flat = self._pack(bucket, cls.cut, t)
+                    if flat.numel():
+                        outgoing.append((peer, flat))
+                if c in senders:
+                    layout = self._layout(bucket, cls.cut, t)
+                    size = sum(_size(p, overlap) for p, overlap in layout)
+                    if size:
+                        buffer = bucket[0].tensor.new_empty(size)
+                        incoming.append((peer, buffer, c, layout))
+        self._run(outgoing, incoming)
+        result = {c: [torch.zeros_like(p.tensor) for p in bucket] for c in senders if c != self._mine}
+        index = {id(p): i for i, p in enumerate(bucket)}
+        for _, buffer, c, layout in incoming:
+            offset = 0
+            for parameter, overlap in layout:
+                size = _size(parameter, overlap)
+                piece = buffer[offset : offset + size]
+                target = _rows(parameter, result[c][index[id(parameter)]], overlap, "mine")
+                target.copy_(piece.view(target.shape))
+                offset += size
+        return result
+
+    def _run(self, outgoing: list, incoming: list) -> None:
+        operations = [
+            dist.P2POp(dist.irecv, buffer, peer, group=self._leaders_group) for peer, buffer, _, _ in incoming
+        ] + [dist.P2POp(dist.isend, flat, peer, group=self._leaders_group) for peer, flat in outgoing]
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+    def _layout(
+        self, bucket: Sequence[ShardedParameter], cut: Cut, tp_rank: int
+    ) -> list[tuple[ShardedParameter, Overlap | None]]:
+        """What rank ``tp_rank`` of another class sends to me; ``mine`` rows are my local rows.
+
+        A parameter that is not partitioned comes whole, from the peer at my TP rank modulo its TP.
+        """
+        layout: list[tuple[ShardedParameter, Overlap | None]] = []
+        my_cut = self._classes[self._mine].cut
+        for parameter in bucket:
+            if parameter.dim < 0:
+                if tp_rank == self._tp_rank % cut.tp:
+                    layout.append((parameter, None))
+                continue
+            mine = _segments(parameter, my_cut, self._tp_rank)
+            theirs = _segments(parameter, cut, tp_rank)
+            layout.extend((parameter, overlap) for overlap in overlaps(mine, theirs))
+        return layout
+
+    def _pack(self, bucket: Sequence[ShardedParameter], cut: Cut, tp_rank: int) -> torch.Tensor:
+        """The flat message for rank ``tp_rank`` of another class, in the order it expects."""
+        my_cut, parts = self._classes[self._mine].cut, []
+        for parameter in bucket:
+            if parameter.dim < 0:
+                if self._tp_rank == tp_rank % my_cut.tp:
+                    parts.append(parameter.tensor.reshape(-1))
+                continue
+            theirs = _segments(parameter, cut, tp_rank)
+            mine = _segments(parameter, my_cut, self._tp_rank)
+            for overlap in overlaps(theirs, mine):
+                parts.append(_rows(parameter, parameter.tensor, overlap, "theirs").reshape(-1))
+        return torch.cat(parts) if parts else bucket[0].tensor.new_empty(0)
+
+
+def _segments(parameter: ShardedParameter, cut: Cut, tp_rank: int) -> list[Segment]:
+    """What a rank of a class holds of a parameter."""
+    if parameter.expert is None:
+        return segments(parameter.full, cut.tp, tp_rank, parameter.stride)
+    return expert_segments(parameter.full, cut, tp_rank, parameter.stride, parameter.expert, parameter.experts)
+
+
+def _buckets(parameters: Sequence[ShardedParameter]) -> Iterator[list[ShardedParameter]]:
+    """Runs of parameters of one dtype, bounded by their *full* size, so that all ranks agree."""
+    bucket: list[ShardedParameter] = []
+    size = 0
+    for parameter in parameters:
+        other_dtype = bucket and parameter.tensor.dtype != bucket[0].tensor.dtype
+        if bucket and (other_dtype or size + parameter.full_bytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.full_bytes
+    if bucket:
+        yield bucket
+
+
+def _rows(parameter: ShardedParameter, tensor: torch.Tensor, overlap: Overlap | None, side: str) -> torch.Tensor:
+    if overlap is None:
+        return tensor
+    return tensor.narrow(parameter.dim, getattr(overlap, side), overlap.length)
+
+
+def _size(parameter: ShardedParameter, overlap: Overlap | None) -> int:
+    if overlap is None:
+        return parameter.tensor.numel()
+    return parameter.row_elements * overlap.length
+
+
+def _in_one_message(tensors: Sequence[torch.Tensor], operation: Callable[[torch.Tensor], object]) -> None:
+    """Run a collective on the concatenation of the tensors and write the result back.
+
+    Ranks of one group hold the same experts, so all of them have something to send, or none.
+    """
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    if not flat.numel():
+        return
+    operation(flat)
+    offset = 0
+    for tensor in tensors:
+        tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
+        offset += tensor.numel()

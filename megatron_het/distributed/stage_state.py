@@ -1,0 +1,241 @@
+"""A stage-local ``megatron.core.parallel_state``.
+
+Large parts of Megatron (samplers, layer layout, DDP, optimizer, checkpoints, random seeds) read
+the module's globals, so on every rank they are set to what is true *for its own stage*:
+
+- tensor axis: the replica; data axis: the replicas that cut weights alike; pipeline axis: an Axis.
+- "model parallel" and "optimizer instance" groups are the WORLD, so that gradient norm, inf checks
+  and success flags are global without further code.
+- the data-parallel *size* seen by the microbatch calculator is 1: microbatches are routed by the
+  plan, every rank counts all of them.
+- experts are divided over the ranks of a replica only, so their data axis is that of all other weights.
+- axes of size one (weight rematerialisation, experts that are not divided) get a group of one rank, and so does
+  the context axis: ranks that share sequences are like data-parallel ones to everything but attention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from megatron_het.distributed.axis import Axis
+from megatron_het.distributed.groups import PlanGroups
+from megatron_het.plan import Cut, Placement
+
+_CLASS_GROUPS = (
+    "_DATA_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP_WITH_CP",
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+    "_EXPERT_DATA_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+)
+_CLASS_GLOO_GROUPS = (
+    "_DATA_PARALLEL_GROUP_GLOO",
+    "_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    "_EXPERT_DATA_PARALLEL_GROUP_GLOO",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
+)
+_REPLICA_GROUPS = (
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
+)
+_EXPERT_GROUPS = ("_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_PARALLEL_GROUP")
+_WORLD_GROUPS = (
+    "_MODEL_PARALLEL_GROUP",
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
+)
+_STAGE_GROUPS = ("_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
+_SELF_GROUPS = ("_CONTEXT_PARALLEL_GROUP", "_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GROUP")
+# Left as they are after import (None or empty), each because its axis is not used.
+_UNSET = (
+    "_EMBEDDING_GROUP",
+    "_EMBEDDING_GLOBAL_RANKS",
+    "_POSITION_EMBEDDING_GROUP",
+    "_POSITION_EMBEDDING_GLOBAL_RANKS",
+    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+    "_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_EXPERT_MODEL_PARALLEL_RANK",
+    "_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE",
+    "_MPU_EXPERT_TENSOR_PARALLEL_RANK",
+    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+    "_MPU_DATA_PARALLEL_RANK",
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
+    "_HYBRID_DP_CP_GROUPS",
+)
+_RANKS_AND_SIZES = (
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
+    "_MODEL_PARALLEL_GLOBAL_RANKS",
+    "_DATA_PARALLEL_GLOBAL_RANKS",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS",
+    "_GTP_WEIGHT_REMAT_GLOBAL_RANKS",
+    "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS",
+    "_EXPERT_MODEL_PARALLEL_RANKS",
+    "_PIPELINE_MODEL_PARALLEL_GROUP",
+    "_PIPELINE_GLOBAL_RANKS",
+    "_MPU_PIPELINE_MODEL_PARALLEL_RANK",
+    "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_DATA_PARALLEL_WORLD_SIZE",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+)
+# Every global of the module that this file has an opinion on.  A test compares it with the module
+# itself, so that a new global in a new release of Megatron is noticed.
+KNOWN_STATE = frozenset(
+    (
+        *_CLASS_GROUPS,
+        *_CLASS_GLOO_GROUPS,
+        *_REPLICA_GROUPS,
+        *_EXPERT_GROUPS,
+        *_WORLD_GROUPS,
+        *_STAGE_GROUPS,
+        *_SELF_GROUPS,
+        *_UNSET,
+        *_RANKS_AND_SIZES,
+        "_GLOBAL_MEMORY_BUFFER",
+    )
+)
+
+
+def stage_state(groups: PlanGroups) -> dict[str, Any]:
+    """Name -> value of every global that is set for this rank."""
+    placement: Placement = groups.placement
+    where = placement.locate(groups.rank)
+    replica = placement.replica(where.stage, where.replica)
+    class_ranks = placement.class_ranks(where.stage, replica.cut, where.tp_rank)
+    me, world = [groups.rank], list(range(placement.world_size))
+    positions = placement.positions(where.stage)
+    chunks = placement.plan.most_chunks
+    by_chunk = positions if len(set(positions)) > 1 or len(positions) < chunks else ()
+    state: dict[str, Any] = {
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(replica.tp_group(where.cp_rank)),
+        "_MODEL_PARALLEL_GLOBAL_RANKS": world,
+        "_DATA_PARALLEL_GLOBAL_RANKS": class_ranks,
+        "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": class_ranks,
+        "_CONTEXT_PARALLEL_GLOBAL_RANKS": me,
+        "_GTP_WEIGHT_REMAT_GLOBAL_RANKS": me,
+        "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": me,
+        "_EXPERT_MODEL_PARALLEL_RANKS": list(replica.ep_group(where.tp_rank, where.cp_rank)),
+        "_PIPELINE_MODEL_PARALLEL_GROUP": Axis(where.stage, placement.num_stages, by_chunk),
+        "_PIPELINE_GLOBAL_RANKS": [placement.replica(s, 0).ranks[0] for s in range(placement.num_stages)],
+        "_MPU_PIPELINE_MODEL_PARALLEL_RANK": where.stage,
+        "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": placement.num_stages,
+        "_MPU_DATA_PARALLEL_WORLD_SIZE": 1,
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": 0 if chunks > 1 else None,
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": chunks if chunks > 1 else None,
+    }
+    for names, group in (
+        (_CLASS_GROUPS, groups["class"]),
+        (_CLASS_GLOO_GROUPS, groups.class_gloo),
+        (_REPLICA_GROUPS, groups["tp"]),
+        (_WORLD_GROUPS, groups.world),
+        (_STAGE_GROUPS, groups["stage"]),
+        (_SELF_GROUPS, groups["self"]),
+    ):
+        state.update(dict.fromkeys(names, group))
+    state.update(zip(_EXPERT_GROUPS, _expert_groups(groups, replica.cut), strict=True))
+    return state
+
+
+def _expert_groups(groups: PlanGroups, cut: Cut) -> tuple[Any, Any]:
+    """The ranks that together have all experts, and those that have parts of the same ones."""
+    if cut.ep == 1:
+        return groups["self"], groups["tp"]
+    return groups["ep"], groups["expert-tp"] if cut.expert_tp > 1 else groups["self"]
+
+
+def install_stage_state(groups: PlanGroups, module: ModuleType | None = None) -> None:
+    """Set the module's globals for this rank.
+
+    Args:
+        groups: This rank's groups.
+        module: ``megatron.core.parallel_state`` (a stand-in in tests).
+    """
+    module = module or _parallel_state()
+    for name, value in stage_state(groups).items():
+        if not hasattr(module, name):
+            raise RuntimeError(f"{module.__name__} has no {name}: another release of Megatron?")
+        setattr(module, name, value)
+    if getattr(module, "_GLOBAL_MEMORY_BUFFER", None) is None:
+        module._set_global_memory_buffer()
+
+
+def remove_stage_state(module: ModuleType | None = None) -> None:
+    """Set every global that ``install_stage_state`` sets back to None."""
+    module = module or _parallel_state()
+    for name in KNOWN_STATE - set(_UNSET):
+        setattr(module, name, None)
+
+
+@contextlib.contextmanager
+def as_only_reader(module: ModuleType | None = None) -> Iterator[None]:
+    """Show data-parallel rank 0 while a data loader is built.
+
+    With the data-parallel size 1 that a plan shows, the loader yields every microbatch on every
+    replica; which of them a replica uses is the routing's business.
+    """
+    state: Any = module or _parallel_state()
+    before = state._MPU_DATA_PARALLEL_RANK
+    state._MPU_DATA_PARALLEL_RANK = 0
+    try:
+        yield
+    finally:
+        state._MPU_DATA_PARALLEL_RANK = before
+
+
+@contextlib.contextmanager
+def at_chunk(chunk: int | None, module: ModuleType | None = None) -> Iterator[None]:
+    """Show the pipeline position of a chunk while something runs that asks for it by the rank alone.
+
+    In a V a stage comes twice, at different positions, and so it may where stages have different numbers of chunks:
+    Megatron's functions ask which rows of a batch a rank
+    needs, and which layers it has, by the position of the rank.
+
+    Args:
+        chunk: Of this rank; None where there is one only.
+        module: ``megatron.core.parallel_state`` (a stand-in in tests).
+    """
+    state: Any = module or _parallel_state()
+    axis = state._PIPELINE_MODEL_PARALLEL_GROUP
+    if chunk is None or not isinstance(axis, Axis) or not axis.by_chunk:
+        yield
+        return
+    with _at(axis.of_chunk(chunk), state):
+        yield
+
+
+@contextlib.contextmanager
+def between_the_ends(module: ModuleType | None = None) -> Iterator[None]:
+    """Show the last pipeline position, which is neither end of the model in any chunk but the last one."""
+    state: Any = module or _parallel_state()
+    axis: Axis = state._PIPELINE_MODEL_PARALLEL_GROUP
+    with _at(Axis(axis.length - 1, axis.length), state):
+        yield
+
+
+@contextlib.contextmanager
+def _at(shown: Axis, state: Any) -> Iterator[None]:
+    before = state._PIPELINE_MODEL_PARALLEL_GROUP, state._MPU_PIPELINE_MODEL_PARALLEL_RANK
+    state._PIPELINE_MODEL_PARALLEL_GROUP, state._MPU_PIPELINE_MODEL_PARALLEL_RANK = shown, shown.position
+    try:
+        yield
+    finally:
+        state._PIPELINE_MODEL_PARALLEL_GROUP, state._MPU_PIPELINE_MODEL_PARALLEL_RANK = before
+
+
+def _parallel_state() -> ModuleType:
+    from megatron.core import parallel_state
+
+    return parallel_state

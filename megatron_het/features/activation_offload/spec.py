@@ -1,0 +1,77 @@
+"""Activations that wait in host memory (Zorse, section 4.1.3; SlimPipe, section 6.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_het.features.activation_offload.passes import add_activation_offload
+from megatron_het.features.base import Feature, Figures, Refusal, ViewFlag, option
+from megatron_het.plan import Plan
+from megatron_het.schedule.cost import Costs
+from megatron_het.schedule.ir import Program
+
+_FLAG = "--het-offload-activations"
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptions:
+    """How much leaves the device.
+
+    Attributes:
+        ratio: Share of the activations of each forward that waits on the host.
+    """
+
+    ratio: float = option(
+        "offload_activations",
+        1.0,
+        on_host=1.0,
+        flag=_FLAG,
+        metavar="RATIO",
+        help="share (above 0, at most 1) of the activations of each forward that waits in host memory "
+        "for its backward, where the schedule leaves time for it",
+        accepts=lambda value, plan: 0 < value <= 1,
+        problem="must be a share above 0 and at most 1",
+        where=_FLAG,
+    )
+
+
+class ActivationOffload(Feature):
+    """Activations leave after their forward and come back ahead of their backward."""
+
+    name = "activation_offload"
+    runtime = "megatron_het.features.activation_offload.runtime"
+    title = "activations in host memory"
+    options = OffloadOptions
+    view_flags = (ViewFlag("--offload", "parameters (with --parameters) and activations to host"),)
+    refused = (Refusal("cpu_offloading_num_layers", "it moves the same activations"),)
+
+    def viewed(self, flags: Mapping[str, Any]) -> OffloadOptions | None:
+        """One switch."""
+        return OffloadOptions() if flags["offload"] else None
+
+    def named(self, plan: Plan) -> str:
+        """The flag."""
+        return _FLAG
+
+    def after_transfers(self, program: Program, options: OffloadOptions) -> Program:
+        """The program with activations on their way to and from the host; an evaluation keeps none."""
+        return program if program.forward_only else add_activation_offload(program)
+
+    def price(self, costs: Costs, options: OffloadOptions, program: Program, figures: Figures) -> Costs:
+        """Copies at the speed of the host link; the rest of the activations stays."""
+        kept = costs.memory.activation_bytes
+        seconds = tuple(
+            tuple(options.ratio * value / speed for value in row)
+            for row, speed in zip(kept, figures.host_bytes_per_s, strict=True)
+        )
+        left = tuple(tuple((1 - options.ratio) * value for value in row) for row in kept)
+        memory = replace(costs.memory, boundary_bytes=left)
+        return replace(costs, act_offload_s=seconds, act_fetch_s=seconds, memory=memory)
+
+
+def offload_ratio(plan: Plan) -> float:
+    """Share of each forward's activations that wait on the host in a checked plan, 0 for none."""
+    options = ActivationOffload().options_of(plan)
+    return 0.0 if options is None else float(options.ratio)

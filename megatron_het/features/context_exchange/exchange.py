@@ -1,0 +1,441 @@
+"""The attention context exchange on a rank (SlimPipe, section 4.2).
+
+The program says what happens: KV_SEND and KV_RECV move keys and values ahead of their use; ATTEND_GIVE and
+ATTEND_HELP, before a FORWARD, name what that pass gives away and what it does for others; a device without
+a pass works in its last ATTEND_HELP of the slot.  A model's attention is in the middle of its layers, so the
+queries and results of every layer travel inside the pass: layer for layer, by :class:`_Layer`, which slice
+attention calls.
+
+No deadlock inside a slot: all devices that exchange do so in the same number of layers, the first ones of their
+chunks, as many as the smallest chunk has; forward from the first to the last, backward from the last to the
+first.  Layers after them attend alone.  A layer has two points at which transfers are posted, all at once: queries,
+sent and received, where it begins, and results, sent and received, where it ends.  Before each point the memory of
+all messages is there and those to send are packed; after it a device computes, and waits for what was posted at it.
+So wherever the host waits for the device, as it does at the first launch of a kernel, what is under way was posted
+at a point that the device has passed, and its other end is posted as soon as the peer comes to the same point.
+Suppose the slot stood still; take a device that has passed the fewest points.  What it waits for is posted at a point
+that all have passed, so it goes on.  Between slots, ``schedule/joint.py`` proves it.  Every wait has the channels'
+timeout all the same.
+
+The order of posts is the host's.  On the device a transfer begins when what it needs is there: results leave when they
+are made, not when everything is done that was launched meanwhile (:meth:`Channels.send`).  Over host memory,
+where the host waits for no device, results are sent and expected as early as possible.
+
+A rank gives a part of the work to every rank of the helper that has some of its heads, as TP cuts them there.  The
+helper needs no weights for it, so replicas may have different TP sizes.
+
+A recomputed forward attends to everything itself: its slot is one of backward passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from megatron_het.attention.core import SliceCoreAttention, head_width, score_scale
+from megatron_het.attention.kernel_choice import choose_kernel
+from megatron_het.attention.kernels import Kernel, Setting
+from megatron_het.attention.layer_exchange import NOTHING, Given, TokenGradient
+from megatron_het.attention.messages import pack, unpack
+from megatron_het.features.context_exchange.helped import attend_reached, attend_reached_backward
+from megatron_het.features.context_exchange.helper import (
+    AttentionShape,
+    attend,
+    attend_backward,
+    heads_of,
+    joined_heads,
+)
+from megatron_het.features.context_exchange.keys import ExchangedKeys, returned_units
+from megatron_het.features.context_exchange.limits import Limits
+from megatron_het.features.context_exchange.slot import ExchangeError, Message, Slot
+from megatron_het.features.context_exchange.units import Units
+from megatron_het.lowering.ranks import RankOp, RankProgram
+from megatron_het.report.timeline import Timeline
+from megatron_het.runtime.channels import Channels
+from megatron_het.schedule.ir import Kind
+from megatron_het.schedule.kinds import OWNERS
+
+_BACKWARD = frozenset({Kind.ATTEND_GIVE_BACKWARD, Kind.ATTEND_HELP_BACKWARD, Kind.BACKWARD})
+_SENDS = frozenset({Kind.KV_SEND, Kind.KV_SEND_BACKWARD})
+_RECEIVES = frozenset({Kind.KV_RECV, Kind.KV_RECV_BACKWARD})
+_GIVES = frozenset({Kind.ATTEND_GIVE, Kind.ATTEND_GIVE_BACKWARD})
+_HELPS = frozenset({Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD})
+
+
+class ContextExchange:
+    """This rank's part in the exchange.
+
+    Args:
+        programs: This rank's programs, by whether they only run forwards.
+        units: Which tokens of each rank exchange units are: context-parallel ranks hold parts of slices.
+        rank: This rank.
+        layers: Layers of every chunk that exchange, from its first.
+        keys_channels: Carry keys and values.
+        channels: Carry queries and results; not used by anything else, because inside a pass their order
+            is by layer and not by the program.
+        timeline: Learns what was waiting.
+        device: Where the models are.
+        keep: Whether helpers add up the gradients of the keys and values that they keep.
+    """
+
+    def __init__(
+        self,
+        programs: Mapping[bool, RankProgram],
+        units: Units,
+        rank: int,
+        layers: int,
+        keys_channels: Channels,
+        channels: Channels,
+        timeline: Timeline,
+        device: torch.device,
+        keep: bool = False,
+    ) -> None:
+        self._units, self._rank, self._layers = units, rank, layers
+        self._channels, self._timeline = channels, timeline
+        self._device, self._keep, self._keys_channels = device, keep, keys_channels
+        self._modes = {mode: self._held_keys(program) for mode, program in programs.items()}
+        self._keys = self._modes[False]
+        self._returned = returned_units(programs[False], Kind.ATTEND_GIVE_BACKWARD, keep)
+        self.returned = self._returned
+        """The units whose gradients come back with each ATTEND_GIVE_BACKWARD."""
+        self._limits: Limits | None = None
+        self._gives: list[RankOp] = []
+        self._helps: list[RankOp] = []
+        self._slot: Slot | None = None
+        self._modules: list[list[SliceCoreAttention]] = []
+        self._shape: AttentionShape | None = None
+        self._sequences: Callable[[int], int] = lambda microbatch: 1
+        self._scale = 1.0
+        self._kernels: Sequence[str] = ()
+        self._kernel: Kernel | None = None
+
+    def attach(
+        self,
+        modules: Sequence[list[SliceCoreAttention]],
+        models: Sequence[torch.nn.Module],
+        sequences: Callable[[int], int],
+        kernels: Sequence[str] = (),
+    ) -> None:
+        """Connect the attention of every chunk.
+
+        Args:
+            modules: Slice attention of every chunk, in layer order.
+            models: The chunks (GPTModel, not wrapped).
+            sequences: Sequences of a microbatch.
+            kernels: Names of the attention kernels to choose from; nothing for all.
+        """
+        self._kernels = kernels
+        self._modules = [chunk[: self._layers] for chunk in modules]
+        for chunk in self._modules:
+            for layer, module in enumerate(chunk):
+                module.exchange = _Layer(self, layer)
+        attention = models[0].decoder.layers[0].self_attention  # type: ignore[union-attr,index]
+        self._sequences = sequences
+        self._scale = score_scale(attention)
+        self._shape = AttentionShape(
+            1,
+            1,
+            attention.num_attention_heads_per_partition,
+            attention.num_query_groups_per_partition,
+            head_width(attention),
+            attention.config.params_dtype,
+            self._device,
+        )
+
+    def shape(self, op: RankOp) -> AttentionShape:
+        """What the layers work on in an operation's pass: the heads that two ranks have in common."""
+        whole, groups = self._shape, op.hi - op.lo
+        assert whole is not None, "the models are not attached"
+        heads, batch = groups * whole.heads // whole.groups, self._sequences(op.microbatch)
+        tokens = self._units.slice_tokens(op.microbatch, op.slice)
+        return replace(whole, slice_tokens=tokens, batch=batch, groups=groups, heads=heads)
+
+    def first_token(self, op: RankOp, unit: int) -> int:
+        """Where a unit of what an operation moves or attends to begins, as the rank counts that owns it."""
+        return self._units.first(self._rank if op.kind in OWNERS else op.peer, op.microbatch, unit)
+
+    def of_heads(self, op: RankOp, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The message with an operation's heads of tensors ``[s, b, heads, d]`` and log-sum-exps ``[b, heads, s]``."""
+        assert self._shape is not None
+        each = self._shape.heads // self._shape.groups
+        rows = op.lo * each, (op.hi - op.lo) * each
+        return pack(*heads_of(tensors, *rows))
+
+    @property
+    def slot(self) -> Slot | None:
+        """The slot that runs; None in passes without exchange."""
+        return self._slot
+
+    # -- operations of the program ---------------------------------------------------------------
+
+    def begin(self, forward_only: bool) -> None:
+        """An iteration of training or evaluation begins."""
+        self._keys, self.returned, self._limits = self._modes[forward_only], self._returned, None
+
+    def begin_limited(self, program: RankProgram, limits: Limits) -> None:
+        """An iteration begins whose documents or windows limit what slices see.
+
+        Args:
+            program: This rank's, made for it.
+            limits: What slices see.
+        """
+        self._keys, self._limits = self._held_keys(program), limits
+        self.returned = returned_units(program, Kind.ATTEND_GIVE_BACKWARD, self._keep)
+
+    def _held_keys(self, program: RankProgram) -> ExchangedKeys:
+        return ExchangedKeys(program, self.first_token, self._keys_channels, self._keep)
+
+    def handle(self, op: RankOp) -> None:
+        """Run one operation of the exchange."""
+        if op.kind in _SENDS:
+            self._keys.send(op, self._modules[op.chunk], self.shape(op))
+        elif op.kind in _RECEIVES:
+            self._keys.receive(op, self._layers, self.shape(op))
+        elif op.kind in _GIVES:
+            self._gives.append(op)
+        elif op.kind in _HELPS:
+            self._help(op)
+        elif self._gives:  # what is merged came back inside the pass; here its result is complete
+            raise ExchangeError(f"{op.label} before its pass")
+
+    def _help(self, op: RankOp) -> None:
+        """Noted for the pass that follows; in a slot without a pass the last one does the work."""
+        self._helps.append(op)
+        if not op.is_final_piece:
+            return
+        with self._run(op.kind in _BACKWARD) as slot:
+            if self._kernel is None:
+                shape = self.shape(op)
+                like = torch.empty(shape.channels, dtype=shape.dtype, device=shape.device)
+                self._kernel = choose_kernel(Setting.of(like), self._kernels)
+            for _ in range(self._layers):
+                self.give((), None)
+                self.help(self._kernel, self._scale)
+                self._answer(slot)
+                slot.done += 1
+
+    @contextlib.contextmanager
+    def joint(self, op: RankOp) -> Iterator[None]:
+        """Around a FORWARD or BACKWARD: the gives and helps noted before it belong to it."""
+        for give in self._gives:
+            if give.key != op.key or (give.kind in _BACKWARD) != (op.kind in _BACKWARD):
+                raise ExchangeError(f"{give.label} is not for {op.label}, which follows it")
+        with self._run(op.kind in _BACKWARD):
+            yield
+
+    @contextlib.contextmanager
+    def _run(self, is_backward: bool) -> Iterator[Slot]:
+        gives, helps = tuple(self._gives), tuple(self._helps)
+        self._gives.clear()
+        self._helps.clear()
+        slot = Slot(gives, helps, is_backward, self._layers)
+        self._slot = slot if gives or helps else None
+        try:
+            yield slot
+        finally:
+            self._slot = None
+        if (gives or helps) and slot.done != self._layers:
+            raise ExchangeError(f"{slot.done} of {self._layers} layers took part in the exchange")
+        for help_ in helps:
+            self._keys.drop(help_)
+
+    # -- inside a layer ----------------------------------------------------------------------------
+
+    def give(self, tensors: Sequence[torch.Tensor], expected: Callable[[RankOp], Any] | None) -> Given:
+        """Begin a layer: send its query to all helpers, and post the receives of others' queries.
+
+        Args:
+            tensors: What is sent, with all heads of this rank.
+            expected: Shapes and types of what comes back, by what is given; None where nothing is given.
+
+        Returns:
+            Tokens given away.
+        """
+        slot = self._slot
+        if slot is None:
+            return NOTHING
+        queries = [self._query(slot, op) for op in slot.helps]
+        packed = [self.of_heads(op, tensors) for op in slot.gives]
+        slot.results = [self.shape(op).message(expected(op)) for op in slot.gives if expected is not None]
+        # Nothing from here to the last post makes the host wait for the device.
+        slot.moment = self._channels.moment(self._device)
+        for op, buffer in zip(slot.helps, queries, strict=True):
+            slot.queries.append(Message(buffer, self._channels.receive(buffer, op.peer, op.label)))
+        for op, message in zip(slot.gives, packed, strict=True):
+            self._channels.send(message, op.peer, op.label)
+        if not self._channels.on_device:
+            self._expect_results(slot)
+        if not slot.gives:
+            return NOTHING
+        first, end = min(op.start for op in slot.gives), max(op.stop for op in slot.gives)
+        return self.first_token(slot.gives[0], first), self.first_token(slot.gives[0], end)
+
+    def results(self) -> Iterator[tuple[RankOp, torch.Tensor]]:
+        """End a layer: send what was made for others, and wait for what comes back."""
+        slot = self._slot
+        if slot is None:
+            return
+        self._answer(slot)
+        self._expect_results(slot)
+        buffers, expected = slot.results, slot.expected
+        slot.results, slot.expected = [], []
+        for op, buffer, pending in zip(slot.gives, buffers, expected, strict=True):
+            with self._timeline.waiting():
+                self._channels.wait_receive(pending)
+            yield op, buffer
+
+    def help(self, kernel: Kernel, scale: float) -> None:
+        """Attend, or differentiate, for others in the current layer."""
+        slot = self._slot
+        if slot is None:
+            return
+        layer = slot.layer_at(slot.done)
+        queries, slot.queries = slot.queries, []
+        for op, message in zip(slot.helps, queries, strict=True):
+            with self._timeline.waiting():
+                self._channels.wait_receive(message.pending)
+                self._keys.wait(op)
+            attending = self._attend_backward if slot.is_backward else self._attend
+            answer = attending(op, layer, message.buffer, kernel, scale)
+            slot.answers.append((op, answer, self._channels.moment(self._device)))
+            if not self._channels.on_device:
+                self._answer(slot)
+
+    def _answer(self, slot: Slot) -> None:
+        """Send what was made for others in this layer."""
+        for op, answer, moment in slot.answers:
+            self._channels.send(answer, op.peer, op.label, moment)
+        slot.answers.clear()
+
+    def _expect_results(self, slot: Slot) -> None:
+        """Post the receives of what comes back in this layer."""
+        if not slot.expected:
+            posts = zip(slot.gives, slot.results, strict=True)
+            slot.expected = [self._channels.receive(to, op.peer, op.label, slot.moment) for op, to in posts]
+
+    def _attend(self, op: RankOp, layer: int, message: torch.Tensor, kernel: Kernel, scale: float) -> torch.Tensor:
+        """The answer to a query: log-sum-exp and output."""
+        parts = self._keys.parts(op, layer)
+        (query,) = unpack(message, self.shape(op).forward_query())
+        if self._limits is None:
+            out, lse = attend(query, parts, kernel, scale)
+        else:
+            reached = self._limits.reached(op, layer, self._keys.ranges(op))
+            out, lse = attend_reached(query, parts, reached, kernel, scale)
+        return pack(lse, out)
+
+    def _attend_backward(
+        self, op: RankOp, layer: int, message: torch.Tensor, kernel: Kernel, scale: float
+    ) -> torch.Tensor:
+        """The answer to a gradient: those of the query, and of the keys and values that return now."""
+        parts = self._keys.parts(op, layer)
+        lse, grad, query, out = unpack(message, self.shape(op).backward_query())
+        if self._limits is None:
+            dq, *grads = attend_backward((grad, query, out, lse), parts, kernel, scale)
+        else:
+            reached = self._limits.reached(op, layer, self._keys.ranges(op))
+            dq, *grads = attend_reached_backward((grad, query, out, lse), parts, reached, kernel, scale)
+        return pack(dq, *self._keys.collect(op, layer, *grads))
+
+    def _query(self, slot: Slot, op: RankOp) -> torch.Tensor:
+        """Memory for what an operation is asked in a layer."""
+        shape = self.shape(op)
+        return shape.message(shape.backward_query() if slot.is_backward else shape.forward_query())
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The iteration is done: everything has left and nothing is held.
+
+        Raises:
+            ExchangeError: Attention was given or promised for a pass that did not come.
+            RuntimeError: Keys and values of others are left.
+        """
+        self._channels.wait_sends()
+        if self._gives or self._helps:
+            raise ExchangeError(f"no pass for {[op.label for op in (*self._gives, *self._helps)]}")
+        self._keys.check_empty()
+
+    def close(self) -> None:
+        """Destroy the groups of queries and results, and let go of what is held."""
+        for keys in (*self._modes.values(), self._keys):
+            keys.clear()
+        self._channels.close()
+
+
+class _Layer:
+    """One layer's view of the exchange; see ``attention.slice_attention.LayerExchange``."""
+
+    def __init__(self, exchange: ContextExchange, layer: int) -> None:
+        self._exchange = exchange
+        self._layer = layer
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the pass that runs takes part in a slot."""
+        return self._exchange.slot is not None
+
+    def _check(self) -> None:
+        slot = self._exchange.slot
+        if slot is not None and slot.layer_at(slot.done) != self._layer:
+            raise ExchangeError(f"layer {self._layer} where {slot.layer_at(slot.done)} was due")
+
+    def _done(self) -> None:
+        if self._exchange.slot is not None:
+            self._exchange.slot.done += 1
+
+    def begin_forward(self, query: torch.Tensor) -> Given:
+        """Hand the query out."""
+        self._check()
+        return self._exchange.give((query,), lambda op: self._exchange.shape(op).forward_result())
+
+    def help_forward(self, kernel: Kernel, scale: float) -> None:
+        """Attend for others."""
+        self._exchange.help(kernel, scale)
+
+    def end_forward(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts given away."""
+        for parts in self._results(lambda op: self._exchange.shape(op).forward_result()):
+            lse, out = joined_heads([tensors for _, tensors in parts])
+            yield out, lse
+        self._done()
+
+    def begin_backward(self, grad: torch.Tensor, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Given:
+        """Hand the gradient out."""
+        self._check()
+        return self._exchange.give(
+            (lse, grad, query, out), lambda op: self._exchange.shape(op).backward_result(self._tokens(op))
+        )
+
+    def help_backward(self, kernel: Kernel, scale: float) -> None:
+        """Differentiate for others."""
+        self._exchange.help(kernel, scale)
+
+    def end_backward(self) -> Iterable[tuple[torch.Tensor, list[TokenGradient]]]:
+        """Gradients of the parts given away."""
+        at = self._exchange.first_token
+        for parts in self._results(lambda op: self._exchange.shape(op).backward_result(self._tokens(op))):
+            dq, dk, dv = joined_heads([tensors for _, tensors in parts])
+            found, row = [], 0
+            for units in self._exchange.returned[parts[0][0]]:
+                first, end = (at(parts[0][0], unit) for unit in units)
+                rows = slice(row, row + end - first)
+                found.append((first, end, dk[rows], dv[rows]))
+                row = rows.stop
+            yield dq, found
+        self._done()
+
+    def _results(self, expected: Callable[[RankOp], Any]) -> Iterator[list[tuple[RankOp, list[torch.Tensor]]]]:
+        """What comes back, the parts of one device together: its ranks have different heads of the same units."""
+        for _, results in groupby(self._exchange.results(), key=lambda result: (result[0].start, result[0].stop)):
+            yield [(op, unpack(buffer, expected(op))) for op, buffer in results]
+
+    def _tokens(self, op: RankOp) -> int:
+        """Tokens whose gradients come back."""
+        at = self._exchange.first_token
+        return sum(at(op, stop) - at(op, start) for start, stop in self._exchange.returned[op])

@@ -1,0 +1,130 @@
+"""The tensors of the attention context exchange (section 4.2): what is packed and computed for others.
+
+Keys and values travel ahead of time, queries when they are made; the helper merges its own parts and returns
+one output and log-sum-exp.  In the backward pass the owner's merged output and log-sum-exp make the
+helper's gradients exact.  Everything that goes to one device at one time is one message of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_het.attention.calls import EVERY, Attended, Call, Sum, differentiate
+from megatron_het.attention.kernels import Kernel
+from megatron_het.attention.reach import Form
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""Output ``[s, b, heads, d]`` and log-sum-exp ``[b, heads, s]``, or keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What an attention layer of this rank works on, or the heads of it that another rank attends for.
+
+    Attributes:
+        slice_tokens: Tokens per slice.
+        batch: Sequences per microbatch.
+        heads: Query heads of this TP rank.
+        groups: Key-value groups of this TP rank.
+        channels: Channels per head.
+        dtype: Of queries, keys and values.
+        device: Where they are.
+    """
+
+    slice_tokens: int
+    batch: int
+    heads: int
+    groups: int
+    channels: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        """Type of log-sum-exps."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def query(self) -> tuple[int, ...]:
+        """Shape of a query, an output and their gradients."""
+        return self.slice_tokens, self.batch, self.heads, self.channels
+
+    @property
+    def lse(self) -> tuple[int, ...]:
+        """Shape of a log-sum-exp."""
+        return self.batch, self.heads, self.slice_tokens
+
+    def keys(self, tokens: int) -> tuple[int, ...]:
+        """Shape of the keys, or the values, of so many tokens."""
+        return tokens, self.batch, self.groups, self.channels
+
+    def message(self, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> torch.Tensor:
+        """An empty message for tensors of these shapes and types."""
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def forward_query(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What the owner sends in a forward pass: the query."""
+        return [(self.query, self.dtype)]
+
+    def forward_result(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What it gets back: log-sum-exp and output."""
+        return [(self.lse, self.lse_dtype), (self.query, self.dtype)]
+
+    def backward_query(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What the owner sends in a backward pass: log-sum-exp, gradient, query, output."""
+        return [(self.lse, self.lse_dtype), *[(self.query, self.dtype)] * 3]
+
+    def backward_result(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What it gets back: gradients of the query and of so many keys and values."""
+        return [(self.query, self.dtype), *[(self.keys(tokens), self.dtype)] * 2]
+
+
+def heads_of(tensors: Sequence[torch.Tensor], first: int, count: int) -> list[torch.Tensor]:
+    """Some heads of tensors ``[s, b, heads, d]`` and of log-sum-exps ``[b, heads, s]``."""
+    return [tensor.narrow(_head_dim(tensor), first, count) for tensor in tensors]
+
+
+def joined_heads(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The same tensors with some heads each, as tensors with all of them."""
+    if len(parts) == 1:
+        return list(parts[0])
+    return [torch.cat(tensors, dim=_head_dim(tensors[0])) for tensors in zip(*parts, strict=True)]
+
+
+def _head_dim(tensor: torch.Tensor) -> int:
+    """Where the heads, or groups, are: log-sum-exps have three dimensions."""
+    return 1 if tensor.dim() == 3 else 2
+
+
+def attend(
+    query: torch.Tensor, keys: Sequence[Part], kernel: Kernel, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Full attention over several pieces of keys and values; output in the query's type."""
+    rows = Attended(query)
+    rows.attend((Call(Form.FULL, *piece) for piece in keys), kernel, scale)
+    return rows.out.to(query.dtype), rows.lse
+
+
+def attend_backward(
+    mine: Sequence[torch.Tensor], keys: Sequence[Part], kernel: Kernel, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the query, and of the pieces' keys and values, joined in the order of the pieces.
+
+    Args:
+        mine: Gradient of the owner's output, its query, its whole output and its whole log-sum-exp.
+        keys: (keys, values) of the pieces.
+        kernel: Does the work.
+        scale: Factor of the scores.
+    """
+    total, grads = Sum(mine[1]), []
+    for key, value in keys:
+        own = Sum(key), Sum(value)
+        differentiate([Call(Form.FULL, key, value, own=EVERY)], mine, (total, *own), kernel, scale)
+        grads.append([part.total for part in own])
+    dk, dv = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*grads, strict=True))
+    return total.total.to(mine[1].dtype), dk, dv

@@ -1,0 +1,185 @@
+"""The attention context exchange as a feature of a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_het.attention.core import SliceCoreAttention
+from megatron_het.attention.kernel_choice import kernels_of_backend
+from megatron_het.features.context_exchange.exchange import ContextExchange
+from megatron_het.features.context_exchange.limits import Limits
+from megatron_het.features.context_exchange.units import Units
+from megatron_het.features.documents.spec import asked_by
+from megatron_het.features.slices.spec import cutting_of
+from megatron_het.lowering.programs import program_of
+from megatron_het.lowering.ranks import RankProgram, exchange_edges, lower
+from megatron_het.lowering.transports import posted_for
+from megatron_het.runtime.feature import (
+    BackwardPass,
+    Call,
+    ForwardPass,
+    Handler,
+    Iteration,
+    OpenContext,
+    RuntimeFeature,
+)
+from megatron_het.schedule.cutting import Parts
+from megatron_het.schedule.exchange import exchanged_layers
+from megatron_het.schedule.kinds import EXCHANGE, Kind
+from megatron_het.schedule.validate import check
+
+_PENDING_SENDS = 4
+"""Sends to one peer that may be under way over gloo."""
+
+
+class ContextExchangeFeature(RuntimeFeature):
+    """Gives attention away and computes it for others.
+
+    Args:
+        exchange: Does the work.
+        sequences: Sequences of a microbatch.
+        args: Megatron's arguments.
+        device: Where the models are.
+        limited: Makes the program of an iteration in which documents or windows limit what slices see, or slices are of
+            unequal length; None where all slices of all iterations are alike.
+    """
+
+    def __init__(
+        self,
+        exchange: ContextExchange,
+        sequences: Callable[[int], int],
+        args: Any,
+        device: torch.device,
+        limited: LimitedPrograms | None,
+    ) -> None:
+        self._exchange, self._sequences = exchange, sequences
+        self._args, self._device, self._limited = args, device, limited
+
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """See :class:`RuntimeFeature`."""
+        return dict.fromkeys(EXCHANGE, lambda op, call, state: self._exchange.handle(op))
+
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        """See :class:`RuntimeFeature`; slice attention is in the models already."""
+        placed = [[m for m in model.modules() if isinstance(m, SliceCoreAttention)] for model in models]
+        kernels = kernels_of_backend(self._args.attention_backend.name, self._device.type)
+        self._exchange.attach(placed, models, self._sequences, kernels)
+
+    def begin(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`."""
+        self._exchange.begin(call.forward_only)
+
+    def program(self, call: Call, program: RankProgram) -> RankProgram:
+        """With documents, windows and slices of unequal length, that of what the slices of this iteration see."""
+        if self._limited is None:
+            return program
+        made = self._limited.program(call.forward_only)
+        self._exchange.begin_limited(made, self._limited.limits)
+        return made
+
+    def around_forward(self, forward: ForwardPass, call: Call) -> contextlib.AbstractContextManager[None]:
+        """See :class:`RuntimeFeature`."""
+        return self._exchange.joint(forward.op)
+
+    def around_backward(
+        self, backward: BackwardPass, call: Call, state: Iteration
+    ) -> contextlib.AbstractContextManager[None]:
+        """See :class:`RuntimeFeature`."""
+        return self._exchange.joint(backward.op)
+
+    def finish(self, call: Call, state: Iteration) -> None:
+        """See :class:`RuntimeFeature`."""
+        self._exchange.finish()
+        if self._limited is not None:
+            self._limited.channels.wait_sends()
+
+    def close(self) -> None:
+        """See :class:`RuntimeFeature`."""
+        self._exchange.close()
+        if self._limited is not None:
+            self._limited.channels.close()
+
+
+class LimitedPrograms:
+    """This rank's programs, made anew for what the slices of an iteration see.
+
+    Every rank knows where the documents of all microbatches begin, and makes the same program of them.
+
+    Args:
+        context: What the feature is opened with; its batches know how sequences are cut, and where documents begin.
+        units: Which tokens exchange units are.
+    """
+
+    def __init__(self, context: OpenContext, units: Units) -> None:
+        self._context, self._batches = context, context.batches
+        where = context.placement.locate(context.rank)
+        self._device = context.programs[False].shape.device(where.stage, where.replica)
+        self._units = units.units
+        self._made: dict[bool, tuple[Parts, RankProgram]] = {}
+        windows = windows_of(context.args)
+        self.limits = Limits(context.placement, context.boundaries.side, units, windows, self._batches.starts)
+        """What slices see, for those who attend for others."""
+        self.pairs = self._pairs()
+        """Ranks that may attend for each other, both ways: all of a pipeline that share heads."""
+        self.channels = context.new_channels("keys and values", self.pairs, _PENDING_SENDS)
+        """For keys and values: those of the pipeline connect only ranks that the plan's own programs connect."""
+
+    def program(self, forward_only: bool) -> RankProgram:
+        """The program of an iteration whose documents are known."""
+        microbatches = range(self._context.programs[forward_only].shape.microbatches)
+        parts = tuple(self._batches.slice_parts(microbatch, self._units) for microbatch in microbatches)
+        if forward_only not in self._made or self._made[forward_only][0] != parts:
+            self._made[forward_only] = parts, self._lowered(forward_only, parts)
+        return self._made[forward_only][1]
+
+    def _lowered(self, forward_only: bool, parts: Parts) -> RankProgram:
+        context = self._context
+        program = program_of(context.plan, forward_only, parts)
+        check(program)
+        return lower(posted_for(context.transport, program), context.boundaries, self._device, context.rank)
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        found: set[tuple[int, int]] = set()
+        for devices in self._context.programs[False].shape.pipelines() or ():
+            for owner, helper in itertools.permutations(devices, 2):
+                found.update(self._context.boundaries.pairs(owner, helper))
+        return sorted(found | {(helper, owner) for owner, helper in found})
+
+
+def windows_of(args: Any) -> list[int | None]:
+    """How many earlier tokens a query sees in each layer; None for all."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    size, numbers = getattr(args, "window_size", None), range(1, args.num_layers + 1)
+    if not size:
+        return [None for _ in numbers]
+    return [size[0] if is_layer_window_attention(size, args.window_attn_skip_freq, n) else None for n in numbers]
+
+
+def open_feature(context: OpenContext) -> RuntimeFeature:
+    """This rank's part of the feature."""
+    plan, options, args = context.plan, context.options, context.args
+    part_lengths, nominal = context.boundaries.part_lengths(), context.boundaries.tokens
+    units = Units(options.units, part_lengths, nominal, context.batches.bounds)
+    limited, keys_channels = None, context.channels
+    pairs = exchange_edges(list(context.programs.values()), context.boundaries)
+    if asked_by(args) or getattr(args, "window_size", None) or not cutting_of(plan, args).is_even:
+        limited = LimitedPrograms(context, units)
+        pairs, keys_channels = limited.pairs, limited.channels
+    exchange = ContextExchange(
+        context.lowered,
+        units,
+        context.rank,
+        exchanged_layers([stage.layers for stage in plan.stages]),
+        keys_channels,
+        context.new_channels("queries and results", pairs, _PENDING_SENDS),
+        context.timeline,
+        context.platform.device,
+        options.keep,
+    )
+    return ContextExchangeFeature(exchange, plan.training.sequences, args, context.platform.device, limited)

@@ -1,0 +1,216 @@
+"""The attention context exchange, and what it cannot be combined with (SlimPipe, section 4.2)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_het.features.base import Feature, Figures, Option, ViewFlag, option
+from megatron_het.features.context_exchange.passes import add_exchange
+from megatron_het.features.slices.spec import DEFAULT_UNITS, EXCHANGE, SLICED_SCHEDULES, UNITS, not_sliced, slice_tokens
+from megatron_het.plan import Plan, PlanError
+from megatron_het.schedule.cost import Costs, PerChunk
+from megatron_het.schedule.cutting import Parts
+from megatron_het.schedule.exchange import exchanged_layers
+from megatron_het.schedule.ir import Program, Shape
+from megatron_het.schedule.leveling import PassCosts
+
+_SWITCH = "--het-context-exchange"
+_TRUE_OR_FALSE = "must be true or false"
+
+ATTENTION, REST = "exchange_attention", "exchange_rest"
+"""Of the plan's schedule: what passes take, for an exchange between unequal devices."""
+_MOST_TIME = 1_000_000_000
+
+
+def _replicas(plan: Plan) -> int:
+    return sum(len(stage.replicas) for stage in plan.stages)
+
+
+def _chunks(plan: Plan) -> int:
+    return sum(len(stage.replicas) * len(stage.layers) for stage in plan.stages)
+
+
+def _are_times(value: list[Any], count: int) -> bool:
+    is_whole = all(isinstance(time, int) and not isinstance(time, bool) for time in value)
+    return len(value) == count and is_whole and all(1 <= time <= _MOST_TIME for time in value)
+
+
+def _times_problem(count: int, each: str, what: str) -> str:
+    return (
+        f"must be a list of {count} whole numbers, one per {each}, each of 1 to {_MOST_TIME}: what {what} takes there, "
+        "in any unit of time"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeOptions:
+    """The attention context exchange of a plan.
+
+    Attributes:
+        units: Exchange units per slice.
+        keep: Keys and values stay at the helper until their microbatch is done, instead of being sent
+            again for every pass.
+        idle: Devices without a pass of their own in a slot help too.
+        attention: What the attention of one layer and slice to the keys and values of one slice takes on each
+            replica, stage by stage, in any unit of time; none where all take as long.
+        rest: What everything else of a slice's pass takes, of every chunk of every replica; of as many layers each.
+    """
+
+    units: int = option(
+        UNITS,
+        DEFAULT_UNITS,
+        flag="--het-exchange-units",
+        metavar="Q",
+        help=f"the context exchange moves attention in units of 1/Q of a slice (default: {DEFAULT_UNITS})",
+        accepts=lambda value, plan: value >= 1 and slice_tokens(plan) % value == 0,
+        problem=lambda plan: f"must be a whole number that divides the {slice_tokens(plan)} tokens of a slice",
+        where="--het-exchange-units",
+    )
+    keep: bool = option(
+        "exchange_keep",
+        False,
+        flag="--het-exchange-keep",
+        help="keys and values stay where they were sent until their microbatch is done, and their gradients "
+        "return once: less traffic, more memory",
+        problem=_TRUE_OR_FALSE,
+    )
+    idle: bool = option(
+        "exchange_idle",
+        False,
+        flag="--het-exchange-idle",
+        help="stages that wait for work at the start and the end of an iteration attend for others too",
+        problem=_TRUE_OR_FALSE,
+    )
+    attention: tuple[int, ...] = option(
+        ATTENTION,
+        (),
+        accepts=lambda value, plan: _are_times(value, _replicas(plan)),
+        problem=lambda plan: _times_problem(_replicas(plan), "replica, stage by stage", "attention to one slice"),
+    )
+    rest: tuple[int, ...] = option(
+        REST,
+        (),
+        accepts=lambda value, plan: _are_times(value, _chunks(plan)),
+        problem=lambda plan: _times_problem(_chunks(plan), "chunk of every replica", "a pass without attention"),
+    )
+
+    def costs(self, shape: Shape) -> PassCosts | None:
+        """What passes take, where the plan says so."""
+        return PassCosts.of(shape, self.attention, self.rest) if self.attention else None
+
+
+class ContextExchange(Feature):
+    """Devices with short prefixes attend for those with long ones."""
+
+    name = "context_exchange"
+    runtime = "megatron_het.features.context_exchange.runtime"
+    title = "attention context exchange"
+    options = ExchangeOptions
+    switch = Option(
+        EXCHANGE,
+        flag=_SWITCH,
+        help="devices with short prefixes attend for those with long ones, so that slices take equal "
+        "time on all stages (SlimPipe, section 4.2)",
+        problem=_TRUE_OR_FALSE,
+    )
+    schedules = SLICED_SCHEDULES
+    view_flags = (
+        ViewFlag("--exchange-units", "attention exchange in 1/UNITS slices", 0, most=256),
+        ViewFlag("--helping", "idle devices take part in the exchange"),
+        ViewFlag("--keep-kv", "keys and values stay at the helper"),
+    )
+    parts: Parts = ()
+    """What slices see, by microbatch and slice; empty where each sees all before it."""
+
+    def limited(self, parts: Parts) -> ContextExchange:
+        """Who attends for whom, by what slices see and how long they are."""
+        found = copy.copy(self)
+        found.parts = parts
+        return found
+
+    def attention_units(self, options: ExchangeOptions) -> int:
+        """Of a slice."""
+        return options.units
+
+    def viewed(self, flags: Mapping[str, Any]) -> ExchangeOptions | None:
+        """Units switch it on."""
+        units = flags["exchange_units"]
+        return ExchangeOptions(units, keep=flags["keep_kv"], idle=flags["helping"]) if units else None
+
+    def elsewhere(self, plan: Plan, given: Option) -> PlanError:
+        """An exchange between passes over whole sequences."""
+        return not_sliced(plan, given)
+
+    def without_switch(self, plan: Plan, given: Option) -> PlanError:
+        """Options of an exchange that is not asked for."""
+        return PlanError(
+            f"schedule.parameters.{given.parameter}",
+            plan.schedule.parameters[given.parameter],
+            "there is no context exchange to set up",
+            "Add --het-context-exchange, or context_exchange to the schedule's parameters",
+        )
+
+    def check_plan(self, plan: Plan, options: ExchangeOptions) -> None:
+        """Refuse stages that cannot attend for each other."""
+        counts = sorted({len(stage.layers) for stage in plan.stages})
+        if len(counts) > 1:
+            raise PlanError(
+                _SWITCH,
+                True,
+                f"stages have {counts} chunks: devices attend for each other pass by pass, and have other numbers of "
+                "passes then",
+                "Give all stages the same number of chunks, or leave it out",
+            )
+        if bool(options.attention) != bool(options.rest):
+            given, other = (ATTENTION, REST) if options.attention else (REST, ATTENTION)
+            raise PlanError(
+                f"schedule.parameters.{given}",
+                plan.schedule.parameters[given],
+                f"says nothing without {other}: the exchange weighs both against each other",
+                f"Give {other} as well",
+            )
+        if exchanged_layers([stage.layers for stage in plan.stages]) == 0:
+            raise PlanError(
+                _SWITCH,
+                True,
+                "a chunk has no layers: devices attend for each other layer by layer, in as many layers as the "
+                "smallest chunk has",
+                "Give every chunk a layer, or leave it out",
+            )
+
+    def before_transfers(self, program: Program, options: ExchangeOptions, speeds: Sequence[float] | None) -> Program:
+        """The program in which devices attend for each other."""
+        costs = options.costs(program.shape)
+        return add_exchange(
+            program, units=options.units, keep=options.keep, helping=options.idle, costs=costs, parts=self.parts
+        )
+
+    def price(self, costs: Costs, options: ExchangeOptions, program: Program, figures: Figures) -> Costs:
+        """Attention apart from the rest of a layer, and what travels for it."""
+        layers = [program.shape.layers[device.stage] for device in program.devices]
+        exchanged = exchanged_layers(program.shape.layers)
+
+        def per_chunk(of_layer: Sequence[float]) -> PerChunk:
+            return tuple(tuple(n * value for n in row) for row, value in zip(layers, of_layer, strict=True))
+
+        def sent(of_layer: Sequence[float]) -> PerChunk:
+            return tuple((exchanged * value,) * len(row) for row, value in zip(layers, of_layer, strict=True))
+
+        def less(table: PerChunk, part: PerChunk) -> PerChunk:
+            return tuple(tuple(a - b for a, b in zip(row, taken)) for row, taken in zip(table, part, strict=True))
+
+        messages = {"kv_message_bytes": sent(figures.kv_bytes), "query_message_bytes": sent(figures.query_bytes)}
+        if costs.attention_forward_s:  # told apart already
+            return replace(costs, **messages)  # type: ignore[arg-type]
+        forward, backward = per_chunk(figures.attention_forward_s), per_chunk(figures.attention_backward_s)
+        return replace(
+            costs,
+            **messages,  # type: ignore[arg-type]
+            forward_s=less(costs.forward_s, forward),
+            backward_s=less(costs.backward_s, backward),
+            attention_forward_s=forward,
+            attention_backward_s=backward,
+        )

@@ -1,0 +1,106 @@
+"""Context parallelism: the ranks of a replica share every sequence.  A plan's replicas say so, not a parameter.
+
+Replicas may have different sizes, and their ranks parts of different size: what travels between two stages are the
+pieces that sender and receiver have in common (``lowering/boundary.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_het.features.base import Feature, Refusal
+from megatron_het.features.context_exchange.spec import ContextExchange
+from megatron_het.features.slices.spec import slice_tokens
+from megatron_het.plan import Plan, PlanError, Replica
+from megatron_het.plan.parts import least_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallelOptions:
+    """How many ranks share a sequence.
+
+    Attributes:
+        sizes: Of the plan's replicas, ascending; the last one is above 1.
+    """
+
+    sizes: tuple[int, ...]
+
+
+_FLAG = "--context-parallel-size"
+
+
+class ContextParallel(Feature):
+    """Slices, of which every rank of a replica holds a part."""
+
+    name = "context_parallel"
+    runtime = "megatron_het.features.context_parallel.runtime"
+    title = "context parallelism"
+    options = ContextParallelOptions
+    sets = (_FLAG,)
+    refused_by_plans = (
+        Refusal("hybrid_context_parallel", "sequences are shared by the plan's own context parallelism"),
+        Refusal("hierarchical_context_parallel_sizes", "sequences are shared by the plan's own context parallelism"),
+    )
+
+    def options_of(self, plan: Plan) -> ContextParallelOptions | None:
+        """The sizes of the plan's replicas."""
+        sizes = tuple(sorted({r.cp for stage in plan.stages for r in stage.replicas}))
+        return ContextParallelOptions(sizes) if sizes[-1] > 1 else None
+
+    def check_plan(self, plan: Plan, options: ContextParallelOptions) -> None:
+        """Refuse slices that do not divide over the ranks."""
+        tokens = slice_tokens(plan)
+        for s, stage in enumerate(plan.stages):
+            for q, replica in enumerate(stage.replicas):
+                grain = part_grain(plan, replica)
+                least = least_tokens(replica.cp, grain)
+                if replica.cp > 1 and (tokens % 2 or tokens % grain or tokens < least):
+                    even = math.lcm(2, grain)
+                    raise PlanError(
+                        f"stages[{s}].replicas[{q}].cp",
+                        replica.cp,
+                        f"a rank holds a block from the start and one from the end of every slice, or of the sequence "
+                        f"without slices, together a multiple of {grain}; so these need a multiple of {even} tokens, "
+                        f"at least {least}, not {tokens}",
+                    )
+
+    def check_any_arguments(self, plan: Plan, args: Any) -> None:
+        """The table, and another size than the plan's."""
+        super().check_any_arguments(plan, args)
+        sizes = sorted({r.cp for stage in plan.stages for r in stage.replicas})
+        if args.context_parallel_size != 1 and [args.context_parallel_size] != sizes:
+            problem = f"the plan says {sizes}"
+            raise PlanError(_FLAG, args.context_parallel_size, problem, "Leave the flag out")
+
+    def check_arguments(self, plan: Plan, options: ContextParallelOptions, args: Any) -> None:
+        """Refuse Megatron's own ways to share sequences."""
+        super().check_arguments(plan, options, args)
+        methods = getattr(args, "cp_comm_type", None) or ()
+        if any(method != "p2p" for method in methods):
+            raise PlanError(
+                "--cp-comm-type",
+                " ".join(methods),
+                "keys and values do not travel: with a plan, queries and outputs do (commuted context parallelism)",
+                "Leave the flag out",
+            )
+
+    def apply(self, plan: Plan, options: ContextParallelOptions, args: Any) -> None:
+        """To Megatron, ranks that share sequences are like data-parallel ones; attention knows better."""
+        args.context_parallel_size = 1
+
+    def beyond_stock(self, plan: Plan, options: ContextParallelOptions) -> str:
+        """What travels."""
+        sizes = " and ".join(map(str, options.sizes))
+        return f"context-parallel size {sizes}, which sends queries instead of keys and values"
+
+
+def part_grain(plan: Plan, replica: Replica) -> int:
+    """What the tokens of every context-parallel rank of a replica are a multiple of.
+
+    TP ranks divide them under sequence parallelism, and the context exchange takes them in units.
+    """
+    exchange = ContextExchange().options_of(plan)
+    divided = replica.tp if plan.training.sequence_parallel else 1
+    return math.lcm(divided, exchange.units if exchange else 1)

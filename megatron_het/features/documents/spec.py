@@ -1,0 +1,87 @@
+"""Packed documents: attention that ends where a document begins, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_het.features.attention_kinds import ATTENTION_REFUSED, check_reach
+from megatron_het.features.base import Feature, flag_of
+from megatron_het.plan import Plan, PlanError
+
+_DATASET = "megatron.core.datasets.gpt_dataset"
+CONVERSATIONS, BY_DATASET, BY_TOKEN = "sft", "dataloader_inter_document_masking", "reset_attention_mask"
+"""Megatron's arguments: packed conversations, documents as the dataset knows them, or up to their last token."""
+PACKING = (CONVERSATIONS, BY_DATASET)
+"""Those with which Megatron packs sequences, and positions begin anew with each."""
+DOCUMENT_FLAGS = frozenset(map(flag_of, (*PACKING, BY_TOKEN)))
+"""The flags that say what a document is."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentOptions:
+    """There is nothing to choose: Megatron's own flags say what a document is."""
+
+
+class Documents(Feature):
+    """Several documents in a sequence that do not see each other.
+
+    The first stage reads where they begin and tells all ranks before an iteration.  Every chunk then attends with the
+    kernels of slices, without slices too: no stage needs a mask.
+    """
+
+    name = "documents"
+    runtime = "megatron_het.features.documents.runtime"
+    title = "packed documents"
+    options = DocumentOptions
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        "megatron.training.datasets.sft_dataset.SFTDataset.__getitem__": (
+            "f5314cbb2afc02014177ab679280345ac2a7ad6b44b5569f88b4975e573b7bf6"
+        ),
+        f"{_DATASET}.GPTDataset.__getitem__": "6986ce5ec94ce44151b20794fff4f716200d5a8a6ad9954711d3c6f0af03b871",
+        f"{_DATASET}._get_ltor_masks_and_position_ids": (
+            "81596ac59586d6dfa828c6f137c5da3170e7569adfa82b6fb0f94aed970b8b2a"
+        ),
+    }
+
+    def options_of(self, plan: Plan) -> DocumentOptions:
+        """On with every plan; one document per sequence gives it nothing to do."""
+        del plan
+        return DocumentOptions()
+
+    def check(self, plan: Plan) -> None:
+        """A plan says nothing of documents."""
+
+    def check_any_arguments(self, plan: Plan, args: Any) -> None:
+        """Refuse what cannot be done where documents do not see each other."""
+        flag = asked_by(args)
+        if not flag:
+            return
+        for refusal in ATTENTION_REFUSED:
+            refusal.check(args, flag_of(flag))
+        check_reach(args)
+        if flag == BY_TOKEN and getattr(args, "window_size", None):
+            raise PlanError(
+                flag_of(flag),
+                True,
+                "Megatron's own attention forgets documents in layers with a sliding window",
+                f"Use {flag_of(BY_DATASET)}, with which a window ends at its document",
+            )
+        if flag in PACKING and getattr(args, "iterations_to_skip", None):
+            raise PlanError(
+                flag_of(flag),
+                True,
+                "to skip iterations Megatron reads where documents begin on every stage, and only the first one knows",
+                "Leave --iterations-to-skip out",
+            )
+
+    def apply(self, plan: Plan, options: DocumentOptions, args: Any) -> None:
+        """No masks: they grow as the square of the length."""
+        if asked_by(args):
+            args.create_attention_mask_in_dataloader = False
+
+
+def asked_by(args: Any) -> str:
+    """The argument that asks for documents that do not see each other; "" if none does."""
+    return next((name for name in (*PACKING, BY_TOKEN) if getattr(args, name, False)), "")

@@ -1,0 +1,256 @@
+"""Mixture of experts: what a plan can train of it, and why not the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_het.features.base import Feature, Refusal, is_given
+from megatron_het.plan import Plan, PlanError
+
+_MOE = "megatron.core.transformer.moe"
+_FINALIZE = "megatron.core.distributed.finalize_model_grads"
+GLOBAL = "global_aux_loss"
+"""The loss that every pass computes with the counts of the passes before it too."""
+_KNOWN = ("none", "aux_loss", "seq_aux_loss", GLOBAL)
+_OF_A_MICROBATCH = ("aux_loss", GLOBAL)
+_NOT_BALANCED = {
+    "sinkhorn": "it normalises over the tokens of a rank, which depend on TP and on slices",
+    "quantile_balancing": "it takes the mean of replicas, which may have different numbers of microbatches",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsOptions:
+    """There is nothing to choose: Megatron's own flags say what the layers are."""
+
+
+class Experts(Feature):
+    """Layers of experts, all of them on every replica, divided over its ranks by EP and TP.
+
+    Sequences of one microbatch are routed on one replica, so capacities and the losses that balance the experts are
+    those of one process.
+    """
+
+    name = "experts"
+    runtime = "megatron_het.features.experts.runtime"
+    title = "mixture of experts"
+    options = ExpertsOptions
+    refused_by_plans = (
+        Refusal("expert_tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
+        Refusal("moe_router_force_load_balancing", "it draws experts at random on every rank"),
+        Refusal("moe_single_grouped_weight", "replicas of different TP or EP exchange the experts one by one"),
+        Refusal("moe_single_grouped_bias", "replicas of different TP or EP exchange the experts one by one"),
+        Refusal(
+            "moe_mlp_glu_interleave_size", "replicas of different TP or EP take the halves of a gated MLP for whole"
+        ),
+        Refusal("moe_expert_rank_capacity_factor", "it drops tokens by the number of ranks that share experts"),
+        Refusal("overlap_moe_expert_parallel_comm", "it orders the passes of a pipeline itself"),
+        Refusal("moe_use_upcycling", "a dense checkpoint is turned into experts by one layout; convert it before"),
+    )
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        f"{_MOE}.moe_logging.MoEMetricsTracker._sync_metrics": (
+            "b85205f45dba6e808c12de633b15a25f0b124bb7dd3fa8c12cf00549aa0a8eb0"
+        ),
+        f"{_MOE}.experts.SequentialMLP.sharded_state_dict": (
+            "6d9fbf299a2ed362135a53451ae7950553d005fc4565ad19e2fb596725be7d55"
+        ),
+        f"{_MOE}.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess": (
+            "90dcd9cf1194af02a30e177f042d01498d0656692e677008f6230c6859f802f9"
+        ),
+        f"{_MOE}.router.TopKRouter.attach_and_log_load_balancing_loss": (
+            "77cc758f506e750cdf0b11a580f98bbac0e9aa67f99eb5dee64a2be3a009761c"
+        ),
+        f"{_MOE}.router.TopKRouter.apply_z_loss": ("00c83a903d28df13273e0bb71c0cde460ae34e3dea0f2bf4a98b8ba657f0fe60"),
+        f"{_MOE}.router.TopKRouter.routing": ("74bbf31940a074f4c23ee769faa07b57c8ab51297d57272d6c5428050e895a5d"),
+        f"{_MOE}.router.TopKRouter._apply_aux_loss": (
+            "b0e7cc8fa4597e1f72bd4cc864ee642e43795c6abc060acf325c963212b8dc5a"
+        ),
+        f"{_MOE}.router.TopKRouter._apply_seq_aux_loss": (
+            "ff35e8d8e2182338e3b393046c7cadca570756715e7888fab330073cc55f6119"
+        ),
+        f"{_MOE}.router.TopKRouter._apply_global_aux_loss": (
+            "41b885ec47fb4c0dde426581e1ebdf2a90c42b39f805bc011e1552041da17e06"
+        ),
+        f"{_MOE}.moe_utils.MoEAuxLossAutoScaler": ("3af61ed074ef86568de8895747f80e3c3a7dfe55627925ea7498ccbff33975f7"),
+        f"{_MOE}.moe_utils.compute_routing_scores_for_aux_loss": (
+            "087e0ffe213addb6723dd1281ab1b4d1b2de06d87a905ee1a4d474c2f7191470"
+        ),
+        f"{_FINALIZE}._update_router_expert_bias": "fb4e285510fc83b570f4c89eb6f3acaccae8dfd9e233657e2f353ebb9cbaafe8",
+        f"{_FINALIZE}.reset_model_temporary_tensors": (
+            "2b65786f613b8d1da64b72795f22e8682d455dd41b853d6bcfbaf7f99ddd97be"
+        ),
+    }
+
+    def options_of(self, plan: Plan) -> ExpertsOptions:
+        """On with every plan; models without experts give it nothing to do."""
+        del plan
+        return ExpertsOptions()
+
+    def check(self, plan: Plan) -> None:
+        """A plan says over how many ranks experts are divided, which ``plan.validate`` checks."""
+
+    def check_any_arguments(self, plan: Plan, args: Any) -> None:
+        """Refuse what no plan can have, and what this plan cannot."""
+        check_expert_parallel(plan, getattr(args, "num_experts", None) or 0)
+        if not getattr(args, "num_experts", None):
+            return
+        super().check_any_arguments(plan, args)
+        _check_tensor_parallel(plan, args)
+        _check_balancing(plan, args)
+
+
+def check_expert_parallel(plan: Plan, experts: int) -> None:
+    """Refuse EP sizes that do not divide the experts of a layer.
+
+    Args:
+        plan: A checked plan.
+        experts: Of a layer of the model; 0 without layers of experts.
+
+    Raises:
+        PlanError: A replica cannot divide the experts.
+    """
+    for s, stage in enumerate(plan.stages):
+        for q, replica in enumerate(stage.replicas):
+            if replica.ep > 1 and (not experts or experts % replica.ep):
+                raise PlanError(
+                    f"stages[{s}].replicas[{q}].ep",
+                    replica.ep,
+                    f"does not divide the {experts} experts of a layer" if experts else "the model has no experts",
+                    "Use an EP size that divides the experts of a layer" if experts else "Leave it out",
+                )
+
+
+def _check_tensor_parallel(plan: Plan, args: Any) -> None:
+    """Sizes of the parts of an expert, and what goes with TP only in some ways."""
+    size = getattr(args, "expert_tensor_parallel_size", None)
+    for s, stage in enumerate(plan.stages):
+        for q, replica in enumerate(stage.replicas):
+            if size is not None and size != replica.cut.expert_tp:
+                raise PlanError(
+                    "--expert-tensor-parallel-size",
+                    size,
+                    f"replica {q} of stage {s} has {replica.cut}, so {replica.cut.expert_tp} ranks cut an expert",
+                    "Leave the flag out",
+                )
+            capacity = getattr(args, "moe_expert_capacity_factor", None)
+            if replica.tp > 1 and capacity is not None:
+                raise PlanError(
+                    "--moe-expert-capacity-factor",
+                    capacity,
+                    f"replica {q} of stage {s} has TP {replica.tp}: a capacity counts the tokens of one TP rank, so "
+                    "other tokens would be dropped",
+                    "Leave the flag out, or use a plan with TP 1",
+                )
+            if replica.tp > 1 and getattr(args, "add_bias_linear", False):
+                raise PlanError(
+                    "--disable-bias-linear",
+                    False,
+                    f"replica {q} of stage {s} has TP {replica.tp}: Megatron adds biases of experts on each TP rank",
+                    "Add --disable-bias-linear, or use a plan with TP 1",
+                )
+            if replica.tp > 1 and not plan.training.sequence_parallel:
+                raise PlanError(
+                    "training.sequence_parallel",
+                    False,
+                    f"replica {q} of stage {s} has TP {replica.tp}: Megatron trains experts with TP under sequence "
+                    "parallelism only",
+                    "Add --sequence-parallel",
+                )
+
+
+def _check_balancing(plan: Plan, args: Any) -> None:
+    """Balancing over more than the tokens of one replica's pass would not be that of one process."""
+    kinds = balancing_of(args)
+    for kind in kinds:
+        if kind not in _KNOWN:
+            raise PlanError(
+                "--moe-router-load-balancing-type",
+                kind,
+                _NOT_BALANCED.get(kind, "is not known to give what one process gives"),
+                "Use aux_loss, seq_aux_loss, or none with --moe-router-enable-expert-bias",
+            )
+    if GLOBAL in kinds:
+        _check_global_balancing(plan)
+    coefficients = getattr(args, "moe_aux_loss_coeff", 0.0)
+    if isinstance(coefficients, list | tuple) and len(coefficients) != len(kinds):
+        raise PlanError(
+            "--moe-aux-loss-coeff",
+            " ".join(map(str, coefficients)),
+            f"there are {len(coefficients)} coefficients for {len(kinds)} losses",
+            "Give one for each value of --moe-router-load-balancing-type",
+        )
+    unequal = _unequal(plan)
+    losses = [kind for kind in kinds if kind in _OF_A_MICROBATCH and _coefficient(args, kinds, kind)]
+    if unequal and losses:
+        raise PlanError(
+            "--moe-router-load-balancing-type",
+            " ".join(losses),
+            f"the loss is a product of two sums over a whole microbatch, and {unequal}",
+            "Use --moe-router-load-balancing-type seq_aux_loss, or none with --moe-router-enable-expert-bias",
+        )
+    _check_repeated(plan, args, kinds)
+    capacity = getattr(args, "moe_expert_capacity_factor", None)
+    for parts, whole in ((_parts_of_a_sequence(plan), "sequence"), (unequal, "microbatch")):
+        if parts and capacity is not None:
+            raise PlanError(
+                "--moe-expert-capacity-factor",
+                capacity,
+                f"capacities count the tokens of a whole {whole}, and {parts}",
+                "Leave the flag out: then no token is dropped",
+            )
+
+
+def _check_repeated(plan: Plan, args: Any, kinds: list[str]) -> None:
+    """A layer that runs several times in a pass, where the losses of passes are put together."""
+    parts = _parts_of_a_sequence(plan) or ("the loss counts all passes before it" if GLOBAL in kinds else "")
+    balanced = any(_coefficient(args, kinds, kind) for kind in kinds if kind != "none")
+    runs = (getattr(args, "mtp_num_layers", None) or 0) if getattr(args, "mtp_use_repeated_layer", False) else 0
+    if runs > 1 and parts and balanced:
+        raise PlanError(
+            "--mtp-use-repeated-layer",
+            True,
+            f"its layer of experts runs {runs} times in a pass and would be balanced by the first run only: {parts}",
+            "Leave it out, or use --moe-router-load-balancing-type none with --moe-router-enable-expert-bias",
+        )
+
+
+def _check_global_balancing(plan: Plan) -> None:
+    """Every forward pass is balanced by all before it, so there must be one order of passes: that of one process."""
+    for s, stage in enumerate(plan.stages):
+        if len(stage.replicas) > 1:
+            raise PlanError(
+                "--moe-router-load-balancing-type",
+                GLOBAL,
+                "it sums over replicas in every forward pass, and these may have different numbers of passes: stage "
+                f"{s} has {len(stage.replicas)}",
+                "Use aux_loss or seq_aux_loss, or a plan with one replica per stage",
+            )
+
+
+def balancing_of(args: Any) -> list[str]:
+    """The kinds of balancing losses among Megatron's arguments."""
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
+    return [kinds] if isinstance(kinds, str) else list(kinds)
+
+
+def _unequal(plan: Plan) -> str:
+    """Whether microbatches differ, in words; empty if they do not."""
+    sizes = sorted(set(plan.training.micro_batch_sizes))
+    return f"microbatches have {sizes} sequences" if len(sizes) > 1 else ""
+
+
+def _coefficient(args: Any, kinds: list[str], kind: str) -> float:
+    given = getattr(args, "moe_aux_loss_coeff", 0.0)
+    return given[kinds.index(kind)] if isinstance(given, list | tuple) else given
+
+
+def _parts_of_a_sequence(plan: Plan) -> str:
+    """What cuts sequences; empty if nothing does."""
+    slices = plan.schedule.parameters.get("slices", 1)
+    if slices and slices != 1:
+        return "a pass has one slice of it"
+    if any(replica.cp > 1 for stage in plan.stages for replica in stage.replicas):
+        return "a rank has a part of it (context parallelism)"
+    return ""

@@ -1,0 +1,134 @@
+"""Initial weights by name as a feature of a rank.
+
+Megatron's layers fill their weights by functions of the model's configuration.  These functions are replaced by ones
+that only note which weight asked for which function.  When a chunk is complete, its names are known, and the weights
+are drawn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_het.features.initial_weights.draw import Draw, fill
+from megatron_het.lowering.experts import expert_name, held_experts
+from megatron_het.lowering.shards import Segment, segments
+from megatron_het.plan import Cut
+from megatron_het.runtime.feature import OpenContext, RuntimeFeature
+
+_FUNCTIONS = ("init_method", "output_layer_init_method", "embedding_init_method")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+class _Noting:
+    """An initialisation function that notes what it was asked to fill.
+
+    Args:
+        draw: The function that it stands for.
+        noted: By the parameter's identity: the parameter, kept alive, and the function.
+    """
+
+    def __init__(self, draw: Draw, noted: dict[int, tuple[torch.Tensor, Draw]]) -> None:
+        self._draw, self._noted = draw, noted
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._noted[id(tensor)] = tensor, self._draw
+        return tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Noting:
+        return self  # copies of the configuration note into the same place
+
+
+class InitialWeightsByName(RuntimeFeature):
+    """Draws weights when a chunk's names are known.
+
+    Args:
+        seed: Of the run.
+        cut: How this rank's replica cuts weights.
+        tp_rank: This rank's TP rank.
+        experts: Of a layer; 0 without layers of experts.
+        in_blocks: Whether the values do not depend on the size of the tensor that they are drawn in.
+    """
+
+    def __init__(self, seed: int, cut: Cut, tp_rank: int, experts: int, in_blocks: bool) -> None:
+        self._seed, self._cut, self._tp_rank, self._in_blocks = seed, cut, tp_rank, in_blocks
+        self._experts = experts
+        self._noted: dict[int, tuple[torch.Tensor, Draw]] = {}
+        self._replaced: list[tuple[Any, str, Draw]] = []
+
+    def prepare_config(self, model_config: Any) -> None:
+        """See :class:`RuntimeFeature`."""
+        config = model_config.transformer
+        for name in _FUNCTIONS:
+            draw = getattr(config, name)
+            self._replaced.append((config, name, draw))
+            setattr(config, name, _Noting(draw, self._noted))
+
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        """See :class:`RuntimeFeature`."""
+        by_memory = {_memory(tensor): draw for tensor, draw in self._noted.values()}
+        for model in models:
+            for name, parameter, owner in _named(model):
+                noted = self._noted.get(id(parameter))
+                # Layers of Transformer Engine make parameters anew once these are filled: other objects, same memory.
+                draw = by_memory.get(_memory(parameter)) if noted is None else noted[1]
+                if draw is not None:
+                    self._fill(name, parameter, owner, draw)
+        self._noted.clear()
+
+    def _fill(self, name: str, parameter: torch.Tensor, owner: torch.nn.Module, draw: Draw) -> None:
+        shard = getattr(owner, "shard", None)  # rows of a vocabulary that is split over stages
+        dim = 0
+        tp, tp_rank = self._cut.tp, self._tp_rank
+        own = expert_name(name)
+        if own is not None:
+            name = own.of(held_experts(self._experts, self._cut, tp_rank)[own.expert])
+            tp, tp_rank = self._cut.expert_tp, tp_rank % self._cut.expert_tp
+        if shard is not None:
+            size = shard.total
+            parts = [Segment(0, shard.first, shard.rows)]
+        elif getattr(parameter, "tensor_model_parallel", False):
+            dim = parameter.partition_dim  # type: ignore[attr-defined]
+            size = parameter.shape[dim] * tp
+            parts = segments(size, tp, tp_rank, getattr(parameter, "partition_stride", 1))
+        else:
+            size = parameter.shape[0]
+            parts = [Segment(0, 0, size)]
+        fill(parameter.data, draw, name, self._seed, full_size=size, dim=dim, segments=parts, in_blocks=self._in_blocks)
+
+    def close(self) -> None:
+        """See :class:`RuntimeFeature`."""
+        for config, name, draw in self._replaced:
+            setattr(config, name, draw)
+        self._replaced.clear()
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two objects have in common that are the same values; also of tensors without memory, as in a dry run."""
+    return StorageWeakRef(tensor.untyped_storage()).cdata, tensor.storage_offset(), tensor.shape
+
+
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.nn.Module]]:
+    """Parameters of a chunk by their names in the whole model, with the modules that hold them."""
+    for path, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{own}" if path else own
+            match = _LAYER.match(name)
+            if match:
+                layer = model.decoder.layers[int(match[1])].layer_number - 1  # type: ignore[union-attr, index]
+                name = f"decoder.layers.{layer}.{name[match.end() :]}"
+            yield name, parameter, module
+
+
+def open_feature(context: OpenContext) -> RuntimeFeature:
+    """The feature on this rank."""
+    where = context.placement.locate(context.rank)
+    args = context.args
+    uniform = getattr(args, "init_method_xavier_uniform", False)  # bounds depend on the whole tensor
+    cut = context.placement.replica(where.stage, where.replica).cut
+    experts = getattr(args, "num_experts", None) or 0
+    return InitialWeightsByName(args.seed, cut, where.tp_rank, experts, not uniform)

@@ -1,0 +1,57 @@
+"""Initial weights that depend on names and the seed only, so that every plan starts from the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_het.features.base import Feature, option
+from megatron_het.plan import Plan, ScheduleSpec
+
+BY_NAME, STOCK = "by-name", "stock"
+
+
+@dataclass(frozen=True, slots=True)
+class InitialWeightsOptions:
+    """How weights are drawn when no checkpoint is loaded.
+
+    Attributes:
+        method: ``by-name``: every parameter from a generator of its own, seeded by its name in the whole model and
+            ``--seed``; ``stock``: as Megatron draws them, which depends on stage, chunk and TP.
+    """
+
+    method: str = option(
+        "initial_weights",
+        BY_NAME,
+        flag="--het-init",
+        choices=(BY_NAME, STOCK),
+        help="how weights are drawn without a checkpoint: by-name, the same under every plan (the default with a "
+        "plan), or stock, which depends on stages, chunks and TP",
+        problem=f"must be {BY_NAME} or {STOCK}",
+    )
+
+
+class InitialWeights(Feature):
+    """Equal initial weights under every plan; on unless the plan says ``stock``."""
+
+    name = "initial_weights"
+    runtime = "megatron_het.features.initial_weights.runtime"
+    title = "initial weights"
+    options = InitialWeightsOptions
+
+    def read(self, schedule: ScheduleSpec) -> InitialWeightsOptions | None:
+        """The options; None for Megatron's own way."""
+        method = schedule.parameters.get("initial_weights", BY_NAME)
+        return None if method == STOCK else InitialWeightsOptions(method)
+
+    def apply(self, plan: Plan, options: InitialWeightsOptions, args: Any) -> None:
+        """Weights are drawn on the host anyway, part by part; Megatron's way there draws them whole first."""
+        del plan, options
+        args.use_cpu_initialization = False
+
+    def check(self, plan: Plan) -> None:
+        """See :class:`Feature`; there is no switch that the option could lack."""
+        given: dict[str, Any] = plan.schedule.parameters
+        for known in self.parameters:
+            if known.parameter in given:
+                known.check(given[known.parameter], plan)

@@ -1,0 +1,122 @@
+"""Lion in the distributed optimizer, as a feature of a rank.
+
+Megatron has built its distributed optimizer around an Adam.  Only the step of that Adam is replaced: Adam goes on to
+update what stock Megatron leaves to it, and Lion updates the matrices of the layers.  Shards, windows, offload, norms
+and checkpoints see nothing of it.  The state of all parameters has Adam's form: Lion keeps its momentum in the first
+moment, and the second one of a matrix stays zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_het.features.optimizers.spec import SHARDED_LION
+from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFeature
+
+
+class LionBesideAdam(RuntimeFeature):
+    """Has Lion make its part of the updates, from the first iteration of training on.
+
+    Args:
+        betas: Of Lion.
+    """
+
+    def __init__(self, betas: tuple[float, float]) -> None:
+        self._betas = betas
+        self._steps: list[LionSteps] = []
+
+    def begin(self, call: Call, state: Iteration) -> None:
+        """Megatron's optimizer is known when training begins; see :class:`RuntimeFeature`."""
+        if self._steps or call.forward_only or call.optimizer is None:
+            return
+        for part in getattr(call.optimizer, "chained_optimizers", [call.optimizer]):
+            if part.optimizer is not None:  # which it is on ranks without parameters
+                self._steps.append(LionSteps(part.optimizer, set(matrices(part)), self._betas))
+
+    def close(self) -> None:
+        """See :class:`RuntimeFeature`."""
+        while self._steps:
+            self._steps.pop().undo()
+
+
+def matrices(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Of a distributed optimizer the main parameters that Lion updates: this rank's parts of matrices."""
+    from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
+
+    for models, mains in (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    ):
+        for model_group, main_group in zip(models, mains, strict=True):
+            for model, main in zip(model_group, main_group, strict=True):
+                if not _is_nonlinear_or_embedding(model):
+                    yield main
+
+
+class LionSteps:
+    """Stands for the ``step`` of an Adam, and has Lion update some of its parameters.
+
+    Args:
+        adam: That of torch, Apex or Transformer Engine.
+        chosen: The parameters that Lion updates.
+        betas: Of Lion.
+    """
+
+    def __init__(self, adam: Any, chosen: set[torch.Tensor], betas: tuple[float, float]) -> None:
+        from emerging_optimizers.scalar_optimizers import Lion
+
+        self._adam, self._chosen, self._betas = adam, chosen, betas
+        self._adam_step = adam.step
+        self._counts_each = isinstance(adam, torch.optim.Adam)  # the others count the steps of a group
+        self._lion = Lion([torch.zeros(0)], betas=betas)  # a parameter has to be there; groups come with every step
+        adam.step = self._step
+
+    def undo(self) -> None:
+        """Let Adam work by its own method again, and forget its parameters."""
+        vars(self._adam).pop("step", None)
+        self._chosen.clear()
+        self._lion.param_groups.clear()
+        self._lion.state.clear()
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        """Update the parameters of Adam's present groups."""
+        groups = self._adam.param_groups
+        for_adam = [{**g, "params": [p for p in g["params"] if p not in self._chosen]} for g in groups]
+        for_lion = [
+            {**g, "params": [p for p in g["params"] if p in self._chosen], "betas": self._betas} for g in groups
+        ]
+        self._adam.param_groups = for_adam
+        try:
+            self._adam_step()
+        finally:
+            self._adam.param_groups = groups
+        self._step_lion(for_lion)
+        if not self._counts_each:
+            for group in groups:
+                if group["params"]:
+                    group["step"] = group.get("step", 0) + 1
+
+    def _step_lion(self, groups: list[dict[str, Any]]) -> None:
+        state = self._adam.state
+        for parameter in (p for group in groups for p in group["params"] if p.grad is not None):
+            own = state[parameter]
+            if not own:
+                own.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+            if self._counts_each:
+                own["step"] = own.get("step", torch.tensor(0.0)) + 1
+        self._lion.param_groups, self._lion.state = groups, state
+        self._lion.step()
+        self._lion.param_groups, self._lion.state = [], {}
+
+
+def open_feature(context: OpenContext) -> RuntimeFeature:
+    """The feature on this rank."""
+    args = context.args
+    if not getattr(args, SHARDED_LION, False):
+        return RuntimeFeature()
+    # As upstream, where --lion-beta1 and --lion-beta2 are for the Lion beside Muon alone.
+    return LionBesideAdam((args.adam_beta1, args.adam_beta2))

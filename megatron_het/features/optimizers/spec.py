@@ -1,0 +1,187 @@
+"""What Megatron's optimizers ask of a plan, and Lion in the distributed optimizer.
+
+Adam, SGD and Lion work element by element: it does not matter to them how a plan cuts weights.  Muon
+orthogonalizes whole matrices, and each replica of a stage makes that update by itself.
+
+Of Megatron's optimizers, all but Adam and SGD come from the package ``emerging-optimizers``.  They update matrices;
+embeddings, the output layer, norms and biases are left to Adam (or, with Muon, to ``--muon-scalar-optimizer``).
+
+Upstream shards Lion by whole matrices, by an optimizer that knows neither ministages nor parts of unequal size, and
+whose checkpoints belong to one layout.  A plan shards it element by element, as Adam: to Megatron the optimizer is
+Adam, and on every rank Lion makes the updates of the matrices (``megatron_het/lion``).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_het.features.base import Feature, flag_of
+from megatron_het.plan import Plan, PlanError, Stage
+
+PACKAGE, TESTED, LEAST = "emerging-optimizers", "0.3.0", (0, 2)
+"""The package, the release of it that is tested, and the first one that Megatron takes."""
+
+SHARDED_LION = "het_sharded_lion"
+"""Set among Megatron's arguments where Lion updates what the distributed optimizer shards."""
+
+_IMPORTED = {"emerging_optimizers": PACKAGE, "absl": "absl-py", "triton": "triton"}
+"""What the package imports beside torch, and what to install for it; not every build of torch brings Triton."""
+
+_BUILT_IN = ("adam", "sgd")
+_IMPOSSIBLE = {
+    "dist_muon": ("Megatron's own sharding of it is by whole matrices, which a plan does not do", "Use muon"),
+    "adaptive_muon": (
+        f"megatron-core 0.19.2 fails in its first update with {PACKAGE} {TESTED}, with a plan or without",
+        "Use muon",
+    ),
+    "soap": (
+        "its first updates divide numbers that are zero but for rounding by their own size, so that training would "
+        "depend on the order in which a plan adds up gradients",
+        "Use adam, lion or muon",
+    ),
+}
+_OF_WHOLE_MATRICES = ("muon",)
+_SHARDED = ("adam", "lion")
+"""Optimizers whose state the distributed optimizer of a plan shards."""
+_NOT_BESIDE_LION = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+_WHOLE_MODES = ("duplicated", "distributed")
+"""Values of ``--muon-tp-mode`` with which TP does not change the update."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizersOptions:
+    """There is nothing to choose: ``--optimizer`` is Megatron's own flag."""
+
+
+class Optimizers(Feature):
+    """On with every plan."""
+
+    name = "optimizers"
+    runtime = "megatron_het.features.optimizers.runtime"
+    title = "optimizers"
+    options = OptimizersOptions
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        "megatron.core.optimizer.emerging_optimizers._is_nonlinear_or_embedding": (
+            "ba35fc287da2bf7856ba9402d62ee3524e78cc5b65be7d7835b225720c8c01da"
+        )
+    }
+
+    def options_of(self, plan: Plan) -> OptimizersOptions:
+        """There is always an optimizer."""
+        del plan
+        return OptimizersOptions()
+
+    def check(self, plan: Plan) -> None:
+        """A plan does not say which optimizer trains it."""
+
+    def check_any_arguments(self, plan: Plan, args: Any) -> None:
+        """Refuse optimizers that would not train as in one process."""
+        super().check_any_arguments(plan, args)
+        check_optimizer(plan, args)
+
+    def apply(self, plan: Plan, options: OptimizersOptions, args: Any) -> None:
+        """Megatron shards Adam, and Lion steps in."""
+        del options
+        if plan.training.distributed_optimizer and args.optimizer == "lion":
+            args.optimizer = "adam"
+            setattr(args, SHARDED_LION, True)
+
+
+def name_of(args: Any) -> str | None:
+    """The optimizer that some arguments of Megatron, perhaps those of a checkpoint, train with; None if unknown."""
+    return "lion" if getattr(args, SHARDED_LION, False) else getattr(args, "optimizer", None)
+
+
+def check_optimizer(plan: Plan, args: Any) -> None:
+    """Refuse an optimizer that would not train as in one process, or not at all.
+
+    Args:
+        plan: The plan.
+        args: Megatron's arguments, parsed and not yet validated.
+
+    Raises:
+        PlanError: What is in the way.
+    """
+    name = getattr(args, "optimizer", None) or "adam"
+    if name in _IMPOSSIBLE:
+        raise PlanError("--optimizer", name, *_IMPOSSIBLE[name])
+    if plan.training.distributed_optimizer:
+        _check_shards(name, args)
+    if name in _BUILT_IN:
+        return
+    if plan.training.precision == "fp16":
+        raise PlanError("--optimizer", name, "Megatron does not scale its losses for fp16", "Use bf16, or adam")
+    if name in _OF_WHOLE_MATRICES:
+        _check_whole_matrices(plan, args)
+    _check_package(name)
+
+
+def _check_shards(name: str, args: Any) -> None:
+    """Refuse what the distributed optimizer does not shard."""
+    if name not in _SHARDED:
+        raise PlanError(
+            "--optimizer",
+            name,
+            f"the distributed optimizer of a plan shards the state of {' and '.join(_SHARDED)} only",
+            "Use one of them, or make the plan without training.distributed_optimizer and what shards over it",
+        )
+    given = next((flag for flag in _NOT_BESIDE_LION if getattr(args, flag, False)), None)
+    if name == "lion" and given is not None:
+        raise PlanError(flag_of(given), True, "cannot be used with lion under the distributed optimizer", "Use adam")
+
+
+def _check_whole_matrices(plan: Plan, args: Any) -> None:
+    """Refuse what cuts matrices, and replicas that would round the update of one matrix in several ways."""
+    sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
+    mode = getattr(args, "muon_tp_mode", None) or "blockwise"
+    if sizes != [1] and mode not in _WHOLE_MODES:
+        raise PlanError(
+            "--muon-tp-mode",
+            mode,
+            f"each rank would orthogonalize its block of a matrix by itself, and the plan has TP sizes {sizes}",
+            f"Add --muon-tp-mode {_WHOLE_MODES[0]}, or use TP size 1 everywhere",
+        )
+    precision = getattr(args, "muon_fp32_matmul_prec", None) or "medium"
+    for number, stage in enumerate(plan.stages):
+        if precision != "high" and (found := _differences(stage)):
+            raise PlanError(
+                "--muon-fp32-matmul-prec",
+                precision,
+                f"every replica makes the update itself, and stage {number} has replicas of different {found}: "
+                "they would round products of bf16 otherwise, and their weights would drift apart",
+                "Add --muon-fp32-matmul-prec high, or give the replicas of each stage one TP size and kind of device",
+            )
+
+
+def _differences(stage: Stage) -> str:
+    """By what the replicas of a stage may round differently; "" if they do the same."""
+    for what, values in (
+        ("TP or EP sizes", {replica.cut for replica in stage.replicas}),
+        ("devices", {replica.device for replica in stage.replicas}),
+    ):
+        if len(values) > 1:
+            return what
+    return ""
+
+
+def _check_package(name: str) -> None:
+    """Megatron looks for the package when it builds the optimizer, long after the start."""
+    hint = f'Install it: pip install "{PACKAGE}=={TESTED}"'
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        reason = f"Megatron takes it from the package {PACKAGE}, which is not installed"
+        raise PlanError("--optimizer", name, reason, hint) from None
+    numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    if numbers < LEAST:
+        least = ".".join(map(str, LEAST))
+        reason = f"Megatron takes it from the package {PACKAGE} {least} or later; {version} is installed"
+        raise PlanError("--optimizer", name, reason, hint)
+    missing = [needed for module, needed in _IMPORTED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        reason = f"the package {PACKAGE} {version} cannot be imported without {' and '.join(missing)}"
+        raise PlanError("--optimizer", name, reason, f"Install {' '.join(missing)} too")

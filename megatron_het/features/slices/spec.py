@@ -1,0 +1,274 @@
+"""Slices of sequences, and what they cannot be combined with (SlimPipe, section 4.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from megatron_het.features.attention_kinds import ATTENTION_REFUSED, check_reach
+from megatron_het.features.base import Feature, Option, Refusal, option
+from megatron_het.plan import Plan, PlanError
+from megatron_het.plan.parts import least_tokens
+from megatron_het.schedule.cutting import Cutting
+
+SLICED_SCHEDULES = ("seq1f1b", "slimpipe", "terapipe")
+"""Schedules that cut sequences; their plans have the schedule parameter ``slices``."""
+_SLICES = "slices"
+_ROPE, _LINEAR = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.tensor_parallel.layers"
+EXCHANGE, UNITS, DEFAULT_UNITS = "context_exchange", "exchange_units", 2
+"""The context exchange cuts slices into units; its feature has the rest."""
+EQUAL, WORK = "equal", "work"
+"""How long slices are: as long as each other, or as long as equal work makes them."""
+
+
+def _needs_number(plan: Plan) -> str:
+    return f"schedule {plan.schedule.name} needs a number of slices per sequence, at least 1"
+
+
+@dataclass(frozen=True, slots=True)
+class SliceOptions:
+    """How sequences are cut.
+
+    Attributes:
+        slices: Slices per sequence; 1 where only context-parallel ranks share sequences.
+        lengths: ``equal`` or ``work``.
+        keys_per_token: With ``work``: keys that a query attends to in the time that the rest of its layer takes; 0
+            for the ratio of multiplications.
+    """
+
+    slices: int = option(
+        _SLICES,
+        1,
+        flag="--het-slices",
+        metavar="N",
+        help="slices per sequence, for slimpipe, seq1f1b and terapipe",
+        accepts=lambda value, plan: value >= 1,
+        problem=_needs_number,
+        where="--het-slices",
+    )
+    lengths: str = option(
+        "slice_lengths",
+        EQUAL,
+        flag="--het-slice-lengths",
+        choices=(EQUAL, WORK),
+        help="equal: slices are equally long (default); work: they have equal work, by the attention of every token "
+        "and, with packed documents, by where documents begin",
+    )
+    keys_per_token: float = option(
+        "slice_keys_per_token",
+        0.0,
+        flag="--het-slice-keys-per-token",
+        metavar="KEYS",
+        help="with --het-slice-lengths work: how many keys a query attends to in the time that the rest of its layer "
+        "takes; default: by the numbers of multiplications",
+        accepts=lambda value, plan: value > 0 and plan.schedule.parameters.get("slice_lengths") == WORK,
+        problem="must be above 0, and goes with slices of equal work only",
+    )
+
+
+class Slices(Feature):
+    """Forward passes over parts of sequences: slices, or what one context-parallel rank holds."""
+
+    name = "slices"
+    runtime = "megatron_het.features.slices.runtime"
+    title = "slices of sequences"
+    options = SliceOptions
+    schedules = SLICED_SCHEDULES
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        "megatron.core.packed_seq_params.PackedSeqParams": (
+            "762e6be84f7661e30f4ab4c280f74d5fb7264e7bf36ebe1ac07dd1aec3810419"
+        ),
+        "megatron.core.models.gpt.gpt_model.GPTModel._preprocess": (
+            "4675914da72daa913490268baa5b570a2f1b29834fa64a55d6dacf313be69111"
+        ),
+        "megatron.core.transformer.attention.Attention.forward": (
+            "c84fa46b7757cd01bbbb910cdd8312050d20d53247cba482804ce4155261d089"
+        ),
+        # What attention and light linear layers compute in their place.
+        f"{_ROPE}.apply_rotary_pos_emb": "15e756684316d7ee517a00023412ddb9e903ce5c489f2522be8880f9f0877c01",
+        f"{_ROPE}._apply_rotary_pos_emb_bshd": "24d6e448efc03d547a75fa68b5f6122560edb5d9cf5699cac073d750dc8d112a",
+        f"{_LINEAR}.ColumnParallelLinear.forward": "b3d148e587f2cecb4dbe23818c884fd9c280b710f2590c4b10d017fd7c1d0993",
+        f"{_LINEAR}.RowParallelLinear.forward": "235bf36cfa11fcf973d6752ef8639cf5a3e1f16a9a464c966dcf465f690849e4",
+    }
+    refused = (*ATTENTION_REFUSED, Refusal("logits_load_dir", "saved logits are read by whole sequences"))
+
+    def options_of(self, plan: Plan) -> SliceOptions | None:
+        """The options; context parallelism cuts sequences too, into one slice."""
+        if is_sliced(plan):
+            return self.read(plan.schedule) or SliceOptions()
+        return SliceOptions() if cuts_sequences(plan) else None
+
+    def elsewhere(self, plan: Plan, given: Option) -> PlanError:
+        """Slices with a schedule of whole sequences."""
+        return not_sliced(plan, given)
+
+    def check_plan(self, plan: Plan, options: SliceOptions) -> None:
+        """Refuse numbers of slices that leave stages without work, and lengths that ranks cannot share."""
+        if is_sliced(plan):
+            _check_number(plan)
+        length, unit = plan.model.seq_length, cutting_of(plan).unit
+        if length % unit or length // unit < options.slices:
+            raise PlanError(
+                "--het-slices",
+                options.slices,
+                "the ranks of a replica share every slice"
+                f"{', in exchange units' if _exchange_units(plan) > 1 else ''}, so --seq-length = {length} must be a "
+                f"multiple of {unit} tokens, and have {options.slices} of them at least",
+            )
+
+    def named(self, plan: Plan) -> str:
+        """What cuts the sequences."""
+        return "slices" if is_sliced(plan) else "context parallelism, which cuts sequences as slices do"
+
+    def check_arguments(self, plan: Plan, options: SliceOptions, args: Any) -> None:
+        """The table, embeddings of positions, and windows."""
+        super().check_arguments(plan, options, args)
+        check_reach(args)
+
+    def apply(self, plan: Plan, options: SliceOptions, args: Any) -> None:
+        """Slices are causal; a mask grows as s^2."""
+        args.create_attention_mask_in_dataloader = False
+
+    def shape(self, options: SliceOptions) -> dict[str, Any]:
+        """Slices per sequence."""
+        return {"slices": options.slices}
+
+
+def is_sliced(plan: Plan) -> bool:
+    """Whether the plan's schedule runs slices of sequences."""
+    return plan.schedule.name in SLICED_SCHEDULES
+
+
+def cuts_sequences(plan: Plan) -> bool:
+    """Whether forward passes run parts of sequences: slices, or what one context-parallel rank holds."""
+    return is_sliced(plan) or plan.most_cp > 1
+
+
+def slices_of(plan: Plan) -> int:
+    """Slices per sequence; 1 for schedules that do not cut sequences."""
+    return plan.schedule.parameters.get(_SLICES, 1) if is_sliced(plan) else 1
+
+
+def token_unit(plan: Plan) -> int:
+    """What the tokens of slices of different length are a multiple of.
+
+    All ranks that share a slice then hold parts of it that are in proportion to its length, in whole exchange units.
+    """
+    found, units = 1, _exchange_units(plan)
+    for replica in (replica for stage in plan.stages for replica in stage.replicas):
+        grain = math.lcm(units, replica.tp if plan.training.sequence_parallel else 1)
+        found = math.lcm(found, least_tokens(sum(replica.shares), grain) if replica.cp > 1 else grain)
+    return found
+
+
+def _exchange_units(plan: Plan) -> int:
+    """Parts of a slice that devices attend to for each other; 1 also where the plan says nonsense of them."""
+    units = plan.schedule.parameters.get(UNITS, DEFAULT_UNITS) if plan.schedule.parameters.get(EXCHANGE) else 1
+    return units if isinstance(units, int) and units > 0 else 1
+
+
+def _can_be_even(plan: Plan, slices: int) -> bool:
+    """Whether slices of one length divide the sequence, and over the ranks that share them."""
+    length, tokens = plan.model.seq_length, plan.model.seq_length // slices
+    if length % slices:
+        return False
+    for replica in (replica for stage in plan.stages for replica in stage.replicas):
+        grain = replica.tp if plan.training.sequence_parallel else 1
+        if tokens % grain or (replica.cp > 1 and (tokens % 2 or tokens < least_tokens(replica.cp, grain))):
+            return False
+    return True
+
+
+def cutting_of(plan: Plan, args: Any = None) -> Cutting:
+    """Where the plan cuts sequences.
+
+    Args:
+        plan: Checked.
+        args: Megatron's arguments, for slices of equal work and for windows; None for nominal lengths alone.
+    """
+    options = Slices().options_of(plan) or SliceOptions()
+    length, slices = plan.model.seq_length, max(options.slices, 1)
+    is_even = options.lengths == EQUAL and (not is_sliced(plan) or _can_be_even(plan, slices))
+    cutting = Cutting(length, slices, length // slices if is_even else token_unit(plan))
+    if args is None:
+        return cutting
+    limits = getattr(args, "window_size", None)
+    return replace(
+        cutting,
+        keys_per_token=0.0 if options.lengths == EQUAL else options.keys_per_token or keys_per_token(args),
+        window_tokens=limits[0] if limits else None,
+        window_share=_window_share(args.num_layers, args.window_attn_skip_freq) if limits else 0.0,
+    )
+
+
+def has_even_slices(plan: Plan) -> bool:
+    """Whether all slices of all sequences are equally long."""
+    options = Slices().options_of(plan)
+    return cutting_of(plan).is_even and (options is None or options.lengths == EQUAL)
+
+
+def keys_per_token(args: Any) -> float:
+    """How many keys a query attends to with as many multiplications as the rest of its layer needs.
+
+    Args:
+        args: Megatron's arguments.
+    """
+    hidden, width = args.hidden_size, args.kv_channels * args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    rest = 2 * hidden * (width + args.kv_channels * groups)
+    matrices = 3 if args.swiglu else 2
+    if getattr(args, "num_experts", None):
+        chosen = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
+        rest += matrices * hidden * (chosen + (args.moe_shared_expert_intermediate_size or 0))
+    else:
+        rest += matrices * hidden * args.ffn_hidden_size
+    return float(rest / (2 * width))
+
+
+def _window_share(layers: int, skip: int | list[int] | None) -> float:
+    """Share of the layers with a sliding window, as ``--window-attn-skip-freq`` says."""
+    if skip is None:
+        return 1.0
+    if isinstance(skip, int):
+        return sum(number % skip != 0 for number in range(1, layers + 1)) / layers
+    return sum(map(bool, skip)) / len(skip)
+
+
+def slice_tokens(plan: Plan) -> int:
+    """Tokens of a slice of nominal length; of the sequence without slices."""
+    return cutting_of(plan).nominal
+
+
+def not_sliced(plan: Plan, given: Option) -> PlanError:
+    """The refusal of a parameter that is about slices, with a schedule of whole sequences."""
+    return PlanError(
+        f"schedule.parameters.{given.parameter}",
+        plan.schedule.parameters[given.parameter],
+        f"schedule {plan.schedule.name} does not cut sequences",
+        f"Schedules that do: {', '.join(SLICED_SCHEDULES)}",
+    )
+
+
+def _check_number(plan: Plan) -> None:
+    slices, stages = plan.schedule.parameters.get(_SLICES), len(plan.stages)
+    where = "--het-slices"
+    if slices is None:
+        raise PlanError(where, None, _needs_number(plan))
+    if slices < stages:
+        raise PlanError(
+            where,
+            slices,
+            f"fewer slices than the {stages} stages leave stages without work",
+            f"Use a multiple of {stages}",
+        )
+    chunks = plan.most_chunks
+    if chunks > 1 and slices % stages:
+        raise PlanError(
+            where,
+            slices,
+            f"with {chunks} chunks per stage the {stages} stages must divide it: "
+            "groups of slices take turns between chunks",
+            f"Use a multiple of {stages}",
+        )

@@ -1,0 +1,34 @@
+"""Layers that keep less from forward to backward (SlimPipe, section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_het.features.base import Feature, Option
+from megatron_het.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ThriftyOptions:
+    """There is nothing to choose."""
+
+
+class ThriftyLayers(Feature):
+    """RMSNorm and SwiGLU keep only their input."""
+
+    name = "thrifty_layers"
+    runtime = "megatron_het.features.thrifty_layers.runtime"
+    title = "thrifty layers"
+    options = ThriftyOptions
+    switch = Option(
+        "thrifty_layers",
+        flag="--het-thrifty-layers",
+        help="RMSNorm and SwiGLU keep only their input from forward to backward",
+        problem="must be true or false",
+    )
+
+    def apply(self, plan: Plan, options: ThriftyOptions, args: Any) -> None:
+        """SwiGLU that keeps only its input is Megatron's own fusion."""
+        if args.swiglu:
+            args.bias_swiglu_fusion = True

@@ -1,0 +1,185 @@
+"""A split vocabulary, and what it cannot be combined with (SlimPipe, section 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, option
+from megatron_het.features.overlap import check_reductions_meet
+from megatron_het.features.vocab_parallel.embedding_passes import add_embedding
+from megatron_het.features.vocab_parallel.passes import add_vocabulary
+from megatron_het.features.window.spec import Window
+from megatron_het.plan import Plan, PlanError
+from megatron_het.plan.rows import PARAMETER, stage_rows, tp_unit
+from megatron_het.schedule.cost import Costs, PerChunk
+from megatron_het.schedule.ir import Program
+
+_SWITCH = "--het-vocabulary-parallel"
+
+
+_MOST_SHARE = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyOptions:
+    """How the rows are divided.
+
+    Attributes:
+        shares: Rows of each stage, relative to the others; none for equal ones.
+    """
+
+    shares: tuple[int, ...] = option(
+        PARAMETER,
+        (),
+        accepts=lambda value, plan: (
+            len(value) == len(plan.stages)
+            and all(isinstance(share, int) and not isinstance(share, bool) for share in value)
+            and all(1 <= share <= _MOST_SHARE for share in value)
+        ),
+        problem=lambda plan: (
+            f"must be a list of {len(plan.stages)} whole numbers, one per stage, each of 1 to {_MOST_SHARE}: the rows "
+            "that a stage holds, relative to the others"
+        ),
+    )
+
+
+class Vocabulary(Feature):
+    """Embedding, output layer and loss are split over all stages."""
+
+    name = "vocabulary"
+    runtime = "megatron_het.features.vocab_parallel.runtime"
+    title = "split vocabulary"
+    holds_rows_once = True
+    view_flags = (ViewFlag("--vocabulary", "split embedding and output layer over the devices"),)
+    options = VocabularyOptions
+    switch = Option(
+        "vocabulary",
+        flag=_SWITCH,
+        help="split embedding, output layer and loss over all stages and TP ranks",
+        problem="must be true or false",
+    )
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss": (
+            "684294ee76a344fe909e510b85e987ffce8472480f1522f63e1aecc073bf5d1b"
+        ),
+        "megatron.core.pipeline_parallel.schedules.custom_backward": (
+            "d3ae4cec7fe57a127436164e92bf955e79058d9d55d91a1c93d2f16805963ed5"
+        ),
+        "megatron.core.tensor_parallel.layers.ColumnParallelLinear.forward": (
+            "b3d148e587f2cecb4dbe23818c884fd9c280b710f2590c4b10d017fd7c1d0993"
+        ),
+        "megatron.core.tensor_parallel.layers.VocabParallelEmbedding.forward": (
+            "7d5adeccbc3774f07e13940196a2eb155c0a7d952ddead67a2096956f8fc3469"
+        ),
+        "megatron.core.models.gpt.gpt_model.GPTModel._preprocess": (
+            "4675914da72daa913490268baa5b570a2f1b29834fa64a55d6dacf313be69111"
+        ),
+        "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": (
+            "bc1e30d1679f6b9551fa2adac4f256608dae31d4f0ba802aebc877500a53ba08"
+        ),
+    }
+    refused = (
+        Refusal("fp16_lm_cross_entropy", "the split cross entropy is computed in fp32"),
+        Refusal("logits_load_dir", "distillation needs whole logits"),
+        Refusal("init_model_with_meta_device", "the parts replace layers that exist"),
+    )
+
+    def viewed(self, flags: Mapping[str, Any]) -> VocabularyOptions | None:
+        """One switch."""
+        return VocabularyOptions() if flags["vocabulary"] else None
+
+    def check_plan(self, plan: Plan, options: VocabularyOptions) -> None:
+        """Refuse stages that cannot share it."""
+        if plan.model.mtp_num_layers:
+            raise PlanError(
+                "model.mtp_num_layers",
+                plan.model.mtp_num_layers,
+                "its layers read the embedding of later tokens, whose rows are spread over the stages",
+                f"Leave out {_SWITCH}",
+            )
+        window = Window().options_of(plan)
+        if window is None:
+            return
+        if plan.model.tied_embeddings and any(len(stage.layers) > 1 for stage in plan.stages):
+            raise PlanError(
+                "model.tied_embeddings",
+                True,
+                f"with a parameter window and {_SWITCH} a stage's rows are in its first ministage, which is closed "
+                "when its last ministage needs them for the output layer",
+                f"Use one ministage per stage, untie them, or leave out {_SWITCH}",
+            )
+        if not window.zero and (window.per_microbatch or not window.keep_at_turn):
+            name = "per_microbatch" if window.per_microbatch else "keep_at_turn"
+            raise PlanError(
+                f"schedule.parameters.{name}",
+                window.per_microbatch,
+                "parts of the output layer run between the last ministage's forwards and backwards, all over the "
+                "pipeline: its replicas would wait for each other if it was closed in between",
+                f"Leave it out, or {_SWITCH}",
+            )
+
+    def named(self, plan: Plan) -> str:
+        """The flag."""
+        return _SWITCH
+
+    def check_arguments(self, plan: Plan, options: VocabularyOptions, args: Any) -> None:
+        """The table, and a vocabulary that does not divide."""
+        super().check_arguments(plan, options, args)
+        if getattr(args, "cross_entropy_loss_fusion", False) and args.cross_entropy_fusion_impl != "native":
+            raise PlanError(
+                "--cross-entropy-fusion-impl",
+                args.cross_entropy_fusion_impl,
+                f"cannot be used with {_SWITCH}: its kernel needs whole logits",
+                "Use native",
+            )
+        # It is padded to a multiple of the last one times the TP sizes (``config.apply_plan``).
+        unit, padded = tp_unit(plan), getattr(args, "padded_vocab_size", None)
+        rows = args.make_vocab_size_divisible_by * unit if padded is None else padded
+        try:
+            stage_rows(plan, rows)
+        except ValueError as error:
+            stages = len(plan.stages)
+            name, least = ("--padded-vocab-size", stages * unit)
+            if padded is None:
+                name, rows, least = "--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by, stages
+            raise PlanError(name, rows, str(error), f"Use a multiple of {least}") from error
+
+    def check_program(self, program: Callable[[], Program], options: VocabularyOptions, args: Any) -> None:
+        """Refuse an early reduction of gradients that would not meet that of other replicas."""
+        check_reductions_meet(program, args, _SWITCH)
+
+    def before_transfers(self, program: Program, options: VocabularyOptions, speeds: Sequence[float] | None) -> Program:
+        """The program in which every device has its part of the output layer and of the embeddings."""
+        return add_embedding(add_vocabulary(program, speeds=speeds), speeds=speeds)
+
+    def price(self, costs: Costs, options: VocabularyOptions, program: Program, figures: Figures) -> Costs:
+        """Every stage has its share of what the first and the last chunk had."""
+        stages = program.shape.stages
+        shares = options.shares or [1] * stages
+        first, last = program.shape.path[0], program.shape.path[-1]
+
+        def without(table: PerChunk, embedding: Sequence[float], head: Sequence[float]) -> PerChunk:
+            rows = [list(row) for row in table]
+            for d, device in enumerate(program.devices):
+                for (stage, chunk), taken in ((first, embedding[d]), (last, head[d])):
+                    if device.stage == stage:
+                        rows[d][chunk] = max(0.0, rows[d][chunk] - taken)
+            return tuple(map(tuple, rows))
+
+        def part(row: Sequence[float]) -> tuple[float, ...]:
+            held = (shares[device.stage] for device in program.devices)
+            return tuple(value * share / sum(shares) for value, share in zip(row, held, strict=True))
+
+        f = figures
+        return replace(
+            costs,
+            forward_s=without(costs.forward_s, f.embedding_forward_s, f.head_forward_s),
+            backward_s=without(costs.backward_s, f.embedding_backward_s, f.head_backward_s),
+            vocab_forward_s=part(f.head_forward_s),
+            vocab_backward_s=part(f.head_backward_s),
+            embed_forward_s=part(f.embedding_forward_s),
+            embed_backward_s=part(f.embedding_backward_s),
+            memory=replace(costs.memory, logits_bytes=part(f.head_bytes)),
+        )

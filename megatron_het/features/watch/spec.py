@@ -1,0 +1,81 @@
+"""The watch: a run compares itself with what its plan predicts, and says what drifted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_het.features.base import Feature, option
+from megatron_het.plan import Plan, PlanError
+
+ON, OFF = "on", "off"
+MOST_WINDOW = 100
+
+
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """How a run is watched.
+
+    Attributes:
+        state: ``on``, which needs a plan with the costs of its prediction, or ``off``.
+        threshold: Smallest drift that is named, as a share.
+        smoothing: Iterations whose median counts.
+    """
+
+    state: str = option(
+        "watch",
+        ON,
+        flag="--het-watch",
+        choices=(ON, OFF),
+        help="compare measured with predicted times while training, and name slow devices, slow links and wrong "
+        "profiles (default: on where the plan carries the costs of its prediction)",
+        problem=f"must be {ON} or {OFF}",
+    )
+    threshold: float = option(
+        "watch_threshold",
+        0.15,
+        flag="--het-watch-threshold",
+        metavar="SHARE",
+        help="smallest drift that is named: 0.15 (the default) is 15 %% longer than it should be",
+        accepts=lambda value, plan: 0.01 <= value <= 100,
+        problem="must be at least 0.01 and at most 100",
+    )
+    smoothing: int = option(
+        "watch_window",
+        5,
+        flag="--het-watch-window",
+        metavar="N",
+        help="iterations whose median counts (default 5); a drift is named after about that many",
+        accepts=lambda value, plan: 1 <= value <= MOST_WINDOW,
+        problem=f"must be at least 1 and at most {MOST_WINDOW}",
+    )
+
+
+class Watch(Feature):
+    """On wherever the plan says what its operations should take, unless it is switched off."""
+
+    name = "watch"
+    runtime = "megatron_het.features.watch.runtime"
+    title = "watch"
+    options = WatchOptions
+
+    def options_of(self, plan: Plan) -> WatchOptions | None:
+        """The options; None where it is off, or where there is nothing to compare with."""
+        given = plan.schedule.parameters
+        found = WatchOptions(**{o.field: given[o.parameter] for o in self.parameters if o.parameter in given})
+        has_costs = plan.predicted is not None and plan.predicted.costs is not None
+        return found if has_costs and found.state == ON else None
+
+    def check(self, plan: Plan) -> None:
+        """See :class:`Feature`; there is no switch that an option could lack."""
+        given = plan.schedule.parameters
+        for known in self.parameters:
+            if known.parameter in given:
+                known.check(given[known.parameter], plan)
+        if given.get("watch") == ON and self.options_of(plan) is None:
+            raise PlanError(
+                "schedule.parameters.watch",
+                ON,
+                "the plan does not carry the costs of its prediction (predicted.costs), so there is nothing to "
+                "compare with",
+                "Make the plan again with this release's planner, or leave --het-watch out",
+            )

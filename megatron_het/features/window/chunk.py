@@ -1,0 +1,339 @@
+"""One ministage's parameters and gradients: sharded when closed, whole while it is open.
+
+Built on the buffers of Megatron's DDP.  A buffer's storage is freed and allocated again under its
+views, so modules, autograd and optimizer keep their tensors.  What lives on while a ministage is
+closed is the rank's shard of every bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_het.features.window.layout import layer_of, num_layers_of
+from megatron_het.features.window.memory import HostCopy, SideStream, WindowUse
+from megatron_het.features.window.shards import Pending, parts_of
+
+_ATTRIBUTE = "het_window"
+
+
+@dataclass
+class Bucket:
+    """A bucket of Megatron's buffers, which is one layer of the ministage.
+
+    Attributes:
+        source: Megatron's bucket, with ``param_data`` and ``grad_data``.
+        layer: Index of the layer within the ministage.
+        shard: This rank's part of the parameters; for a resident ministage a view of the whole.
+        gradient: This rank's part of the reduced gradients, from the reduction to the update.
+        host: The shard's place in host memory, with offload.
+        is_reduced: The whole gradients have been given to a reduction.
+    """
+
+    source: Any
+    layer: int
+    shard: torch.Tensor
+    gradient: torch.Tensor | None = None
+    host: HostCopy | None = None
+    gathering: Pending | torch.cuda.Event | None = None
+    reducing: Pending | None = None
+    is_reduced: bool = False
+
+
+@dataclass(eq=False)
+class ChunkWindow:
+    """The window over one model chunk.
+
+    Args:
+        ddp: The chunk in Megatron's DDP, with layered buffers.
+        offload: Keep shards in host memory while the chunk is closed.
+        use: Where bytes and collectives are counted.
+    """
+
+    ddp: Any
+    offload: bool
+    use: WindowUse
+    buckets: list[Bucket] = field(default_factory=list)
+    is_open: bool = False
+    has_gradients: bool = False
+    _hooks: list[Any] = field(default_factory=list)
+    _is_loading: bool = False
+
+    def __post_init__(self) -> None:
+        self.group: dist.ProcessGroup = self.ddp.intra_dp_cp_group
+        buffers = self.ddp.buffers  # none in a ministage without layers
+        self.parts = parts_of(buffers, self.group)
+        self.side = SideStream(buffers[0].param_data.device if buffers else torch.device("cpu"), self.use.streams)
+        # A rank that is alone in its group owns all of every bucket: without offload there is
+        # nothing to free.
+        self.is_resident = self.group.size() == 1 and not self.offload
+        names = {p: name for name, p in self.ddp.module.named_parameters()}
+        count = num_layers_of(self.ddp.module)
+        for buffer in self.ddp.buffers:
+            for source in buffer.buckets:
+                layer = layer_of(names[source.params_list[0]], count)
+                self.buckets.append(Bucket(source, layer, self.parts.own(source.param_data)))
+            buffer.reset = _leave_gradients  # they are zeroed when they are allocated
+            setattr(buffer, _ATTRIBUTE, self)
+        self.buckets.sort(key=lambda bucket: bucket.layer)
+        self._wait_before_use()
+        self._open_while_loading()
+        for bucket in self.buckets:
+            if not self.is_resident:
+                bucket.shard = bucket.shard.clone()
+                self.use.add("shard", bucket.shard.nbytes)
+            if self.offload:
+                bucket.host = HostCopy(bucket.shard, self.use.streams)
+        self.is_open = True
+        self.use.add("parameter", self._bytes("param_data"))
+        self.use.add("gradient", self._bytes("grad_data"))
+        self.has_gradients = True
+
+    # -- parameters ----------------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        """Bring the shards to the device, if they are in host memory."""
+        for bucket in self.buckets:
+            if bucket.host is not None and bucket.shard.untyped_storage().size() == 0:
+                bucket.host.fetch(bucket.shard)
+                self.use.add("shard", bucket.shard.nbytes)
+
+    def store(self) -> None:
+        """Bring the shards to host memory and free them on the device."""
+        for bucket in self.buckets:
+            if bucket.host is not None and bucket.shard.untyped_storage().size():
+                bucket.host.store(bucket.shard)
+                self.use.add("shard", -bucket.shard.nbytes)
+
+    def open(self) -> None:
+        """Allocate the whole parameters; their contents come with ``gather``."""
+        if self.is_open:
+            return
+        self.is_open = True
+        if not self.is_resident:
+            for buffer in self.ddp.buffers:
+                _allocate(buffer.param_data)
+        self.use.add("parameter", self._bytes("param_data"))
+
+    @torch.no_grad()
+    def gather(self, start: int, stop: int) -> None:
+        """Start the all-gather of layers ``[start, stop)``; -1 stands for all."""
+        with self.side.following():
+            for bucket in self._selected(start, stop):
+                if bucket.host is not None:
+                    bucket.host.wait()
+                if self.group.size() > 1:
+                    self.use.gathers += 1
+                    bucket.gathering = self.parts.gather(bucket.source.param_data, bucket.shard)
+                    continue
+                if not self.is_resident:
+                    bucket.source.param_data.copy_(bucket.shard)
+                bucket.gathering = self.side.mark()
+
+    def wait(self) -> None:
+        """Wait for all gathers that were started."""
+        for bucket in self.buckets:
+            _wait_gather(bucket)
+
+    def close(self) -> None:
+        """Free the whole parameters; the shards stay."""
+        if not self.is_open:
+            return
+        self.wait()
+        self.is_open = False
+        self.use.add("parameter", -self._bytes("param_data"))
+        if not self.is_resident:
+            for buffer in self.ddp.buffers:
+                buffer.param_data.untyped_storage().resize_(0)
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Whole parameters, of which this rank's parts alone have their contents, for a moment."""
+        if self.is_open:
+            yield
+            return
+        self._show_own()
+        yield
+        self.close()
+        self.store()
+
+    @torch.no_grad()
+    def _show_own(self) -> None:
+        """Open with the contents of this rank's parts alone."""
+        self.fetch()
+        self.open()
+        for bucket in self.buckets:
+            if bucket.host is not None:
+                bucket.host.wait()
+            if not self.is_resident:
+                self.parts.own(bucket.source.param_data).copy_(bucket.shard)
+
+    @torch.no_grad()
+    def take_shards(self) -> None:
+        """Make the shards what the open parameters are: a state has been loaded into those."""
+        if not self.is_open or self.is_resident:
+            return
+        for bucket in self.buckets:
+            if not bucket.shard.untyped_storage().size():
+                _allocate(bucket.shard)
+                self.use.add("shard", bucket.shard.nbytes)
+            bucket.shard.copy_(self.parts.own(bucket.source.param_data))
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def open_gradients(self) -> None:
+        """Allocate zeroed gradients for the backward of this chunk."""
+        if self.has_gradients:
+            return
+        self.has_gradients = True
+        for buffer in self.ddp.buffers:
+            _allocate(buffer.grad_data)
+            buffer.grad_data.zero_()
+        self.use.add("gradient", self._bytes("grad_data"))
+
+    @torch.no_grad()
+    def reduce(self, start: int, stop: int) -> None:
+        """Start the reduce-scatter of the gradients of layers ``[start, stop)``; -1 stands for all."""
+        for bucket in self._selected(start, stop):
+            bucket.is_reduced = True
+            if self.group.size() > 1:
+                self.use.reductions += 1
+                bucket.reducing = self.parts.reduce(bucket.source.grad_data)
+
+    def has_reduced(self, start: int, stop: int) -> bool:
+        """Whether a reduction of layers ``[start, stop)`` has been started and its shards are not kept yet."""
+        return any(bucket.is_reduced for bucket in self._selected(start, stop))
+
+    def is_reducing(self) -> bool:
+        """Whether a reduction has been started and is not finished."""
+        return any(b.reducing is not None and not b.reducing.is_completed() for b in self.buckets)
+
+    def keep_gradient_shards(self) -> None:
+        """Finish the reductions, add to this rank's shards and free the whole gradients."""
+        for bucket in self.buckets:
+            if bucket.reducing is not None:
+                bucket.reducing.wait()
+                bucket.reducing = None
+            bucket.is_reduced = False
+            reduced = self.parts.own(bucket.source.grad_data)
+            if bucket.gradient is not None:  # of the passes before this one
+                bucket.gradient += reduced
+                continue
+            bucket.gradient = reduced.clone()
+            self.use.add("gradient_shard", bucket.gradient.nbytes)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Free the whole gradients."""
+        if not self.has_gradients:
+            return
+        self.has_gradients = False
+        self.use.add("gradient", -self._bytes("grad_data"))
+        for buffer in self.ddp.buffers:
+            buffer.grad_data.untyped_storage().resize_(0)
+
+    def drop_gradient_shards(self) -> None:
+        """Forget the gradient shards after an update, or after an update that was skipped."""
+        for bucket in self.buckets:
+            if bucket.gradient is not None:
+                self.use.add("gradient_shard", -bucket.gradient.nbytes)
+                bucket.gradient = None
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def dispose(self) -> None:
+        """Give the chunk back to Megatron without contents: buffers, shards and host memory are freed.
+
+        The tensors stay, with empty storages; whoever needs the parameters reads them before.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for bucket in self.buckets:
+            if bucket.reducing is not None:
+                bucket.reducing.wait()
+                bucket.reducing = None
+        self.close()
+        self.drop_gradients()
+        self.drop_gradient_shards()
+        for buffer in self.ddp.buffers:
+            buffer.param_data.untyped_storage().resize_(0)
+            del buffer.reset  # the class's own method again
+            delattr(buffer, _ATTRIBUTE)
+        for bucket in self.buckets:
+            if not self.is_resident and bucket.shard.untyped_storage().size():
+                self.use.add("shard", -bucket.shard.nbytes)
+                bucket.shard.untyped_storage().resize_(0)
+            bucket.host = None
+
+    # -- helpers -------------------------------------------------------------------------------
+
+    def _selected(self, start: int, stop: int) -> list[Bucket]:
+        return [b for b in self.buckets if start < 0 or start <= b.layer < stop]
+
+    def _bytes(self, name: str) -> int:
+        return sum(getattr(buffer, name).nbytes for buffer in self.ddp.buffers)
+
+    def _wait_before_use(self) -> None:
+        """Let every module wait for its own bucket only, so that compute starts with the first layer."""
+        owner = {p: bucket for bucket in self.buckets for p in bucket.source.params_list}
+        for module in self.ddp.module.modules():
+            mine = {id(b): b for p in module.parameters(recurse=False) if (b := owner.get(p))}
+            if mine:
+                self._hooks.append(module.register_forward_pre_hook(_Waiter(list(mine.values()))))
+
+    def _open_while_loading(self) -> None:
+        """Let the module be whole while its ``load_state_dict`` runs, and take this rank's parts afterwards."""
+        module = self.ddp.module
+        while hasattr(module, "module"):  # of 16 bits
+            module = module.module
+
+        def begin(*_unused: Any) -> None:
+            self._is_loading = not self.is_open
+            if self._is_loading:
+                self._show_own()
+
+        def end(*_unused: Any) -> None:
+            if self._is_loading:
+                self._is_loading = False
+                self.take_shards()
+                self.close()
+                self.store()
+
+        self._hooks.append(module.register_load_state_dict_pre_hook(begin))
+        self._hooks.append(module.register_load_state_dict_post_hook(end))
+
+
+def window_of(buffer: Any) -> ChunkWindow | None:
+    """The window over one of Megatron's buffers, if there is one."""
+    return getattr(buffer, _ATTRIBUTE, None)
+
+
+class _Waiter:
+    """Forward pre-hook: waits for the gathers of a module's parameters."""
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+
+    def __call__(self, *_unused: Any) -> None:
+        for bucket in self._buckets:
+            _wait_gather(bucket)
+
+
+def _wait_gather(bucket: Bucket) -> None:
+    if bucket.gathering is not None:
+        bucket.gathering.wait()
+        bucket.gathering = None
+
+
+def _leave_gradients() -> None:
+    """In place of a buffer's ``reset``, which would write to freed memory."""
+
+
+def _allocate(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(tensor.nbytes)

@@ -1,0 +1,393 @@
+"""Updating one ministage at a time with Megatron's distributed optimizer.
+
+There is one distributed optimizer over all ministages, so that schedulers, gradient norm, overflow
+checks and checkpoints are Megatron's own.  A ministage is updated by showing the inner optimizer
+only the ministage's part of every parameter group.  Main parameters live in the shards, so an
+update needs no whole parameters.
+
+The exact update leaves ``optimizer.step()`` to Megatron up to the inner step: unscaling, overflow
+check, norm, clipping.  Instead of stepping, the gradients (clipped by then) and the parameter
+groups (with this iteration's learning rate) are kept, and each ministage is stepped when it is next
+opened.  An iteration that overflows never gets there, so nothing is undone.
+
+Updates inside the iteration take the gradients as they are.  Under ``undo`` the state before the
+update and the gradients go to the host; when Megatron's ``optimizer.step()`` then skips or clips,
+the old state comes back when the ministage is next opened, and a clipped update is made there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_het.distributed.parameters import CopiesCheck, is_tied_copy
+from megatron_het.features.window.chunk import ChunkWindow
+from megatron_het.features.window.spec import WindowOptions
+from megatron_het.features.window.state import Entry, OffloadedState, UndoLog
+
+Groups = list[dict[str, Any]]
+_REPLACED = (
+    "_copy_model_grads_to_main_grads",
+    "step_with_ready_grads",
+    "get_grads_for_grad_norm",
+    "_get_main_param_and_optimizer_states",
+    "_set_main_param_and_optimizer_states",
+    "_copy_model_params_to_main_params",
+    "_allocate_states",
+    "load_state_dict",
+)
+
+
+class ChunkedOptimizer:
+    """Steps Megatron's optimizer chunk by chunk.
+
+    Args:
+        optimizer: What ``get_megatron_optimizer`` returned.
+        chunks: The windows, by chunk.
+        options: When updates are made, and where the state lives.
+        owners: Ranks that hold parts of this rank's ministages: the ranks of its stage.
+    """
+
+    def __init__(
+        self, optimizer: Any, chunks: Sequence[ChunkWindow], options: WindowOptions, owners: dist.ProcessGroup
+    ) -> None:
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        if len(parts) != 1 or not isinstance(parts[0], DistributedOptimizer):
+            names = ", ".join(type(part).__name__ for part in parts)
+            raise TypeError(f"the parameter window needs one DistributedOptimizer, found: {names}")
+        self._optimizer: DistributedOptimizer = parts[0]
+        self._chunks = chunks
+        self._options = options
+        self._owners = owners
+        self._entries: list[list[Entry]] = [[] for _ in chunks]
+        self._pending: dict[int, tuple[Groups, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        self._groups: dict[int, Groups] = {}
+        self._copies: dict[torch.Tensor, int] = {}
+        self._collect_entries()
+        self._check = CopiesCheck(len(self._copies))
+        inner = self._optimizer.optimizer
+        self._states = [
+            OffloadedState(entries, inner, chunk.use) if options.offload_optimizer else None
+            for entries, chunk in zip(self._entries, chunks, strict=True)
+        ]
+        self._undo = [
+            UndoLog(entries, inner, chunk.use)
+            for entries, chunk in zip(self._entries, chunks, strict=True)
+            if options.update == "undo"
+        ]
+        self._squares: torch.Tensor | None = None
+        # Instance attributes: this optimizer's gradients and parameters are not where the methods
+        # of its class look for them.
+        self._optimizer._copy_model_grads_to_main_grads = self._attach_all
+        self._optimizer.step_with_ready_grads = self._defer
+        # For checkpoints, parameter by parameter in the order of the chunks.
+        self._lent: int | None = None
+        self._optimizer._get_main_param_and_optimizer_states = self._lend
+        self._optimizer._set_main_param_and_optimizer_states = self._take
+        self._optimizer._copy_model_params_to_main_params = self._reload
+        self._optimizer._allocate_states = self._make_states
+        self._optimizer.load_state_dict = self._load
+        if options.update in ("at-once", "per-ministage"):
+            self._optimizer.get_grads_for_grad_norm = self._norm_so_far
+
+    def _collect_entries(self) -> None:
+        """Find every main parameter's shard, and let fp32 main parameters live in the shards."""
+        owner = {
+            p: (c, bucket)
+            for c, chunk in enumerate(self._chunks)
+            for bucket in chunk.buckets
+            for p in bucket.source.params_list
+        }
+        self._owner = {parameter: c for parameter, (c, _) in owner.items()}
+        optimizer = self._optimizer
+        for models, mains, in_shard in (
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, False),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups, True),
+        ):
+            for group, (model_group, main_group) in enumerate(zip(models, mains, strict=True)):
+                for model, main in zip(model_group, main_group, strict=True):
+                    c, bucket = owner[model]
+                    ranges = optimizer._get_model_param_range_map(model)
+                    span = ranges["gbuf_local"]
+                    self._entries[c].append(Entry(main, bucket, span.start, span.end, group, in_shard))
+                    if is_tied_copy(model):
+                        self._copies[main] = ranges["param"].start
+        for chunk, entries in zip(self._chunks, self._entries, strict=True):
+            chunk.fetch()  # a view needs memory behind it
+            for entry in entries:
+                if entry.in_shard:
+                    entry.main.data = entry.of(entry.bucket.shard)
+            chunk.store()
+
+    def detach(self) -> None:
+        """Let Megatron's optimizer work by its own methods again, and forget what was kept for it."""
+        for name in _REPLACED:
+            vars(self._optimizer).pop(name, None)
+        self._pending.clear()
+        self._groups.clear()
+        self._undo.clear()
+        self._states = [None] * len(self._chunks)
+        for main in (entry.main for entries in self._entries for entry in entries):
+            main.grad = None
+        self._entries = [[] for _ in self._chunks]
+        self._owner = {}
+        self._copies = {}
+
+    # -- what Megatron's optimizer calls -------------------------------------------------------
+
+    @torch.no_grad()
+    def _attach_all(self) -> None:
+        """In place of the copy from the (freed) gradient buffers."""
+        for c in range(len(self._chunks)):
+            if self._undo:
+                self._undo[c].fetch_gradients()
+            self._attach(c)
+
+    def _norm_so_far(self, *_unused: Any) -> list[torch.Tensor]:
+        """The norm of this rank's gradients, which an update has used up when Megatron asks for it."""
+        return [] if self._squares is None else [self._squares.sqrt()]
+
+    @torch.no_grad()
+    def _defer(self) -> bool:
+        """In place of the inner step and the gather: keep what the steps need."""
+        if self._options.update in ("at-once", "per-ministage"):
+            return True
+        for c, entries in enumerate(self._entries):
+            if self._undo and self._undo[c].was_right():
+                self._undo[c].confirm()
+                for entry in entries:
+                    entry.main.grad = None
+                self._chunks[c].drop_gradient_shards()
+                continue
+            kept = [(e.main, e.main.grad) for e in entries if e.main.grad is not None]
+            groups = self._groups[c] if self._undo else self._groups_of(c)
+            self._pending[c] = (groups, kept)
+        return True
+
+    def _lend(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The main parameter and its state, on the device until those of another chunk are asked for."""
+        self._bring(self._owner[parameter])
+        method = type(self._optimizer)._get_main_param_and_optimizer_states
+        found: dict[str, torch.Tensor] = method(self._optimizer, parameter)
+        return found
+
+    def _take(self, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        """What a checkpoint has of a main parameter and its state."""
+        self._bring(self._owner[parameter])
+        type(self._optimizer)._set_main_param_and_optimizer_states(self._optimizer, parameter, tensors)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """In place of the loading that allocates all state at once: there is state already, and its tensors stay.
+
+        Fused optimizers would make new ones from tensors whose memory may be freed by now.
+        """
+        self._make_states()
+        inner = self._optimizer.optimizer
+        inner.load_state_dict = functools.partial(torch.optim.Optimizer.load_state_dict, inner)
+        try:
+            type(self._optimizer).load_state_dict(self._optimizer, state_dict)
+        finally:
+            del inner.load_state_dict
+        self.give_back()
+
+    @torch.no_grad()
+    def _make_states(self) -> None:
+        """The state that a first step would make, chunk by chunk."""
+        inner = self._optimizer.optimizer
+        counts_each = isinstance(inner, torch.optim.Adam)
+        for c, entries in enumerate(self._entries):
+            missing = [entry.main for entry in entries if not inner.state.get(entry.main)]
+            if not missing:
+                continue
+            self._bring(c)
+            for main in missing:
+                made = {key: torch.zeros_like(main.data) for key in self._optimizer.optimizer_state_keys}
+                inner.state[main] = {"step": torch.tensor(0.0), **made} if counts_each else made
+            self.give_back()
+
+    @torch.no_grad()
+    def _reload(self, state_dict: dict[str, Any] | None = None) -> None:
+        """In place of the copy from whole parameters: main parameters become what the shards, or given ones, are."""
+        if state_dict is not None:  # read from there, written to all main parameters at once
+            for c in range(len(self._chunks)):
+                self._hold(c)
+            type(self._optimizer)._copy_model_params_to_main_params(self._optimizer, state_dict)
+            for c in range(len(self._chunks)):
+                self._let_go(c)
+            return
+        for c, entries in enumerate(self._entries):
+            self._bring(c)
+            for entry in entries:
+                if not entry.in_shard:
+                    entry.main.copy_(entry.of(entry.bucket.shard))
+        self.give_back()
+
+    # -- what the window calls -----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A new iteration: shards of gradients that nobody waits for (a skipped step) are dropped."""
+        self._groups.clear()
+        self._squares = None
+        for c, chunk in enumerate(self._chunks):
+            if c not in self._pending:
+                chunk.drop_gradient_shards()
+
+    def give_back(self) -> None:
+        """Bring what a checkpoint has read or written of a chunk to where it lives between updates."""
+        if self._lent is not None:
+            chunk, self._lent = self._lent, None
+            self._let_go(chunk)
+
+    def store_all(self) -> None:
+        """Bring all state to where it lives between updates."""
+        for state in self._states:
+            if state is not None:
+                state.store()
+
+    def fetch(self, chunk: int) -> None:
+        """Start to bring the chunk's state to the device, if an update is due."""
+        state = self._states[chunk]
+        if state is not None and self._is_due(chunk):
+            state.fetch()
+
+    def fetch_all(self) -> None:
+        """Bring all state to the device."""
+        for state in self._states:
+            if state is not None:
+                state.fetch()
+                state.wait()
+
+    @torch.no_grad()
+    def apply_pending(self, chunk: int) -> None:
+        """Bring the chunk up to date before its parameters are used.
+
+        Takes back an update that ``optimizer.step()`` did not confirm, and makes the one that it
+        kept, if there is one.
+        """
+        if not self._is_due(chunk):
+            return
+        state = self._states[chunk]
+        if state is not None:
+            state.fetch()
+            state.wait()
+        if self._undo and self._undo[chunk].is_open:
+            self._undo[chunk].take_back()
+            self._show(chunk)
+        if chunk in self._pending:
+            groups, kept = self._pending.pop(chunk)
+            for main, gradient in kept:
+                main.grad = gradient
+                if gradient.is_cuda:  # let go of on another stream than the one that made it
+                    gradient.record_stream(torch.cuda.current_stream())
+            self._step(chunk, groups)
+        elif state is not None:
+            state.store()
+
+    @torch.no_grad()
+    def step_now(self, chunk: int) -> None:
+        """Update a chunk with its gradient shards, which are summed and scaled."""
+        if not self._groups:
+            self._groups = {c: self._groups_of(c) for c in range(len(self._chunks))}
+        state = self._states[chunk]
+        if state is not None:
+            state.fetch()
+            state.wait()
+        self._attach(chunk)
+        if not self._undo:
+            self._measure(chunk)
+            self._step(chunk, self._groups[chunk])
+            return
+        scaler = self._optimizer.grad_scaler
+        self._undo[chunk].begin(self._groups[chunk], None if scaler is None else scaler.inv_scale)
+        self._step(chunk, [dict(group) for group in self._groups[chunk]], keep_gradients=True)
+        self._undo[chunk].store_gradients()
+
+    # -- helpers -------------------------------------------------------------------------------
+
+    def _bring(self, chunk: int) -> None:
+        """Have a chunk's shards and state on the device, and those of the one that was there before back in place."""
+        if chunk != self._lent:
+            self.give_back()
+            self._lent = chunk
+            self._hold(chunk)
+
+    def _hold(self, chunk: int) -> None:
+        self._chunks[chunk].fetch()
+        for bucket in self._chunks[chunk].buckets:
+            if bucket.host is not None:
+                bucket.host.wait()
+        state = self._states[chunk]
+        if state is not None:
+            state.fetch()
+            state.wait()
+
+    def _let_go(self, chunk: int) -> None:
+        state = self._states[chunk]
+        if state is not None:
+            state.store()
+        if not self._chunks[chunk].is_open:
+            self._chunks[chunk].store()
+
+    def _is_due(self, chunk: int) -> bool:
+        return chunk in self._pending or bool(self._undo and self._undo[chunk].is_open)
+
+    def _attach(self, chunk: int) -> None:
+        for entry in self._entries[chunk]:
+            if entry.bucket.gradient is not None:
+                entry.main.grad = entry.of(entry.bucket.gradient).float()
+                if entry.main in self._copies:
+                    self._check.see(self._copies[entry.main], entry.main.grad)
+
+    def _measure(self, chunk: int) -> None:
+        """Add to the norm that is reported, and clip by the chunk's own norm if told to."""
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+
+        mains = [entry.main for entry in self._entries[chunk]]
+        counted = self._optimizer._filter_grads_for_norm(mains)
+        for gradient in counted:
+            square = gradient.float().square().sum()
+            self._squares = square if self._squares is None else self._squares + square
+        clip = self._optimizer.config.clip_grad
+        if self._options.update == "per-ministage" and clip > 0:
+            norm = get_grad_norm_fp32(counted, grad_stats_parallel_group=self._owners)
+            clip_grad_by_total_norm_fp32(mains, clip, norm)
+
+    def _groups_of(self, chunk: int) -> Groups:
+        """The chunk's part of the parameter groups, with their present hyperparameters."""
+        return [
+            {**group, "params": [e.main for e in self._entries[chunk] if e.group == g]}
+            for g, group in enumerate(self._optimizer.optimizer.param_groups)
+        ]
+
+    def _step(self, chunk: int, groups: Groups, *, keep_gradients: bool = False) -> None:
+        inner = self._optimizer.optimizer
+        whole = inner.param_groups
+        inner.param_groups = groups
+        try:
+            inner.step()
+        finally:
+            inner.param_groups = whole
+        for group, stepped in zip(whole, groups, strict=True):
+            # Optimizers that count steps per group do not count for one without parameters: its count
+            # may be older than that of the ministages that were stepped before.
+            if stepped["params"] and "step" in stepped:
+                group["step"] = stepped["step"]
+        self._show(chunk)
+        for entry in self._entries[chunk]:
+            entry.main.grad = None
+        state = self._states[chunk]
+        if state is not None:
+            state.store()
+        if not keep_gradients:
+            self._chunks[chunk].drop_gradient_shards()
+
+    def _show(self, chunk: int) -> None:
+        """Write main parameters into the shards that will be gathered."""
+        for entry in self._entries[chunk]:
+            if not entry.in_shard:
+                entry.of(entry.bucket.shard).copy_(entry.main)

@@ -1,0 +1,260 @@
+"""Adds what happens to parameters, gradients and the optimizer (Zorse, sections 4.1.1 and 4.1.2)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_het.schedule.columns import Direction
+from megatron_het.schedule.graph import Graph, replay
+from megatron_het.schedule.ir import COMPUTE, RECEIVES, TRANSFERS, Kind, Op, Program
+from megatron_het.schedule.joint import event_places, stuck_events
+from megatron_het.schedule.kinds import COLLECTIVES, PARAMETER_KINDS, PARTS, chunk_of
+from megatron_het.schedule.passes.transfers import add_transfers, plain_durations
+from megatron_het.schedule.paths import Place
+
+STEPS = ("end", "ministage", "none")
+_USERS = COMPUTE | PARTS
+"""Operations that use parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A run of operations that use one chunk; ``first`` and ``last`` are positions in the device's list."""
+
+    chunk: int
+    first: int
+    last: int
+
+
+def add_parameters(
+    program: Program,
+    *,
+    prefetch: int = 1,
+    per_layer: bool = False,
+    offload: bool = False,
+    keep_at_turn: bool = True,
+    per_operation: bool = False,
+    step: str = "end",
+    late: Sequence[Place] = (),
+) -> Program:
+    """The program with gathers before use, releases after use, reductions and optimizer steps.
+
+    A *visit* is a run of operations of one chunk.  Its parameters are gathered ``prefetch`` visits ahead
+    and released when it ends, so ``prefetch + 1`` chunks are materialised at most.  With the ministage
+    schedule a chunk is visited once forward and once backward, whatever the number of microbatches.
+    Parts of a split vocabulary are operations of the chunk that has their rows (``kinds.chunk_of``).
+
+    Args:
+        program: any; schedules that alternate between chunks gather at every change.
+        prefetch: how many visits ahead parameters are gathered; 0 gathers right before use.
+        per_layer: one PARAM_GATHER and one GRAD_REDUCE per layer, so that compute can start with the first.
+        offload: parameter shards live on the host: PARAM_PREFETCH before the gather, PARAM_OFFLOAD after use.
+        keep_at_turn: when the first backward visit is of the chunk that was forwarded last, keep it.
+        per_operation: every operation is a visit of its own: gathers per microbatch, as in ZeRO-3.
+        step: ``"ministage"``: OPTIMIZER_STEP one visit after the chunk's reduction, overlapping the next
+            backward (the paper; breaks gradient clipping by the global norm and skipped steps);
+            ``"end"``: all steps after all reductions (exact); ``"none"``: no OPTIMIZER_STEP.
+        late: (stage, chunk) of chunks that are stepped after all others, whatever ``step`` says, but for none: their
+            gradients are also those of another stage.
+
+    Raises:
+        ValueError: parameter operations are there already, an option is out of range, or the replicas of a
+            stage visit chunks in different orders.
+    """
+    if prefetch < 0 or step not in STEPS:
+        raise ValueError(f"prefetch = {prefetch}, step = {step!r}: prefetch >= 0, step one of {', '.join(STEPS)}")
+    if any(op.kind in PARAMETER_KINDS for ops in program.ops for op in ops):
+        raise ValueError(f"program {program.name} has parameter operations already")
+    visits = [
+        _visits(row, len(program.shape.layers[device.stage]), keep_at_turn, per_operation)
+        for row, device in zip(program.ops, program.devices, strict=True)
+    ]
+    for d, device in enumerate(program.devices):
+        first = program.shape.first_device[device.stage]
+        if [v.chunk for v in visits[d]] != [v.chunk for v in visits[first]]:
+            raise ValueError(
+                f"program {program.name}: device {device} visits its chunks in another order than replica 0 of its "
+                "stage, so they cannot gather parameters together (does every replica have microbatches?)"
+            )
+    window = _Window(program, prefetch, per_layer, offload, step, late)
+    return replace(program, ops=tuple(window.device(d, row) for d, row in enumerate(visits)))
+
+
+def _visits(ops: Sequence[Op], chunks: int, keep_at_turn: bool, per_operation: bool) -> list[_Visit]:
+    visits: list[_Visit] = []
+    backward = False
+    for i, op in enumerate(ops):
+        if op.kind not in _USERS:
+            continue
+        chunk, is_backward = chunk_of(op.kind, op.chunk, chunks), op.kind.direction is Direction.BACKWARD
+        turn = is_backward and not backward
+        backward = backward or is_backward
+        same = visits and visits[-1].chunk == chunk and not per_operation
+        if same and (keep_at_turn or not turn):
+            visits[-1] = _Visit(chunk, visits[-1].first, i)
+        else:
+            visits.append(_Visit(chunk, i, i))
+    return visits
+
+
+class _Window:
+    """Places the operations of one device after the other."""
+
+    def __init__(
+        self, program: Program, prefetch: int, per_layer: bool, offload: bool, step: str, late: Sequence[Place]
+    ) -> None:
+        self.program, self.prefetch = program, prefetch
+        self.per_layer, self.offload, self.step = per_layer, offload, step
+        self.late = frozenset(late)
+
+    def _layers(self, device: int, chunk: int) -> list[tuple[int, int]]:
+        layers = self.program.shape.layers[self.program.devices[device].stage][chunk]
+        return [(i, i + 1) for i in range(layers)] if self.per_layer and layers else [(-1, -1)]
+
+    def _open(self, device: int, chunk: int, fetch: bool) -> Iterator[Op]:
+        if self.offload and fetch:
+            yield Op(Kind.PARAM_PREFETCH, chunk=chunk)
+        for start, stop in self._layers(device, chunk):
+            yield Op(Kind.PARAM_GATHER, chunk=chunk, start=start, stop=stop)
+
+    def _reduce(self, device: int, chunk: int) -> Iterator[Op]:
+        for start, stop in reversed(self._layers(device, chunk)):
+            yield Op(Kind.GRAD_REDUCE, chunk=chunk, start=start, stop=stop)
+
+    def device(self, device: int, visits: Sequence[_Visit]) -> tuple[Op, ...]:
+        """The device's list."""
+        ops = self.program.ops[device]
+        last_visit = {visit.chunk: i for i, visit in enumerate(visits)}
+        before: dict[int, list[Op]] = {}
+        after: dict[int, list[Op]] = {}
+        opened: set[int] = set()
+        resident: set[int] = set()
+
+        def open_up_to(index: int, place: list[Op]) -> None:
+            for j in range(index + 1):
+                if j < len(visits) and j not in opened:
+                    chunk = visits[j].chunk
+                    if any(visits[k].chunk == chunk for k in range(j) if k in opened and k not in closed):
+                        return  # it is still open for an earlier visit: no further ahead than that
+                    opened.add(j)
+                    place += self._open(device, chunk, chunk not in resident)
+                    resident.add(chunk)
+
+        stage = self.program.devices[device].stage
+        late = [chunk for chunk in sorted(last_visit) if (stage, chunk) in self.late]
+        closed: set[int] = set()
+        steps: list[Op] = []
+        for i, visit in enumerate(visits):
+            # The first ones at the very start: parts of the vocabulary before them may wait for other replicas.
+            open_up_to(i + self.prefetch, before.setdefault(visit.first if i else 0, []))
+            place = after.setdefault(visit.last, [])
+            if steps:  # of the visit before: its reduction overlapped this one
+                place += steps
+                steps = []
+            place.append(Op(Kind.PARAM_RELEASE, chunk=visit.chunk))
+            closed.add(i)
+            final = last_visit[visit.chunk] == i and not self.program.forward_only
+            stepping = final and self.step == "ministage" and visit.chunk not in late
+            if final:
+                place += self._reduce(device, visit.chunk)
+            if stepping:
+                steps.append(Op(Kind.OPTIMIZER_STEP, chunk=visit.chunk))
+            ahead = {visits[j].chunk for j in opened if j > i}
+            if self.offload and visit.chunk not in ahead:
+                (steps if stepping else place).append(Op(Kind.PARAM_OFFLOAD, chunk=visit.chunk))
+                resident.discard(visit.chunk)
+        at_end = {"end": [c for c in sorted(last_visit) if c not in late] + late, "ministage": late, "none": []}
+        tail = [] if self.program.forward_only else [*steps, *self._steps_at_end(at_end[self.step])]
+        return self._join(ops, before, after, tail)
+
+    def _steps_at_end(self, chunks: Sequence[int]) -> Iterator[Op]:
+        for chunk in chunks:
+            if self.offload:
+                yield Op(Kind.PARAM_PREFETCH, chunk=chunk)
+            yield Op(Kind.OPTIMIZER_STEP, chunk=chunk)
+            if self.offload:
+                yield Op(Kind.PARAM_OFFLOAD, chunk=chunk)
+
+    @staticmethod
+    def _join(
+        ops: Sequence[Op], before: dict[int, list[Op]], after: dict[int, list[Op]], tail: Sequence[Op]
+    ) -> tuple[Op, ...]:
+        out: list[Op] = []
+        for i, op in enumerate(ops):
+            out += before.get(i, ())
+            out.append(op)
+            out += after.get(i, ())
+        return tuple(out) + tuple(tail)
+
+
+_COPIES = frozenset({Kind.PARAM_PREFETCH, Kind.PARAM_OFFLOAD})
+_PLACED = RECEIVES | {Kind.SEND_FORWARD, Kind.SEND_BACKWARD}
+"""What ``add_transfers`` adds."""
+
+
+def post_together(program: Program, *, speeds: Sequence[float] | None = None) -> Program:
+    """The program whose replicas come to what they gather and reduce together at one point of one order of all.
+
+    Such an operation is posted ahead of its use, and a replica that posts it waits for nobody.  But where the host
+    waits for the device before the others have posted theirs (a kernel is launched for the first time, memory is
+    pinned), they must not need anything of this replica until then.  So posts move among the transfers around them, and
+    those of replicas that are ahead may move up to the use: the operation does not run before the last one anyway.
+    Where that does not help, transfers are placed anew, with what is gathered and reduced in mind.
+
+    Args:
+        program: With transfers.
+        speeds: See :func:`~megatron_het.schedule.passes.add_transfers`.
+    """
+    if not program.has_transfers:
+        return program
+    graph = Graph(program)
+    teams = graph.teams()
+    if not teams or next(stuck_events(graph, teams), None) is None:
+        return program
+    found = _in_order(graph, teams)
+    if found is None:
+        kept = (tuple(op for op in ops if op.kind not in _PLACED) for ops in program.ops)
+        graph = Graph(add_transfers(replace(program, ops=tuple(kept)), speeds=speeds))
+        found = _in_order(graph, graph.teams())
+    return found or program  # the validator says what waits for what
+
+
+def _in_order(graph: Graph, teams: Sequence[Sequence[int]]) -> Program | None:
+    """The program with collectives at the places of one order; None where there is none."""
+    program = graph.program
+    _, end, _ = replay(graph, plain_durations(program, graph))
+    latest = {node: max(end[member] for member in team) for team in teams for node in team}
+    copies = (node for node, op in enumerate(graph.ops) if op.kind in _COPIES)
+    spans = {node: _span(graph, node) for node in (*latest, *copies)}
+    places = event_places(graph, teams, spans, lambda node: latest.get(node, end[node]))
+    if min(places) < 0:
+        return None
+    order = (sorted(range(first, stop), key=places.__getitem__) for first, stop in zip(graph.first, graph.first[1:]))
+    return replace(program, ops=tuple(tuple(graph.ops[node] for node in nodes) for nodes in order))
+
+
+def _span(graph: Graph, node: int) -> tuple[list[int], list[int]]:
+    """Operations of its device after which, and before which, a collective or a copy to or from the host may be."""
+    device, kind = graph.device[node], graph.ops[node].kind
+    chunks, chunk = len(graph.program.shape.layers[graph.program.devices[device].stage]), graph.ops[node].chunk
+
+    def is_collective(other: int) -> bool:
+        return graph.ops[other].kind in COLLECTIVES
+
+    def is_anchor(other: int) -> bool:
+        return graph.ops[other].kind not in TRANSFERS | COLLECTIVES
+
+    def is_about(other: int) -> bool:
+        if kind is Kind.GRAD_REDUCE and graph.ops[other].kind in _COPIES:
+            return False  # these are about parameters
+        same = chunk_of(graph.ops[other].kind, graph.ops[other].chunk, chunks) == chunk
+        return is_anchor(other) and (same or node in graph.waits[other])
+
+    def nearest(nodes: range, *wanted: Callable[[int], bool]) -> list[int]:
+        found = (next(filter(one, nodes), None) for one in wanted)
+        return [other for other in found if other is not None]
+
+    before = range(node - 1, graph.first[device] - 1, -1)
+    later = range(node + 1, graph.first[device + 1])
+    if kind in _COPIES:
+        return nearest(before, is_anchor), nearest(later, is_anchor)
+    return nearest(before, is_anchor, is_collective), nearest(later, is_about, is_collective)

@@ -1,0 +1,353 @@
+"""The parameter window, and what it cannot be combined with (Zorse, section 4.1; ZeRO-2 and 3: Poplar, section 3).
+
+Its options are parameters of the schedule in the plan, because memory and time depend on them:
+``{"name": "ministage", "parameters": {"window": true, "prefetch": 1, ...}}``, or, without a pipeline,
+``{"name": "data-parallel", "parameters": {"window": true, "zero": 3}}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from megatron_het.features.base import Feature, Figures, Option, Refusal, ViewFlag, option
+from megatron_het.features.window.passes import add_parameters
+from megatron_het.features.window.sharded_passes import STAGES, add_sharded_passes
+from megatron_het.plan import Plan, PlanError
+from megatron_het.plan.shares import state_shares
+from megatron_het.schedule.cost import Costs, PerChunk
+from megatron_het.schedule.ir import Program
+from megatron_het.schedule.paths import Place
+
+SCHEDULE = "ministage"
+ALONE = "data-parallel"
+"""The schedule without a pipeline, where the window is ZeRO-2 or 3."""
+UPDATES = ("exact", "at-once", "undo", "per-ministage")
+
+
+@dataclass(frozen=True, slots=True)
+class WindowOptions:
+    """How parameters are sharded and opened.
+
+    Attributes:
+        prefetch: Ministages that are opened ahead of the current one; 0 opens right before use.
+        keep_at_turn: Keep the last ministage open between its forward and its backward.
+        per_layer: Gather and reduce layer by layer instead of a whole ministage at once.
+        per_microbatch: Open and release around every microbatch, as ZeRO-3 does; for comparison.
+        offload: Shards live in host memory while their ministage is closed.
+        offload_optimizer: The optimizer's state of a ministage lives in host memory while it is not
+            being updated.
+        update: ``exact``: a ministage is updated when it is next opened, after the global gradient
+            norm and overflow are known; ``at-once``: as soon as its gradients are reduced; ``undo``:
+            likewise, with the old state kept on the host and the update undone and made again when
+            the global norm or an overflow asks for it; ``per-ministage``: as soon as its gradients
+            are reduced, clipped by the norm of this ministage alone.
+        zero: Without a pipeline: 2 reduces gradients after every pass, 3 also gathers a chunk's parameters for
+            every pass; 0 for ministages, whose window gathers and reduces once per iteration.
+        steps: Where a program that is only looked at has its updates (``add_parameters``); a plan has them
+            where ``update`` says.
+        late: (stage, chunk) of ministages that are updated last, because they have copies of tied embeddings.
+    """
+
+    prefetch: int = option("prefetch", 1)
+    keep_at_turn: bool = option("keep_at_turn", True)
+    per_layer: bool = option("per_layer", True)
+    per_microbatch: bool = option("per_microbatch", False)
+    offload: bool = option(
+        "offload",
+        False,
+        on_host=True,
+        flag="--het-offload-parameters",
+        help="parameter shards live in host memory while their ministage is closed",
+    )
+    offload_optimizer: bool = option(
+        "offload_optimizer",
+        False,
+        on_host=True,
+        flag="--het-offload-optimizer",
+        help="the optimizer's state lives in host memory while its ministage is not updated",
+    )
+    update: str = option(
+        "update",
+        "exact",
+        flag="--het-update",
+        choices=UPDATES,
+        help="when a ministage is updated: exact (after the global gradient norm, the default), at-once, "
+        "undo (at once, taken back when the norm asks for it), per-ministage (clipped by its own norm); at-once "
+        "and per-ministage need --rerun-mode disabled",
+    )
+
+    zero: int = option(
+        "zero",
+        0,
+        flag="--het-zero",
+        metavar="STAGE",
+        accepts=lambda value, plan: value in STAGES,
+        problem="must be 2 or 3",
+        help="with --het-schedule data-parallel: 2 reduces gradients to shards after every pass, 3 also gathers "
+        "parameters for every pass (ZeRO-2 and 3); ZeRO-1 is --use-distributed-optimizer without this flag",
+    )
+    steps: str = ""
+    late: tuple[Place, ...] = ()
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether updates are operations of the program, inside the iteration."""
+        return self.update != "exact"
+
+
+class Window(Feature):
+    """A stage's parameters are divided over its replicas; few ministages are whole at a time."""
+
+    name = "window"
+    runtime = "megatron_het.features.window.runtime"
+    title = "parameter window"
+    options = WindowOptions
+    switch = Option(
+        "window",
+        flag="--het-window",
+        help="with --het-schedule ministage: shard a stage's parameters over its replicas and keep only "
+        "two ministages whole (Zorse, section 4.1); the next four flags imply it; shards are equal unless the "
+        "plan's replicas have a state_share",
+        problem="must be true or false",
+    )
+    implied = True
+    schedules = (SCHEDULE, ALONE)
+    view_flags = (
+        ViewFlag("--parameters", "gather parameters per chunk, reduce gradients"),
+        ViewFlag("--prefetch", "chunks gathered ahead (default %(default)s)", 1, most=10_000),
+        ViewFlag("--step", "optimizer steps", "end", choices=("end", "ministage", "none")),
+    )
+    optimizer_layers = (
+        "megatron_het.features.window.uneven_shards.divided",
+        "megatron_het.features.window.closed_chunks.chunk_by_chunk",
+    )
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_model_grads_to_main_grads": (
+            "d7077b92f8a06cbaf52d2de9a71a200b30f237a6bbecf62d5726eb8002e6193e"
+        ),
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.step_with_ready_grads": (
+            "203a8a27eaec9bab3e6a5c4dec13c8747a0515554a5bb744418e7a8e215154ad"
+        ),
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._compute_per_buffer_param_layout": (
+            "327594ce0ba0150610271b4469bc5e577c1fe5a014c86a0a6e58f15b047d4a72"
+        ),
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map": (
+            "ab408ff0d61dc4b3e6be75a5d464953c1577bf3858fd18c44a56abf2dfbb5412"
+        ),
+        "megatron.core.optimizer.optimizer.MegatronOptimizer.get_grads_for_grad_norm": (
+            "28869523be1544ea5c7bc9ab7bd86160e42da35f83342c1c52b50f51139048ff"
+        ),
+        "megatron.core.optimizer.optimizer.MegatronOptimizer._filter_grads_for_norm": (
+            "c72d5ca6a16e249756bdf76448014570a0074bb15280aa9f8f4ce3ac72a9041c"
+        ),
+        "megatron.core.optimizer.clip_grads.get_grad_norm_fp32": (
+            "a190cbb1ba99eb60bcd53e5cf09b037f15fbf6e63b7bdd9f110ff84f96001bda"
+        ),
+        "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32": (
+            "e7e14463e81dee9a1d75f11c408e5de89aca877a0cc2c674c462e4940c073cab"
+        ),
+        "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads": (
+            "b8b3681b2ba049de9c477aa153bc0a30909824243ebf411c9148d22860023b23"
+        ),
+        "megatron.core.distributed.param_and_grad_buffer.shard_buffer": (
+            "4ba2cc53483b6eb9abf9f1451e1d2668c7a741360f18f9a873034be3d5946baf"
+        ),
+        "megatron.core.distributed.param_and_grad_buffer.group_params_for_buffers": (
+            "a59d890cfc281af8a4068ae79d9ea023da7099eb19e653171085ca47da82295b"
+        ),
+        "megatron.training.models.gpt.GPTModelBuilder.build_distributed_models": (
+            "85df9d383a74ef40bad43e8a1fc80f7414409071428782dc001c10eac9c4da52"
+        ),
+        "megatron.training.models.dist_utils.prepare_existing_model_chunks_for_distributed_training": (
+            "c64b5a70420eeefdbc0cf61fe66c6bd5b2c7f3f36bb1942cbd2c3f0945567a94"
+        ),
+    }
+    refused = (
+        Refusal("log_params_norm", "it reads parameters that are not materialised"),
+        Refusal("check_weight_hash_across_dp_replicas_interval", "it reads parameters that are not materialised"),
+        Refusal("use_precision_aware_optimizer", "its main parameters are not the window's"),
+        Refusal("optimizer_cpu_offload", "use the window's own offload"),
+        Refusal("save_wgrads_interval", "gradients are freed as soon as they are reduced"),
+        Refusal("save_params_interval", "parameters are not materialised between iterations"),
+        Refusal("freeze_all_layers", "there is nothing to reduce"),
+        Refusal(
+            "ddp_param_name_patterns_for_fp32_local_accumulation",
+            "the window reduces the gradient buffers, into which upstream copies these gradients "
+            "in its own reduction only",
+        ),
+        Refusal(
+            "ddp_reduce_scatter_with_fp32_accumulation", "the window's own reduction sums in the type of the gradients"
+        ),
+    )
+
+    def viewed(self, flags: Mapping[str, Any]) -> WindowOptions | None:
+        """Whole chunks, with updates where ``--step`` says."""
+        if not flags["parameters"]:
+            return None
+        return WindowOptions(flags["prefetch"], per_layer=False, offload=flags["offload"], steps=flags["step"])
+
+    def options_of(self, plan: Plan) -> WindowOptions | None:
+        """With the ministages that have copies of the embedding."""
+        options: WindowOptions | None = super().options_of(plan)
+        if options is None or not plan.model.embeds_twice or plan.path[0] == plan.path[-1]:
+            return options
+        return replace(options, late=(plan.path[0], plan.path[-1]))
+
+    def elsewhere(self, plan: Plan, given: Option) -> PlanError | None:
+        """A window with another schedule."""
+        if given is not self.switch:
+            return None
+        problem = f"schedule {plan.schedule.name} has no parameter window"
+        return PlanError(given.flag, plan.schedule.parameters["window"], problem, f"Use --het-schedule {SCHEDULE}")
+
+    def check_off(self, plan: Plan) -> None:
+        """Refuse unequal shares of a stage's state."""
+        for s, stage in enumerate(plan.stages):
+            if state_shares(stage) is not None:
+                raise PlanError(
+                    f"stages[{s}].replicas[*].state_share",
+                    [r.state_share for r in stage.replicas],
+                    "unequal shares of a stage's state need a parameter window",
+                    f'Use schedule {SCHEDULE} with "window": true, or leave state_share out',
+                )
+
+    def check_plan(self, plan: Plan, options: WindowOptions) -> None:
+        """Refuse a plan that contradicts its own window."""
+        if options.prefetch < 0:
+            raise PlanError("schedule.parameters.prefetch", options.prefetch, "must not be negative")
+        if not plan.training.distributed_optimizer:
+            raise PlanError(
+                "training.distributed_optimizer",
+                False,
+                "the parameter window shards over the distributed optimizer",
+                "Set it to true",
+            )
+        for s, stage in enumerate(plan.stages):
+            kept = {r.cut for r in stage.replicas if r.state_share > 0}
+            for replica in stage.replicas:
+                if replica.cut not in kept:
+                    raise PlanError(
+                        f"stages[{s}].replicas[*].state_share",
+                        [r.state_share for r in stage.replicas],
+                        f"nobody keeps the state of the replicas of {replica.cut}: replicas that cut weights alike "
+                        "share a copy of their own",
+                        "Give one of them a share",
+                    )
+        _check_zero(plan, options)
+        per_stage = [{len(r.microbatches) for r in stage.replicas} for stage in plan.stages]
+        if options.per_microbatch and any(len(found) > 1 for found in per_stage):
+            raise PlanError(
+                "schedule.parameters.per_microbatch",
+                True,
+                "replicas gather together, so all replicas of a "
+                f"stage need equally many microbatches; found {[sorted(found) for found in per_stage]}",
+            )
+
+    def check_copies(self, plan: Plan, options: WindowOptions) -> None:
+        """Refuse two norms for one weight."""
+        if options.update == "per-ministage":
+            raise PlanError(
+                "schedule.parameters.update",
+                options.update,
+                "the copies of tied embeddings, in the first and the last ministage, would be clipped by two norms",
+                'Use "exact", "undo" or "at-once", untie them, or split the vocabulary over one ministage per stage',
+            )
+
+    def named(self, plan: Plan) -> str:
+        """One window of several."""
+        return "a parameter window"
+
+    def check_arguments(self, plan: Plan, options: WindowOptions, args: Any) -> None:
+        """The table, and what needs all gradients at once."""
+        super().check_arguments(plan, options, args)
+        if options.update in ("at-once", "per-ministage"):
+            _check_early(plan, args, options.update)
+
+    def apply(self, plan: Plan, options: WindowOptions, args: Any) -> None:
+        """Both overlaps are what a window does itself; nothing is left for Megatron's buckets."""
+        args.overlap_grad_reduce = args.overlap_param_gather = False
+
+    def after_transfers(self, program: Program, options: WindowOptions) -> Program:
+        """The program in which parameters are gathered before their use and gradients reduced after it."""
+        if options.zero:
+            return add_sharded_passes(
+                program,
+                zero=options.zero,
+                prefetch=options.prefetch,
+                per_layer=options.per_layer,
+                offload=options.offload,
+                keep_at_turn=options.keep_at_turn,
+            )
+        return add_parameters(
+            program,
+            prefetch=options.prefetch,
+            per_layer=options.per_layer,
+            offload=options.offload,
+            keep_at_turn=options.keep_at_turn,
+            per_operation=options.per_microbatch,
+            step=options.steps or ("ministage" if options.updates_early else "none"),
+            late=options.late,
+        )
+
+    def price(self, costs: Costs, options: WindowOptions, program: Program, figures: Figures) -> Costs:
+        """Gathers and reductions over the stage's replicas; shards from and to the host."""
+        copies = _by_layers(program, figures.host_copy_s) if options.offload else ()
+        return replace(
+            costs,
+            gather_s=_by_layers(program, figures.gather_s),
+            reduce_s=_by_layers(program, figures.reduce_s),
+            prefetch_s=copies,
+            offload_s=copies,
+        )
+
+
+def _check_zero(plan: Plan, options: WindowOptions) -> None:
+    """ZeRO-2 and 3 are the window's form without a pipeline, and only there."""
+    where, alone = "schedule.parameters.zero", plan.schedule.name == ALONE
+    if not alone and options.zero:
+        problem = f"is for schedule {ALONE}; schedule {plan.schedule.name} gathers and reduces once per iteration"
+        raise PlanError(where, options.zero, problem, f"Leave it out, or use schedule {ALONE} with one stage")
+    if alone and not options.zero:
+        raise PlanError(
+            where, options.zero, f"schedule {ALONE} needs it for a window", "Say 2 or 3, or leave the window out"
+        )
+    if alone and options.per_microbatch:
+        raise PlanError("schedule.parameters.per_microbatch", True, f"schedule {ALONE} has zero instead", "Use zero: 3")
+    if alone and options.updates_early:
+        raise PlanError(
+            "schedule.parameters.update",
+            options.update,
+            "the tokens of the batch, by which gradients are divided, are known after the last pass only",
+            'Use "exact"',
+        )
+
+
+def _check_early(plan: Plan, args: Any, update: str) -> None:
+    """What needs all gradients cannot go with updates that are never taken back."""
+    where, advice = "schedule.parameters.update", 'Use "exact" or "undo", or switch the option off'
+    if args.clip_grad > 0 and update == "at-once":
+        raise PlanError(where, update, f"--clip-grad {args.clip_grad} needs the norm of all gradients", advice)
+    if plan.training.precision == "fp16":
+        raise PlanError(where, update, "fp16 skips a whole step when any gradient overflows", advice)
+    if args.log_num_zeros_in_grad:
+        raise PlanError(where, update, "--log-num-zeros-in-grad needs all gradients at once", advice)
+    if args.rerun_mode != "disabled":
+        raise PlanError(
+            where,
+            update,
+            f"--rerun-mode {args.rerun_mode} runs an iteration a second time, with parameters that the "
+            "first time has already updated",
+            'Add --rerun-mode disabled, or use "exact" or "undo"',
+        )
+
+
+def _by_layers(program: Program, whole: Sequence[float]) -> PerChunk:
+    """A figure of each device's stage, divided over its chunks by their layers."""
+    rows = []
+    for device, value in zip(program.devices, whole, strict=True):
+        layers = program.shape.layers[device.stage]
+        total = sum(layers)
+        rows.append(tuple(value * (n / total if total else 1 / len(layers)) for n in layers))
+    return tuple(rows)

@@ -1,0 +1,228 @@
+"""What the optimizer keeps of a ministage: in host memory between updates, and backed up before one.
+
+Both are for the tensors of the inner optimizer: main parameters and the state that belongs to them
+(Adam's two moments, and the count of steps, which is a number and stays where it is).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_het.features.window.chunk import Bucket
+from megatron_het.features.window.memory import HostCopy, Streams, WindowUse
+
+
+class Entry:
+    """A main parameter and its place ``[start, stop)`` in the shard of its bucket."""
+
+    __slots__ = ("bucket", "group", "in_shard", "main", "start", "stop")
+
+    def __init__(self, main: torch.Tensor, bucket: Bucket, start: int, stop: int, group: int, in_shard: bool) -> None:
+        self.main, self.bucket, self.start, self.stop = main, bucket, start, stop
+        self.group, self.in_shard = group, in_shard
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """The parameter's part of a shard (of parameters or gradients)."""
+        return shard[self.start : self.stop]
+
+
+class OffloadedState:
+    """The optimizer's tensors of one ministage, which live in host memory between updates.
+
+    Args:
+        entries: The ministage's main parameters.  Those that are views of the shards travel with them.
+        inner: The optimizer whose state it is.
+        use: Where bytes are counted, under ``optimizer``.
+    """
+
+    def __init__(self, entries: Sequence[Entry], inner: torch.optim.Optimizer, use: WindowUse) -> None:
+        self._entries, self._inner, self._use = entries, inner, use
+        self._hosts: dict[torch.Tensor, HostCopy] = {}
+        self._held_bytes = 0
+
+    def fetch(self) -> None:
+        """Bring the state to the device; ``wait`` before use."""
+        for tensor in self._tensors():
+            if tensor.numel() and tensor.untyped_storage().size() == 0:
+                self._hosts[tensor].fetch(tensor)
+        self._count(self._bytes())
+
+    def wait(self) -> None:
+        """Order the current stream after ``fetch``."""
+        for host in self._hosts.values():
+            host.wait()
+
+    def store(self) -> None:
+        """Bring the state, including what an update has created, to the host."""
+        self._count(self._bytes())
+        # State that was removed, because its first update was taken back, does not come back.
+        present = set(self._tensors())
+        self._hosts = {tensor: host for tensor, host in self._hosts.items() if tensor in present}
+        for tensor in self._tensors():
+            if tensor.untyped_storage().size():
+                if tensor not in self._hosts:
+                    self._hosts[tensor] = HostCopy(tensor, self._use.streams)
+                self._hosts[tensor].store(tensor)
+        self._count(0)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for entry in self._entries:
+            if not entry.in_shard:
+                yield entry.main
+            yield from moments(self._inner, entry.main)
+
+    def _bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _count(self, held_bytes: int) -> None:
+        self._use.add("optimizer", held_bytes - self._held_bytes)
+        self._held_bytes = held_bytes
+
+
+class Backup:
+    """A ministage's main parameters and optimizer state as they were before an update, on the host.
+
+    The memory on the host is allocated once and used for every update.
+
+    Args:
+        entries: The ministage's main parameters.
+        inner: The optimizer that will update them.
+        streams: Of the window.
+    """
+
+    def __init__(self, entries: Sequence[Entry], inner: torch.optim.Optimizer, streams: Streams) -> None:
+        self._entries, self._inner, self._streams = entries, inner, streams
+        self._hosts: dict[torch.Tensor, HostCopy] = {}
+        self._numbers: list[dict[str, Any]] = []
+        self.is_taken = False
+
+    def take(self) -> None:
+        """Copy everything that an update changes."""
+        self._numbers = []
+        for entry in self._entries:
+            for tensor in (entry.main, *moments(self._inner, entry.main)):
+                if tensor not in self._hosts:
+                    self._hosts[tensor] = HostCopy(tensor, self._streams)
+                self._hosts[tensor].store(tensor, free=False)
+            state = self._inner.state.get(entry.main, {})
+            self._numbers.append({k: _copy(v) for k, v in state.items() if not _is_moment(v)})
+        self.is_taken = True
+
+    def restore(self) -> None:
+        """Put everything back; state that the update created is removed."""
+        for entry, numbers in zip(self._entries, self._numbers, strict=True):
+            self._hosts[entry.main].restore(entry.main)
+            if not numbers and not any(t in self._hosts for t in moments(self._inner, entry.main)):
+                self._inner.state.pop(entry.main, None)
+                continue
+            for tensor in moments(self._inner, entry.main):
+                self._hosts[tensor].restore(tensor)
+            self._inner.state[entry.main].update({k: _copy(v) for k, v in numbers.items()})
+        self.is_taken = False
+
+
+class UndoLog:
+    """A ministage's update that may have to be taken back, with the gradients that it used.
+
+    Args:
+        entries: The ministage's main parameters.
+        inner: The optimizer that updates them.
+        use: Where bytes of gradients on the device are counted.
+    """
+
+    def __init__(self, entries: Sequence[Entry], inner: torch.optim.Optimizer, use: WindowUse) -> None:
+        self._entries, self._inner, self._use = entries, inner, use
+        self._backup = Backup(entries, inner, use.streams)
+        self._gradients: dict[int, HostCopy] = {}
+        self._inverse_scale: torch.Tensor | None = None
+        self._groups: list[dict[str, Any]] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an update that has not been confirmed."""
+        return self._backup.is_taken
+
+    def begin(self, groups: Sequence[dict[str, Any]], inverse_scale: torch.Tensor | None) -> None:
+        """Before the update: back up, and take the loss scale out of the gradients.
+
+        Args:
+            groups: The parameter groups as they are before the update.
+            inverse_scale: One over the loss scale, None without one.
+        """
+        self._backup.take()
+        self._groups = [dict(group) for group in groups]
+        self._inverse_scale = None if inverse_scale is None else inverse_scale.clone()
+        if inverse_scale is not None:
+            for entry in self._entries:
+                if entry.main.grad is not None:
+                    entry.main.grad = entry.main.grad * inverse_scale
+
+    def store_gradients(self) -> None:
+        """After the update: the reduced gradients go to the host."""
+        for bucket, gradient in self._buckets():
+            if id(bucket) not in self._gradients:
+                self._gradients[id(bucket)] = HostCopy(gradient, self._use.streams)
+            self._gradients[id(bucket)].store(gradient)
+            self._use.add("gradient_shard", -gradient.nbytes)
+
+    def fetch_gradients(self) -> None:
+        """Bring the gradients back, for the global norm."""
+        for bucket, gradient in self._buckets():
+            if self.is_open and gradient.untyped_storage().size() == 0:
+                host = self._gradients[id(bucket)]
+                host.fetch(gradient)
+                host.wait()
+                self._use.add("gradient_shard", gradient.nbytes)
+
+    def was_right(self) -> bool:
+        """Whether the gradients, unscaled and clipped by now, are those of the update, bit for bit."""
+        right = []
+        used = {id(b): self._gradients[id(b)].read(gradient.device) for b, gradient in self._buckets()}
+        for entry in self._entries:
+            if entry.main.grad is not None:
+                gradient = entry.of(used[id(entry.bucket)]).float()
+                if self._inverse_scale is not None:
+                    gradient = gradient * self._inverse_scale
+                right.append((entry.main.grad == gradient).all())
+        return not right or bool(torch.stack(right).all().item())
+
+    def confirm(self) -> None:
+        """The update stands."""
+        self._backup.is_taken = False
+
+    def take_back(self) -> list[dict[str, Any]]:
+        """Restore what was there before the update.
+
+        Returns:
+            The parameter groups of then.
+        """
+        self._backup.restore()
+        for group, before in zip(self._inner.param_groups, self._groups, strict=True):
+            if not before["params"]:
+                continue  # nothing of it was stepped here
+            if "step" in before:  # optimizers that count steps per group
+                group["step"] = before["step"]
+            else:
+                group.pop("step", None)
+        return self._groups
+
+    def _buckets(self) -> list[tuple[Bucket, torch.Tensor]]:
+        """The buckets that have a gradient, with it."""
+        found = {id(entry.bucket): entry.bucket for entry in self._entries}
+        return [(bucket, bucket.gradient) for bucket in found.values() if bucket.gradient is not None]
+
+
+def moments(inner: torch.optim.Optimizer, main: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The state tensors of a main parameter that are as large as it is."""
+    yield from (v for v in inner.state.get(main, {}).values() if _is_moment(v))
+
+
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

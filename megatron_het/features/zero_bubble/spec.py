@@ -1,0 +1,116 @@
+"""Zero-bubble schedules: the two halves of a backward as operations of their own, and what they cannot go with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_het.features.base import Feature, Refusal
+from megatron_het.features.overlap import check_reductions_meet
+from megatron_het.plan import Plan, PlanError
+from megatron_het.schedule.ir import Program
+from megatron_het.schedule.paths import placement_of
+
+_LAYERS, _DDP = "megatron.core.tensor_parallel.layers", "megatron.core.distributed"
+_TRANSFORMER = "megatron.core.transformer"
+_LAYOUT = f"{_TRANSFORMER}.pipeline_parallel_layer_layout.PipelineParallelLayerLayout"
+_BUCKET_SIZE, _LARGE_VOCABULARY = 40_000_000, 300_000
+SCHEDULES = ("v-half", "zb-h1", "zb-v")
+"""Schedules that split backward passes and that plans can have."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroBubbleOptions:
+    """There is nothing to choose."""
+
+
+class ZeroBubble(Feature):
+    """Gradients of inputs go on at once, weight gradients of linear layers fill idle time."""
+
+    name = "zero_bubble"
+    runtime = "megatron_het.features.zero_bubble.runtime"
+    title = "zero-bubble schedule"
+    options = ZeroBubbleOptions
+    schedules = SCHEDULES
+    runs = SCHEDULES
+    upstream_names: ClassVar[Mapping[str, str]] = {
+        f"{_LAYERS}.ColumnParallelLinear.forward": "b3d148e587f2cecb4dbe23818c884fd9c280b710f2590c4b10d017fd7c1d0993",
+        f"{_LAYERS}.RowParallelLinear.forward": "235bf36cfa11fcf973d6752ef8639cf5a3e1f16a9a464c966dcf465f690849e4",
+        f"{_LAYERS}.LinearWithGradAccumulationAndAsyncCommunication": (
+            "8ef62e685ce853b7e4ed16a6603d8ef58e85c3e89a278f099ba0ad82d047a9ee"
+        ),
+        f"{_DDP}.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook": (
+            "1f17c20f0657a447fb84c31e382ba4ac5aac5ec0726950e7b4b97a454eba56de"
+        ),
+        f"{_DDP}.param_and_grad_buffer._ParamAndGradBucketGroup.register_grad_ready": (
+            "5507854f241082b58c2f79fb1a9d750b7b3f98b0c62405791d852185f97b8fed"
+        ),
+        # Chunks in a V: which layers a chunk has.
+        f"{_LAYOUT}.get_layer_offset": "ef11549fe60b1799d74a6f94c5d8f0d194c31f621b09817bf7a76492562bfd02",
+        f"{_LAYOUT}.get_num_layers_to_build": "f9ddc619954695974a0363ab0713e4f75765712065d0a5855ff8364a71c1bea1",
+        f"{_LAYOUT}.get_layer_id_list": "76494df17d000fe5eaee11d145a78023b92da44dbb01e65b8a35492f578a4011",
+        f"{_TRANSFORMER}.transformer_layer.get_transformer_layer_offset": (
+            "277ddbc91265cca34b521261d70ff7eeb883dccd0650d8124007f9e009a05e5d"
+        ),
+    }
+    refused = (
+        Refusal("overlap_moe_expert_parallel_comm", "it orders the halves of backward passes itself"),
+        Refusal("tp_comm_overlap", "Transformer Engine computes both gradients at once where it overlaps them"),
+    )
+
+    def check_arguments(self, plan: Plan, options: ZeroBubbleOptions, args: Any) -> None:
+        """The table, and reductions that begin before the layers' second half."""
+        super().check_arguments(plan, options, args)
+        if getattr(args, "transformer_impl", "local") == "transformer_engine" and args.overlap_grad_reduce:
+            raise PlanError(
+                "--overlap-grad-reduce",
+                True,
+                f"schedule {plan.schedule.name} and Transformer Engine's layers: Megatron takes the gradient of a "
+                "weight for complete after the first half of a backward",
+                "Leave it out, or use --transformer-impl local",
+            )
+
+    def check_program(self, program: Callable[[], Program], options: ZeroBubbleOptions, args: Any) -> None:
+        """Weight gradients fill idle time, and replicas with other work are idle at other times.
+
+        Where a chunk's gradients are one bucket, its reduction begins with the last of them, in one order on all
+        replicas.  Further buckets may hold nothing but norms and embeddings, whose gradients come earlier.
+        """
+        if not getattr(args, "untie_embeddings_and_output_weights", True) or _parameters(args) > _bucket_size(args):
+            check_reductions_meet(program, args, "this schedule")
+
+    def check_plan(self, plan: Plan, options: ZeroBubbleOptions) -> None:
+        """A V needs two chunks of every stage."""
+        chunks = sorted({len(stage.layers) for stage in plan.stages})
+        wanted = 2 if placement_of(plan.schedule.name) == "v" else 1
+        if chunks != [wanted]:
+            raise PlanError(
+                "stages[*].layers",
+                chunks,
+                f"these are numbers of chunks per stage; schedule {plan.schedule.name} has {wanted} in every stage",
+                f"Give {wanted} number(s) of layers for each (flags: --num-virtual-stages-per-pipeline-rank {wanted})",
+            )
+
+    def options_of(self, plan: Plan) -> ZeroBubbleOptions | None:
+        """On with the schedules that need it."""
+        return ZeroBubbleOptions() if plan.schedule.name in SCHEDULES else None
+
+
+def _parameters(args: Any) -> int:
+    """Of a chunk at most: all layers whole, and the vocabulary twice."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    attention = 4 * hidden * max(hidden, heads * (getattr(args, "kv_channels", None) or 0))
+    experts = getattr(args, "num_experts", None) or 1
+    width = max(getattr(args, name, None) or 0 for name in ("ffn_hidden_size", "moe_ffn_hidden_size")) or 4 * hidden
+    shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
+    layers = args.num_layers * (attention + 3 * hidden * (experts * width + shared) + 16 * hidden)
+    rows = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
+    return layers + 2 * hidden * (rows or _LARGE_VOCABULARY)
+
+
+def _bucket_size(args: Any) -> int:
+    """Megatron's, in elements: it begins another bucket where one has as many."""
+    if getattr(args, "ddp_num_buckets", None):
+        return 0
+    return getattr(args, "ddp_bucket_size", None) or _BUCKET_SIZE

@@ -1,1 +1,0 @@
-"""Sums of gradients and equal initial weights across replicas that cut weights otherwise."""

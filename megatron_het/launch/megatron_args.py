@@ -1,0 +1,432 @@
+"""The configuration of a run, and all checks of options that cannot go together.
+
+Every refusal names the option, its value and the reason, and happens before any process group
+exists.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_het.checkpoint import asynchronous
+from megatron_het.features import FEATURES, features_of
+from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
+from megatron_het.plan import Placement, Plan, PlanError
+
+LATENT_SPEC = ("megatron_het.latent_attention", "layer_spec")
+"""``--spec`` of a model with multi-latent attention without Transformer Engine, or without compressed queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class HetConfig:
+    """The ``--het-*`` flags.  Without a plan the extension is off; with ``auto_batch`` the plan is yet to be made."""
+
+    plan: Plan | None = None
+    plan_path: str = ""
+    transport: str = "auto"
+    report_dir: Path | None = None
+    trace_dir: Path | None = None
+    trace_iteration: int = 3
+    auto_batch: Path | None = None
+    least_zero: int = 0
+    measured_cp_shares: bool = False
+    """Whether the plan gets its context-parallel parts from measurements at the start."""
+    turns: tuple[Plan, ...] = ()
+    """All plans of the job, where several take turns, one for each global batch size."""
+    turn_files: tuple[str, ...] = ()
+    trust_checkpoint: bool = False
+    """Whether the description of a checkpoint may name classes that are no part of its format."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is a plan to run."""
+        return self.plan is not None
+
+    def report_file(self, rank: int) -> Path | None:
+        """Where a rank's report goes; None when none was asked for."""
+        return self.report_dir / f"rank-{rank}.json" if self.report_dir else None
+
+    def trace_file(self, rank: int) -> Path | None:
+        """Where a rank's trace goes; None when none was asked for."""
+        return self.trace_dir / f"trace-rank-{rank}.json" if self.trace_dir else None
+
+
+_REFUSED = (
+    Refusal("use_torch_fsdp2", "FSDP replaces the process groups that a plan sets up"),
+    Refusal("use_megatron_fsdp", "FSDP replaces the process groups that a plan sets up"),
+    Refusal("fp8", "fp8 scaling statistics are reduced over groups that a plan does not have"),
+    Refusal("fp4", "fp4 scaling statistics are reduced over groups that a plan does not have"),
+    Refusal("rampup_batch_size", "Megatron ignores it; give --step-batch-size-schedule and a plan for each size"),
+    Refusal("hybrid_layer_pattern", "hybrid models are not supported with a plan"),
+    Refusal(
+        "num_distributed_optimizer_instances", "a plan has one optimizer instance per class of replicas", more_than_one
+    ),
+    Refusal("data_parallel_random_init", "replicas must start from the same weights"),
+    Refusal("full_validation", "evaluation must have the plan's number of microbatches"),
+    Refusal("multiple_validation_sets", "evaluation must have the plan's number of microbatches"),
+    Refusal("perform_rl_step", "reinforcement learning is not supported with a plan"),
+    Refusal("phase_transition_iterations", "samples are routed by one global order"),
+    Refusal("yaml_cfg", "give the options as flags"),
+    Refusal("inprocess_restart", "in-process restart rebuilds groups that a plan owns"),
+    Refusal("use_tp_pp_dp_mapping", "the plan says which rank goes where"),
+    Refusal("decoder_first_pipeline_num_layers", "the plan says which layers go where"),
+    Refusal("decoder_last_pipeline_num_layers", "the plan says which layers go where"),
+    Refusal("num_layers_per_virtual_pipeline_stage", "the plan says which layers go where"),
+    Refusal("num_virtual_stages_per_pipeline_rank", "the plan says which layers go where"),
+    Refusal("pipeline_model_parallel_layout", "the plan says which layers go where"),
+    Refusal("account_for_embedding_in_pipeline_split", "the plan says which layers go where"),
+    Refusal("account_for_loss_in_pipeline_split", "the plan says which layers go where"),
+    Refusal("tensor_parallel_num_weight_shards", "it makes groups that a plan does not have", is_given),
+    Refusal("optimizer_cuda_graph", "CUDA graphs capture groups that a plan rebuilds"),
+    Refusal("enable_cuda_graph", "it is an old name of --cuda-graph-impl, which a plan does not have"),
+    Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl, which a plan does not have"),
+    Refusal(
+        "defer_embedding_wgrad_compute",
+        "the output layer would get no gradient: Megatron's own schedules make it at their end",
+    ),
+    Refusal(
+        "delay_wgrad_compute", "nothing makes the gradients of weights that it puts off; schedules zb-* delay them"
+    ),
+    Refusal(
+        "overlap_param_gather_with_optimizer_step",
+        "Megatron has it with checkpoints of --ckpt-format torch only, which a plan cannot write; "
+        "--overlap-param-gather alone goes with a plan",
+    ),
+    Refusal(
+        "fine_grained_activation_offloading",
+        "Megatron's own schedules tell it when an iteration ends and in which order passes go back; "
+        "a plan's schedule has offload of its own",
+    ),
+)
+_REFUSED_WHERE_MIXED = (
+    Refusal("qk_clip", "the largest attention logit is known to replicas of one TP size, and others clip by their own"),
+    Refusal("experimental_attention_variant", "its parameters are cut into parts that the exchange does not know"),
+)
+"""Where a stage has replicas that cut weights in different ways: their weights would drift apart."""
+
+
+def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
+    """Compare a plan with Megatron's parsed (not yet validated) arguments.
+
+    Args:
+        plan: The plan; what depends on it alone has been checked (``features.plan_checks``).
+        args: Megatron's arguments.
+        world_size: Number of processes.
+
+    Raises:
+        PlanError: The first thing that does not fit.
+    """
+    if world_size != plan.world_size:
+        raise PlanError(
+            "WORLD_SIZE",
+            world_size,
+            f"the plan has {plan.world_size} ranks",
+            "Start as many processes as the plan has ranks, or make a plan for this world size",
+        )
+    for refusal in _REFUSED:
+        refusal.check(args, "--het-plan")
+    _check_mixed(plan, args)
+    for known in FEATURES:
+        known.check_any_arguments(plan, args)
+    if getattr(args, "cuda_graph_impl", "none") != "none":
+        raise PlanError("--cuda-graph-impl", args.cuda_graph_impl, "cannot be used with --het-plan")
+    if args.dataloader_type == "external":
+        raise PlanError("--dataloader-type", "external", "a plan routes samples itself; use single or cyclic")
+    if not args.calculate_per_token_loss:
+        raise PlanError(
+            "--calculate-per-token-loss",
+            False,
+            "required with --het-plan",
+            "Gradients are summed and divided once by the global token count, so that any routing "
+            "of microbatches gives the same training; add the flag",
+        )
+    _check_model(plan, args)
+    _check_batch(plan, args)
+    _check_parallelism(plan, args)
+    _check_recompute(args)
+    check_skipping(plan, args)
+    _check_checkpoint(plan, args)
+    asynchronous.check(args)
+    for feature, options in features_of(plan):
+        feature.check_arguments(plan, options, args)
+
+
+def check_device_kind(plan: Plan, rank: int, name: str) -> None:
+    """Compare the device of a rank with the kind that the plan has there.
+
+    Only what cannot be otherwise is an error: the driver's name has the word of another kind of the plan (``v100`` of
+    ``V100-16``), and not that of the rank's own.
+
+    Args:
+        plan: The plan.
+        rank: This process.
+        name: What the driver calls its device.
+
+    Raises:
+        PlanError: The process is on a node of another kind.
+    """
+    kinds = {rank: replica.device for stage in plan.stages for replica in stage.replicas for rank in replica.ranks}
+    own, words = _model_word(kinds[rank]), set(re.split(r"[^a-z0-9]+", name.lower()))
+    others = sorted({kind for kind in kinds.values() if (word := _model_word(kind)) in words and word != own})
+    if own and own not in words and others:
+        raise PlanError(
+            f"rank {rank}",
+            name,
+            f"the plan has {kinds[rank]} there, not {others[0]}: processes are on other nodes than planned",
+            "With Slurm every kind needs a gres type, constraint or partition of its own",
+        )
+
+
+def _model_word(kind: str) -> str:
+    """The word of a kind's name that tells models apart, empty without one."""
+    found = [
+        word for word in re.split(r"[^a-z0-9]+", kind.lower()) if re.fullmatch(r"[a-z]+[0-9]+[a-z]*|[0-9]{4}", word)
+    ]
+    return found[0] if found else ""
+
+
+def _check_mixed(plan: Plan, args: Any) -> None:
+    for number, stage in enumerate(plan.stages):
+        if len({replica.cut for replica in stage.replicas}) > 1:
+            for refusal in _REFUSED_WHERE_MIXED:
+                refusal.check(args, f"replicas of different TP or EP, as stage {number} has")
+
+
+def _check_model(plan: Plan, args: Any) -> None:
+    heads = args.num_attention_heads
+    found = {
+        "num_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "num_attention_heads": heads,
+        "num_query_groups": args.num_query_groups if args.group_query_attention else heads,
+        "seq_length": args.seq_length,
+        "tied_embeddings": not args.untie_embeddings_and_output_weights,
+        "mtp_num_layers": getattr(args, "mtp_num_layers", None) or 0,
+    }
+    if plan.model.ffn_hidden_size is not None and args.ffn_hidden_size is not None:
+        found["ffn_hidden_size"] = args.ffn_hidden_size
+    if plan.model.head_size is not None and not getattr(args, "multi_latent_attention", False):
+        found["head_size"] = args.kv_channels
+    for name, value in found.items():
+        expected = getattr(plan.model, name)
+        if value != expected:
+            raise PlanError(
+                f"model.{name}",
+                expected,
+                f"the plan is for another model; the arguments say {value!r}",
+                "Make a plan for this model, or correct the arguments",
+            )
+
+    length = getattr(args, "decoder_seq_length", None)
+    if length not in (None, plan.model.seq_length):
+        raise PlanError(
+            "--decoder-seq-length",
+            length,
+            f"a decoder's sequences have the length of --seq-length = {plan.model.seq_length}",
+            "Leave the flag out",
+        )
+
+
+def _check_batch(plan: Plan, args: Any) -> None:
+    for name in ("micro_batch_size", "global_batch_size"):
+        value, expected = getattr(args, name), getattr(plan.training, name)
+        if value is not None and value != expected:
+            raise PlanError(flag_of(name), value, f"the plan was made for {expected}")
+    for name in ("eval_micro_batch_size", "eval_global_batch_size"):
+        value = getattr(args, name, None)
+        expected = getattr(plan.training, name.removeprefix("eval_"))
+        if value is not None and value != expected:
+            raise PlanError(flag_of(name), value, f"evaluation uses the plan's routing, hence its {expected}")
+
+
+def _check_parallelism(plan: Plan, args: Any) -> None:
+    sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
+    experts = sorted({r.ep for s in plan.stages for r in s.replicas})
+    for name, fits in (
+        ("tensor_model_parallel_size", sizes),
+        ("pipeline_model_parallel_size", [len(plan.stages)]),
+        ("expert_model_parallel_size", experts),
+    ):
+        value = getattr(args, name)
+        if value not in (1, *fits):
+            raise PlanError(flag_of(name), value, f"the plan says {fits}", "Leave the flag out")
+    wanted = {
+        # With TP 1 everywhere there is nothing to divide: left out, as stock does.
+        "sequence_parallel": plan.training.sequence_parallel or sizes == [1],
+        "use_distributed_optimizer": plan.training.distributed_optimizer,
+        "bf16": plan.training.precision == "bf16",
+        "fp16": plan.training.precision == "fp16",
+    }
+    for name, value in wanted.items():
+        if getattr(args, name) and not value:
+            raise PlanError(flag_of(name), True, "the plan was made without it", "Make the plan again with it")
+    granularity = args.recompute_granularity or ("selective" if args.recompute_activations else None)
+    if granularity is not None and granularity != plan.training.recompute:
+        raise PlanError("--recompute-granularity", granularity, f"the plan was made for {plan.training.recompute!r}")
+
+
+def _check_recompute(args: Any) -> None:
+    """Without Transformer Engine, Megatron's recomputation of norms ends in a NameError in the first forward."""
+    modules = getattr(args, "recompute_modules", None) or ()
+    if "layernorm" in modules and importlib.util.find_spec("transformer_engine") is None:
+        raise PlanError(
+            "--recompute-modules",
+            "layernorm",
+            "Megatron needs Transformer Engine for it, which is not installed",
+            "Leave it out; --het-thrifty-layers saves as much of norms",
+        )
+
+
+def check_skipping(plan: Plan, args: Any) -> None:
+    """Megatron reads the batches of a skipped iteration from one iterator, and has several with several chunks.
+
+    Raises:
+        PlanError: Iterations are to be skipped, and the plan has several chunks per stage.
+    """
+    if getattr(args, "iterations_to_skip", None) and plan.most_chunks > 1:
+        raise PlanError(
+            "--iterations-to-skip",
+            " ".join(map(str, args.iterations_to_skip)),
+            f"Megatron cannot skip iterations with {plan.most_chunks} chunks per stage",
+            "Use one chunk per stage, or leave the flag out",
+        )
+
+
+def _check_checkpoint(plan: Plan, args: Any) -> None:
+    if not (args.save or args.load):
+        return
+    if args.ckpt_format != "torch_dist":
+        raise PlanError("--ckpt-format", args.ckpt_format, "only torch_dist can be saved and loaded across plans")
+    if args.non_persistent_ckpt_type not in (None, "global"):
+        raise PlanError(
+            "--non-persistent-ckpt-type",
+            args.non_persistent_ckpt_type,
+            "of replicas of different TP or EP and of tied embeddings only one copy is saved, which other ranks "
+            "cannot read from a local checkpoint",
+            "Use global",
+        )
+    keeps_optimizer = not (args.no_save_optim and args.no_load_optim)
+    distributed = plan.training.distributed_optimizer
+    if distributed and keeps_optimizer and not args.dist_ckpt_optim_fully_reshardable:
+        raise PlanError(
+            "--dist-ckpt-optim-fully-reshardable",
+            False,
+            "required with the distributed optimizer and a plan: other formats depend on the layout",
+            "Add the flag",
+        )
+
+
+def environment_of(plan: Plan) -> dict[str, str]:
+    """Environment variables that every rank of the plan needs before CUDA starts, where they are not set yet.
+
+    With tensor parallelism Megatron refuses to start on GPUs before Blackwell unless there is one hardware
+    queue, which keeps communication kernels in the order in which they were launched.
+    """
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if Placement(plan).max_tp() > 1 else {}
+
+
+def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
+    """Write what the plan says into Megatron's arguments, before they are validated.
+
+    Args:
+        plan: The checked plan.
+        placement: Its lookup tables.
+        args: Megatron's parsed arguments; changed in place.
+        rank: This world rank.
+
+    Returns:
+        The world size to show to Megatron's validation: one replica of every stage at this rank's
+        TP size, so that the data-parallel size, by which microbatches are counted, becomes 1.
+    """
+    where = placement.locate(rank)
+    cut = placement.replica(where.stage, where.replica).cut
+    tp = args.tensor_model_parallel_size = cut.tp
+    # Megatron's memory estimate divides the world by these sizes, with experts or without, and by TP if the second is
+    # left open, which may exceed the ranks per stage. Layers of experts read the model's configuration
+    # (features/experts/runtime.py).
+    args.expert_model_parallel_size = args.expert_tensor_parallel_size = 1
+    args.pipeline_model_parallel_size = placement.num_stages
+    if placement.num_stages > 1:
+        args.pipeline_model_parallel_layout = pipeline_layout(plan)
+    args.micro_batch_size = plan.training.reading_unit
+    args.global_batch_size = plan.training.global_batch_size
+    args.sequence_parallel = plan.training.sequence_parallel
+    args.use_distributed_optimizer = plan.training.distributed_optimizer
+    args.bf16 = plan.training.precision == "bf16"
+    args.fp16 = plan.training.precision == "fp16"
+    if plan.most_chunks > 1:
+        # True of the executor: it posts every transfer asynchronously.  Megatron's check of it is
+        # about its own interleaved schedule, which does not run.
+        args.overlap_p2p_comm = True
+    for feature, options in features_of(plan):
+        feature.apply(plan, options, args)
+    _apply_recompute(plan, args)
+    is_ours = args.transformer_impl == "local" or getattr(args, "q_lora_rank", None) is None
+    if getattr(args, "multi_latent_attention", False) and args.spec is None and is_ours:
+        args.spec = list(LATENT_SPEC)
+    cuts = {r.cut for s in plan.stages for r in s.replicas}
+    sizes = {found.tp for found in cuts}
+    if args.padded_vocab_size is None:
+        # Padding depends on TP; one multiple for all gives one vocabulary for all.
+        args.make_vocab_size_divisible_by *= math.lcm(*sizes) // tp
+    if getattr(args, "ckpt_assume_constant_structure", False) and _has_unequal_classes(placement):
+        # Megatron's cache of who saves what is empty on ranks without replicas; from the second save on these
+        # would wait for a collective that the others skip.
+        args.ckpt_fully_parallel_save = False
+    if len(cuts) > 1 or plan.model.embeds_twice:
+        # Several local shapes or copies per key: right under a plan, an error to this check.
+        args.ckpt_load_validate_sharding_integrity = False
+    return tp * placement.num_stages
+
+
+def _has_unequal_classes(placement: Placement) -> bool:
+    """Whether some ranks share their weights with replicas and others do not."""
+    counts = {
+        len(placement.class_ranks(stage, cut, 0)) > 1
+        for stage in range(placement.num_stages)
+        for cut in placement.classes(stage)
+    }
+    return len(counts) > 1
+
+
+def apply_after_validation(plan: Plan, args: Any) -> None:
+    """Write what is the executor's own way into Megatron's arguments, after they are validated.
+
+    Validation refuses several chunks in a pipeline of one stage, because its own interleaved
+    schedule needs a second stage; the rest of Megatron takes any layout.  It also switches the common start of
+    parameter gathers off where there is one chunk, because its own schedule has none
+    (``runtime/late_gathers.py``).
+    """
+    if getattr(args, "overlap_param_gather", False):
+        args.align_param_gather = True
+    chunks = plan.most_chunks
+    if len(plan.stages) == 1 and chunks > 1:
+        args.pipeline_model_parallel_layout = pipeline_layout(plan)
+        args.virtual_pipeline_model_parallel_size = chunks
+
+
+def _apply_recompute(plan: Plan, args: Any) -> None:
+    if plan.training.recompute == "none" or args.recompute_granularity or args.recompute_activations:
+        return
+    args.recompute_granularity = plan.training.recompute
+    if plan.training.recompute == "full":
+        args.recompute_method = args.recompute_method or "uniform"
+        args.recompute_num_layers = args.recompute_num_layers or 1
+
+
+def pipeline_layout(plan: Plan) -> str:
+    """The plan's layers as Megatron's ``--pipeline-model-parallel-layout`` string, e.g. ``Ettt|tL``.
+
+    Layers for multi-token prediction come last: ``tmL``.  Nothing stands where a stage has fewer chunks than others.
+    """
+    parts = [""] * (plan.most_chunks * len(plan.stages))
+    for (stage, chunk), number in Placement(plan).numbers.items():
+        parts[number] = "t" * plan.stages[stage].layers[chunk]
+    parts[0] = "E" + parts[0]
+    parts[-1] += "m" * plan.model.mtp_num_layers + "L"
+    return "|".join(parts)

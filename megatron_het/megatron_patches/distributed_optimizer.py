@@ -1,0 +1,65 @@
+"""Megatron's distributed optimizer as this project needs it: one patch, for several subclasses.
+
+``torch_adam.py`` repairs it for torch's Adam, ``bucket_padding.py`` its checkpoints.  What features need of it they
+say themselves (``Feature.optimizer_layers``): buffers that are divided unequally, chunks that are not all whole at
+once.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from megatron_het.features import FEATURES
+from megatron_het.megatron_patches.bucket_padding import placed
+from megatron_het.megatron_patches.registry import Patch
+from megatron_het.megatron_patches.torch_adam import repaired, uses_torch_adam
+
+_CLASS = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+
+
+def _build(original: type) -> type:
+    found = placed(repaired(original) if uses_torch_adam() else original)
+    for layer in (layer for feature in FEATURES for layer in feature.optimizer_layers):
+        module, _, name = layer.rpartition(".")
+        found = getattr(importlib.import_module(module), name)(found)
+    return found
+
+
+PATCHES = (
+    Patch(
+        name="distributed_optimizer",
+        group="stock",
+        target="megatron.core.optimizer.DistributedOptimizer",
+        reason=(
+            "torch's Adam under the distributed optimizer cannot resume, or resumes with wrong "
+            "bias corrections; checkpoints take state from the wrong place after a padded bucket; it "
+            "divides its buffers into equal parts only; and it reads all parameters at once. "
+            "The optimizer class is not configurable"
+        ),
+        sources={
+            f"{_CLASS}.state_dict": ("bced2858fb20321b7a5a019a8a2f669f56cf0578b1c547333de022864dd1943b"),
+            f"{_CLASS}.load_state_dict": ("0d637bc1bda39ca855681b432d7ddbd34d5e77b72d20dd413b5bdcdccb9f8e51"),
+            f"{_CLASS}._set_main_param_and_optimizer_states": (
+                "3cc712951380de5bd4ceffc7c8ee893c4b38fbcc7006db6ea33a0f6567ea1c97"
+            ),
+            f"{_CLASS}._build_model_and_main_param_groups": (
+                "4eff3e32c4df93f9c17b9024e6091c7f8f05c51853b9209bcd908ff801fa741b"
+            ),
+            f"{_CLASS}._build_model_gbuf_range": ("146c23c0162e79784486a7fb19d48b89f22403dccc536cacc6514b25c302f03c"),
+            f"{_CLASS}._build_model_gbuf_param_range_map": (
+                "8fe2491d028331c7d5b5fc353cafb4cd4c17f4c16ab32148e2975e4189dd5a9b"
+            ),
+            f"{_CLASS}.get_parameter_state_dp_zero": (
+                "a7537986df345b2e851319557f67e93d1135b32c62d422cd42e061a887dbf0d0"
+            ),
+            f"{_CLASS}.sharded_param_state_fully_reshardable": (
+                "bf472bb565068290a4707a1d000ebf63cc9257b57ea44cc19d52aa26ebc6f7b4"
+            ),
+            f"{_CLASS}.sharded_state_dict": ("1c6a18684e96c6cdf981b5277eebe0c0e8775a4fc38881ab9a1e0896f4f9dd9e"),
+            f"{_CLASS}.load_parameter_state_from_fully_reshardable": (
+                "e960fcc3f28797a79b0af6c8ebc05a1a1564d01afdd0b841d4ed5de72e728220"
+            ),
+        },
+        build=_build,
+    ),
+)

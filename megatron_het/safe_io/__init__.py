@@ -1,0 +1,35 @@
+"""Files and text that come from outside: read within limits, shown within limits, written safely.
+
+Plans, clusters, models, profiles and programs are read here and nowhere else, so that no file can stop
+the program, exhaust memory or become part of a shell script.  Standard library only; ``yaml`` is
+imported when a YAML file is read.
+"""
+
+from megatron_het.safe_io.errors import FileError, one_line, shown
+from megatron_het.safe_io.json_text import parse_json, read_json
+from megatron_het.safe_io.options import amount, count
+from megatron_het.safe_io.reading import MAX_BYTES, read_text
+from megatron_het.safe_io.sizes import MAX_DEVICES, MAX_PASSES
+from megatron_het.safe_io.writing import check_replaces, check_target, write_bytes, write_json, write_text
+from megatron_het.safe_io.yaml_text import parse_yaml, read_yaml
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_DEVICES",
+    "MAX_PASSES",
+    "FileError",
+    "amount",
+    "check_replaces",
+    "check_target",
+    "count",
+    "one_line",
+    "parse_json",
+    "parse_yaml",
+    "read_json",
+    "read_text",
+    "read_yaml",
+    "shown",
+    "write_bytes",
+    "write_json",
+    "write_text",
+]

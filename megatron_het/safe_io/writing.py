@@ -1,0 +1,145 @@
+"""Writing a file: the target is a regular file or nothing, and is complete or untouched afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_het.safe_io.errors import FileError
+from megatron_het.safe_io.reading import is_virtual
+
+# /dev/shm holds ordinary files in memory; the rest of /dev does not.
+_HEAD_BYTES = 1 << 16
+_NO_TARGETS = ("/proc", "/sys", "/dev")
+_ORDINARY = ("/dev/shm",)
+
+
+def check_target(path: str | os.PathLike[str], endings: Sequence[str] = ()) -> Path:
+    """Whether a file can be written there; asked before long work and again before writing.
+
+    Args:
+        path: The file.  A link stands for what it points at.
+        endings: What the name may end in; anything when empty.
+
+    Returns:
+        The resolved path.
+
+    Raises:
+        FileError: A folder, device, pipe or socket, a place in /proc, /sys or /dev, a folder that
+            cannot be written to, an unknown ending.
+    """
+    if endings and Path(path).suffix.lower() not in endings:
+        raise FileError(path, "", "unknown kind of file", f"The name must end in {', '.join(endings)}")
+    try:
+        real = os.path.realpath(path)
+        if is_virtual(real, _NO_TARGETS) and not is_virtual(real, _ORDINARY):
+            raise FileError(path, "", f"{real} is no place for files", "Name a file in a folder of yours")
+        _check_existing(path, real)
+        parent = Path(real).parent
+        while not os.path.lexists(parent):
+            parent = parent.parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise FileError(path, "", f"{parent} cannot be written to")
+        longest = os.pathconf(parent, "PC_NAME_MAX")
+    except OSError as error:
+        raise FileError(path, "", f"cannot be written: {error.strerror or error}") from None
+    except ValueError as error:  # a null byte in the name
+        if isinstance(error, FileError):
+            raise
+        raise FileError(path, "", f"cannot be written: {error}") from None
+    if any(len(os.fsencode(part)) > longest for part in Path(real).parts):
+        raise FileError(path, "", f"cannot be written: a name has more than {longest} bytes")
+    return Path(real)
+
+
+def check_replaces(
+    path: str | os.PathLike[str], inputs: Sequence[str | os.PathLike[str]], marks: Sequence[bytes] = ()
+) -> None:
+    """Check that writing a file destroys nothing: it is no input, and what is there has been written so before.
+
+    Args:
+        path: The file to write.
+        inputs: Files that the command reads.
+        marks: What an earlier file of this kind has within its first bytes, one of them; any file when empty.
+
+    Raises:
+        FileError: Another file is there.
+    """
+    if not os.path.lexists(path):
+        return
+    if any(os.path.exists(given) and os.path.samefile(path, given) for given in inputs):
+        raise FileError(path, "", "this file is read by the same command", "Give another name, or --force")
+    if not marks or not os.path.isfile(path):  # what is no file is refused elsewhere
+        return
+    with open(path, "rb") as stream:
+        head = stream.read(_HEAD_BYTES).lower()
+    if head and not any(mark.lower() in head for mark in marks):
+        problem = "a file of another kind is there, which this command has not written"
+        raise FileError(path, "", problem, "Give another name, or --force")
+
+
+def _check_existing(path: str | os.PathLike[str], real: str) -> None:
+    try:
+        mode = os.lstat(real).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return  # the folder is checked next
+    if stat.S_ISDIR(mode):
+        raise FileError(path, "", "this is a folder", "Name a file in it")
+    if not stat.S_ISREG(mode):
+        raise FileError(path, "", "this is a device, pipe, socket or broken link", "Name a regular file")
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes, *, executable: bool = False, durable: bool = True) -> None:
+    """Write through a temporary file beside the target and a rename.  Missing folders are made.
+
+    Args:
+        path: The file.
+        data: All of its contents.
+        executable: Whether it may be executed.
+        durable: Whether the disk has it at the end, so that it survives a loss of power.  A busy disk takes half a
+            second or more for that.
+
+    Raises:
+        FileError: see :func:`check_target`.
+        OSError: The disk is full or failed; the target is as it was.
+    """
+    target = check_target(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fchmod(stream.fileno(), (0o777 if executable else 0o666) & ~_umask())
+            if durable:
+                os.fsync(stream.fileno())
+        os.replace(scratch, target)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | os.PathLike[str], text: str, *, executable: bool = False, durable: bool = True) -> None:
+    """Write UTF-8 text; see :func:`write_bytes`."""
+    write_bytes(path, text.encode("utf-8"), executable=executable, durable=durable)
+
+
+def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2, *, durable: bool = True) -> None:
+    """Write JSON; see :func:`write_bytes`.
+
+    Raises:
+        ValueError: A number that JSON has no text for (NaN, infinity).
+    """
+    write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n", durable=durable)
+
+
+def _umask() -> int:
+    """The process's mask; it can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

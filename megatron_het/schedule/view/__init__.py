@@ -1,0 +1,1 @@
+"""Command line, pictures, traces and comparisons of schedules."""

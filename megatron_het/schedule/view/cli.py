@@ -1,0 +1,344 @@
+"""Command line: ``python -m megatron_het.schedule show | check | simulate | compare``."""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_het.features import FEATURES
+from megatron_het.features.base import ViewFlag
+from megatron_het.lowering.programs import assemble
+from megatron_het.safe_io import MAX_PASSES, amount, check_target, count, one_line, read_text, shown
+from megatron_het.schedule.cost import Costs, Link
+from megatron_het.schedule.exchange import plan_exchange
+from megatron_het.schedule.generators import GENERATORS
+from megatron_het.schedule.graph import Graph, ScheduleError
+from megatron_het.schedule.ir import Program, Shape
+from megatron_het.schedule.paths import placement_of
+from megatron_het.schedule.simulate import Result, simulate
+from megatron_het.schedule.text import dumps, loads
+from megatron_het.schedule.transports import TRANSPORTS, deadlocks
+from megatron_het.schedule.validate import validate
+from megatron_het.schedule.view.compare import Setting, compare, model_costs
+from megatron_het.schedule.view.report import (
+    comparison_table,
+    print_table,
+    problems_json,
+    result_json,
+    result_tables,
+    verdict_table,
+)
+from megatron_het.schedule.view.trace import chrome_trace, write_json
+from megatron_het.schedule.view.visualize import PICTURES, draw, text_picture
+
+_COUNT = count(1, MAX_PASSES)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Returns:
+        0; 1 when ``check`` found the program broken; 2 for input that cannot be used.
+    """
+    try:
+        options = _parser().parse_args(arguments)
+        return int(options.run(options))
+    except BrokenPipeError:
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad options become the one error line that other bad input becomes."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(one_line(message))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m megatron_het.schedule", description="Look at, check, simulate and compare pipeline schedules."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, text in (
+        ("show", _show, "print a program, its exchange plan, or a picture"),
+        ("check", _check, "say whether a program can run, on which transports, and why not"),
+        ("simulate", _simulate, "time, bubble by cause and memory of a program"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        _add_program(command)
+        _add_costs(command)
+        _add_json(command)
+    show, check, sim = (commands.choices[name] for name in ("show", "check", "simulate"))
+    show.add_argument("--program-text", action="store_true", help="the program as text instead of a timeline")
+    show.add_argument("--exchange-plan", action="store_true", help="the exchange plan instead of a timeline")
+    show.add_argument(
+        "--width", type=count(1, 10_000), default=120, help="characters of the timeline (default %(default)s)"
+    )
+    for command in (show, sim):
+        command.add_argument("--picture", type=Path, help="write timeline and memory to this .svg, .png or .pdf")
+        command.add_argument("--trace", type=Path, help="write a Chrome trace for Perfetto to this file")
+    check.add_argument(
+        "--transport", action="append", choices=TRANSPORTS, help="must not deadlock here (repeatable; default: all)"
+    )
+    both = commands.add_parser("compare", help="all schedules side by side", description="all schedules side by side")
+    both.set_defaults(run=_compare)
+    both.add_argument("--pp", type=_COUNT, required=True, help="pipeline stages")
+    both.add_argument("--microbatches", type=_COUNT, required=True)
+    both.add_argument("--slices", type=_COUNT, required=True, help="slices per sequence, where a schedule has them")
+    both.add_argument("--chunks", type=_COUNT, default=1, help="chunks per stage, where a schedule has them")
+    both.add_argument(
+        "--attention-share",
+        type=amount(0.0, 1.0),
+        default=0.0,
+        help="causal attention's share of the layers' forward time",
+    )
+    both.add_argument(
+        "--output-share",
+        type=amount(0.0, 0.99),
+        default=0.0,
+        help="the output layer's share of the model's forward time",
+    )
+    both.add_argument("--layers-per-chunk", type=_COUNT, default=1, help="for the volume of the attention exchange")
+    _add_json(both)
+    return parser
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="OUT", nargs="?", const="-", help="write JSON to OUT (- or nothing: stdout)")
+
+
+def _add_program(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("program")
+    group.add_argument("program", help=f"a file with a program, or one of: {', '.join(sorted(GENERATORS))}")
+    group.add_argument("--pp", type=_COUNT, default=4, help="pipeline stages (default %(default)s)")
+    group.add_argument("--microbatches", type=_COUNT, default=8, help="default %(default)s")
+    group.add_argument("--slices", type=_COUNT, default=1, help="slices per sequence (default %(default)s)")
+    group.add_argument("--chunks", type=_COUNT, help="chunks per stage (default 1; 2 for the V schedules)")
+    group.add_argument("--layers", help="layers per chunk, unequal stages as in '3 2 | 2 2 | 1' (sets --pp, --chunks)")
+    group.add_argument("--replicas", help="replicas per stage, as in '1 2 1'")
+    group.add_argument("--route", help="replica of each microbatch, per stage, as in '0 0 0 | 0 1 0' (default: round)")
+    group.add_argument("--forward-only", action="store_true", help="the evaluation program")
+    group.add_argument("--transfers", choices=("global", "late", "none"), default="global", help="where receives go")
+    for feature in FEATURES:
+        for flag in feature.view_flags:
+            _add_view_flag(group, flag)
+
+
+def _add_view_flag(group: argparse._ArgumentGroup, flag: ViewFlag) -> None:
+    if flag.default is False:
+        group.add_argument(flag.flag, action="store_true", help=flag.help)
+    elif flag.choices:
+        group.add_argument(flag.flag, choices=flag.choices, default=flag.default, help=flag.help)
+    else:
+        group.add_argument(flag.flag, type=count(0, flag.most), default=flag.default, help=flag.help)
+
+
+def _add_costs(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("costs (units: forward of one microbatch through one chunk = 1 s)")
+    group.add_argument(
+        "--attention-share", type=amount(0.0, 1.0), default=0.0, help="of causal attention in the forward"
+    )
+    group.add_argument(
+        "--output-share", type=amount(0.0, 0.99), default=0.0, help="of the output layer in the model's forward"
+    )
+    group.add_argument("--speeds", help="relative speed per device, as in '1 1 0.5'")
+    group.add_argument("--latency", type=amount(0.0, 1e6), default=0.0, help="of every message, in s")
+    group.add_argument("--transfer", type=amount(0.0, 1e6), default=0.0, help="of one microbatch's activations, in s")
+    group.add_argument(
+        "--gather", type=amount(0.0, 1e6), default=0.0, help="all-gather (and reduction) of one chunk, in s"
+    )
+
+
+def _numbers(text: str, name: str) -> tuple[tuple[int, ...], ...]:
+    try:
+        rows = tuple(tuple(int(n) for n in row.split()) for row in text.split("|"))
+    except ValueError:
+        rows = ((-1,),)
+    if any(not 0 <= n <= MAX_PASSES for row in rows for n in row):
+        raise ValueError(f"--{name} {shown(text)}: integers from 0 to {MAX_PASSES} expected, rows separated by |")
+    return rows
+
+
+def _check_size(options: argparse.Namespace) -> None:
+    """Before anything is laid out: a mistyped number is an error, not a machine without memory."""
+    passes = 2 * options.pp * options.microbatches * options.slices * (options.chunks or 1)
+    if passes > MAX_PASSES:
+        raise ValueError(
+            f"--pp, --microbatches, --slices and --chunks make {passes} passes per iteration, more than {MAX_PASSES}"
+        )
+
+
+def _shape(options: argparse.Namespace) -> Shape:
+    _check_size(options)
+    placement = placement_of(options.program)
+    chunks = options.chunks or (2 if placement == "v" else 1)
+    layers = _numbers(options.layers, "layers") if options.layers else ((1,) * chunks,) * options.pp
+    stages = len(layers)
+    replicas = _numbers(options.replicas, "replicas")[0] if options.replicas else (1,) * stages
+    if options.route:
+        route = _numbers(options.route, "route")
+    else:
+        if min(replicas, default=1) < 1:
+            raise ValueError(f"--replicas {options.replicas!r}: every stage needs at least one")
+        route = tuple(tuple(m % count for m in range(options.microbatches)) for count in replicas)
+    return Shape(layers, route, replicas, options.slices, placement)
+
+
+def _program(options: argparse.Namespace) -> Program:
+    """The program of the arguments: read from a file as it is, or generated with all passes asked for."""
+    if options.program not in GENERATORS:
+        path = Path(options.program)
+        if not os.path.lexists(path):
+            known = ", ".join(sorted(GENERATORS))
+            raise ValueError(f"{shown(options.program)} is neither a file nor a schedule ({known})")
+        text = read_text(path)
+        try:
+            return loads(text)
+        except ValueError as error:
+            raise ValueError(one_line(f"{path}: {error}")) from None
+    viewed = [(feature, feature.viewed(vars(options))) for feature in FEATURES]
+    return assemble(
+        _shape(options),
+        options.program,
+        [(feature, chosen) for feature, chosen in viewed if chosen is not None],
+        forward_only=options.forward_only,
+        transfers=options.transfers,
+    )
+
+
+def _costs(options: argparse.Namespace, program: Program) -> Costs:
+    """Equal layers; a chunk of average size takes 1 s forward."""
+    shape = program.shape
+    try:
+        speeds = [float(s) for s in options.speeds.split()] if options.speeds else [1.0] * len(shape.devices)
+    except ValueError:
+        speeds = []
+    if len(speeds) != len(shape.devices) or not all(1e-6 <= s <= 1e6 for s in speeds):
+        raise ValueError(
+            f"--speeds {shown(options.speeds)}: one number from 1e-6 to 1e6 for each of {len(shape.devices)} devices"
+        )
+    costs = model_costs(program, float(len(shape.path)), options.attention_share, options.output_share, speeds)
+    size = 1e-9  # of a message: next to nothing beside the activations, which are 1 in the whole model
+    link = Link(options.latency, size / options.transfer if options.transfer else math.inf)
+    gather = tuple((options.gather,) * len(shape.layers[d.stage]) for d in shape.devices)
+    return replace(costs, link=lambda source, target: link, message_bytes=size, gather_s=gather, reduce_s=gather)
+
+
+def _result(options: argparse.Namespace, program: Program) -> Result:
+    return simulate(program, _costs(options, program))
+
+
+def _write(options: argparse.Namespace, data: object) -> bool:
+    """Writes JSON where it was asked for; True when that was stdout."""
+    if options.json is None:
+        return False
+    if options.json == "-":
+        sys.stdout.write(json.dumps(data, indent=1) + "\n")
+        return True
+    write_json(options.json, data)
+    return False
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Before any work: whether the files that were asked for can be written."""
+    if options.json not in (None, "-"):
+        check_target(options.json)
+    if getattr(options, "picture", None):
+        check_target(options.picture, PICTURES)
+    if getattr(options, "trace", None):
+        check_target(options.trace)
+
+
+def _pictures(options: argparse.Namespace, result: Result) -> None:
+    if options.picture:
+        draw(result, options.picture)
+    if options.trace:
+        write_json(options.trace, chrome_trace(result))
+
+
+def _show(options: argparse.Namespace) -> int:
+    _check_outputs(options)
+    program = _program(options)
+    if options.exchange_plan:
+        units = options.exchange_units or 2
+        plan = plan_exchange(program, units=units, helping=options.helping, keep=options.keep_kv)
+        if not _write(options, plan.to_json()):
+            sys.stdout.write("  slot | loads | giver>taker:slices | loads after\n" + "\n".join(plan.lines()) + "\n")
+        return 0
+    if options.program_text:
+        sys.stdout.write(dumps(program))
+        return 0
+    result = _result(options, program)
+    if not _write(options, result_json(result)):
+        sys.stdout.write(text_picture(result, width=max(options.width, 10)) + "\n")
+    _pictures(options, result)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    _check_outputs(options)
+    program = _program(options)
+    transports = options.transport or list(TRANSPORTS)
+    problems = validate(program, transports=transports)
+    deadlocked: dict[str, bool] = {}
+    if all(problem.rule == "deadlock" for problem in problems):
+        found = deadlocks(Graph(program))
+        deadlocked = {name: bool(found[name]) for name in TRANSPORTS}
+    if not _write(options, problems_json(program, problems, deadlocked)):
+        print_table(verdict_table(program, problems, deadlocked))
+        for problem in problems:
+            sys.stdout.write(f"{problem}\n")
+    return 1 if problems else 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    _check_outputs(options)
+    program = _program(options)
+    problems = validate(program, transports=("edge",))
+    if problems:
+        raise ScheduleError(f"program {program.name} cannot run:\n  " + "\n  ".join(map(str, problems[:5])))
+    result = _result(options, program)
+    if not _write(options, result_json(result)):
+        for table in result_tables(result):
+            print_table(table)
+    _pictures(options, result)
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    _check_outputs(options)
+    _check_size(options)
+    rows = compare(
+        Setting(
+            stages=options.pp,
+            microbatches=options.microbatches,
+            slices=options.slices,
+            chunks=options.chunks,
+            attention_share=options.attention_share,
+            output_share=options.output_share,
+            layers_per_chunk=options.layers_per_chunk,
+        )
+    )
+    data = [
+        {
+            "schedule": row.schedule,
+            "bubble_fraction": row.bubble_fraction,
+            "activation_fraction": row.activation_fraction,
+            "communication_volume": row.communication_volume,
+            "makespan": row.makespan,
+        }
+        for row in rows
+        if not row.reason
+    ]
+    if not _write(options, data):
+        print_table(comparison_table(rows))
+    return 0

@@ -1,0 +1,222 @@
+"""Pictures of simulated programs: text, and with matplotlib SVG, PNG or PDF."""
+
+import colorsys
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_het.safe_io import write_bytes
+from megatron_het.schedule.ir import Kind, Op
+from megatron_het.schedule.memory import CATEGORIES
+from megatron_het.schedule.result import Event
+from megatron_het.schedule.simulate import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PICTURES = (".svg", ".png", ".pdf")
+_DRAWN = ("compute", "collective", "host_to_device", "device_to_host")
+
+
+def text_picture(result: Result, *, width: int = 120) -> str:
+    """One line per device, one character per step of time.
+
+    A computation shows its letter, then its microbatch (and slice, when sequences are sliced), as far as
+    there is room; ``.`` is idle time, ``=`` the rest of a computation.
+    """
+    span = result.makespan_s or 1.0
+    names = [str(device) for device in result.program.devices]
+    margin = max(map(len, names))
+    rows = [["."] * width for _ in names]
+    sliced = result.program.shape.slices > 1
+    for event in result.events():
+        if event.stream != "compute" or event.end_s <= event.start_s:
+            continue
+        first = min(round(event.start_s / span * width), width - 1)
+        last = max(round(event.end_s / span * width), first + 1)
+        label = label_of(event.op, sliced)
+        if last - first < len(label):
+            label = label[: last - first]
+        rows[event.device][first:last] = list(label.ljust(last - first, "="))
+    lines = [f"{name:>{margin}} |{''.join(row[:width])}|" for name, row in zip(names, rows)]
+    lines.append(f"{'':>{margin}}  0{f'{span:.4g} s':>{width - 1}}")
+    return "\n".join(lines)
+
+
+def label_of(op: Op, sliced: bool) -> str:
+    """Short name of an operation: letter, microbatch, slice."""
+    if op.microbatch < 0:
+        return f"{op.kind.mnemonic}{op.chunk}"
+    return f"{op.kind.mnemonic}{op.microbatch}" + (f".{op.slice}" if sliced else "")
+
+
+def color_of(op: Op, chunks: int, microbatches: int) -> tuple[float, float, float]:
+    """Hue by microbatch; later chunks lighter, backwards darker than forwards, weight gradients and help greyish."""
+    if op.microbatch < 0:
+        return (0.55, 0.55, 0.55)
+    hue = (op.microbatch * 0.61803398875) % 1.0 if microbatches > 12 else op.microbatch / max(microbatches, 1)
+    step = op.chunk / max(chunks - 1, 1) if chunks > 1 else 0.0
+    light, lighter, saturation = op.kind.colour
+    return colorsys.hls_to_rgb(hue, light + lighter * step, saturation)
+
+
+def draw(result: Result, path: str | Path, *, title: str | None = None, width_in: float = 14.0) -> None:
+    """Writes a picture: the timeline of all devices and, below, memory over time.
+
+    Args:
+        result: a simulation.
+        path: ends in .svg, .png or .pdf.
+        title: above the picture; by default the schedule and its bubble.
+        width_in: width in inches.
+
+    Raises:
+        ValueError: another file name ending.
+        ImportError: matplotlib is not installed; the message says how to get it.
+    """
+    path, pyplot = _picture_file(path), _pyplot()
+    devices = len(result.program.ops)
+    with_memory = any(use.peak_bytes for use in result.memory)
+    heights = [0.42 * devices + 0.6] + ([2.2] if with_memory else [])
+    figure, axes = pyplot.subplots(
+        len(heights), 1, figsize=(width_in, sum(heights) + 1.0), height_ratios=heights, sharex=True, squeeze=False
+    )
+    try:
+        _draw_timeline(axes[0][0], result, width_in)
+        if with_memory:
+            _draw_memory(axes[1][0], result)
+        axes[-1][0].set_xlabel("time (s)")
+        text = f"{result.program.name}: bubble {result.bubble_fraction:.1%}, {result.makespan_s:.4g} s"
+        figure.suptitle(title or text)
+        figure.tight_layout()
+        image = io.BytesIO()
+        figure.savefig(image, dpi=120, format=path.suffix[1:])
+        write_bytes(path, image.getvalue())
+    finally:
+        pyplot.close(figure)
+
+
+def draw_timelines(results: Mapping[str, Result], path: str | Path, *, width_in: float = 12.0) -> None:
+    """Writes several timelines under each other on one time axis.
+
+    Args:
+        results: simulations by the title that stands above each.
+        path: ends in .svg, .png or .pdf.
+        width_in: width in inches.
+
+    Raises:
+        ValueError: another file name ending.
+        ImportError: matplotlib is not installed; the message says how to get it.
+    """
+    path, pyplot = _picture_file(path), _pyplot()
+    heights = [0.42 * len(result.program.ops) + 0.4 for result in results.values()]
+    longest = max(result.makespan_s for result in results.values())
+    figure, axes = pyplot.subplots(
+        len(heights), 1, figsize=(width_in, sum(heights) + 1.2), height_ratios=heights, sharex=True, squeeze=False
+    )
+    try:
+        for (title, result), (row,) in zip(results.items(), axes, strict=True):
+            _draw_timeline(row, result, width_in * result.makespan_s / longest)
+            row.set_title(title, loc="left", fontsize=11)
+        axes[-1][0].set(xlim=(0, longest), xlabel="time (s)")
+        figure.tight_layout()
+        figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+    finally:
+        pyplot.close(figure)
+
+
+def _picture_file(path: str | Path) -> Path:
+    path = Path(path)
+    if path.suffix not in PICTURES:
+        raise ValueError(f"picture = {path}: the name must end in {', '.join(PICTURES)}")
+    return path
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
+    return pyplot
+
+
+def _draw_timeline(axes: "Axes", result: Result, width_in: float) -> None:
+    from matplotlib.collections import PolyCollection
+
+    shape = result.program.shape
+    chunks, sliced = max(len(c) for c in shape.layers), shape.slices > 1
+    boxes, colors = [], []
+    span = result.makespan_s or 1.0
+    for event in result.events():
+        if event.stream not in _DRAWN or event.end_s <= event.start_s:
+            continue
+        low, high = _lane(event)
+        boxes.append([(event.start_s, low), (event.end_s, low), (event.end_s, high), (event.start_s, high)])
+        color = color_of(event.op, chunks, shape.microbatches)
+        colors.append(color)
+        inches = (event.end_s - event.start_s) / span * width_in * 0.9
+        label = label_of(event.op, sliced)[1 if event.op.kind in (Kind.FORWARD, Kind.BACKWARD) else 0 :]
+        if event.stream == "compute" and inches > 0.075 * len(label):
+            dark = 0.3 * color[0] + 0.6 * color[1] + 0.1 * color[2] < 0.5
+            axes.text(
+                (event.start_s + event.end_s) / 2,
+                (low + high) / 2,
+                label,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if dark else "black",
+                clip_on=True,
+            )
+    axes.add_collection(PolyCollection(boxes, facecolors=colors, edgecolors="white", linewidths=0.3))
+    axes.set_xlim(0, span)
+    axes.set_ylim(len(result.program.ops) - 0.45, -0.55)
+    axes.set_yticks(range(len(result.program.ops)), [str(d) for d in result.program.devices])
+    axes.set_ylabel("device")
+    axes.set_facecolor("#f2f2f2")
+
+
+def _lane(event: Event) -> tuple[float, float]:
+    """Compute fills the row; other streams are thin lines below it."""
+    if event.stream == "compute":
+        return event.device - 0.4, event.device + 0.28
+    return event.device + 0.3, event.device + 0.42
+
+
+def _draw_memory(axes: "Axes", result: Result) -> None:
+    """Memory of every device; the worst one's categories at its peak in the title."""
+    worst = max(range(len(result.memory)), key=lambda d: result.memory[d].peak_bytes)
+    scale, unit = _scale(result.memory[worst].peak_bytes)
+    colors = [colorsys.hls_to_rgb(0.6, 0.3 + 0.5 * d / max(len(result.memory), 1), 0.6) for d in range(64)]
+    for d, use in enumerate(result.memory):
+        curve = [*use.curve(), (result.makespan_s, use.curve()[-1][1])]
+        times, held = zip(*curve)
+        axes.step(
+            times,
+            [h / scale for h in held],
+            where="post",
+            color=colors[d % 64],
+            lw=2.0 if d == worst else 0.9,
+            label=f"device {result.program.devices[d]}" if len(result.memory) <= 8 or d == worst else None,
+        )
+    peak = result.memory[worst]
+    parts = [f"{name} {peak.at_peak_bytes[name] / scale:.3g}" for name in CATEGORIES if peak.at_peak_bytes[name]]
+    axes.plot([peak.peak_at_s], [peak.peak_bytes / scale], "v", color="#c0392b")
+    axes.set_title(
+        f"peak {peak.peak_bytes / scale:.3g}{unit} on device {result.program.devices[worst]} at "
+        f"{peak.peak_at_s:.4g} s: {', '.join(parts)}",
+        fontsize=9,
+    )
+    axes.set_ylabel(f"memory{unit and f' ({unit.strip()})'}")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7, ncol=4, loc="best")
+
+
+def _scale(largest: float) -> tuple[float, str]:
+    for exponent, unit in ((3, " GiB"), (2, " MiB"), (1, " KiB")):
+        if largest >= 4 * 1024**exponent:
+            return 1024.0**exponent, unit
+    return 1.0, ""

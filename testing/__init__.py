@@ -1,0 +1,1 @@
+"""Instruments of tests and benchmarks; no product module imports them."""

@@ -1,0 +1,111 @@
+"""What the host computes with: the rule of streams.
+
+The host plays the compute stream.  An operation's tensors may be touched again only after ``wait``, whether the
+operation has ended by then or not: on a GPU that is luck.  After ``wait`` the host goes on, and stops where it touches
+what the operation still uses, which is where the compute stream would stand still.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from testing.nccl_order.launch import Device
+
+
+class ComputeStream(TorchDispatchMode):
+    """Everything that the host computes, operator by operator.
+
+    Args:
+        device: Of this process.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+        self._launched: set[tuple[Any, tuple[Any, ...]]] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch's wrapper would cost more than the rest."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See :class:`TorchDispatchMode`."""
+        kwargs = kwargs or {}
+        writes = _writes(func)
+        if writes:
+            self._note_launch(func, (*args, *kwargs.values()))
+        if writes and self._device.uses:
+            given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
+            for place, value in given:
+                for entry in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(entry, torch.Tensor):
+                        self._device.touch(entry, writes[place], func)
+        return func(*args, **kwargs)
+
+    def _note_launch(self, func: Any, values: tuple[Any, ...]) -> None:
+        """Let the host wait where CUDA makes it wait: a new kernel is loaded, new memory is asked for, a value is read.
+
+        Which kernel an operator launches depends on types and shapes; new shapes need new memory, too.
+        """
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._device.wait_for_compute()
+        launch = func, _signature(values)
+        if launch not in self._launched:
+            self._launched.add(launch)
+            self._device.host_wait(f"first launch of {func} with {launch[1]}")
+
+
+def _signature(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Types and shapes of tensors, and sizes, among an operator's arguments."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append((str(value.dtype).removeprefix("torch."), *value.shape))
+        elif isinstance(value, list | tuple):
+            found += _signature(value) if any(isinstance(entry, torch.Tensor) for entry in value) else [tuple(value)]
+    return tuple(found)
+
+
+@functools.cache
+def _writes(func: Any) -> dict[int | str, bool]:
+    """By place and by name of an argument: whether the operator writes to it; empty where it touches no memory."""
+    found: dict[int | str, bool] = {}
+    if func.namespace in ("c10d", "profiler") or func.is_view:
+        return found
+    for place, argument in enumerate(func._schema.arguments):
+        found[place] = found[argument.name] = argument.alias_info is not None and argument.alias_info.is_write
+    return found
+
+
+def watch_memory(device: Device) -> None:
+    """Watch this thread's operators, and what reads or frees memory without one, from now on."""
+    ComputeStream(device).__enter__()
+
+    def before(owner: Any, name: str, check: Callable[..., None]) -> None:
+        original = getattr(owner, name)
+
+        def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            check(self, *arguments)
+            return original(self, *arguments, **keywords)
+
+        setattr(owner, name, call)
+
+    for name in ("numpy", "tolist"):
+        before(torch.Tensor, name, lambda tensor, *_: device.touch(tensor, False, "a read of the host"))
+    sizes: set[int] = set()
+
+    def resized(storage: torch.UntypedStorage, size_bytes: int) -> None:
+        if size_bytes and size_bytes not in sizes:
+            sizes.add(size_bytes)
+            device.host_wait(f"first allocation of {size_bytes} bytes")
+        device.touch_storage(storage)
+
+    before(torch.UntypedStorage, "resize_", resized)

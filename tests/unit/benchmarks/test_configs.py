@@ -1,0 +1,120 @@
+"""Hugging Face's config.json: every field is taken over or refused, and Megatron then computes the same logits."""
+
+import argparse
+import json
+
+import pytest
+
+from megatron_het.device import activate
+
+activate()  # Megatron binds on import what the platform replaces
+
+from benchmarks import configs  # noqa: E402
+from benchmarks.config_files import FILES  # noqa: E402
+from benchmarks.config_models import SMALL, logit_difference, one_rank  # noqa: E402
+from benchmarks.runner import words  # noqa: E402
+from tools.planner.__main__ import main  # noqa: E402
+from tools.planner.inputs.model_configs import from_config, tables  # noqa: E402
+from tools.planner.inputs.model_families import FAMILIES  # noqa: E402
+from tools.planner.inputs.model_parts import MODEL_FLAGS  # noqa: E402
+
+SHAPES = words(
+    """model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size
+    n_embd n_layer n_head n_positions num_experts num_local_experts n_routed_experts moe_intermediate_size
+    shared_expert_intermediate_size kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+    intermediate_size_mlp num_experts_per_tok head_dim"""
+)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with one_rank():
+        yield
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_model_of_each_family_has_the_logits_of_hugging_face(alone, name):
+    assert logit_difference(name) <= configs.MOST
+
+
+def test_no_field_of_a_published_file_can_be_changed_unseen():
+    assert len(FILES) >= 40
+    found = configs.files()
+    assert {
+        name: entry["lost"] + entry["unread"] for name, entry in found.items() if entry["lost"] or entry["unread"]
+    } == {}
+
+
+@pytest.mark.parametrize("kind", sorted(set(FAMILIES) - {"mistral3_text"}))
+def test_what_a_file_leaves_out_is_what_transformers_takes(kind):
+    from transformers import CONFIG_MAPPING
+
+    full = CONFIG_MAPPING[kind](**({"num_experts_per_tok": 6} if kind == "deepseek_v2" else {})).to_dict()
+    if kind == "glm4_moe":
+        full["head_dim"] = 128
+    bare = {key: value for key, value in full.items() if key in SHAPES}
+    wanted, found = (from_config(config, "config.json", 512) for config in (full, bare))
+    wanted["flags"].pop("init-method-std", None)
+    wanted["mtp_num_layers"] = found.get("mtp_num_layers")  # transformers counts layers that it does not have
+    found["mtp_num_layers"] = wanted["mtp_num_layers"]
+    assert wanted.pop("unread", []) == []
+    assert {**wanted, "lost": set(wanted.get("lost", {}).values())} == {
+        **found,
+        "lost": set(found.get("lost", {}).values()) | set(wanted.get("lost", {}).values()),
+    }
+
+
+def test_the_flags_of_a_model_are_those_of_megatron():
+    from megatron.training.arguments import add_megatron_arguments
+
+    actions = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions
+    known = {option: action for action in actions for option in action.option_strings}
+    for name, (argument, default) in MODEL_FLAGS.items():
+        action = known[f"--{name}"]
+        assert action.dest == argument, name
+        if not name.startswith("no-yarn"):  # which its opposite leaves open
+            assert action.default == default, name
+    emitted = {name for config in FILES.values() for name in configs.read(config)["flags"]}
+    assert emitted <= set(MODEL_FLAGS)
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_code():
+    from pathlib import Path
+
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    made = page.split(configs.START)[1].split(configs.END)[0]
+    assert made.strip() == tables().strip(), "run python -m benchmarks.configs --json OUT --markdown docs/models.md"
+
+
+CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 8}]}
+
+
+def planned(folder, config, capsys, *more):
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "cluster.json").write_text(json.dumps(CLUSTER))
+    common = ["--cluster", str(folder / "cluster.json"), "--model", str(folder / "config.json")]
+    common += ["--seq-length", "2048", "--global-batch-size", "8"]
+    assert main(["plan", *common, "--out", str(folder / "plan.json"), *more]) == 0
+    return common, capsys.readouterr().out
+
+
+def test_plan_check_and_emit_say_what_was_taken_over(tmp_path, capsys):
+    common, out = planned(tmp_path, FILES["llama-3.2-1b"], capsys)
+    assert "--rope-scaling-factor 32.0" in out.replace("\n", " ")
+    assert main(["check", str(tmp_path / "plan.json"), *common]) == 0
+    assert "--rope-scaling-factor" in capsys.readouterr().out
+    assert main(["emit", str(tmp_path / "plan.json"), *common, "--out", str(tmp_path / "run")]) == 0
+    arguments = (tmp_path / "run" / "args.sh").read_text()
+    for line in ("--rope-scaling-factor 32.0", "--use-rope-scaling", "--norm-epsilon 1e-05", "--rotary-base 500000"):
+        assert f"    {line}\n" in arguments
+    assert "--untie-embeddings-and-output-weights" not in arguments
+
+
+def test_what_megatron_cannot_express_is_priced_and_named_and_not_emitted(tmp_path, capsys):
+    common, out = planned(tmp_path, FILES["gemma-2-9b"], capsys)
+    assert "attn_logit_softcapping" in out
+    for command in (["emit", "--out", str(tmp_path / "run")], ["dry-run"]):
+        options = common[2:] if command[0] == "dry-run" else common
+        assert main([command[0], str(tmp_path / "plan.json"), *options, *command[1:]]) == 2
+        assert "so Megatron would train another model" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

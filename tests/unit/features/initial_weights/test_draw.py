@@ -1,0 +1,67 @@
+"""Random values by name: parts of a tensor are those of the whole, however it is split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_het.features.initial_weights.draw import BLOCK_ROWS, fill
+from megatron_het.lowering.shards import Segment, segments
+
+ROWS, COLUMNS = 2 * BLOCK_ROWS + 40, 24
+
+
+def normal(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nn.init.normal_(tensor, 0.0, 0.02)
+
+
+def whole(name: str = "layer.weight", seed: int = 7) -> torch.Tensor:
+    target = torch.empty(ROWS, COLUMNS)
+    fill(target, normal, name, seed, full_size=ROWS, dim=0, segments=[Segment(0, 0, ROWS)])
+    return target
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_rows_of_ranks_are_those_of_the_whole(tp: int, stride: int):
+    for rank in range(tp):
+        parts = segments(ROWS, tp, rank, stride)
+        target = torch.empty(ROWS // tp, COLUMNS)
+        fill(target, normal, "layer.weight", 7, full_size=ROWS, dim=0, segments=parts)
+        for part in parts:
+            expected = whole()[part.full : part.full + part.length]
+            assert torch.equal(target[part.local : part.local + part.length], expected)
+
+
+def test_columns_of_ranks_are_those_of_the_whole():
+    for rank in range(3):
+        target = torch.empty(ROWS, COLUMNS // 3)
+        fill(target, normal, "layer.weight", 7, full_size=COLUMNS, dim=1, segments=segments(COLUMNS, 3, rank))
+        assert torch.equal(target, whole()[:, rank * 8 : rank * 8 + 8])
+
+
+def test_a_padded_table_begins_with_the_shorter_one():
+    target = torch.empty(ROWS + 100, COLUMNS)
+    fill(target, normal, "layer.weight", 7, full_size=ROWS + 100, dim=0, segments=[Segment(0, 0, ROWS + 100)])
+    assert torch.equal(target[:ROWS], whole())
+
+
+def test_name_and_seed_decide():
+    assert not torch.equal(whole(), whole("other.weight"))
+    assert not torch.equal(whole(), whole(seed=8))
+    assert abs(float(whole().std()) - 0.02) < 1e-3
+
+
+def test_the_state_of_the_default_generator_stays():
+    before = torch.random.get_rng_state()
+    whole()
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_what_depends_on_the_whole_is_drawn_whole():
+    """Xavier's bounds follow from both sizes."""
+    target = torch.empty(ROWS, COLUMNS)
+    parts = [Segment(0, 0, ROWS)]
+    fill(target, torch.nn.init.xavier_uniform_, "w", 7, full_size=ROWS, dim=0, segments=parts, in_blocks=False)
+    bound = (6 / (ROWS + COLUMNS)) ** 0.5
+    assert 0.95 * bound < float(target.abs().max()) <= bound

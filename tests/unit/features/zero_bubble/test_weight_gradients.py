@@ -1,0 +1,296 @@
+"""A linear layer's backward in two halves: each does its own matrix product, and together they are the whole."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_het.device import activate
+
+activate()  # before Megatron is imported, which binds what the platform replaces
+
+from megatron_het.features.zero_bubble import weight_gradients  # noqa: E402
+from megatron_het.features.zero_bubble.runtime import ZeroBubbleFeature  # noqa: E402
+from megatron_het.features.zero_bubble.spec import ZeroBubble, ZeroBubbleOptions  # noqa: E402
+from megatron_het.features.zero_bubble.weight_gradients import SplitForward, WeightGradients  # noqa: E402
+from megatron_het.lowering.ranks import RankOp  # noqa: E402
+from megatron_het.plan import PlanError  # noqa: E402
+from megatron_het.runtime.feature import BackwardPass  # noqa: E402
+from megatron_het.schedule.kinds import Kind  # noqa: E402
+
+TOKENS, BATCH, INPUT, OUTPUT = 5, 2, 3, 4
+KEY = (1, 0, 0)
+OWN: dict[str, Any] = {"allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
+
+
+def tensors(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.nn.Parameter, torch.nn.Parameter]:
+    torch.manual_seed(7)
+    source = torch.randn(TOKENS, BATCH, INPUT, dtype=dtype, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(OUTPUT, INPUT, dtype=dtype))
+    return source, weight, torch.nn.Parameter(torch.randn(OUTPUT, dtype=dtype))
+
+
+def own(*, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_options: Any) -> torch.Tensor:
+    return torch.nn.functional.linear(input, weight, bias)
+
+
+def split(
+    source: torch.Tensor,
+    weight: torch.nn.Parameter,
+    bias: torch.Tensor | None = None,
+    to: WeightGradients | None = None,
+) -> tuple[torch.Tensor, WeightGradients]:
+    gradients = to or WeightGradients()
+    with gradients.splitting():
+        return SplitForward(own, gradients)(source, weight, bias, **OWN), gradients
+
+
+def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    source, weight, bias = tensors()
+    output = torch.nn.functional.linear(source, weight, bias)
+    output.square().sum().backward()
+    assert source.grad is not None and weight.grad is not None and bias.grad is not None
+    return output.detach(), source.grad, weight.grad, bias.grad
+
+
+def test_two_halves_are_the_whole() -> None:
+    output, source_grad, weight_grad, bias_grad = expected()
+    source, weight, bias = tensors()
+    weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
+    found, gradients = split(source, weight, bias)
+    assert torch.equal(found, output)
+    with gradients.deferring(KEY):
+        found.square().sum().backward()
+    assert source.grad is not None
+    torch.testing.assert_close(source.grad, source_grad)
+    torch.testing.assert_close(bias.grad, bias_grad)
+    assert weight.grad is None and torch.equal(weight.main_grad, torch.ones_like(weight))
+    gradients.compute(KEY)
+    torch.testing.assert_close(weight.main_grad, 1 + weight_grad)
+    gradients.check_empty()
+
+
+def test_a_whole_backward_is_the_layers_own() -> None:
+    """The output layer of a split vocabulary runs outside of FORWARD and BACKWARD_INPUT."""
+    _, source_grad, weight_grad, _ = expected()
+    source, weight, bias = tensors()
+    SplitForward(own, WeightGradients())(source, weight, bias, **OWN).square().sum().backward()
+    torch.testing.assert_close(source.grad, source_grad)
+    torch.testing.assert_close(weight.grad, weight_grad)
+
+
+def test_hooks_of_a_weight_do_not_see_the_first_half() -> None:
+    """DDP's stop the run where a gradient that they are to reduce early is missing."""
+    source, weight, _ = tensors()
+    called = []
+    weight.expand_as(weight).grad_fn.next_functions[0][0].register_hook(lambda *_: called.append(1))  # type: ignore[union-attr]
+    found, gradients = split(source, weight)
+    with gradients.deferring(KEY):
+        found.sum().backward()
+    assert not called
+    ready: list[torch.nn.Parameter] = []
+    gradients.compute(KEY, ready.append)
+    assert len(ready) == 1 and ready[0] is weight
+
+
+def test_each_half_does_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No schedule would be faster if the first half computed both."""
+    source, weight, _ = tensors()
+    weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    count: list[int] = []
+    original = weight_gradients._Product.add
+    monkeypatch.setattr(weight_gradients._Product, "add", lambda self: (count.append(1), original(self))[1])
+    found, gradients = split(source, weight)
+    with gradients.deferring(KEY):
+        found.sum().backward()
+    assert not count
+    gradients.compute(KEY)
+    assert len(count) == 1
+
+
+def test_what_a_half_keeps_goes_with_the_other_one() -> None:
+    source, weight, _ = tensors()
+    weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    gradients = WeightGradients()
+    for microbatch in range(3):
+        found, _ = split(source, weight, to=gradients)
+        with gradients.deferring((microbatch, 0, 0)):
+            found.sum().backward()
+    assert len(gradients._waiting) == 3
+    gradients.compute((0, 0, 0))
+    assert set(gradients._waiting) == {(1, 0, 0), (2, 0, 0)}
+    with pytest.raises(RuntimeError, match=r"BACKWARD_WEIGHT is missing.*\(1, 0, 0\), \(2, 0, 0\)"):
+        gradients.check_empty()
+
+
+def test_a_recomputed_forward_splits_too() -> None:
+    _, source_grad, weight_grad, _ = expected()
+    source, weight, bias = tensors()
+    weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    gradients = WeightGradients()
+    layer = SplitForward(own, gradients)
+    with gradients.splitting():
+        found = torch.utils.checkpoint.checkpoint(lambda s: layer(s, weight, bias, **OWN), source, use_reentrant=True)
+    with gradients.deferring(KEY):
+        found.square().sum().backward()
+    torch.testing.assert_close(source.grad, source_grad)
+    assert not weight.main_grad.any()
+    gradients.compute(KEY)
+    torch.testing.assert_close(weight.main_grad, weight_grad)
+
+
+def test_only_half_backwards_are_split() -> None:
+    feature = ZeroBubbleFeature()
+    nothing: Any = SimpleNamespace()
+    for kind, splits in ((Kind.BACKWARD, False), (Kind.BACKWARD_INPUT, True)):
+        with feature.around_backward(BackwardPass(RankOp(kind, 0, 0, 0, "")), nothing, nothing):
+            assert feature._gradients.splits is splits
+    assert set(feature.handlers()) == {Kind.BACKWARD_WEIGHT}
+
+
+def test_closing_gives_layers_their_own_forward_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layer(torch.nn.Linear):
+        def _forward_impl(self) -> str:
+            return "own"
+
+    monkeypatch.setattr(weight_gradients, "ColumnParallelLinear", Layer)
+    layer, feature = Layer(2, 2), ZeroBubbleFeature()
+    feature.attach([torch.nn.Sequential(layer)])
+    assert isinstance(layer._forward_impl, SplitForward)
+    feature.close()
+    assert layer._forward_impl() == "own"
+
+
+class _Store:
+    """What Transformer Engine's layers have without delayed gradients."""
+
+    context = None
+
+    def delay_wgrad_compute(self) -> bool:
+        return False
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, weight: torch.nn.Parameter, layer: Any) -> torch.Tensor:
+        ctx.save_for_backward(source, weight)
+        ctx.layer, ctx.store = layer, layer.wgrad_store  # as Transformer Engine does
+        return source @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        source, weight = ctx.saved_tensors
+        fused = ctx.layer.fuse_wgrad_accumulation
+
+        def second(source: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            found = grad.flatten(0, 1).t() @ source.flatten(0, 1)
+            return weight.main_grad.add_(found) if fused else found, None
+
+        found = None
+        if ctx.store is not None and ctx.store.delay_wgrad_compute():
+            ctx.store.put([source, grad], second)
+        else:
+            found, _ = second(source, grad)
+        return grad @ weight, None if fused else found, None
+
+
+class _EngineLinear(torch.nn.Module):
+    """Stands in for ``transformer_engine.pytorch.Linear`` and for its grouped relative."""
+
+    def __init__(self, weight: torch.nn.Parameter, fused: bool, grouped: bool) -> None:
+        super().__init__()
+        self.weight, self.fuse_wgrad_accumulation, self.grouped = weight, fused, grouped
+        self.wgrad_store: Any = _Store()
+
+    def forward(self, source: torch.Tensor) -> torch.Tensor:
+        return _Function.apply(source, self.weight, self)
+
+    def backward_dw(self) -> None:
+        if not self.wgrad_store.delay_wgrad_compute():
+            return
+        if self.grouped and (self.wgrad_store.context is None or self.wgrad_store.context.empty()):
+            return
+        (found, _), _ = self.wgrad_store.pop()
+        if not self.fuse_wgrad_accumulation:
+            self.weight.grad = found.to(self.weight.dtype)  # in place of what was there
+
+
+class _MegatronLinear(_EngineLinear):
+    """Megatron's subclass, which asks its configuration first."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.config = SimpleNamespace(delay_wgrad_compute=False)
+
+    def backward_dw(self) -> None:
+        if self.config.delay_wgrad_compute:
+            super().backward_dw()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("has_main_grad", [False, True])
+def test_layers_of_transformer_engine(has_main_grad: bool, fused: bool, grouped: bool) -> None:
+    """Two passes wait at a time, and the later one is completed first."""
+    if fused and not has_main_grad:
+        return
+    _, source_grad, weight_grad, _ = expected_without_bias()
+    weight = tensors()[1]
+    layer, gradients = _MegatronLinear(weight, fused, grouped), WeightGradients()
+    own_store = layer.wgrad_store
+    if has_main_grad:
+        weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    changed = weight_gradients.split_linear_layers([layer], gradients)
+    assert changed == [layer]
+    for key, factor in (((0, 0, 0), 1.0), ((1, 0, 0), 2.0)):
+        source = tensors()[0]
+        with gradients.splitting():
+            found = layer(source)
+        with gradients.deferring(key):
+            (factor * found.square().sum()).backward()
+        torch.testing.assert_close(source.grad, factor * source_grad)
+    assert weight.grad is None and (not has_main_grad or not weight.main_grad.any())
+    for key, total in (((1, 0, 0), 2.0), ((0, 0, 0), 3.0)):
+        gradients.compute(key)
+        torch.testing.assert_close(weight.main_grad if has_main_grad else weight.grad, total * weight_grad)
+    gradients.check_empty()
+    layer(tensors()[0]).square().sum().backward()  # a whole backward, as of the output layer's parts
+    whole = weight.main_grad if fused else weight.grad
+    torch.testing.assert_close(whole, (4.0 if fused or not has_main_grad else 1.0) * weight_grad)
+    weight_gradients.join_linear_layers(changed)
+    assert layer.wgrad_store is own_store
+
+
+def expected_without_bias() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    source, weight, _ = tensors()
+    output = torch.nn.functional.linear(source, weight)
+    output.square().sum().backward()
+    assert source.grad is not None and weight.grad is not None
+    return output.detach(), source.grad, weight.grad, None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"transformer_impl": "transformer_engine", "overlap_grad_reduce": False, "tp_comm_overlap": False}, None),
+        ({"transformer_impl": "local", "overlap_grad_reduce": True, "tp_comm_overlap": False}, None),
+        (
+            {"transformer_impl": "transformer_engine", "overlap_grad_reduce": True, "tp_comm_overlap": False},
+            "--overlap-grad-reduce = True: schedule zb-h1 and Transformer Engine's layers.*first half",
+        ),
+        (
+            {"transformer_impl": "transformer_engine", "overlap_grad_reduce": False, "tp_comm_overlap": True},
+            "--tp-comm-overlap = True.*both gradients at once",
+        ),
+    ],
+)
+def test_what_layers_of_transformer_engine_cannot_go_with(given: dict[str, Any], message: str | None) -> None:
+    plan: Any = SimpleNamespace(schedule=SimpleNamespace(name="zb-h1"))
+    args = SimpleNamespace(overlap_moe_expert_parallel_comm=False, **given)
+    refused = pytest.raises(PlanError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        ZeroBubble().check_arguments(plan, ZeroBubbleOptions(), args)

@@ -1,0 +1,58 @@
+"""A checkpoint that cannot be written is one error of the system, and the process lives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# As Megatron's writer does: the error is put aside in the frame that its traceback holds.
+SCRIPT = """
+import gc, io, resource, signal, sys, tempfile
+import torch
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from megatron_het.megatron_patches import failed_writes
+
+failed_writes.guard()
+failed_writes.guard()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+def write(file, items):
+    try:
+        with open(file, "wb") as stream:
+            for item, data in items:
+                _write_item(_StorageWriterTransforms(), stream, data, item, "x", SerializationFormat.TORCH_SAVE)
+        found = None
+    except Exception as error:
+        found = error
+    return found
+
+kind, size = sys.argv[1], int(sys.argv[2])
+gc.disable()
+for limit in (100, 6000, 1 << 30):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    data = [io.BytesIO(b"x" * size) if kind == "BYTE_IO" else torch.zeros(size // 4) for _ in range(20)]
+    items = [(WriteItem(MetadataIndex(str(i)), WriteItemType[kind]), one) for i, one in enumerate(data)]
+    with tempfile.NamedTemporaryFile() as file:
+        failed_writes.forget()
+        error = write(file.name, items)
+        if limit < 1 << 30:
+            assert isinstance(error, OSError) and "File too large" in str(error), repr(error)
+            assert failed_writes.noted().endswith(repr(file.name)), failed_writes.noted()
+        else:
+            assert error is None and not failed_writes.noted()
+    del data, items, error
+    gc.collect()
+print("alive")
+"""
+
+
+@pytest.mark.parametrize(("kind", "size"), [("BYTE_IO", 400), ("BYTE_IO", 20_000), ("TENSOR", 400), ("TENSOR", 20_000)])
+def test_the_systems_error_comes_and_the_process_lives(kind: str, size: int):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, kind, str(size)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0 and "alive" in done.stdout, (done.returncode, done.stderr[-2000:])

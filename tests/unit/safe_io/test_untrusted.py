@@ -1,0 +1,164 @@
+"""Files that may be anything: read within limits, shown within limits, written to regular files only."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_het.safe_io import (
+    FileError,
+    check_target,
+    one_line,
+    parse_json,
+    parse_yaml,
+    read_json,
+    read_text,
+    shown,
+    write_json,
+    write_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"a": 1, "a": 2}', "twice"),
+        ('{"a": NaN}', "NaN"),
+        ("[-Infinity]", "-Infinity"),
+        ("1e400", "too large"),
+        ("1" * 300, "300 digits"),
+        ("9" * 6000, "6000 digits"),
+        ("[" * 100 + "]" * 100, "deep"),
+        ('{"a":' * 200_000, "deep"),
+        ('"\\ud800"', "surrogate"),
+        ('{"a": ', "truncated"),
+        ("", "not JSON"),
+    ],
+)
+def test_json_that_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(FileError, match=problem) as caught:
+        parse_json(text, "f.json")
+    assert str(caught.value).startswith("f.json: ")
+
+
+def test_json_that_is_read() -> None:
+    document = {"a": [1, -2.5, True, None, '[{\\"}]', "😀"], "b": {"c": 2**63 - 1}}
+    assert parse_json(json.dumps(document), "f") == document
+
+
+def test_depth_is_found_in_linear_time() -> None:
+    started = time.process_time()
+    with pytest.raises(FileError):
+        parse_json('"' + '\\"' * 4_000_000, "f")
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: 1\na: 2", "line 2: the key 'a' is there twice"),
+        ("a: yes", "means different things"),
+        ("a: 010", "means different things"),
+        ("a: 1:30", "means different things"),
+        ("a: .nan", "not a number"),
+        ("a: -.inf", "not a number"),
+        ("a: 1e999", "too large"),
+        ("a: " + "7" * 500, "500 digits"),
+        ("a: !!set {b}", "tag"),
+        ('a: !!python/object/apply:os.system ["true"]', "tag"),
+        ("1: 2", "not a text"),
+        ("a: &x [*x]", "alias"),
+        ("--- 1\n--- 2", "second document"),
+        ("[" * 50, "deep"),
+        ("a: [", "not YAML"),
+        (
+            "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+            + "".join(f"{c}: &{c} [{','.join([f'*{b}'] * 10)}]\n" for b, c in zip("abcdef", "bcdefg")),
+            "values",
+        ),
+    ],
+)
+def test_yaml_that_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(FileError, match=problem):
+        parse_yaml(text, "f.yaml")
+
+
+def test_yaml_that_is_read() -> None:
+    text = "a: &x {b: 12.5e9, c: null, d: True}\ne:\n  <<: *x\n  b: 1_000\nf: 2024-01-01\ng: 'no'\nh: [~, -3]\n"
+    assert parse_yaml(text, "f") == {
+        "a": {"b": 12.5e9, "c": None, "d": True},
+        "e": {"b": 1000, "c": None, "d": True},
+        "f": "2024-01-01",
+        "g": "no",
+        "h": [None, -3],
+    }
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+SPECIAL = [_fifo, Path.mkdir, _link("/dev/zero"), _link("/dev/full"), _link("/proc/self/environ"), _link("special")]
+
+
+@pytest.mark.parametrize("make", SPECIAL)
+def test_special_files_are_neither_read_nor_written(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    path = tmp_path / "special"
+    make(path)
+    before = os.lstat(path)
+    for use in (read_text, check_target, lambda p: write_text(p, "x")):
+        with pytest.raises(FileError):
+            use(path)
+    assert stat.S_IFMT(os.lstat(path).st_mode) == stat.S_IFMT(before.st_mode)
+    assert os.lstat(path).st_ino == before.st_ino and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("path", ["/dev/het-test-none", "/proc/self/comm", "/sys/none", "/etc/passwd/x", "x" * 300])
+def test_places_where_nothing_is_written(path: str) -> None:
+    with pytest.raises(FileError):
+        check_target(path)
+
+
+def test_too_large_and_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"x" * 2000)
+    with pytest.raises(FileError, match="larger than 1 KiB"):
+        read_text(path, 1024)
+    path.write_bytes(b"a\xff")
+    with pytest.raises(FileError, match="byte 1: not UTF-8"):
+        read_text(path)
+
+
+def test_a_file_is_replaced_as_a_whole_and_a_link_stays_one(tmp_path: Path) -> None:
+    target, link = tmp_path / "folder" / "a.json", tmp_path / "link.json"
+    write_json(target, {"a": 1})
+    link.symlink_to(target)
+    write_json(link, {"a": 2})
+    assert link.is_symlink() and read_json(target) == {"a": 2}
+    with pytest.raises(ValueError):
+        write_json(target, {"a": float("nan")})
+    assert read_json(target) == {"a": 2} and list(target.parent.iterdir()) == [target]
+    write_text(target, "x", executable=True)
+    assert os.access(target, os.X_OK)
+
+
+def test_shown_is_repr_within_a_bound() -> None:
+    for value in ("a\nb", [1, "x", (2,)], {"a": {"b": None}}, 1.5, True):
+        assert shown(value) == repr(value)
+    bomb: Any = "x" * 100
+    for _ in range(60):
+        bomb = [bomb] * 10
+    for value in (bomb, "y" * 10**7, {"k": ["z"] * 10**6}, 10**9999):
+        assert len(shown(value, 100)) <= 100
+    assert one_line("a\x1b[2J\x00b") == "a\\x1b[2J\\x00b"

@@ -1,0 +1,303 @@
+"""The commands ``plan`` and ``simulate``, and the way into ``profile`` and ``emit``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from ..command import command
+from ..costs.build import candidate_of
+from ..costs.candidate import Candidate
+from ..costs.estimate import Estimate, Estimator
+from ..costs.most_passes import larger_micro_batches
+from ..errors import PlannerError, from_plan_error
+from ..inputs.files import check_target
+from ..report.tables import GIB, bound_lines, say, search_body, shown_progress, summary, summary_tables
+from ..search.goal import Goal
+from ..search.limit import cpu_limit, left_s, nothing_found, searching_s
+from ..search.methods import search
+from ..search.outcome import Found, Outcome, Progress
+from ..search.paused import collector_paused
+from ..search.setup import check_planned_precision, check_prices, estimator_from, goal_from
+from .complete import complete
+from .verify import lines as verified_lines
+from .verify import verifier_of
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Search, write the plan, say what it is."""
+    from megatron_het.plan import save_plan
+
+    estimator, goal = estimator_from(options), goal_from(options)
+    check_target(options.out, "--out")
+    verifier = verifier_of(options, estimator)
+    outcome = run_search(estimator, goal, options)
+    best = require(outcome, estimator, goal, options)
+    if not best.runnable:
+        raise PlannerError(
+            "command line",
+            "--search",
+            options.search,
+            f"the plan needs ZeRO-{best.candidate.zero_stage}, which the runtime has only as ministages",
+            "Allow them (--schedules ministage, distributed_optimizer: true in the model file, at least 2 layers), "
+            "use --search auto, or GPUs with more memory",
+        )
+    checked = None
+    if verifier is not None:
+        with shown_progress("dry runs of one rank of each kind", options):
+            checked = verifier.verified(estimator, outcome, lambda tighter: run_search(tighter, goal, options))
+        best = checked.found
+    with collector_paused():
+        notes = f"made by the planner, --search {options.search}"
+        made = complete(estimator, best, notes, left_s(options, outcome.cpu_s))
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        save_plan(made, options.out)
+    body = summary(estimator, best.candidate, best.estimate, best.simulated_s)
+    body |= {"plan_file": options.out, "search": search_body(outcome, goal)}
+    tables = [*summary_tables(body), *bound_lines(outcome, goal)]
+    if made.predicted is not None and made.predicted.costs is None:
+        tables.append("The plan is too large to price its operations in the time left: its run does not watch itself.")
+    if checked is not None:
+        body["verify"] = checked.as_json()
+        tables += verified_lines(checked)
+    if options.profile is None:
+        tables.append(
+            f"GPU figures are from datasheets, network figures from the cluster file; '{command()} profile' measures."
+        )
+    say(
+        body,
+        options,
+        *tables,
+        f"wrote {options.out}; search took {outcome.cpu_s:.2f} s"
+        + (" and was interrupted: this is the best so far" if outcome.interrupted else ""),
+    )
+    return 0
+
+
+def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Outcome:
+    """Search with a progress line on a terminal."""
+    check_prices(estimator, goal, options.cluster)
+    progress = Progress(limit_s=searching_s(options, estimator.cluster.total_gpus))
+    with cpu_limit(progress, options.limit_s):
+        return _shown_search(estimator, goal, options, progress)
+
+
+def _shown_search(estimator: Estimator, goal: Goal, options: argparse.Namespace, progress: Progress) -> Outcome:
+    """The search, with its progress."""
+
+    def text() -> str:
+        return progress.text + (f", best {progress.best:.4g}" if progress.best < float("inf") else "")
+
+    with shown_progress(text, options):
+        return search(options.search, estimator, goal, progress)
+
+
+def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Found:
+    """The best plan, or an error that names what binds and the nearest feasible change."""
+    if outcome.best is not None:
+        return outcome.best
+    if outcome.nearest is None and outcome.interrupted:
+        raise nothing_found(options.limit_s)
+    if outcome.nearest is None:
+        raise PlannerError(
+            options.cluster,
+            "nodes",
+            estimator.cluster.total_gpus,
+            "no plan can be evaluated: no GPU kind has figures for this model",
+            "Check TP sizes and profile",
+        )
+    candidate, estimate = outcome.nearest
+    if not estimator.fits(estimate):
+        worst = estimate.worst_memory
+        raise PlannerError(
+            options.model,
+            "num_layers",
+            estimator.model.num_layers,
+            f"the model fits nowhere: at best, stage {worst.stage} needs {worst.total_bytes / GIB:.1f} GiB of "
+            f"{worst.capacity_bytes * estimator.memory_margin / GIB:.1f} GiB usable on "
+            f"{estimator.cluster.nodes[worst.group.pool].gpu}",
+            _memory_hint(estimator, estimate),
+        )
+    for key, limit, value in (
+        ("--max-usd-per-iteration", goal.max_usd_per_iteration, estimate.usd_per_iteration),
+        ("--max-gpus", goal.max_gpus, candidate.world_size),
+    ):
+        if limit is not None and value > limit:
+            raise PlannerError(
+                "command line", key, limit, "no plan meets it", f"The nearest plan found needs {value:.6g}"
+            )
+    if goal.min_iterations_per_s is None or estimate.iteration_s * goal.min_iterations_per_s <= 1:
+        raise PlannerError(
+            "command line",
+            "--schedules",
+            ",".join(goal.schedules),
+            "no plan with these schedules was found for this model and cluster",
+            f"The nearest plan uses {candidate.schedule}: add it. Interleaved needs stages with equal numbers of "
+            "replicas and microbatches that divide by stages x replicas, ministage needs distributed_optimizer: true",
+        )
+    raise PlannerError(
+        "command line",
+        "--min-iterations-per-s",
+        goal.min_iterations_per_s,
+        "no plan meets it",
+        f"The nearest plan found reaches {1 / estimate.iteration_s:.6g}",
+    )
+
+
+def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
+    model = estimator.model
+    hints = []
+    if "full" not in model.recompute:
+        hints.append("allow recompute: [none, full]")
+    if not model.distributed_optimizer:
+        hints.append("set distributed_optimizer: true")
+    worst = estimate.worst_memory
+    overfull = worst.total_bytes / (estimator.memory_margin * worst.capacity_bytes)
+    if passes := larger_micro_batches(estimator.cluster, model, overfull):
+        hints.append(passes)
+    elif min(model.batch_sizes) > 1:
+        hints.append("allow micro_batch_sizes: [1]")
+    over = sum(max(0.0, m.total_bytes - estimator.memory_margin * m.capacity_bytes) * m.ranks for m in estimate.memory)
+    nodes = estimator.cluster.nodes
+    largest = max(
+        {m.group.pool for m in estimate.memory}, key=lambda p: estimator.cluster.gpu(nodes[p].gpu).memory_bytes
+    )
+    gpu = estimator.cluster.gpu(nodes[largest].gpu)
+    count = ceil(over / max(1.0, estimator.memory_margin * gpu.memory_bytes - gpu.reserved_bytes))
+    hints.append(f"add about {count} {nodes[largest].gpu} (by the missing memory), or GPUs with more memory")
+    return "Nearest changes: " + "; ".join(hints)
+
+
+def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
+    """A plan file with its cluster and model: (estimator, plan)."""
+    from megatron_het.plan import PlanError, load_plan
+
+    from ..costs.build import check_same_model
+    from ..emit.checks import check_experts
+
+    estimator = estimator_from(options)
+    try:
+        made = load_plan(options.plan)
+    except PlanError as error:
+        raise from_plan_error(options.plan, error) from None
+    check_same_model(made, estimator.model, str(options.plan), str(options.model))
+    check_planned_precision(made, estimator.model, str(options.plan))
+    check_experts(made, estimator.model, str(options.plan))
+    return estimator, made
+
+
+def priced(estimator: Estimator, made: Any, options: argparse.Namespace) -> tuple[Candidate, Estimate, Any]:
+    """A plan as a candidate on the cluster, with its estimate and the seats of its ranks."""
+    candidate, seated = candidate_of(made, estimator.cluster, options.plan)
+    estimate = estimator.estimate(candidate)
+    if estimate is None:
+        raise PlannerError(
+            options.plan,
+            "stages",
+            len(made.stages),
+            "no figures for some replica of this plan",
+            "Profile its TP and micro batch size",
+        )
+    return candidate, estimate, seated
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Simulate a plan with its own routing."""
+    from ..simulate.simulation import simulate_candidate
+
+    if options.trace:
+        check_target(options.trace, "--trace")
+    if options.picture:
+        check_target(options.picture, "--picture", (".svg", ".png", ".pdf", ".txt"))
+    estimator, made = load(options)
+    refuse_unrunnable(made, options.plan)
+    candidate, estimate, seated = priced(estimator, made, options)
+    found = simulate_candidate(estimator, candidate, estimate, made, seated)
+    body = summary(estimator, candidate, estimate, found.iteration_s)
+    body["bubble_fraction"] = found.result.bubble_fraction
+    body["bubble_by_cause_s"] = [dataclasses.asdict(b) for b in found.result.bubble]
+    body["simulated_peak_bytes"] = list(found.peak_bytes)
+    if options.trace:
+        _trace(found.result, options.trace)
+    if options.picture:
+        _picture(found.result, options.picture)
+    written = [f"wrote {path}" for path in (options.trace, options.picture) if path]
+    say(body, options, *summary_tables(body), *written)
+    return 0
+
+
+def refuse_unrunnable(made: Any, file: str) -> None:
+    """What the runtime refuses has no iteration time."""
+    from megatron_het.features.plan_checks import check_plan_alone
+    from megatron_het.plan import PlanError
+
+    try:
+        check_plan_alone(made)
+    except PlanError as error:
+        raise from_plan_error(file, error) from None
+
+
+def _trace(result: Any, path: str) -> None:
+    from megatron_het.schedule.view.trace import chrome_trace
+
+    from ..inputs.files import write_text
+
+    write_text(path, json.dumps(chrome_trace(result)))
+
+
+def _picture(result: Any, path: str) -> None:
+    from megatron_het.schedule.view.visualize import draw, text_picture
+
+    from ..inputs.files import write_text
+
+    if path.endswith(".txt"):
+        write_text(path, text_picture(result) + "\n")
+    else:
+        draw(result, path)
+
+
+def profile(options: argparse.Namespace) -> int:
+    """Measure this node."""
+    from ..inputs.model import model_of
+    from ..profile.command import run
+
+    found = run(options, model_of(options).profiled)
+    if found is not None:
+        body = {
+            "profile": str(options.out),
+            "devices": [d.kind for d in found.devices],
+            "timings": sum(len(d.timings) for d in found.devices),
+            "links": len(found.links),
+            "complete": found.complete,
+        }
+        say(
+            body,
+            options,
+            f"wrote {options.out}: {body['timings']} layer timings on {', '.join(d.kind for d in found.devices)}, "
+            f"{body['links']} links",
+        )
+    return 0
+
+
+def emit(options: argparse.Namespace) -> int:
+    """Write the launch files."""
+    from ..emit.command import run
+    from ..inputs.cluster import load_cluster
+    from ..inputs.model import model_of
+
+    model = model_of(options)
+    model.check_run(options.model)
+    written = run(options, model, load_cluster(options.cluster))
+    files = {name: str(path) for name, path in written.files.items()}
+    body = {
+        "files": files,
+        "model_notes": model.notes,
+        "notes": written.notes,
+        "nodes": [{"kind": n.kind, "ranks": list(n.ranks), "host": n.host} for n in written.nodes],
+    }
+    say(body, options, *[f"wrote {path}" for path in files.values()], *model.notes, *written.notes)
+    return 0

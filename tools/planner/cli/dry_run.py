@@ -1,0 +1,280 @@
+"""The command ``dry-run``: the real training of a plan's ranks on fake tensors, one process per kind of rank.
+
+The ranks run in a subprocess, ``python -m megatron_het.dry_run``, which needs torch and Megatron; this module does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_het.plan import Plan, PlanError, load_plan
+
+from ..costs.build import check_same_model
+from ..emit.command import model_options
+from ..emit.flags import model_arguments, plan_arguments
+from ..errors import PlannerError, from_plan_error
+from ..inputs.files import check_target, write_json
+from ..inputs.model import model_of
+from ..report.tables import GIB, say, table
+from ..search.setup import check_planned_precision
+
+START_S = 300.0
+"""Bound on importing Megatron, which takes seconds on a machine that does nothing else."""
+MOST_PROCESSES = 8
+"""That import Megatron, half a gigabyte each."""
+_LAST_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class RankKind:
+    """Ranks that hold, compute and send alike.
+
+    Attributes:
+        ranks: All of them, ascending; the first one is run.
+    """
+
+    ranks: tuple[int, ...]
+
+
+def rank_kinds(plan: Plan) -> list[RankKind]:
+    """Ranks by stage, TP and context-parallel size, share of the stage's state and shape of their programs.
+
+    The TP ranks of a replica are one kind, although only the first one reads data, and so are the context-parallel
+    ones with parts of one size: they differ by bytes, not by megabytes.
+    """
+    from megatron_het.lowering.programs import build
+
+    program = build(plan)[False]
+    found: dict[Any, list[int]] = {}
+    for s, stage in enumerate(plan.stages):
+        for q, replica in enumerate(stage.replicas):
+            alike = sum(r.cut == replica.cut for r in stage.replicas)
+            shape = tuple((op.kind, op.slice, op.chunk) for op in program.for_device(s, q))
+            for part, share in enumerate(replica.shares):
+                tokens = share / sum(replica.shares)
+                key = s, replica.cut, replica.cp, tokens, alike, replica.state_share, shape
+                found.setdefault(key, []).extend(replica.tp_group(part))
+    return [RankKind(tuple(sorted(ranks))) for ranks in found.values()]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own options."""
+    from megatron_het.safe_io import amount, count
+
+    parser.add_argument("plan", metavar="PLAN", help="plan.json; Megatron's flags come last, after --")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--rank", type=count(0, 1 << 20), action="append", metavar="R", help="this rank; may be repeated"
+    )
+    which.add_argument("--kinds", action="store_true", help="one rank of each kind (default)")
+    which.add_argument("--all", action="store_true", help="every rank")
+    parser.add_argument(
+        "--limit-s",
+        type=amount(0.0, 1e6),
+        default=120.0,
+        metavar="S",
+        help="seconds that a rank may take (default 120)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write all figures to this file (JSON)")
+    parser.add_argument(
+        "--kernels",
+        choices=("gpu", "local", "cpu"),
+        default="gpu",
+        help="gpu (default): layers as fused kernels run them; local: on GPUs without Transformer Engine, where "
+        "attention keeps its matrices; cpu: exactly what a run on CPUs over gloo does",
+    )
+    parser.add_argument(
+        "--cuda",
+        action="store_true",
+        help="also watch the order of CUDA streams, and show where the host waits for the device",
+    )
+
+
+def dry_run(options: argparse.Namespace) -> int:
+    """The command; returns 1 where a rank has no figures."""
+    if options.out:
+        check_target(options.out, "--out")
+    if options.cuda and options.kernels == "cpu":
+        raise PlannerError(
+            "command line", "--cuda", "--kernels cpu", "a run on CPUs has no CUDA device", "Use one of them"
+        )
+    model = model_of(options)
+    try:
+        plan = load_plan(options.plan)
+    except PlanError as error:
+        raise from_plan_error(options.plan, error) from None
+    check_same_model(plan, model, str(options.plan), str(options.model))
+    flags = rank_flags(plan, model, options.plan, options.flags)
+    check_planned_precision(plan, model, str(options.plan))
+    kinds = _chosen(plan, options)
+    found = run_ranks([k.ranks[0] for k in kinds], flags, options.limit_s, options.kernels, cuda=options.cuda)
+    rows = [_row(plan, kind, found.get(kind.ranks[0])) for kind in kinds]
+    body = {"plan": options.plan, "world_size": plan.world_size, "kernels": options.kernels, "ranks": rows}
+    body["model_notes"] = model.notes
+    if options.out:
+        write_json(options.out, body)
+    say(body, options, *tables(rows), *model.notes)
+    return int(any("error" in row for row in rows))
+
+
+def _chosen(plan: Plan, options: argparse.Namespace) -> list[RankKind]:
+    """What is run: the first rank of each."""
+    if options.rank:
+        for rank in options.rank:
+            if rank >= plan.world_size:
+                raise PlannerError("command line", "--rank", rank, f"the plan has ranks 0 to {plan.world_size - 1}")
+        return [RankKind((rank,)) for rank in dict.fromkeys(options.rank)]
+    if options.all:
+        return [RankKind((rank,)) for rank in range(plan.world_size)]
+    return rank_kinds(plan)
+
+
+def rank_flags(plan: Plan, model: Any, plan_file: str, more: Sequence[str]) -> list[str]:
+    """Megatron's flags of a rank: of the model, of the plan, and the user's own, which count where they repeat one.
+
+    Raises:
+        PlannerError: A model that a dry run cannot train.
+    """
+    model.check_dry_run("Use the planner's estimates")
+    words = model_arguments(plan, model_options(model)) + plan_arguments(plan)
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size)]
+    return [*words, "--het-plan", os.path.abspath(plan_file), *more]
+
+
+def run_ranks(
+    ranks: Sequence[int],
+    flags: Sequence[str],
+    limit_s: float,
+    kernels: str,
+    bound_s: float | None = None,
+    cuda: bool = False,
+) -> dict[int, dict[str, Any]]:
+    """Dry runs of ranks, on as many cores as there are: rank to figures, or to ``{"error": text}``.
+
+    Args:
+        ranks: Of the plan.
+        flags: Megatron's, of the plan.
+        limit_s: Seconds for each rank.
+        kernels: ``gpu``, ``local`` or ``cpu``.
+        bound_s: Seconds for all of them with the start.
+        cuda: Fake tensors are on a CUDA device, and waits of the host for it are counted.
+    """
+    count = max(1, min(len(ranks), len(os.sched_getaffinity(0)), MOST_PROCESSES))
+    parts = [list(ranks[i::count]) for i in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        done = pool.map(lambda part: _run_in_turn(part, flags, limit_s, kernels, bound_s, cuda), parts)
+        found = {rank: figures for part in done for rank, figures in part.items()}
+    return {rank: found[rank] for rank in ranks}
+
+
+def _run_in_turn(
+    ranks: Sequence[int], flags: Sequence[str], limit_s: float, kernels: str, bound_s: float | None, cuda: bool
+) -> dict[int, dict[str, Any]]:
+    """Dry runs of some ranks, each forked from one process that has imported Megatron; see :func:`run_ranks`."""
+    found: dict[int, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="het-dry-run-") as folder:
+        out = Path(folder)
+        words = [sys.executable, "-m", "megatron_het.dry_run", "--kernels", kernels, "--limit-s", f"{limit_s:g}"]
+        words += ["--cuda"] * cuda + ["--out", str(out / "rank-{rank}.json")]
+        for rank in ranks:
+            words += ["--rank", str(rank)]
+        longest_s = START_S + (limit_s + 1) * len(ranks)
+        bound_s = longest_s if bound_s is None else min(bound_s, longest_s)
+        with (out / "log").open("w+", encoding="utf-8", errors="replace") as log:
+            try:
+                subprocess.run(
+                    [*words, "--", *flags], stdout=log, stderr=subprocess.STDOUT, timeout=bound_s, check=False
+                )
+            except subprocess.TimeoutExpired:
+                log.write(f"\nended after {bound_s:g} s\n")
+            log.seek(0)
+            lines = log.read().splitlines()
+        for rank in ranks:
+            path = out / f"rank-{rank}.json"
+            if path.exists():
+                found[rank] = json.loads(path.read_text(encoding="utf-8"))
+            else:
+                found[rank] = {"error": _reason(lines)}
+    return found
+
+
+def _reason(lines: Sequence[str]) -> str:
+    """The one line of a log that says why there are no figures, or its end."""
+    for line in reversed(lines):
+        if line.startswith(("megatron_het", "error:")) or "Error: " in line:
+            return line.strip()
+    return "\n".join(lines[-_LAST_LINES:]) or "it ended without a word"
+
+
+def _row(plan: Plan, kind: RankKind, found: dict[str, Any] | None) -> dict[str, Any]:
+    """A rank's figures beside what the plan predicts."""
+    rank = kind.ranks[0]
+    row: dict[str, Any] = {"rank": rank, "stands_for": len(kind.ranks), "ranks": list(kind.ranks)} | (found or {})
+    row["device"] = next(r.device for s in plan.stages for r in s.replicas if rank in r.ranks)
+    if plan.predicted is not None:
+        mine = next((r for r in plan.predicted.per_rank if r.rank == rank), None)
+        row["predicted_bytes"] = mine.total_bytes if mine is not None else None
+    return row
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """What people read."""
+    memory = table(
+        "Memory at the peak (GiB)", *("rank", "param.", "grad.", "optim.", "activ.", "cache", "temp.", "total", "plan")
+    )
+    work = table(
+        "Work of one iteration", *("rank", "ranks", "stage", "TFLOP", "sent GiB", "collective GiB", "peak at", "s")
+    )
+    errors = []
+    for row in rows:
+        if "error" in row:
+            errors.append(f"rank {row['rank']}: {row['error']}")
+            continue
+        at = row["memory"]["by_category"]
+        parts = [at[name] for name in ("parameters", "gradients", "optimizer", "activations", "cache")]
+        parts += [at["temporaries"] + at["other"], row["memory"]["total_bytes"]]
+        predicted = row.get("predicted_bytes")
+        memory.add_row(
+            str(row["rank"]),
+            *(f"{part / GIB:.2f}" for part in parts),
+            "" if predicted is None else f"{predicted / GIB:.2f}",
+        )
+        work.add_row(
+            *(str(row[name]) for name in ("rank", "stands_for", "stage")),
+            f"{sum(row['flops'].values()) / 1e12:.1f}",
+            *(f"{_moved(row, what) / GIB:.2f}" for what in ("sent", None)),
+            row["memory"]["label"],
+            f"{row['seconds']:.0f}",
+        )
+    return [memory, work, *_host_waits(rows), *errors]
+
+
+def _host_waits(rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """Where the host waits for the device in an iteration, the most first; nothing where they were not counted."""
+    counted = [row for row in rows if "host_waits" in row and "stream_waits" in row]
+    if not counted:
+        return []
+    waits = table("Waits of the host for the device in one iteration", "rank", "during", "times", "what", "where")
+    for row in counted:
+        for wait in sorted(row["host_waits"], key=lambda w: (not w["during"], -w["calls"])):
+            during = wait["during"] or "between operations"
+            waits.add_row(str(row["rank"]), during, str(wait["calls"]), wait["what"], wait["where"])
+    inside = sum(wait["calls"] for row in counted for wait in row["host_waits"] if wait["during"])
+    return [waits, f"waits inside operations: {inside}" + (", each of which is a gap on the device" if inside else "")]
+
+
+def _moved(row: dict[str, Any], what: str | None) -> int:
+    """Bytes sent; None for those of collectives."""
+    entries = row["traffic"]
+    chosen = [e for e in entries if (e["what"] == what if what else e["what"] not in ("sent", "received"))]
+    return sum(e["payload_bytes"] for e in chosen)

@@ -1,0 +1,420 @@
+"""From a candidate to a Plan (rank numbers, routes, predictions) and to the nodes the ranks sit on; and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice
+from math import gcd, inf
+from typing import Any
+
+from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.plan import (
+    ModelShape,
+    Plan,
+    PlanError,
+    Prediction,
+    RankPrediction,
+    Replica,
+    ScheduleSpec,
+    TrainingShape,
+)
+from megatron_het.plan import Stage as PlanStage
+from megatron_het.plan.shares import state_parts
+from megatron_het.plan.validate import check_plan
+from megatron_het.schedule.generators.listing import ORDERS
+from megatron_het.schedule.generators.one_f_one_b import SLACK
+from megatron_het.schedule.generators.pipelines import Part
+
+from ..errors import PlannerError
+from ..inputs.cluster import Cluster
+from ..inputs.model import Model
+from ..inputs.packing import Room, Seat, pack, seat_replicas
+from .candidate import Candidate, Group, Stage, chunk_layers, normalised
+from .estimate import Estimate, Estimator, allocate
+from .extras import extra_parameters, extras_of_plan
+from .passes import mean_size, routes_of, sizes_of_plan
+from .schedules import is_ordered, schedule_of
+
+
+def rooms_of(cluster: Cluster) -> list[Room]:
+    """The cluster's nodes, as TP groups are packed into them."""
+    return [Room(n.gpu, n.gpus_per_node, n.count, n.quota, n.zone) for n in cluster.nodes]
+
+
+def seats(cluster: Cluster, stages: tuple[Stage, ...], cp: int = 1) -> list[list[list[Seat]]] | None:
+    """Seats of every replica, ``[stage][replica][position]``; None when TP groups do not fit into nodes.
+
+    Args:
+        cp: TP groups of a replica (context-parallel size).
+    """
+    return _seats(tuple(rooms_of(cluster)), tuple(stage.groups for stage in stages), cp)
+
+
+@lru_cache(maxsize=4)
+def _seats(rooms: tuple[Room, ...], stages: tuple[tuple[Group, ...], ...], cp: int) -> list[list[list[Seat]]] | None:
+    """A search asks for the same stages several times in turn."""
+    found = pack(rooms, [((g.pool,), g.tp) for groups in stages for g in _single(groups) for _ in range(cp)])
+    if found is None:
+        return None
+    mine = iter(found)
+    return [[[seat for _ in range(cp) for seat in next(mine)] for _ in _single(groups)] for groups in stages]
+
+
+def _single(groups: tuple[Group, ...]) -> list[Group]:
+    return [one for g in groups for one in [g._replace(count=1)] * g.count]
+
+
+def model_shape(model: Model) -> ModelShape:
+    """The model as plans describe it."""
+    return ModelShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.groups,
+        seq_length=model.seq_length,
+        ffn_hidden_size=model.ffn_hidden_size,
+        vocab_size=model.vocab_size,
+        tied_embeddings=model.tied_embeddings,
+        mtp_num_layers=model.mtp_num_layers,
+        head_size=model.head_size,
+    )
+
+
+def _stored(model: Model) -> str:
+    """Precision of weights as plans name it: tf32 is how a GPU multiplies fp32."""
+    return "fp32" if model.precision == "tf32" else model.precision
+
+
+def check_same_model(plan: Plan, model: Model, plan_file: str, model_file: str) -> None:
+    """Compare a plan with the model that it is used with.
+
+    Raises:
+        PlannerError: What differs; what a plan does not say is not compared.
+    """
+    mine = model_shape(model)
+    pairs = [
+        (f"model.{item.name}", getattr(plan.model, item.name), getattr(mine, item.name))
+        for item in dataclasses.fields(mine)
+        # Without a width of heads they have the usual one; other fields may be left open.
+        if getattr(plan.model, item.name) is not None or item.name == "head_size"
+    ]
+    pairs.append(("training.global_batch_size", plan.training.global_batch_size, model.global_batch_size))
+    for key, found, wanted in pairs:
+        if found != wanted:
+            raise PlannerError(plan_file, key, found, f"{model_file} says {wanted}", "Plan again for this model")
+
+
+def _block_counts(estimator: Estimator, candidate: Candidate, s: int, total: int) -> list[int]:
+    """Microbatches of every replica of one stage of one block, adding up to ``total``."""
+    groups = candidate.block().stages[s].groups
+    counts = [g.count for g in groups]
+    if candidate.even:
+        return [total // sum(counts)] * sum(counts)
+    times = [_unit_time(estimator, candidate, s, g) for g in groups]
+    found = allocate(times, counts, total)
+    if found is None:
+        raise PlannerError(
+            "plan",
+            f"stages[{s}].replicas",
+            sum(counts),
+            f"more than the {total} microbatches that they divide: some would have none",
+            "Use fewer replicas or a smaller micro batch",
+        )
+    share = [k for k, n in zip(found[1], counts) for _ in range(n)]
+    slowness = [t for t, n in zip(times, counts) for _ in range(n)]
+    longest = [(-k * t, -i) for i, (k, t) in enumerate(zip(share, slowness)) if k > 1]
+    heapq.heapify(longest)
+    for _ in range(sum(share) - total):
+        i = -longest[0][1]
+        share[i] -= 1
+        if share[i] > 1:
+            heapq.heapreplace(longest, (-share[i] * slowness[i], -i))
+        else:
+            heapq.heappop(longest)
+    return share
+
+
+def _all_routes(estimator: Estimator, candidate: Candidate, total: int) -> list[list[list[int]]]:
+    """Microbatch ids per stage and replica, in the order of its groups, dealt into blocks."""
+    blocks, block = candidate.blocks, candidate.block()
+    of_length = {
+        n: _block_routes(estimator, candidate, n) for n in {len(range(j, total, blocks)) for j in range(blocks)}
+    }
+    out: list[list[list[int]]] = []
+    for s, stage in enumerate(block.stages):
+        per_block = []
+        for j in range(blocks):
+            ids = range(j, total, blocks)
+            per_block.append([[ids[m] for m in route] for route in of_length[len(ids)][s]])
+        mine: list[list[int]] = []
+        first = 0
+        for g in stage.groups:
+            for j in range(blocks):
+                mine += per_block[j][first : first + g.count]
+            first += g.count
+        out.append(mine)
+    return out
+
+
+def _block_routes(estimator: Estimator, candidate: Candidate, total: int) -> list[list[list[int]]]:
+    """The same of one of the equal pipelines."""
+    seconds = [
+        [_unit_time(estimator, candidate, s, g) for g in stage.groups for _ in range(g.count)]
+        for s, stage in enumerate(candidate.block().stages)
+    ]
+    counts = [_block_counts(estimator, candidate, s, total) for s in range(len(candidate.stages))]
+    return schedule_of(candidate).routes(seconds, counts, total)
+
+
+def build_plan(
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, notes: str = "", *, one_block: bool = False
+) -> Plan:
+    """The plan of a candidate.
+
+    Args:
+        one_block: Only the first of its equal, independent pipelines (for simulation).
+
+    Raises:
+        PlannerError: TP groups that do not fit into nodes, or a plan that contradicts itself.
+    """
+    cluster, model = estimator.cluster, estimator.model
+    seated = seats(cluster, candidate.stages, candidate.cp)
+    if seated is None:
+        raise PlannerError("cluster", "nodes", candidate.stages, "these TP groups do not fit into the nodes")
+    total = model.global_batch_size // candidate.micro_batch_size
+    batch = model.global_batch_size
+    if one_block and not candidate.sizes:
+        total = -(-total // candidate.blocks)
+        batch = total * candidate.micro_batch_size
+        candidate = candidate.block()
+    stages: list[PlanStage] = []
+    per_rank: list[RankPrediction] = []
+    routed, sizes = routes_of(candidate) if candidate.sizes else ([], ())
+    all_routes = [routed] if routed else _all_routes(estimator, candidate, total)
+    fastest = max(
+        layers / _sequence_time(estimator, candidate, s, g)
+        for s, (layers, groups) in enumerate(candidate.stages)
+        for g in groups
+    )
+    for s, routes in enumerate(all_routes):
+        stage, predicted = _stage(estimator, candidate, estimate, s, routes, fastest, len(per_rank))
+        stages.append(stage)
+        per_rank += predicted
+    parameters = _parameters(estimator, candidate, estimate, all_routes)
+    plan = Plan(
+        model=model_shape(model),
+        training=TrainingShape(
+            micro_batch_size=candidate.micro_batch_size,
+            global_batch_size=batch,
+            precision=_stored(model),
+            sequence_parallel=model.sequence_parallel,
+            recompute=candidate.recompute,
+            distributed_optimizer=candidate.zero_stage >= 1,
+            micro_batch_sizes=sizes,
+        ),
+        stages=tuple(stages),
+        schedule=ScheduleSpec(candidate.schedule, parameters),
+        predicted=Prediction(estimate.iteration_s, _bubble(estimate), tuple(per_rank)),
+        notes=notes,
+    )
+    try:
+        check_plan(plan)
+        if "zero_stage" not in parameters:  # ZeRO-2 and 3 without a window are only compared with
+            check_plan_alone(plan)
+    except PlanError as error:
+        raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
+    return plan
+
+
+def _stage(
+    estimator: Estimator,
+    candidate: Candidate,
+    estimate: Estimate,
+    s: int,
+    routes: Sequence[Sequence[int]],
+    fastest: float,
+    rank: int,
+) -> tuple[PlanStage, list[RankPrediction]]:
+    """One stage of the plan, and what is expected of its ranks.
+
+    Args:
+        s: Which stage.
+        routes: Microbatches of each of its replicas.
+        fastest: Layers per second of the fastest replica of all.
+        rank: The stage's first rank.
+    """
+    layers, groups = candidate.stages[s]
+    memory = [m for m in estimate.memory if m.stage == s]
+    replicas: list[Replica] = []
+    per_rank: list[RankPrediction] = []
+    assert len(routes) == sum(g.count for g in groups)
+    waiting = iter(routes)
+    for g, m in zip(groups, memory, strict=True):
+        time_s = _unit_time(estimator, candidate, s, g)
+        share = 1.0 if m.state_share is None else round(m.state_share, 4)
+        speed = max(1e-4, round(layers / _sequence_time(estimator, candidate, s, g) / fastest, 4))
+        node = estimator.cluster.nodes[g.pool]
+        zones = {other.zone for other in estimator.cluster.nodes if other.gpu == node.gpu}
+        zone = node.zone if len(zones) > 1 else ""
+        ep, _ = candidate.cut_of(g)
+        figures = [int(n) for n in (m.parameter_bytes, m.gradient_bytes, m.optimizer_bytes, m.activation_bytes)]
+        for mine in islice(waiting, g.count):
+            ranks = tuple(range(rank, rank + g.tp * candidate.cp))
+            rank += len(ranks)
+            replicas.append(Replica(ranks, tuple(mine), node.gpu, speed, zone, candidate.cp, share, ep))
+            per_rank += [RankPrediction(r, len(mine) * time_s, *figures) for r in ranks]
+    return PlanStage(chunk_layers(layers, candidate.chunks_of(s)), tuple(replicas)), per_rank
+
+
+def _parameters(
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, all_routes: Sequence[Sequence[Sequence[int]]]
+) -> dict[str, object]:
+    """The parameters of the plan's schedule."""
+    alike = all(routes == all_routes[0] for routes in all_routes)
+    parameters = schedule_of(candidate).parameters(candidate, estimate, alike)
+    parameters |= extra_parameters(estimator, candidate) | schedule_of(candidate).cut(estimator, candidate)
+    if is_ordered(candidate):
+        parameters["order"] = candidate.order
+    return parameters
+
+
+def in_order_of(plan: Plan, candidate: Candidate) -> Plan:
+    """A plan of the same stages with the candidate's order and microbatches in flight."""
+    parameters = {name: value for name, value in plan.schedule.parameters.items() if name not in ("order", "depths")}
+    if candidate.depths:
+        parameters["depths"] = list(candidate.depths)
+    if is_ordered(candidate):
+        parameters["order"] = candidate.order
+    return replace(plan, schedule=ScheduleSpec(candidate.schedule, parameters))
+
+
+def _bubble(estimate: Estimate) -> float:
+    # Without a bubble the difference of two sums may come out below zero by a rounding.
+    return max(estimate.fill_s, 0.0) / estimate.busy_s if estimate.busy_s else 0.0
+
+
+def _unit_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> float:
+    u = estimator.unit_of(candidate, g)
+    assert u is not None
+    return u.both_s(candidate.stages[s].layers, *candidate.ends_of(s))
+
+
+def _sequence_time(estimator: Estimator, candidate: Candidate, s: int, g: Group) -> float:
+    """Seconds of a replica, in a unit that is the same for all replicas of a plan."""
+    seconds = _unit_time(estimator, candidate, s, g)
+    return seconds / mean_size(candidate, g) if candidate.sizes else seconds
+
+
+def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple[Candidate, list[list[list[Seat]]]]:
+    """A plan as a candidate on a cluster, and where its ranks sit (``packing.seat_replicas``).
+
+    The candidate's groups are in an order of their own; the seats are in the plan's.
+
+    Raises:
+        PlannerError: a plan that cannot be put on the cluster, or that is not priced.
+    """
+    seated = seat_replicas(plan, rooms_of(cluster), file)
+    _check_context_parallel(plan, file)
+    most_ep = max(r.ep for stage in plan.stages for r in stage.replicas)
+    alike = all(r.ep == gcd(most_ep, r.tp) for stage in plan.stages for r in stage.replicas)
+    stages: list[tuple[int, dict[tuple[int, ...], int]]] = []
+    shares: list[tuple[float, ...]] = []
+    for s, stage in enumerate(plan.stages):
+        groups: dict[tuple[int, ...], int] = {}
+        most: dict[tuple[int, ...], float] = {}
+        parts = state_parts(stage)
+        for q, replica in enumerate(stage.replicas):
+            key = seated[s][q][0].pool, replica.tp, *(() if alike else (replica.ep,))
+            groups[key] = groups.get(key, 0) + 1
+            most[key] = max(most.get(key, 0.0), parts[q])
+        stages.append((sum(stage.layers), groups))
+        shares.append(tuple(share for _, share in sorted(most.items())))
+    training, parameters = plan.training, plan.schedule.parameters
+    counts = [len(stage.layers) for stage in plan.stages]
+    zero = _number(parameters, "zero_stage", 1 if training.distributed_optimizer else 0, file)
+    found = Candidate(
+        normalised(stages),
+        training.micro_batch_size,
+        training.recompute,
+        plan.schedule.name,
+        plan.most_chunks,
+        int(_number(parameters, "slices", 1, file, least=1)),
+        int(zero),
+        bool(parameters.get("offload", False)),
+        slack=_number(parameters, "slack", SLACK, file),
+        order=_order(parameters, file),
+        depths=_depths(parameters, len(plan.stages), file),
+        cp=plan.most_cp,
+        ep=most_ep,
+        chunk_counts=tuple(counts) if len(set(counts)) > 1 else (),
+        **extras_of_plan(plan),
+    )
+    if schedule_of(found).shards_parameters:
+        found = found.with_(shares=tuple(shares))
+    if training.micro_batch_sizes and len(plan.stages) == 1:
+        kinds = [(mine[0].pool, r.tp, r.ep) for mine, r in zip(seated[0], plan.stages[0].replicas)]
+        found = found.with_(sizes=sizes_of_plan(plan, kinds))
+    return found, seated
+
+
+def _check_context_parallel(plan: Plan, file: str) -> None:
+    """Prices are of equal parts, of as many ranks everywhere."""
+    cuts = sorted({(r.cp, r.cp_shares) for stage in plan.stages for r in stage.replicas})
+    if len(cuts) > 1 or len(set(cuts[0][1])) > 1:
+        raise PlannerError(
+            file,
+            "stages[*].replicas[*].cp",
+            [list(shares) if shares else cp for cp, shares in cuts],
+            "there are figures for context parallelism of one size and equal parts only",
+            "Only emit and the training take such plans",
+        )
+
+
+def _order(parameters: dict[str, Any], file: str) -> str:
+    value = parameters.get("order", ORDERS[0])
+    if value not in ORDERS:
+        raise PlannerError(file, "schedule.parameters.order", value, f"must be one of {', '.join(ORDERS)}")
+    return value
+
+
+def _depths(parameters: dict[str, Any], stages: int, file: str) -> tuple[int, ...]:
+    value = parameters.get("depths", [])
+    whole = isinstance(value, list) and all(type(n) is int and n > 0 for n in value)
+    if not whole or len(value) not in (0, stages - 1):
+        raise PlannerError(
+            file, "schedule.parameters.depths", value, f"must be a list of {stages - 1} positive whole numbers"
+        )
+    return tuple(value)
+
+
+def part_of(plan: Plan, part: Part) -> Plan:
+    """The plan of some replicas that exchange nothing with the others, with ranks and microbatches renumbered."""
+    number = {m: i for i, m in enumerate(part.microbatches)}
+    flat = [(s, r) for s, stage in enumerate(plan.stages) for r in stage.replicas]
+    rank = 0
+    by_stage: list[list[Replica]] = [[] for _ in plan.stages]
+    for device in part.devices:
+        s, replica = flat[device]
+        ranks = tuple(range(rank, rank + len(replica.ranks)))
+        rank += len(ranks)
+        by_stage[s].append(
+            replace(replica, ranks=ranks, microbatches=tuple(number[m] for m in replica.microbatches), state_share=1.0)
+        )
+    stages = tuple(replace(stage, replicas=tuple(mine)) for stage, mine in zip(plan.stages, by_stage))
+    batch = len(part.microbatches) * plan.training.micro_batch_size
+    training = replace(plan.training, global_batch_size=batch)
+    return replace(plan, stages=stages, training=training, predicted=None)
+
+
+def _number(parameters: dict[str, Any], name: str, default: float, file: str, least: int = 0) -> float:
+    """A number among a schedule's parameters; whole where its default is."""
+    value = parameters.get(name, default)
+    wanted = int if isinstance(default, int) else int | float
+    if not isinstance(value, wanted) or isinstance(value, bool) or not least <= value < inf:
+        kind = "whole number" if isinstance(default, int) else "number"
+        raise PlannerError(file, f"schedule.parameters.{name}", value, f"must be a {kind}, at least {least}")
+    return value

@@ -1,0 +1,225 @@
+"""Time and memory of one layer without a profile: kernels of the catalog's GPUs (see ``docs/costs.md``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import cache
+
+from ..errors import PlannerError
+from ..inputs.catalog import Gpu
+from ..inputs.model import Model
+from ..inputs.profile_schema import LayerKind
+from .kernels import Product, attention_s, backward_product_s, exchange_s, memory_s, product_s
+from .layer import (
+    ALONE,
+    LayerCost,
+    Spread,
+    activation_bytes,
+    attention_matrix_bytes,
+    backward_bytes,
+    most_tp,
+    pool_size,
+)
+from .runtime import MEGATRON_HET, Runtime
+from .uncertainty import Uncertainty, catalog_uncertainty
+from .work import LayerWork, layer_work
+
+ADAM_BYTES = 28.0
+"""Adam reads parameters, gradients and two moments, and writes three of them, in fp32."""
+
+SUM_BYTES = 12.0
+"""A number in fp32 is read, one is added, and it is written."""
+
+
+class CatalogCosts:
+    """Times from datasheets and the constants of a runtime's kernels."""
+
+    def __init__(self, model: Model, gpu: Callable[[str], Gpu], runtime: Runtime = MEGATRON_HET) -> None:
+        self.model, self.gpu, self.runtime = model, gpu, runtime
+        self.cost = cache(self._cost)  # type: ignore[method-assign]
+        self._layer = cache(self._layer_times)
+
+    def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
+        """As published runs of such plans show."""
+        return catalog_uncertainty(self.model, gpus, fitted=self.runtime.fused)
+
+    def tp_sizes(self, gpu: str) -> tuple[int, ...]:
+        """Powers of two that divide heads, groups and widths."""
+        m = self.model
+        sizes = (m.num_attention_heads, m.groups, m.hidden_size, m.ffn_hidden_size)
+        return tuple(t for t in (1, 2, 4, 8) if t <= most_tp(m) and all(n % t == 0 for n in sizes))
+
+    def max_batch(self, gpu: str, tp: int) -> int:
+        """Unlimited."""
+        return 1 << 20
+
+    def fused(self, gpu: str) -> bool:
+        """Whether attention runs in a fused kernel on this GPU; FlashAttention-2 is for fp16 and bf16 only."""
+        if self.model.attention == "fused" or self.model.document_lengths is not None:
+            return True  # the kernels of slices attend document by document
+        half = self.model.precision in ("fp16", "bf16")
+        return self.model.attention == "flash" and half and self.gpu(gpu).flash_attention_2 and self.runtime.fused
+
+    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
+        """By the formula of ``activation_bytes`` for slices and for whole sequences."""
+        sliced = activation_bytes(self.model, "layer", batch, tp, recompute, True, sliced=True)
+        return sliced / activation_bytes(self.model, "layer", batch, tp, recompute, self.fused(gpu))
+
+    def alone_share(self, gpu: str, batch: int, tp: int) -> float:
+        """GPUs do not slow each other down."""
+        del gpu, batch, tp
+        return 1.0
+
+    def update_s(self, gpu: str, parameters: float) -> float:
+        """A fused Adam step is bound by memory."""
+        return memory_s(self.gpu(gpu), ADAM_BYTES * parameters)
+
+    def cost(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE) -> LayerCost:
+        """Figures of one layer (replaced by a cached bound method)."""
+        return self._cost(gpu, kind, batch, tp, recompute, spread)
+
+    def _cost(
+        self, name: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE
+    ) -> LayerCost:
+        model, gpu, fused = self.model, self.gpu(name), self.fused(name)
+        precision = model.linear_precision
+        if not gpu.peak(model.precision) or not gpu.peak(precision):
+            known = ", ".join(gpu.flops)
+            raise PlannerError("model", "precision", precision, f"{name} does not support it", f"It supports {known}")
+        tokens, passes = batch * model.seq_length / spread.cp, spread.slices
+        reduce = passes * self._reduces_s(gpu, tokens / passes, tp, spread)
+        if kind == "layer":
+            times = self._mean_layer(name, batch, tp, recompute, spread)
+        elif kind == "embedding":
+            moved = tokens * model.hidden_size * model.element_bytes
+            times = (memory_s(gpu, 3.0 * moved) + reduce, memory_s(gpu, 3.0 * moved), 0.0, 0.0)
+        else:
+            product = Product(tokens / passes, model.vocab_size / tp, model.hidden_size)
+            figures = gpu, self.runtime.kernels, product, model.precision, model.element_bytes
+            loss = memory_s(gpu, self.runtime.kernels.logits_bytes * tokens * model.vocab_size / tp)
+            forward, backward = passes * product_s(*figures), passes * backward_product_s(*figures)
+            times = (forward + loss / 2 + reduce, backward + loss / 2 + reduce, 0.0, 0.0)
+        parts = spread.expert_parts(tp)
+        kept = activation_bytes(model, kind, batch, tp, recompute, fused, spread.cp, expert_tp=parts)
+        extra = 0.0
+        if kind == "layer" and not fused:
+            extra = self.runtime.attention_copies * attention_matrix_bytes(model, batch, tp, spread.cp)
+        if kind == "layer" and recompute == "full":
+            extra += activation_bytes(model, kind, batch, tp, "none", fused, spread.cp, expert_tp=parts)
+        elif kind == "head":  # logits, and later their gradients, beside the softmax in fp32
+            gathered = model.hidden_size if model.sequence_parallel and tp > 1 else 0
+            extra += tokens * (model.vocab_size / tp + gathered) * model.element_bytes
+        if kind == "layer":
+            extra += backward_bytes(model, batch, tp, spread.cp, parts)
+        forward, backward, attention_f, attention_b = times
+        return LayerCost(forward, backward, _parameters(model, kind, tp, spread), kept, extra, attention_f, attention_b)
+
+    def _mean_layer(self, name: str, batch: int, tp: int, recompute: str, spread: Spread) -> tuple[float, ...]:
+        """(forward, backward, attention in both) of the mean of layers with and without experts."""
+        x = self.model.experts
+        if x is None:
+            return self._layer(name, batch, tp, recompute, spread, False)
+        share = 1 - min(1.0, x.dense_layers / self.model.num_layers)
+        pair = (self._layer(name, batch, tp, recompute, spread, e) for e in (True, False))
+        return tuple(share * a + (1 - share) * b for a, b in zip(*pair))
+
+    def _layer_times(
+        self, name: str, batch: int, tp: int, recompute: str, spread: Spread, experts: bool
+    ) -> tuple[float, float, float, float]:
+        model, gpu, runtime = self.model, self.gpu(name), self.runtime
+        kernels, precision = runtime.kernels, model.linear_precision
+        passes = spread.slices
+        tokens = batch * model.seq_length / spread.cp / passes
+        whole = layer_work(model, passes * tokens, tp, spread.ep, experts, spread.expert_parts(tp))
+        work = whole if passes == 1 else layer_work(model, tokens, tp, spread.ep, experts, spread.expert_parts(tp))
+        rate = kernels.gemm * kernels.expert_gemm
+        grouped = replace(kernels, gemm=rate, quantize_bytes=kernels.expert_quantize_bytes)
+        products = [(kernels, p) for p in work.products] + [(grouped, p) for p in work.experts]
+        once = sum(product_s(gpu, k, p, precision, model.element_bytes) for k, p in products)
+        twice = sum(backward_product_s(gpu, k, p, precision, model.element_bytes) for k, p in products)
+        element = memory_s(gpu, kernels.elementwise * work.elements * model.element_bytes)
+        attention_f, attention_b, repeated = self._attention(name, whole, batch, tp, spread)
+        each_f, each_b = attention_f / passes, attention_b / passes  # of a slice, in the mean
+        around = self._reduces_s(gpu, 2 * tokens, tp, spread) + self._exchange_s(gpu, work, tp, spread)
+        dropless = experts and model.experts is not None and model.experts.dropless
+        waits = kernels.dropless_launches * gpu.launch_s if dropless else 0.0
+        launches = kernels.launches + (kernels.expert_launches if experts else 0.0)
+        host = launches * gpu.launch_s
+        forward = passes * (max(once + element + each_f, host) + around + waits)
+        backward = passes * (max(twice + 2 * element + each_b, 2 * host) + around + waits)
+        if recompute == "full":
+            backward, attention_b = backward + forward, attention_b + attention_f
+        elif recompute == "selective":
+            backward, attention_b = backward + repeated, attention_b + repeated
+        return forward, backward, attention_f, attention_b
+
+    def _attention(self, name: str, work: LayerWork, batch: int, tp: int, spread: Spread) -> tuple[float, float, float]:
+        """(forward, backward, again under selective recomputation), with the exchange of keys and values under CP."""
+        model, gpu, kernels = self.model, self.gpu(name), self.runtime.kernels
+        if self.fused(name):
+            if spread.slices > 1 and not self.runtime.newest_in_slices:
+                kernels = replace(kernels, newest_attention=False)
+            forward, backward = attention_s(gpu, kernels, work.attention_flops, work.score_width, model.precision)
+            # Every slice adds to the gradients, in fp32, of all keys and values before.
+            added = (spread.slices - 1) * model.mean_keys() * batch / spread.cp * pool_size(model, tp)
+            backward, repeated = backward + memory_s(gpu, SUM_BYTES * added), 0.0
+        else:  # matrices of all keys, masked or not
+            tokens = batch * model.seq_length / spread.cp
+            flops = 2.0 * tokens * model.seq_length * model.score_size / tp
+            matrix = memory_s(gpu, attention_matrix_bytes(model, batch, tp, spread.cp))
+            compute = flops / (gpu.peak(model.precision) * gpu.efficiency * kernels.gemm)
+            forward, backward, repeated = compute + 6 * matrix, 2 * compute + 18 * matrix, compute + 3 * matrix
+        if spread.cp > 1:
+            forward, backward = self._shared(gpu, forward, backward, batch, tp, spread)
+        return forward, backward, repeated
+
+    def _shared(
+        self, gpu: Gpu, forward: float, backward: float, batch: int, tp: int, spread: Spread
+    ) -> tuple[float, float]:
+        """Attention whose sequences context-parallel ranks share, from that of a rank's part."""
+        model = self.model
+        rate = gpu.collective_rate if tp * spread.cp <= spread.domain else spread.network_bytes_per_s
+        elements = (spread.cp - 1) * batch * model.seq_length / spread.cp / tp
+        if not self.runtime.commuted:  # while one block is used the next arrives; the backward returns gradients too
+            ring = elements * 2 * model.kv_size * model.element_bytes / rate
+            return max(forward, ring), max(backward, 2 * ring)
+        # Queries go and partial outputs return, while a rank attends to its own keys for its own queries.  Backwards
+        # send queries, outputs and gradients, and get gradients of queries in fp32.
+        once = elements * model.attention_size / rate
+        there, back = 2 * once * model.element_bytes, once * (3 * model.element_bytes + 4)
+        return forward + max(0.0, there - forward / spread.cp), backward + max(0.0, back - backward / spread.cp)
+
+    def _reduces_s(self, gpu: Gpu, tokens: float, tp: int, spread: Spread) -> float:
+        """Exposed time of an all-reduce (or all-gather and reduce-scatter) of activations over a TP group."""
+        if tp == 1:
+            return 0.0
+        moved = 2.0 * (tp - 1) / tp * tokens * self.model.hidden_size * self.model.element_bytes
+        rate = gpu.collective_rate
+        if spread.intra_node_bytes_per_s is not None:
+            rate *= spread.intra_node_bytes_per_s / gpu.intra_node_bytes_per_s
+        return (moved / rate + 40e-6) * (1 - self.runtime.tp_overlap)
+
+    def _exchange_s(self, gpu: Gpu, work: LayerWork, tp: int, spread: Spread) -> float:
+        """Tokens to experts and back: sorting, two all-to-alls, and a gather and a sum where ranks cut experts.
+
+        Half of the sorting is of what a rank sends, half of what it gets; each of those who cut an expert gets all.
+        """
+        x = self.model.experts
+        if x is None or not work.routed_elements:
+            return 0.0
+        once = work.routed_elements * self.model.element_bytes
+        parts = spread.expert_parts(tp)
+        sort = memory_s(gpu, self.runtime.kernels.dispatch * once * x.top_k * (1 + parts) / 2)
+        domain = max(1, spread.domain)
+        across = exchange_s(gpu, once, x.top_k, spread.ep, domain, spread.network_bytes_per_s)
+        gather = (parts - 1) * once * x.top_k / gpu.collective_rate if parts > 1 else 0.0
+        return sort + 2 * across * (1 - self.runtime.exchange_overlap) + 2 * gather * (1 - self.runtime.tp_overlap)
+
+
+def _parameters(model: Model, kind: LayerKind, tp: int, spread: Spread) -> int:
+    if kind == "embedding":
+        return model.embedding_parameters(tp)
+    if kind == "layer":
+        return model.layer_parameters(tp, spread.ep, spread.expert_parts(tp))
+    return model.head_parameters(tp)

@@ -1,0 +1,191 @@
+"""Time and memory of one layer at one operating point: the interface between cost models and the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from ..inputs.model import Model
+from ..inputs.profile_schema import LayerKind
+from .kernels import INPUT_BYTES
+from .uncertainty import Uncertainty
+
+KINDS: tuple[LayerKind, ...] = ("embedding", "layer", "head")
+
+
+class Spread(NamedTuple):
+    """How a layer is divided over ranks besides TP, and what those ranks are joined by.
+
+    Attributes:
+        cp: Context-parallel size.
+        ep: Expert-parallel size: parts over which the experts of a layer are divided.
+        expert_tp: Ranks that cut one expert; 0 for the rest of the TP group (TP size over ``ep``).
+        domain: GPUs of a node (or NVLink domain).
+        network_bytes_per_s: Of one GPU to the network.
+        intra_node_bytes_per_s: Of one GPU to its node, None for the catalog's figure.
+        slices: Passes that a sequence is cut into; costs are of all of them.
+    """
+
+    cp: int = 1
+    ep: int = 1
+    expert_tp: int = 0
+    domain: int = 8
+    network_bytes_per_s: float = 12.5e9
+    intra_node_bytes_per_s: float | None = None
+    slices: int = 1
+
+    def expert_parts(self, tp: int) -> int:
+        """Ranks that cut one expert, where a replica has ``tp`` of them."""
+        return self.expert_tp or max(1, tp // self.ep)
+
+
+ALONE = Spread()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """One layer at one operating point, on one rank.
+
+    Attributes:
+        forward_s, backward_s: Seconds per microbatch; backward includes recomputation.
+        parameters: Parameters of the rank.
+        activation_bytes: Kept from forward to backward, per microbatch in flight.
+        workspace_bytes: Temporary memory beyond that.
+        attention_forward_s, attention_backward_s: The part of the times that grows with the keys before a token.
+        fixed_forward_s, fixed_backward_s: What a pass through any number of such layers takes besides.
+    """
+
+    forward_s: float
+    backward_s: float
+    parameters: int
+    activation_bytes: float
+    workspace_bytes: float
+    attention_forward_s: float = 0.0
+    attention_backward_s: float = 0.0
+    fixed_forward_s: float = 0.0
+    fixed_backward_s: float = 0.0
+
+
+def most_tp(model: Model) -> int:
+    """Largest TP size that Megatron trains a model with: with experts it has biases under TP 1 only."""
+    return 1 if model.experts is not None and model.biases else 1024
+
+
+class LayerCosts(Protocol):
+    """Where the cost model gets the figures of single layers."""
+
+    def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
+        """Expected relative error of times, for reports.
+
+        Args:
+            gpus: Kinds in use.
+        """
+
+    def tp_sizes(self, gpu: str) -> tuple[int, ...]:
+        """TP sizes for which there are figures."""
+
+    def max_batch(self, gpu: str, tp: int) -> int:
+        """Largest micro batch with figures."""
+
+    def cost(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE) -> LayerCost:
+        """Figures of one layer."""
+
+    def alone_share(self, gpu: str, batch: int, tp: int) -> float:
+        """Time of a pass while other devices of the machine wait, over its time while all are busy."""
+
+    def update_s(self, gpu: str, parameters: float) -> float:
+        """Optimizer step over so many parameters on one rank."""
+
+    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
+        """Kept activations of a layer under SlimPipe, as a share of the others': its attention keeps no matrices."""
+
+
+def activation_bytes(
+    model: Model,
+    kind: LayerKind,
+    batch: int,
+    tp: int,
+    recompute: str,
+    fused: bool,
+    cp: int = 1,
+    sliced: bool = False,
+    expert_tp: int = 0,
+) -> float:
+    """Bytes kept from forward to backward by one layer and microbatch on one rank.
+
+    After Korthikanti et al. (2022), section 4, written out for gated MLPs and grouped-query attention:
+    inputs of both norms and of the matrix products, queries, keys, values, the attention matrix where
+    it is materialised (softmax output; no attention dropout), and the MLP's intermediate results.
+
+    Args:
+        expert_tp: Ranks that cut one expert, 0 for all of the TP group.
+    """
+    e, s, h = model.element_bytes, model.seq_length, model.hidden_size
+    tokens = batch * s / cp
+    split = tp if model.sequence_parallel else 1
+    if kind == "embedding":
+        return tokens * 8  # token ids; the output is the input of the first layer
+    if kind == "head":
+        rows = model.vocab_size / tp
+        return tokens * (2 * e * h / split + rows * 4)  # the softmax in fp32
+    if recompute == "full":
+        # Keys and values stay in their pool, and the last slice's backward gives all of them gradients in fp32.
+        pool = pool_size(model, tp) * (e + 4) if sliced else 0.0
+        return tokens * (e * h / split + pool)
+    whole: float = 4 * e * h + (0 if model.gated else 2 * h)
+    width, x = float(model.ffn_hidden_size), model.experts
+    routed = 0.0
+    if x is not None:  # the ranks that cut an expert's weights gather its inputs, sort them, and keep them whole
+        share = 1 - min(1.0, x.dense_layers / model.num_layers)
+        width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - width)
+        routed = share * x.top_k * h * e * (expert_tp or tp) / tp
+    mlp = (3 if model.gated else 2) * width * e
+    # The attention's output and its inputs.  Values are views of the fused projection, which therefore stays whole
+    # beside the rotated queries and keys.  Slices copy keys and values into their pool instead.
+    attention: float = (2 * model.attention_size + 2 * model.kv_size) * e
+    if model.latent is not None:
+        attention = model.latent.kept(model.num_attention_heads, sliced) * e
+        whole += 2 * (model.latent.query_rank + model.latent.compressed) * e  # before and after their norms
+        routed += pool_size(model, tp) * e if sliced else 0.0
+    elif not sliced and not model.learned_positions:
+        attention += (model.attention_size + model.kv_size) * e
+    saved = 2 - INPUT_BYTES.get(model.linear_precision, 2.0)
+    if saved:  # inputs of linear layers are kept in fp8 or fp4
+        whole, mlp, attention = whole - 2 * h * saved, mlp - width * saved, attention - model.attention_size * saved
+    matrix = 0.0
+    if not fused and recompute == "none":
+        matrix = model.num_attention_heads * s * e
+    return tokens * (whole / split + routed + (attention + mlp + matrix) / tp)
+
+
+def pool_size(model: Model, tp: int) -> float:
+    """Numbers per token that slices cache on one rank; compressed keys and values are of all heads."""
+    return 2 * model.kv_size / tp if model.latent is None else model.latent.compressed
+
+
+def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1, expert_tp: int = 0) -> float:
+    """What the backward of a layer holds at once beside what the forward has kept.
+
+    Most is held in the MLP: the gradients of its first projection's outputs, or, where the sequence is divided, the
+    gathered gradient of its second projection's outputs and that of its inputs.  Megatron gathers the inputs of
+    projections into one buffer, which stays.  Experts' outputs (and their gradients) are there twice while they are
+    sorted, besides what each TP rank sends and gets.
+    """
+    width, routed, h = float(model.ffn_hidden_size), 0.0, model.hidden_size
+    if model.experts is not None:
+        x = model.experts
+        share = 1 - min(1.0, x.dense_layers / model.num_layers)
+        width += share * (x.top_k * x.ffn_hidden_size + x.shared_ffn_hidden_size - width)
+        routed = share * x.top_k * h
+    inner = width / tp
+    most = (2 if model.gated else 1) * inner + h
+    if model.sequence_parallel and tp > 1:
+        most = max(most - h, inner + h) + h / tp + h
+        most = max(most, 2 * routed * ((expert_tp or tp) / tp + 1 / tp) + h)
+    return batch * model.seq_length / cp * model.element_bytes * most
+
+
+def attention_matrix_bytes(model: Model, batch: int, tp: int, cp: int = 1) -> float:
+    """One attention matrix of all heads of a rank."""
+    return model.num_attention_heads / tp * float(model.seq_length) ** 2 / cp * batch * model.element_bytes

@@ -1,0 +1,273 @@
+"""Time and memory of one layer on one kind of GPU from a profile; what was not measured comes from the catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import cache
+
+from ..errors import PlannerError
+from ..inputs.catalog import Gpu
+from ..inputs.model import Model
+from ..inputs.profile_schema import LayerKind, LayerTiming, Profile
+from .catalogcost import CatalogCosts
+from .curves import Kind, pass_at
+from .layer import ALONE, KINDS, LayerCost, LayerCosts, Spread, activation_bytes, attention_matrix_bytes, most_tp
+from .runtime import MEGATRON_HET, Runtime
+from .slicecost import SlicePrices, mean_of
+from .uncertainty import PROFILED, Uncertainty
+
+__all__ = ["KINDS", "CatalogCosts", "LayerCost", "LayerCosts", "MeasuredCosts", "activation_bytes"]
+
+
+class MeasuredCosts:
+    """Times from a profile, interpolated over the micro batch size (monotone cubic, Poplar's curves)."""
+
+    def __init__(
+        self,
+        model: Model,
+        profile: Profile,
+        gpu: Callable[[str], Gpu],
+        runtime: Runtime = MEGATRON_HET,
+        file: str = "profile",
+    ) -> None:
+        model.check_profile(profile.model, file)
+        self.model, self.profile, self.runtime, self.file = model, profile, runtime, file
+        self.gpu, self.analytic = gpu, CatalogCosts(model, gpu, runtime)
+        # Whole sequences are measured, whatever documents are in them.
+        plain = model.model_copy(update={"document_lengths": None})
+        self._whole = self.analytic if model.document_lengths is None else CatalogCosts(plain, gpu, runtime)
+        self.points: dict[Kind, list[LayerTiming]] = {}
+        slices: dict[Kind, dict[int, list[LayerTiming]]] = {}
+        for device in profile.devices:
+            for t in (t for t in device.timings if t.context_tokens == 0):
+                kind = Kind(device.kind, t.layer, t.tp, t.recompute, t.ep, t.windowed)
+                if t.slice_tokens == model.seq_length:
+                    self.points.setdefault(kind, []).append(t)
+                else:
+                    slices.setdefault(kind, {}).setdefault(t.slice_tokens, []).append(t)
+        for points in (*self.points.values(), *(of for lengths in slices.values() for of in lengths.values())):
+            points.sort(key=lambda t: t.micro_batch_size)
+        self.slices = SlicePrices(self.points, slices, model.seq_length, runtime.profile_overhead_s)
+        self.cost = cache(self._cost)  # type: ignore[method-assign]
+        self._update_rate = cache(self._update_per_parameter)
+
+    def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
+        """Of predictions from profiles, with whole families of published runs left out."""
+        return PROFILED
+
+    def tp_sizes(self, gpu: str) -> tuple[int, ...]:
+        """TP sizes with a measured layer."""
+        if self.profile.device(gpu) is None:
+            raise PlannerError(
+                self.file,
+                "devices",
+                [d.kind for d in self.profile.devices],
+                f"nothing was measured on {gpu}",
+                f"Profile a node with {gpu}, or plan without --profile",
+            )
+        most = most_tp(self.analytic.model)
+        return tuple(sorted({k.tp for k in self.points if k.gpu == gpu and k.layer == "layer" and k.tp <= most}))
+
+    def max_batch(self, gpu: str, tp: int) -> int:
+        """Twice the largest measured micro batch (times beyond it are extrapolated)."""
+        found = [p[-1].micro_batch_size for k, p in self.points.items() if k[:3] == (gpu, "layer", tp)]
+        return 2 * max(found, default=0)
+
+    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str) -> float:
+        """As in the catalog's model."""
+        return self.analytic.sliced_share(gpu, batch, tp, recompute)
+
+    def alone_share(self, gpu: str, batch: int, tp: int) -> float:
+        """Time of a pass while the other devices of the machine wait, over its time while all are busy."""
+        points = self.points.get(Kind(gpu, "layer", tp, "none"), [])
+        measured = [t for t in points if t.alone_s]
+        if not measured:
+            return 1.0
+        nearest = min(measured, key=lambda t: abs(t.micro_batch_size - batch))
+        return min(1.0, nearest.alone_s / (nearest.forward_s + nearest.backward_s))
+
+    def update_s(self, gpu: str, parameters: float) -> float:
+        """From the measured steps where there are any: memory bandwidth otherwise."""
+        return parameters * self._update_rate(gpu)
+
+    def _update_per_parameter(self, gpu: str) -> float:
+        device = self.profile.device(gpu)
+        measured = [t.update_s / t.parameters for t in device.timings if t.update_s and t.parameters] if device else []
+        fused = self.analytic.update_s(gpu, 1.0)
+        return max(fused, min(measured)) if measured and self.runtime.profile_overhead_s == 0 else fused
+
+    def cost(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE) -> LayerCost:
+        """Figures of one layer (replaced by a cached bound method)."""
+        return self._cost(gpu, kind, batch, tp, recompute, spread)
+
+    def _cost(
+        self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE
+    ) -> LayerCost:
+        # As profiled, else scaled from how it was.
+        ep = spread.ep if kind == "layer" and self._is_measured(gpu, tp, spread) else 1
+        found = self._alone(gpu, kind, batch, tp, recompute, ep)
+        if kind != "layer" and spread.cp == spread.slices == 1:
+            return found
+        slices, spread = spread.slices, spread._replace(slices=1)
+        theirs = self._whole.cost(gpu, kind, batch, tp, recompute, spread._replace(cp=1, ep=ep, expert_tp=tp // ep))
+        if spread.cp > 1 or spread.ep != ep:
+            found = _divided(found, theirs, self._whole.cost(gpu, kind, batch, tp, recompute, spread))
+        whole = theirs.forward_s + theirs.backward_s
+        share = (found.forward_s + found.backward_s) / whole if whole else 0.0
+        forward = min(share * theirs.attention_forward_s, found.forward_s)
+        backward = min(share * theirs.attention_backward_s, found.backward_s)
+        left = self.model.attention_share
+        found = replace(
+            found,
+            forward_s=found.forward_s - (1 - left) * forward,
+            backward_s=found.backward_s - (1 - left) * backward,
+            attention_forward_s=left * forward,
+            attention_backward_s=left * backward,
+        )
+        if slices == 1:
+            return found
+        key = Kind(gpu, kind, tp, recompute, ep if kind == "layer" else spread.ep)
+        return self._sliced(found, key, batch, spread, slices, (forward, backward), share)
+
+    def _sliced(
+        self,
+        found: LayerCost,
+        key: Kind,
+        batch: int,
+        spread: Spread,
+        slices: int,
+        attention: tuple[float, float],
+        share: float,
+    ) -> LayerCost:
+        """All slices of a sequence, from the whole of it, which they never take less than.
+
+        On GPUs slices that were not measured take what the catalog says, if that is more: operands that every pass
+        reads, and kernels that the host cannot start sooner.
+
+        Args:
+            found: Of whole sequences.
+            attention: Seconds to all keys before, in whichever documents, forward and backward.
+            share: What was measured over what the catalog says.
+        """
+        parts = [(of, *self.slices.more(kind, batch, slices, attention)) for of, kind in self._kinds(key)]
+        more = mean_of([(of, extra) for of, extra, _ in parts])
+        # What was measured is of layers as they were measured, not of their parts.
+        exact = spread.cp == 1 and spread.ep == key.ep and all(measured for *_, measured in parts)
+        if not exact and not self.gpu(key.gpu).is_processor:
+            at = key.gpu, key.layer, batch, key.tp, key.recompute
+            whole, cut = (self._whole.cost(*at, spread._replace(slices=n)) for n in (1, slices))
+            forward = max(more.forward_s, share * (cut.forward_s - whole.forward_s))
+            backward = max(more.backward_s, share * (cut.backward_s - whole.backward_s))
+            more = more._replace(forward_s=forward, backward_s=backward)
+        # On processors attention to all keys was measured; slices leave out most of those that are masked.
+        is_whole = self.gpu(key.gpu).is_processor and not self.analytic.fused(key.gpu)
+        masked = (slices - 1) / (2 * slices) if is_whole else 0.0
+        return replace(
+            found,
+            forward_s=found.forward_s + max(0.0, more.forward_s - masked * attention[0]),
+            backward_s=found.backward_s + max(0.0, more.backward_s - masked * attention[1]),
+            fixed_forward_s=found.fixed_forward_s + more.fixed_forward_s,
+            fixed_backward_s=found.fixed_backward_s + more.fixed_backward_s,
+        )
+
+    def _is_measured(self, gpu: str, tp: int, spread: Spread) -> bool:
+        """Whether experts were measured divided as they are here."""
+        inside = spread.ep > 1 and spread.ep * spread.expert_parts(tp) == tp
+        return inside and any(
+            k.gpu == gpu and k.layer == "layer" and (k.tp, k.ep) == (tp, spread.ep) for k in self.points
+        )
+
+    def _alone(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, ep: int = 1) -> LayerCost:
+        """As profiled, without context parallelism: the mean of layers with and without experts and windows."""
+        layers = [(share, self._of_kind(key, batch)) for share, key in self._kinds(Kind(gpu, kind, tp, recompute, ep))]
+        return layers[0][1] if len(layers) == 1 else _mean(layers)
+
+    def _kinds(self, key: Kind) -> list[tuple[float, Kind]]:
+        """The kinds of layers that a layer stands for, with the share of each: with and without experts and windows."""
+        if key.layer != "layer":
+            return [(1.0, key._replace(ep=1))]
+        x, model = self.model.experts, self.model
+        share = 1 - min(1.0, x.dense_layers / model.num_layers) if x is not None else 1.0
+        windowed = model.windowed_layers if model.attention_window is not None else 0.0
+        kinds: tuple[tuple[LayerKind, int, float], ...] = (("layer", key.ep, share), ("dense", 1, 1 - share))
+        return [
+            (of_kind * of_window, key._replace(layer=name, ep=parts, windowed=window))
+            for name, parts, of_kind in kinds
+            for window, of_window in ((True, windowed), (False, 1 - windowed))
+            if of_kind * of_window > 0
+        ]
+
+    def _of_kind(self, key: Kind, batch: int) -> LayerCost:
+        """One kind of layer."""
+        points = self.points.get(key) or self.points.get(key._replace(recompute="none"))
+        gpu, _, tp, _ = key[:4]
+        model = self.model
+        if not points:
+            return self._scaled(key, batch)
+        forward, backward, fixed_f, fixed_b = pass_at(points, key, batch, self.runtime.profile_overhead_s)
+        kept = points[0].activation_bytes / points[0].micro_batch_size * batch
+        extra = max(t.workspace_bytes / t.micro_batch_size for t in points) * batch
+        fused = self.analytic.fused(gpu)
+        if not extra and not fused:
+            extra = self.runtime.attention_copies * attention_matrix_bytes(model, batch, tp)
+        if key.repeats(points[0].recompute):
+            extra += kept
+            kept = activation_bytes(model, "layer", batch, tp, "full", fused)
+        parameters = points[0].parameters
+        return LayerCost(forward, backward, parameters, kept, extra, fixed_forward_s=fixed_f, fixed_backward_s=fixed_b)
+
+    def _scaled(self, key: Kind, batch: int) -> LayerCost:
+        """A layer kind that was not measured: the catalog's figure, scaled by how the transformer layer compares."""
+        gpu, kind, tp, recompute = key[:4]
+        if kind != "embedding" and kind != "head":
+            raise PlannerError(
+                self.file,
+                f"devices.{gpu}",
+                f"tp = {tp}",
+                f"no transformer layer was measured{key.words}",
+                f"Measured TP sizes: {self.tp_sizes(gpu)}",
+            )
+        guess = self.analytic.cost(gpu, kind, batch, tp, recompute)
+        layer, theirs = (
+            self._alone(gpu, "layer", batch, tp, "none"),
+            self.analytic.cost(gpu, "layer", batch, tp, "none"),
+        )
+        ratio = (layer.forward_s + layer.backward_s) / (theirs.forward_s + theirs.backward_s)
+        return LayerCost(
+            guess.forward_s * ratio,
+            guess.backward_s * ratio,
+            guess.parameters,
+            guess.activation_bytes,
+            guess.workspace_bytes,
+        )
+
+
+def _mean(layers: Sequence[tuple[float, LayerCost]]) -> LayerCost:
+    """Of several kinds of layers by share; temporary memory is that of the largest."""
+    total = sum(share for share, _ in layers)
+
+    def mean(name: str) -> float:
+        return sum(share * getattr(cost, name) for share, cost in layers) / total
+
+    parameters, workspace = round(mean("parameters")), max(cost.workspace_bytes for _, cost in layers)
+    times = {name: mean(name) for name in ("forward_s", "backward_s", "fixed_forward_s", "fixed_backward_s")}
+    return LayerCost(
+        parameters=parameters, activation_bytes=mean("activation_bytes"), workspace_bytes=workspace, **times
+    )
+
+
+def _divided(measured: LayerCost, whole: LayerCost, part: LayerCost) -> LayerCost:
+    """A measured layer under context or expert parallelism: scaled as the catalog's figures are."""
+    forward, backward = part.forward_s / whole.forward_s, part.backward_s / whole.backward_s
+    return LayerCost(
+        measured.forward_s * forward,
+        measured.backward_s * backward,
+        round(measured.parameters * part.parameters / whole.parameters),
+        measured.activation_bytes * part.activation_bytes / whole.activation_bytes,
+        measured.workspace_bytes * part.workspace_bytes / whole.workspace_bytes
+        if whole.workspace_bytes
+        else measured.workspace_bytes,
+        fixed_forward_s=measured.fixed_forward_s * forward,
+        fixed_backward_s=measured.fixed_backward_s * backward,
+    )

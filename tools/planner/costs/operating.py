@@ -1,0 +1,198 @@
+"""Figures of replicas at their operating points, and what moves between stages: the inputs of the closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from math import ceil
+from typing import Any
+
+from ..errors import PlannerError
+from ..inputs.cluster import Cluster
+from ..inputs.model import Model
+from .candidate import Candidate, Group
+from .estimates import StageTimes, Unit
+from .layer import LayerCost, LayerCosts, Spread
+from .network import Network
+from .passes import unit_of_group
+from .runtime import MEGATRON_HET, Runtime
+
+
+def _with_later_tokens(model: Model, layer: LayerCost, first: LayerCost, last: LayerCost, tp: int) -> LayerCost:
+    """What comes after the last layer, with the layers for multi-token prediction.
+
+    Each of them embeds the tokens again, projects two rows of the hidden size to one, runs a layer and then what the
+    head runs.  They share one table with the first stage, of which the last one holds a copy; with tied embeddings the
+    head has it already.
+    """
+    count, hidden = model.mtp_num_layers, model.hidden_size
+    if not count:
+        return last
+    projection = 2 * hidden * hidden // tp
+    share = 1 + 4.0 * model.seq_length * hidden**2 / model.layer_flops(model.seq_length)
+    norms = 3 * hidden * (2 if model.biases else 1)
+    return replace(
+        last,
+        forward_s=last.forward_s + count * (share * layer.forward_s + first.forward_s + last.forward_s),
+        backward_s=last.backward_s + count * (share * layer.backward_s + first.backward_s + last.backward_s),
+        parameters=last.parameters
+        + count * (layer.parameters + projection + norms)
+        + (0 if model.tied_embeddings else first.parameters),
+        activation_bytes=last.activation_bytes
+        + count * (layer.activation_bytes + first.activation_bytes + last.activation_bytes),
+    )
+
+
+class OperatingPoints:
+    """Costs of one cluster and model.
+
+    Args:
+        memory_margin: Share of a GPU's memory that a plan may use.
+
+    Attributes:
+        writes_plans: Whether candidates are to be written as plans, which have a bound on passes per iteration.
+        known_stages, known_ways, known_loads, known_rooms, known_points: What the closed form and the balancing of
+            layers remember, by all that it depends on (``stages.py``, ``search/balance.py``).
+    """
+
+    writes_plans = True
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: Model,
+        costs: LayerCosts,
+        runtime: Runtime = MEGATRON_HET,
+        memory_margin: float = 0.95,
+    ) -> None:
+        self.cluster, self.model, self.costs, self.runtime = cluster, model, costs, runtime
+        profile = getattr(costs, "profile", None)
+        self.network = Network(cluster, runtime, profile.links if profile else ())
+        self.memory_margin = memory_margin
+        self.unit = cache(self._unit)
+        self.known_stages: dict[object, dict[object, StageTimes | None]] = {}
+        self.known_ways: dict[object, float] = {}
+        self.known_loads: dict[object, Any] = {}
+        self.known_rooms: dict[object, dict[object, Any]] = {}
+        self.known_points: dict[object, Candidate] = {}
+        self.limits_host_memory = any(n.host_memory_bytes is not None for n in cluster.nodes)
+        self.price = [self._price(i) for i in range(len(cluster.nodes))]
+        mixed = model.element_bytes == 2
+        self.optimizer_per_parameter = 12.0 if mixed else 8.0
+
+    def _price(self, pool: int) -> float:
+        node = self.cluster.nodes[pool]
+        per_hour = (
+            node.usd_per_gpu_hour if node.usd_per_gpu_hour is not None else self.cluster.gpu(node.gpu).usd_per_hour
+        )
+        return (per_hour or 0.0) / 3600.0
+
+    def _unit(
+        self,
+        pool: int,
+        tp: int,
+        batch: int,
+        recompute: str,
+        cp: int = 1,
+        ep: int = 1,
+        expert_tp: int = 0,
+        slices: int = 1,
+    ) -> Unit | None:
+        """Figures of a replica kind, None where there are none; times are of all slices together."""
+        node = self.cluster.nodes[pool]
+        network = node.network_bytes_per_s / node.gpus_per_node
+        spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s, slices)
+        if (
+            tp > node.gpus_per_node
+            or tp not in self.costs.tp_sizes(node.gpu)
+            or batch > self.costs.max_batch(node.gpu, tp)
+        ):
+            return None
+        gpu = self.cluster.gpu(node.gpu)
+        try:
+            layer, first, last = (
+                self.costs.cost(node.gpu, k, batch, tp, recompute, spread) for k in ("layer", "embedding", "head")
+            )
+        except PlannerError:
+            return None
+        last = _with_later_tokens(self.model, layer, first, last, tp)
+        reserved = self.runtime.reserved_bytes if self.runtime.reserved_bytes is not None else gpu.reserved_bytes
+        reserved += self.runtime.framework_bytes
+        return Unit(
+            layer.forward_s,
+            layer.backward_s,
+            first.forward_s,
+            first.backward_s,
+            last.forward_s,
+            last.backward_s,
+            layer.parameters,
+            first.parameters,
+            last.parameters,
+            layer.activation_bytes,
+            first.activation_bytes,
+            last.activation_bytes,
+            layer.workspace_bytes,
+            last.workspace_bytes,
+            gpu.memory_bytes,
+            reserved,
+            self.costs.sliced_share(node.gpu, batch, tp, recompute),
+            layer.attention_forward_s,
+            layer.attention_backward_s,
+            layer.fixed_forward_s,
+            layer.fixed_backward_s,
+        )
+
+    def unit_of(self, candidate: Candidate, group: Group) -> Unit | None:
+        """Figures of a group's replicas at the candidate's operating point, CP and EP included."""
+        c = candidate
+        if c.sizes:
+            return unit_of_group(self, c, group)
+        if c.cp == c.ep == 1 and group.ep < 2:
+            return self.undivided(c, group)
+        ep, expert_tp = c.cut_of(group)
+        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep, expert_tp, c.slices)
+
+    def undivided(self, candidate: Candidate, group: Group) -> Unit | None:
+        """The same without CP and EP."""
+        c = candidate
+        if c.slices == 1:
+            return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
+        return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute, 1, 1, group.tp, c.slices)
+
+    @property
+    def boundary_bytes_per_sequence(self) -> float:
+        """Bytes of one sequence's activations between two layers."""
+        return float(self.model.seq_length * self.model.hidden_size * self.model.element_bytes)
+
+    def transfer_times(self, candidate: Candidate) -> list[float]:
+        """Seconds of one transfer over each boundary: the slowest pair of replicas."""
+        return self.ways_s([s.groups for s in candidate.stages], candidate.micro_batch_size, candidate.cp)
+
+    def ways_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> list[float]:
+        """The same for the groups of each stage."""
+        size = self.boundary_bytes_per_sequence * micro_batch_size / cp
+        known_ways, out = self.known_ways, []
+        before, counted = [0] * len(self.cluster.nodes), 0  # GPUs of each pool in stages before
+        for i in range(len(stages) - 1):
+            a, b, local = stages[i], stages[i + 1], False
+            if len(a) == len(b) == 1 and a[0].pool == b[0].pool:  # both stages inside one node?
+                (pool, tp, count, _), (_, other_tp, more, _) = a[0], b[0]
+                both, per_node = cp * (tp * count + other_tp * more), self.cluster.nodes[pool].gpus_per_node
+                if both <= per_node:  # nodes are filled in order
+                    for stage in stages[counted:i]:
+                        for g in stage:
+                            before[g.pool] += cp * g.tp * g.count
+                    counted = i
+                    local = before[pool] // per_node == (before[pool] + both - 1) // per_node
+            way = size, a, b, local
+            known = known_ways.get(way)
+            if known is None:
+                pairs = (self.network.transfer_s(g.pool, g.tp, h.pool, h.tp, size, local) for g in a for h in b)
+                known = known_ways[way] = max(pairs)
+            out.append(known)
+        return out
+
+    def max_in_flight(self, later_replicas: int, mine: int, total: int, slack: float = 0.0) -> int:
+        """Microbatches a 1F1B replica holds: its share of what the later stages keep busy, slack, and its own."""
+        return min(mine, 1 + ceil((1 + slack) * mine / total * later_replicas - 1e-9))

@@ -1,0 +1,366 @@
+"""What the planner knows of a schedule: one class each, this one with what most of them have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil, log2
+from typing import ClassVar
+
+import numpy as np
+
+from megatron_het.plan import Plan
+from megatron_het.schedule.cutting import Parts
+
+from ...inputs.model import Model
+from ..candidate import Candidate
+from ..estimates import Estimate, GroupMemory, Pipeline, StageTimes, Unit
+from ..operating import OperatingPoints
+
+MISMATCH = (0.02, 0.01, 0.015, 0.08)
+State = tuple[float, float, float, float]
+"""Bytes of a rank: parameters, gradients and optimizer state on the device, and what is in main memory."""
+
+
+class Place:
+    """What is known of a replica before layers are: what it computes, and what comes after its stage.
+
+    Args:
+        share: Its part of the microbatches.
+        total: Microbatches.
+
+    Attributes:
+        share: As given.
+        microbatches: Of the replica.
+        later: Replicas of later stages.
+        after: Later stages.
+        stages: In all.
+    """
+
+    __slots__ = ("after", "later", "microbatches", "share", "stages")
+
+    def __init__(self, share: float, total: int) -> None:
+        self.share, self.microbatches = share, max(1.0, share * total)
+        self.later = self.after = 0
+        self.stages = 1
+
+
+class Schedule:
+    """A schedule that the search may choose: time, memory, what it needs, and what the search may ask of it.
+
+    Subclasses say what is different.  The instances are in ``schedules.SCHEDULES``.
+
+    Attributes:
+        name: As in plans.
+        is_stock: Megatron-LM has it.
+        has_order: Replicas may decide between forwards and backwards in several ways (``Candidate.order``).
+        has_slack: More microbatches may be in flight than one per replica (``Candidate.slack``).
+        has_depths: More of them may be in flight across slow links (``Candidate.depths``).
+        shards_parameters: Under a parameter window: replicas of a stage gather and reduce inside the program.
+        needs_equal_widths: All stages need the same number of replicas.
+        cuts_sequences: Attention runs slice by slice; what was sent is given back during the iteration.
+        fills_by_stages: What a stage holds depends on the numbers of stages, not of replicas in later ones.
+        mismatch: Regression coefficients of the loss where stages of different width meet (:meth:`mismatch_loss`).
+    """
+
+    name: ClassVar[str] = ""
+    is_stock: ClassVar[bool] = False
+    has_order: ClassVar[bool] = True
+    has_slack: ClassVar[bool] = False
+    has_depths: ClassVar[bool] = False
+    shards_parameters: ClassVar[bool] = False
+    needs_equal_widths: ClassVar[bool] = False
+    cuts_sequences: ClassVar[bool] = False
+    fills_by_stages: ClassVar[bool] = False
+
+    # -- what the search may ask -------------------------------------------------------------------
+
+    def runs(self, estimator: OperatingPoints, candidate: Candidate) -> bool:
+        """Whether the runtime can run the candidate's stages under this schedule."""
+        del estimator, candidate
+        return True
+
+    def variants(self, estimator: OperatingPoints, plain: Candidate) -> Iterator[Candidate]:
+        """The stages of a 1F1B candidate under this schedule."""
+        del estimator
+        yield plain
+
+    def refined(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Further settings to try for a very good candidate."""
+        del candidate
+        yield from ()
+
+    def changes(self, estimator: OperatingPoints, candidate: Candidate) -> Iterator[Candidate]:
+        """The candidate, which has this schedule, with what only this schedule has set in other ways."""
+        del estimator, candidate
+        yield from ()
+
+    def most_pieces(self, estimator: OperatingPoints) -> int:
+        """Into how many pieces at most a microbatch on a stage is cut, which divides the bubble."""
+        del estimator
+        return 1
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def pipeline(
+        self,
+        estimator: OperatingPoints,
+        candidate: Candidate,
+        stages: Sequence[StageTimes],
+        transfers: Sequence[float],
+        total: int,
+    ) -> Pipeline:
+        """The end of the last operation; see ``docs/planner.md``.
+
+        A stage starts after one forward of every earlier stage and ends one backward of each before the
+        end.  Its first backward needs a round trip through the later stages, of which its warm-up
+        forwards hide a part; the same holds at the end; and with ``k`` microbatches in flight, k of them
+        take at least one round trip, halfway between mean and slowest replicas: backwards run in the
+        order of the microbatches, so one on a slow replica holds up those after it.  Chunks and slices cut the
+        pieces that fill the pipeline, slices what is sent as well.
+
+        Args:
+            stages: At their operating points.
+            transfers: Seconds of one transfer over each boundary.
+            total: Microbatches of one of the equal pipelines.
+        """
+        del total
+        cut = candidate.chunks * candidate.slices
+        ways = [t / candidate.slices for t in transfers]
+        round_trip, slowest = _round_trips(stages, ways, cut)
+        before, worst, busy, which = 0.0, 0.0, 0.0, 0
+        drain, alone = 0.0, []
+        for s, stage in enumerate(stages):
+            rt = round_trip[s]
+            if estimator.runtime.transfers_in_turn:  # ``busy_s`` and ``before`` both count the first transfers
+                stall = rt - (2 * ways[s - 1] if s else 0.0)
+            else:
+                stall = _stall_s(stage, rt, slowest[s], cut, _link_time(s, transfers), candidate.chunks)
+            end = before + stage.busy_s + stall
+            alone.append(end - drain)
+            way = ways[s] if s < len(ways) else 0.0
+            drain += stage.backward_s / cut + way
+            if end > worst:
+                worst, busy, which = end, stage.busy_s, s
+            before += (stage.forward_s + stage.backward_s) / cut + 2 * way
+        return Pipeline(worst, busy, which, 0.0, alone)
+
+    def mismatch_loss(self, candidate: Candidate) -> float:
+        """Expected share of the busy time lost where stages of different width meet.
+
+        Three or more stages with different numbers of replicas, or stages with replicas of different speeds, hand
+        microbatches over at times that do not match.  What that costs depends on details that only the simulator
+        sees.  The figures are rounded regression coefficients over random plans (constant, per stage, per doubling
+        of the ratio of widths, for mixed stages), with and without slack in the number of microbatches in flight.
+        Even divisions, where replicas form fixed pipelines, do not meet it.
+        """
+        counts = [sum([g.count for g in s.groups]) for s in candidate.stages]
+        mixed = any(len(s.groups) > 1 for s in candidate.stages)
+        return self.loss_of(self.mismatch(candidate), counts, mixed)
+
+    def vocabulary_loss_s(self, like: Candidate, unit: Unit, stages: int, layers: float) -> float:
+        """Seconds per microbatch that a stage waits where all stages compute parts of the output layer together.
+
+        Args:
+            like: With a split vocabulary.
+            unit: A replica of the stage.
+            stages: In all.
+            layers: Of the stage.
+        """
+        del like, unit, stages, layers
+        return 0.0
+
+    def loss_of(self, coefficients: tuple[float, float, float, float], counts: Sequence[int], mixed: bool) -> float:
+        """The same of any stages.
+
+        Args:
+            coefficients: As :meth:`mismatch` gives them.
+            counts: Replicas of each stage.
+            mixed: Whether a stage has replicas of different kinds.
+        """
+        base, per_stage, per_doubling, of_mixed = coefficients
+        loss = 0.0
+        if len(counts) > 2 and not self.shards_parameters and max(counts) > min(counts):
+            loss = base + per_stage * len(counts) + per_doubling * log2(max(counts) / min(counts))
+        return loss + of_mixed if mixed and len(counts) > 1 else loss
+
+    def mismatch(self, candidate: Candidate) -> tuple[float, float, float, float]:
+        """The coefficients for :meth:`mismatch_loss`."""
+        del candidate
+        return MISMATCH
+
+    def ends(
+        self,
+        estimator: OperatingPoints,
+        candidate: Candidate,
+        stages: Sequence[StageTimes],
+        transfers: Sequence[float],
+        found: Pipeline,
+    ) -> list[float]:
+        """When each stage ends its last backward: later stages one backward of every earlier one before the end."""
+        del estimator
+        ends, before, cut = [], 0.0, candidate.chunks * candidate.slices
+        for s, stage in enumerate(stages):
+            ends.append(found.end_s - before)
+            before += stage.backward_s / cut + (transfers[s] / candidate.slices if s < len(transfers) else 0.0)
+        return ends
+
+    def exposed(self, candidate: Candidate, sync_s: float, update_s: float) -> tuple[float, float]:
+        """What of a stage's gradient reduction and update comes after its last backward."""
+        del candidate
+        return sync_s, update_s
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
+        """Microbatches (whole-stage equivalents) whose activations a replica of group ``i`` of stage ``s`` holds."""
+        del candidate
+        return float(stage.in_flight[i])
+
+    def expected_in_flight(self, like: Candidate, place: Place) -> float:
+        """The same before layers are known.
+
+        Args:
+            like: Everything but the stages.
+        """
+        return min(place.microbatches, 1 + ceil((1 + like.slack) * place.share * place.later - 1e-9))
+
+    def layer_share(self, unit: Unit) -> float:
+        """What the activations of a layer take, as a share of those of whole sequences."""
+        del unit
+        return 1.0
+
+    def state(self, estimator: OperatingPoints, candidate: Candidate, unit: Unit, count: float, shards: int) -> State:
+        """Parameters, gradients and optimizer state of a rank.
+
+        Args:
+            unit: The rank's figures.
+            count: Its parameters.
+            shards: Replicas of its stage with its TP size.
+        """
+        element, copies = estimator.model.element_bytes, estimator.runtime.extra_parameter_copies
+        parameters, gradients = count * element, count * 4.0
+        optimizer = count * estimator.optimizer_per_parameter / (shards if candidate.zero_stage >= 1 else 1)
+        gradients += count * 4.0 * copies
+        if candidate.zero_stage >= 2:  # shards, and whole gradients of the layer that is being reduced
+            gradients = gradients / shards + 4.0 * unit.layer_parameters
+        if candidate.zero_stage >= 3:
+            parameters = parameters / shards + 2 * unit.layer_parameters * element
+        return parameters, gradients, optimizer, 0.0
+
+    def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: int) -> float:
+        """About the same per parameter, for a group of ``count`` replicas, before layers are known."""
+        del count
+        mixed, copies = float(estimator.model.element_bytes), estimator.runtime.extra_parameter_copies
+        return mixed + 4.0 * (1 + copies) + estimator.optimizer_per_parameter / shards
+
+    def whole_per_parameter(self, estimator: OperatingPoints, like: Candidate) -> float:
+        """Bytes per parameter that a rank keeps whatever its share of the stage's state."""
+        del like
+        return float(estimator.model.element_bytes) + 4.0
+
+    def activations(self, candidate: Candidate, held: float, kept: float) -> tuple[float, float]:
+        """Bytes on the device and in main memory of ``held`` microbatches that keep ``kept`` bytes each."""
+        del candidate
+        return held * kept, 0.0
+
+    def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
+        """Bytes that output layer and loss keep."""
+        del held
+        return head_bytes / candidate.slices
+
+    def head_workspace(self, candidate: Candidate, unit: Unit) -> float:
+        """What a pass through the last stage needs besides; logits are gone before the backward of its first layer."""
+        del candidate
+        return max(unit.workspace_bytes - unit.head_bytes, unit.head_workspace_bytes)
+
+    def divide(
+        self, estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
+    ) -> list[GroupMemory]:
+        """The ranks of one stage, with the state divided unequally where that is needed.
+
+        Args:
+            counts: Parameters of a rank of each group.
+        """
+        del estimator, candidate, counts
+        return found
+
+    # -- plan --------------------------------------------------------------------------------------
+
+    def routes(self, seconds: list[list[float]], counts: list[list[int]], total: int) -> list[list[list[int]]]:
+        """Microbatches of every replica of every stage: each goes to the replica that is least far through its share.
+
+        Args:
+            seconds: Per stage and replica, of one microbatch.
+            counts: Per stage and replica, how many microbatches it gets.
+            total: Microbatches.
+        """
+        del seconds
+        return [_evenly(row, total) for row in counts]
+
+    def parameters(self, candidate: Candidate, estimate: Estimate, alike: bool) -> dict[str, object]:
+        """What a plan says of the schedule.
+
+        Args:
+            alike: Whether all stages route the microbatches in the same way.
+        """
+        del estimate, alike
+        return {"zero_stage": candidate.zero_stage} if candidate.zero_stage >= 2 else {}
+
+    def cut(self, estimator: OperatingPoints, candidate: Candidate) -> dict[str, object]:
+        """What a plan says of how sequences are cut, beside the number of slices."""
+        del estimator, candidate
+        return {}
+
+    def slice_parts(self, model: Model, plan: Plan) -> Parts:
+        """What the slices of a plan are of every microbatch, as ranks cut them; none where they see all before them."""
+        del model, plan
+        return ()
+
+
+def _evenly(counts: Sequence[int], total: int) -> list[list[int]]:
+    """Microbatches per replica, each for the replica that is least far through its share (of equal ones the first).
+
+    Args:
+        counts: Of each replica; ``total`` together.
+    """
+    replicas = np.repeat(np.arange(len(counts)), counts)
+    ends = np.cumsum(counts)
+    done = np.arange(total) - np.repeat(ends - counts, counts)
+    order = replicas[np.lexsort((replicas, (done + 0.5) / np.repeat(counts, counts)))]
+    mine = np.argsort(order, kind="stable").tolist()
+    return [mine[end - count : end] for end, count in zip(ends.tolist(), counts)]
+
+
+def _round_trips(stages: Sequence[StageTimes], transfers: Sequence[float], cut: int) -> tuple[list[float], list[float]]:
+    """From each stage to the last and back: at the mean speed, and over the slowest replicas."""
+    round_trip, slowest = [0.0] * len(stages), [0.0] * len(stages)
+    for s in range(len(stages) - 2, -1, -1):
+        nxt = stages[s + 1]
+        round_trip[s] = round_trip[s + 1] + (nxt.forward_s + nxt.backward_s) / cut + 2 * transfers[s]
+        slow = max(f + b for f, b in zip(nxt.replica_f, nxt.replica_b))
+        slowest[s] = slowest[s + 1] + slow / cut + 2 * transfers[s]
+    return round_trip, slowest
+
+
+def _stall_s(stage: StageTimes, rt: float, slowest: float, cut: int, link_s: float, chunks: int) -> float:
+    """How long a stage waits, beyond the compute of its slowest replica."""
+    stall = 0.0
+    for i, held in enumerate(stage.in_flight):
+        f, b, k = stage.replica_f[i] / cut, stage.replica_b[i] / cut, stage.microbatches[i]
+        ahead = (held - 1) * cut if cut > 1 else held - 1
+        own = (f + b) * cut * k
+        idle = max(0.0, rt - ahead * f) + max(0.0, rt - ahead * b)
+        if cut == 1 and k <= held:  # all microbatches in flight at once: one round trip, not two
+            idle = max(0.0, rt + max(f + k * b, k * f + b) - own)
+        elif cut == 1:
+            idle = max(idle, (k - held) * (f + b + (rt + slowest) / 2) / held + f + b + rt - own)
+        else:
+            idle = rt
+        idle = max(idle, link_s * k * chunks - own)
+        stall = max(stall, own + idle - stage.busy_s)
+    return stall
+
+
+def _link_time(s: int, transfers: Sequence[float]) -> float:
+    """The longest transfer at a stage (each direction of each boundary carries one per microbatch)."""
+    return max(transfers[s - 1] if s else 0.0, transfers[s] if s < len(transfers) else 0.0)

@@ -1,0 +1,179 @@
+"""SlimPipe: pipelines of slices of sequences."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from math import lcm
+from types import SimpleNamespace
+
+from megatron_het.features import attention_units
+from megatron_het.features.slices.spec import WORK, cutting_of, has_even_slices
+from megatron_het.plan import Plan
+from megatron_het.schedule.cutting import Cutting, Parts, SlicePart
+
+from ...inputs.documents import Lengths, drawn
+from ...inputs.model import Model
+from ..candidate import Candidate
+from ..estimates import Estimate, StageTimes, Unit
+from ..operating import OperatingPoints
+from .base import Place, Schedule
+
+LEAST_TOKENS = 256
+"""Shorter slices are not worth their launches."""
+EVENED = 0.45
+"""With one slice per stage, the share of such waiting that long backwards beside short forwards take back: fitted to
+simulated pipelines of 2 to 8 stages."""
+LEAST_TOKENS_CHANGED = 1024
+"""Slices of plans that have been found are not made shorter."""
+
+
+class SlimPipe(Schedule):
+    """Slices of a sequence take turns, so that a stage holds little more than one microbatch."""
+
+    name = "slimpipe"
+    cuts_sequences = True
+    fills_by_stages = True
+
+    def runs(self, estimator: OperatingPoints, candidate: Candidate) -> bool:
+        """There are slices for all stages, of tokens that TP ranks share, and heads suit the attention kernels.
+
+        Slices that do not divide the sequence differ by as many tokens as ranks share.
+        """
+        model, cluster, slices = estimator.model, estimator.cluster, candidate.slices
+        if slices < len(candidate.stages):
+            return False
+        tps = {g.tp for s in candidate.stages for g in s.groups} if model.sequence_parallel else ()
+        unit = lcm(*tps)
+        if model.seq_length % unit or model.seq_length // unit < slices:
+            return False
+        return model.head_dim % 8 == 0 or all(cluster.gpu(cluster.nodes[p].gpu).is_processor for p in candidate.gpus())
+
+    def variants(self, estimator: OperatingPoints, plain: Candidate) -> Iterator[Candidate]:
+        """With several numbers of slices."""
+        count, length = len(plain.stages), estimator.model.seq_length
+        wanted = (count, 2 * count, 4 * count) if count > 1 else ()
+        for slices in dict.fromkeys(_dividing(length, n) for n in wanted if length // n >= LEAST_TOKENS):
+            yield plain.with_(schedule=self.name, slices=slices)
+
+    def changes(self, estimator: OperatingPoints, candidate: Candidate) -> Iterator[Candidate]:
+        """More and fewer slices and chunks, and the context exchange."""
+        c, length, count = candidate, estimator.model.seq_length, len(candidate.stages)
+        for slices in (c.slices * 2, c.slices // 2):
+            if slices >= count and length // slices >= LEAST_TOKENS_CHANGED * c.cp:
+                yield c.with_(slices=slices)
+        for chunks in (c.chunks + 1, c.chunks - 1):
+            if 1 <= chunks <= min(s.layers for s in c.stages) and (chunks == 1 or c.slices % count == 0):
+                yield c.with_(chunks=chunks)
+        yield c.with_(exchange=not c.exchange)
+
+    def most_pieces(self, estimator: OperatingPoints) -> int:
+        """As many slices as are worth their launches."""
+        return max(1, estimator.model.seq_length // LEAST_TOKENS)
+
+    def in_flight(self, candidate: Candidate, stage: StageTimes, s: int, i: int) -> float:
+        """SlimPipe, equation (1)."""
+        cut = candidate.slices * candidate.chunks_of(s)
+        return min(float(stage.microbatches[i]), (cut + 2 * (len(candidate.stages) - 1 - s)) / cut)
+
+    def expected_in_flight(self, like: Candidate, place: Place) -> float:
+        """SlimPipe, equation (1)."""
+        return min(place.microbatches, 1.0 + 2 * place.after / (like.slices * like.chunks))
+
+    def vocabulary_loss_s(self, like: Candidate, unit: Unit, stages: int, layers: float) -> float:
+        """Stages that meet for every slice wait for the one whose slice attends to the most keys."""
+        if like.exchange:
+            return 0.0
+        n, wrapped = like.slices, min(stages, like.slices) - 1
+        longest = sum(slice_ + 0.5 for slice_ in range(wrapped, n)) + wrapped * (n - 0.5)
+        attention_s = layers * (unit.attention_f + unit.attention_b)
+        return attention_s * (longest / (n * n / 2) - 1) * (1 - EVENED * (wrapped + 1) / n)
+
+    def layer_share(self, unit: Unit) -> float:
+        """Attention by slices keeps no attention matrices."""
+        return unit.sliced_share
+
+    def logits(self, candidate: Candidate, held: float, head_bytes: float) -> float:
+        """Of all slices: the last stage goes through all of them before the backward of the last one, which is first.
+
+        Most is held in that backward: at its loss, or under full recomputation in its layers, where its own logits are
+        used up and all keys and values have gradients.
+        """
+        return held * head_bytes * (1 - 1 / candidate.slices if candidate.recompute == "full" else 1.0)
+
+    def head_workspace(self, candidate: Candidate, unit: Unit) -> float:
+        """Under full recomputation that of the layers, beside which the slice's logits are not there any more."""
+        if candidate.recompute == "full":
+            return max(unit.workspace_bytes, unit.head_workspace_bytes)
+        return super().head_workspace(candidate, unit)
+
+    def parameters(self, candidate: Candidate, estimate: Estimate, alike: bool) -> dict[str, object]:
+        """The number of slices."""
+        return {"slices": candidate.slices} | super().parameters(candidate, estimate, alike)
+
+    def cut(self, estimator: OperatingPoints, candidate: Candidate) -> dict[str, object]:
+        """Slices of equal work where documents share sequences; the context exchange evens out equal ones as well."""
+        if candidate.slices == 1 or candidate.exchange or estimator.model.document_lengths is None:
+            return {}
+        return {"slice_lengths": WORK, "slice_keys_per_token": _keys_per_token(estimator, candidate)}
+
+    def slice_parts(self, model: Model, plan: Plan) -> Parts:
+        """By the model's documents, and by how the plan cuts sequences."""
+        if model.document_lengths is None and cutting_of(plan).is_even and has_even_slices(plan):
+            return ()
+        cutting, units = cutting_of(plan, _arguments(model)), attention_units(plan)
+        found, at = [], 0
+        for microbatch in range(plan.training.num_microbatches):
+            size = plan.training.sequences(microbatch)
+            found.append(_parts(cutting, units, model.document_lengths, at, size))
+            at += size
+        return tuple(found)
+
+
+def _dividing(length: int, wanted: int) -> int:
+    """So many slices, or a few more that divide the sequence: equal slices are simulated in less time."""
+    return next((n for n in range(wanted, 2 * wanted) if length % n == 0), wanted)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(cutting: Cutting, units: int, lengths: Lengths | None, at: int, size: int) -> tuple[SlicePart, ...]:
+    """Of one microbatch, which has ``size`` sequences from the ``at``-th on."""
+    if lengths is None:
+        return cutting.parts(None, units)
+    sequences = drawn(lengths, cutting.length)
+    return cutting.parts([sequences[(at + i) % len(sequences)] for i in range(size)], units)
+
+
+def _keys_per_token(estimator: OperatingPoints, candidate: Candidate) -> float:
+    """Keys that a query attends to in the time that the rest of a layer takes, in the mean of all replicas."""
+    model, rest, attention = estimator.model, 0.0, 0.0
+    for stage in candidate.stages:
+        for g in stage.groups:
+            u = estimator.unit_of(candidate, g)
+            assert u is not None
+            own = u.attention_f + u.attention_b
+            rest += g.count * (u.layer_f + u.layer_b - own)
+            attention += g.count * own
+    keys = model.seq_length / 2 * model.attention_share  # of a query, in the mean
+    return float(f"{max(rest / attention * keys, 1.0):.3g}")
+
+
+def _arguments(model: Model) -> SimpleNamespace:
+    """What of Megatron's arguments decides what slices see, and how long those of equal work are."""
+    x, window, period = model.experts, model.attention_window, model.window_period
+    return SimpleNamespace(
+        hidden_size=model.hidden_size,
+        kv_channels=model.head_dim,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.groups,
+        group_query_attention=True,
+        num_layers=model.num_layers,
+        swiglu=model.gated,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_experts=x.count if x else None,
+        moe_router_topk=x.top_k if x else 0,
+        moe_ffn_hidden_size=x.ffn_hidden_size if x else None,
+        moe_shared_expert_intermediate_size=x.shared_ffn_hidden_size if x else None,
+        window_size=None if window is None else (window - 1, 0),
+        window_attn_skip_freq=period or None,
+    )

@@ -1,0 +1,1 @@
+"""``het-plan emit``: everything that Megatron, torchrun and Slurm run."""

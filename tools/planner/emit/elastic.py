@@ -1,0 +1,308 @@
+"""``elastic.sbatch``: a job whose plan changes while it runs; see docs/elastic.md.
+
+The batch script runs the controller on the first node, and one agent per node, each in a Slurm step of its own, so that
+a node that goes down takes no other step with it.  The script knows the kind of every node from the component of the
+job that the node is in, and tells the agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_het.elastic.pool import Process, assign
+from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.launch.megatron_args import environment_of
+from megatron_het.plan import Plan, PlanError, load_plan
+
+from ..errors import PlannerError, from_plan_error
+from ..inputs.names import quote
+from .nodes import Component, Node, NodeKind, components
+from .scripts import LaunchOptions, feature_function, head, master, plain_obstacle, plain_resources, resources, settings
+
+SCRIPT = "elastic.sbatch"
+NOTICE_S = 120
+"""How long before the end of its time a job is told, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticOptions:
+    """What an elastic job is told beyond :class:`LaunchOptions`.
+
+    Attributes:
+        iterations: Of the training; a job that was stopped before the last one is submitted again.
+        more: Further plans with their files, the best one first; the job's own plan comes before them.
+        inputs: Names of cluster file, model file and (where there is one) profile in the run's folder, from which plans
+            are searched for pools that no given plan fits; empty: none are searched.
+    """
+
+    iterations: int
+    more: tuple[tuple[str, Plan], ...] = ()
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def named(self) -> dict[str, Plan]:
+        """The further plans, by their names in the run's folder."""
+        return {f"plan-{i}.json": plan for i, (_, plan) in enumerate(self.more, 2)}
+
+
+def load_more(files: Sequence[Path]) -> tuple[tuple[str, Plan], ...]:
+    """The plans of ``--plans``, by file.
+
+    Raises:
+        PlannerError: A file is no plan, or one that no run can have.
+    """
+    found = []
+    for file in files:
+        try:
+            plan = load_plan(file)
+            check_plan_alone(plan)
+        except PlanError as error:
+            raise from_plan_error(str(file), error) from None
+        found.append((str(file), plan))
+    return tuple(found)
+
+
+def checked_sbatch(
+    plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeKind], launch: LaunchOptions, elastic: ElasticOptions
+) -> str:
+    """The script of a plan and the others.
+
+    Args:
+        plan: The first plan.
+        nodes: Its launch.
+        kinds: Node kinds by name.
+        launch: Settings of the scripts.
+        elastic: Of an elastic job.
+
+    Raises:
+        PlannerError: What cannot be.
+    """
+    _check(plan, nodes, kinds, launch, elastic)
+    environment = {**_rank_environment(plan, elastic), **(launch.environment or {})}
+    return _sbatch(nodes, kinds, replace(launch, environment=environment), elastic)
+
+
+def _check(
+    plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeKind], launch: LaunchOptions, elastic: ElasticOptions
+) -> None:
+    """The plans belong to one training, and the job's nodes can run each of them.
+
+    Raises:
+        PlannerError: What cannot be.
+    """
+    if launch.doctor:
+        raise PlannerError(
+            "emit",
+            "--doctor",
+            True,
+            "checks the ranks of one plan, and an elastic job starts one task per node, whose plan changes",
+            "Leave one of --doctor and --elastic out; a job of its own can check the nodes",
+        )
+    pool = [
+        Process(i * 4096 + slot, f"node {i}", kinds[node.kind].gpu or node.kind)
+        for i, node in enumerate(nodes)
+        for slot in range(len(node.ranks))
+    ]
+    for file, other in elastic.more:
+        for key, value, first in (
+            ("model", other.model, plan.model),
+            ("training.global_batch_size", other.training.global_batch_size, plan.training.global_batch_size),
+            ("training.precision", other.training.precision, plan.training.precision),
+        ):
+            if value != first:
+                raise PlannerError(
+                    file, key, str(value), f"the first plan has {first}", "Give plans for one training (--plans)"
+                )
+        if assign(other, pool) is None:
+            raise PlannerError(
+                file,
+                "stages",
+                None,
+                f"its {other.world_size} ranks do not fit the job's nodes, which are those of the first plan: "
+                + ", ".join(f"{len(node.ranks)} x {kinds[node.kind].gpu or node.kind}" for node in nodes),
+                "Give the plan that needs most nodes first",
+            )
+
+
+_START = """
+# One controller, on this node.  What it writes is in $ELASTIC; only its owner can read the job's token.
+export ELASTIC="$RUN_DIR/elastic" CONTROLLER="$MASTER_ADDR:$MASTER_PORT" LOST_S="${LOST_S:-30}"
+mkdir -p "$ELASTIC"
+chmod 700 "$ELASTIC"
+rm -f "$ELASTIC/token"
+# The processes of an earlier start of this job have gone, and their memory with them: the newest checkpoint counts.
+[[ ! -e "$ELASTIC/state.json" ]] || mv -f "$ELASTIC/state.json" "$ELASTIC/state-before-$SLURM_JOB_ID.json"
+newest() {
+    local iteration=
+    [[ ! -s "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]] ||
+        read -r iteration <"$CHECKPOINTS/latest_checkpointed_iteration.txt" || true
+    [[ "$iteration" =~ ^[0-9]+$ ]] && echo "$((10#$iteration))" || echo 0
+}
+before=$(newest)
+"""
+
+_CONTROL = """\
+control() {
+    local rc=1 try
+    trap '' TERM  # what Slurm sends when it takes the job away; the ranks need the controller while they save
+    for try in 1 2 3 4; do  # one that a signal has ended goes on from its file
+        "$PYTHON" -m megatron_het.elastic --controller "$CONTROLLER" --token-file "$ELASTIC/token" \\
+            --folder "$ELASTIC" --controller-only --nodes "$NODES" --lost-s "$LOST_S" "${HOW[@]}" && rc=0 || rc=$?
+        ((rc > 128)) || break
+    done
+    return "$rc"
+}
+as_agent() {
+    source "$RUN_DIR/args.sh"
+    # Ranks load the newest checkpoint that is whole, and begin anew where no save has ever ended.
+    local flags=(--save "$CHECKPOINTS" --save-interval "$SAVE_INTERVAL" --ckpt-format torch_dist --load "$CHECKPOINTS")
+    trap '' TERM  # all nodes get it at once, and none of them can leave: see notice
+    # On this signal, which the script below sends, all ranks save and end after the running iteration.
+    flags+=(--exit-signal-handler --exit-signal SIGUSR1)
+    exec "$PYTHON" -m megatron_het.elastic --controller "$CONTROLLER" --token-file "$ELASTIC/token" \\
+        --folder "$ELASTIC" --node "$1" --device "$2" --workers "$3" -- "${ELASTIC_ARGS[@]}" "${flags[@]}"
+}
+export -f as_agent
+control &
+controller=$!
+for ((i = 0; i < 600; i++)); do
+    [[ ! -s "$ELASTIC/token" ]] && kill -0 "$controller" 2>/dev/null || break
+    sleep 0.1
+done
+if ! kill -0 "$controller" 2>/dev/null; then  # its error is in this log
+    wait "$controller" && exit 0 || exit "$?"
+fi
+
+# One step per node.  --kill-on-bad-exit=0: a node that fails ends its own step only.
+steps=()
+noticed=
+notice() {  # near the end of the job's time, or before it is taken away: save and stop
+    noticed=1
+    kill -USR1 "${steps[@]}" 2>/dev/null || true
+}
+trap notice TERM
+start_agent() {
+    srun "${@:4}" --nodes=1 --ntasks=1 --nodelist="$1" --cpu-bind=none --kill-on-bad-exit=0 --no-kill \\
+        bash -c 'as_agent "$@"' as_agent "$1" "$2" "$3" &
+    steps+=($!)
+}
+"""
+
+_END = """
+rc=143
+while ((rc > 128)) && kill -0 "$controller" 2>/dev/null; do  # a signal that is trapped ends the waiting
+    wait "$controller" && rc=0 || rc=$?
+done
+if ((rc > 128)); then  # it has ended between two looks; 127: it was waited for, and a signal has ended it
+    wait "$controller" 2>/dev/null && ended=0 || ended=$?
+    ((ended == 127)) || rc=$ended
+fi
+if [[ -n "$noticed" ]]; then
+    for ((i = 0; i < 200; i++)); do  # agents end when their workers have; they were told how the job ended
+        kill -0 "${steps[@]}" 2>/dev/null || break
+        sleep 0.1
+    done
+    state=$(scontrol show job "$SLURM_JOB_ID" -o | grep -o 'JobState=[A-Z_]*' | head -n1 || true)
+    if (($(newest) >= ITERATIONS)); then
+        rc=0
+    elif (($(newest) > before)) && [[ "$state" == JobState=RUNNING ]]; then
+        echo "stopped after iteration $(newest) of $ITERATIONS; the job is queued again"
+        scontrol requeue "$SLURM_JOB_ID"
+        sleep 60  # Slurm ends this script
+    fi
+fi
+exit "$rc"
+"""
+
+
+def _sbatch(
+    nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions, elastic: ElasticOptions
+) -> str:
+    """The job, with one task per node: a plain job where one can do it, else a component per kind of node.
+
+    Slurm leaves the job alone when a node fails (``--no-kill``), queues it again when the first node fails
+    (``--requeue``), and tells the batch script before its time is over (``--signal``).
+    """
+    parts = components(nodes, kinds)
+    text = head(options, f"Submit with: sbatch {SCRIPT}")
+    text += f"#SBATCH --signal=B:TERM@{NOTICE_S}\n"
+    plain = not plain_obstacle(nodes, kinds)
+    if plain:
+        blocks = [plain_resources(parts, kinds, options, tasks_per_node=1)]
+    else:
+        parts = _leader_first(parts)
+        blocks = [resources(part, kinds[part.kind], options, tasks_per_node=1) for part in parts]
+    text += "#SBATCH hetjob\n".join("#SBATCH " + " ".join([*words, "--no-kill"]) + "\n" for words in blocks)
+    first = "SLURM_JOB_NODELIST" if plain else "SLURM_JOB_NODELIST_HET_GROUP_0"
+    text += "set -euo pipefail\numask 077\n\n" + settings(options)
+    text += master(f'$(scontrol show hostnames "${first}" | head -n1)')
+    text += f"export ITERATIONS={elastic.iterations} NODES={len(nodes)}\n"
+    text += _START + _how(elastic) + _CONTROL
+    text += _plain_agents(parts, kinds) if plain else _het_agents(parts, kinds)
+    return text + _END
+
+
+def notes(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> list[str]:
+    """What a failing node costs more than usual."""
+    if not plain_obstacle(nodes, kinds) or len(_leader_first(components(nodes, kinds))[0].nodes) > 1:
+        return []
+    return [
+        f"{SCRIPT}: a heterogeneous job whose components have one node each is queued again by Slurm when any node "
+        "fails, and resumes from the newest checkpoint"
+    ]
+
+
+def _leader_first(parts: Sequence[Component]) -> list[Component]:
+    """The component with most nodes first; which rank is where does not depend on the order.
+
+    It is the leader of the heterogeneous job.  When a node of any component fails, Slurm leaves a leader of several
+    nodes alone, and queues the whole job again where the leader has one node.
+    """
+    return sorted(parts, key=lambda part: -len(part.nodes))
+
+
+def _agent(part: Component, kinds: Mapping[str, NodeKind], *words: str) -> str:
+    kind = kinds[part.kind]
+    if kind.python:
+        words = *words, quote(f"--export=ALL,PYTHON={kind.python}")
+    return " ".join(['start_agent "$host"', quote(kind.gpu or part.kind), str(part.per_node), *words])
+
+
+def _plain_agents(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
+    text, names = feature_function(parts, kinds)
+    text += 'for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do\n'
+    text += '    feature=$(feature_of "$host")\n    case "$feature" in\n'
+    for name, part in zip(names, parts, strict=True):
+        text += f"        {quote(name)}) {_agent(part, kinds)} ;;\n"
+    return text + "    esac\ndone\n"
+
+
+def _het_agents(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
+    text = ""
+    for i, part in enumerate(parts):
+        text += f'for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_{i}"); do\n'
+        text += f"    {_agent(part, kinds, f'--het-group={i}')}\ndone\n"
+    # Slurm queues a component whose only node has failed again, by itself; it cannot start without the others.
+    text += "forget() {\n    local group job\n"
+    text += f"    for ((group = 1; group < {len(parts)}; group++)); do\n"
+    text += '        job="SLURM_JOB_ID_HET_GROUP_$group"\n'
+    return text + '        scancel --state=PENDING "${!job}" || true\n    done\n}\ntrap forget EXIT\n'
+
+
+def _how(elastic: ElasticOptions) -> str:
+    """Bash: where the controller's plans come from."""
+    words = ["--plans", *(f'"$RUN_DIR/{name}"' for name in ("plan.json", *elastic.named))]
+    for flag, name in zip(("--cluster", "--model", "--profile"), elastic.inputs, strict=False):
+        words += [flag, f'"$RUN_DIR/{name}"']
+    return f"HOW=({' '.join(words)})\n"
+
+
+def _rank_environment(plan: Plan, elastic: ElasticOptions) -> dict[str, str]:
+    """Variables of every rank: what one of the plans needs, and what a plan that is searched may need."""
+    found: dict[str, str] = {}
+    for one in (plan, *(other for _, other in elastic.more)):
+        found |= environment_of(one)
+    # It is read once, when CUDA starts; a later plan with TP would be refused without it.
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **found} if elastic.inputs else found

@@ -1,0 +1,273 @@
+"""A plan as Megatron's own command-line flags, and as a stock layout when it needs no extension."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_het.features import features_of
+from megatron_het.features.base import flag_of
+from megatron_het.features.documents.spec import BY_DATASET
+from megatron_het.launch.megatron_args import LATENT_SPEC, pipeline_layout
+from megatron_het.plan import Plan, plan_hash
+
+from ..costs.schedules import STOCK
+from ..inputs.model_parts import Experts, FlagValue, Latent, flag_words
+from ..inputs.names import comment, default_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What a plan does not say about the model.
+
+    Attributes:
+        normalization: ``RMSNorm`` or ``LayerNorm``.
+        gated: Gated MLP.
+        biases: Linear layers with biases.
+        learned_positions: Rows of a learned position table; 0 = rotary embeddings.
+        vocab_size: For the tokenizer flags; 0 = leave them out.
+        head_size: Width of one attention head, where Megatron's own would be another.
+        experts: Layers of experts; every replica holds all of them.
+        window: Keys that a query sees in layers with a sliding window, and every how many layers one sees all (0:
+            none does).
+        latent: Multi-head latent attention.
+        documents: Whether sequences are packed documents that do not see each other.
+        flags: Further flags of the model, which count where they repeat one (``model_parts.MODEL_FLAGS``).
+    """
+
+    normalization: str = "RMSNorm"
+    gated: bool = True
+    biases: bool = False
+    learned_positions: int = 0
+    vocab_size: int = 0
+    head_size: int | None = None
+    experts: Experts | None = None
+    window: tuple[int, int] | None = None
+    latent: Latent | None = None
+    documents: bool = False
+    flags: Mapping[str, FlagValue] = field(default_factory=dict)
+
+
+def model_arguments(plan: Plan, options: ModelOptions) -> list[str]:
+    """Flags of the model: its shape, its parts, and what the model file has besides."""
+    model = plan.model
+    found: dict[str, FlagValue] = {
+        "num-layers": model.num_layers,
+        "hidden-size": model.hidden_size,
+        "num-attention-heads": model.num_attention_heads,
+        "seq-length": model.seq_length,
+        "max-position-embeddings": options.learned_positions or model.seq_length,
+        "normalization": options.normalization,
+        "attention-dropout": 0,
+        "hidden-dropout": 0,
+    }
+    if model.ffn_hidden_size is not None:
+        found["ffn-hidden-size"] = model.ffn_hidden_size
+    if model.num_query_groups != model.num_attention_heads:
+        found |= {"group-query-attention": True, "num-query-groups": model.num_query_groups}
+    if options.head_size is not None:
+        found["kv-channels"] = options.head_size
+    found["position-embedding-type"] = "learned_absolute" if options.learned_positions else "rope"
+    found["swiglu"] = options.gated and "quick-geglu" not in options.flags
+    found["disable-bias-linear"] = not options.biases
+    found["untie-embeddings-and-output-weights"] = not model.tied_embeddings
+    if model.mtp_num_layers:
+        found["mtp-num-layers"] = model.mtp_num_layers
+    found |= _attention_flags(options)
+    if options.experts is not None:
+        found |= _expert_flags(options.experts, model.num_layers)
+        # A softmax over one expert has no gradient.
+        one = options.experts.top_k == 1 and "moe-router-score-function" not in options.flags
+        found["moe-router-pre-softmax"] = one
+    plain = options.latent is not None and not options.latent.query_rank
+    return flag_words(found | dict(options.flags)) + (["--spec", *LATENT_SPEC] if plain else [])
+
+
+def _attention_flags(options: ModelOptions) -> dict[str, FlagValue]:
+    """Flags of documents, sliding windows and latent attention."""
+    found: dict[str, FlagValue] = {flag_of(BY_DATASET).removeprefix("--"): True} if options.documents else {}
+    if options.window is not None:
+        keys, period = options.window
+        found["window-size"] = f"{keys - 1},0"  # Megatron does not count a token's own key
+        if period:
+            found["window-attn-skip-freq"] = period
+    if options.latent is not None:
+        x = options.latent
+        found["multi-latent-attention"] = True
+        if x.query_rank:
+            found["q-lora-rank"] = x.query_rank
+        found |= {"kv-lora-rank": x.key_value_rank, "qk-head-dim": x.nope_size}
+        found |= {"qk-pos-emb-head-dim": x.rope_size, "v-head-dim": x.value_size}
+    return found
+
+
+def _expert_flags(experts: Experts, num_layers: int) -> dict[str, FlagValue]:
+    """Flags of the layers of experts; how tokens are balanced is the model file's, or the user's."""
+    found: dict[str, FlagValue] = {
+        "num-experts": experts.count,
+        "moe-router-topk": experts.top_k,
+        "moe-ffn-hidden-size": experts.ffn_hidden_size,
+        "moe-token-dispatcher-type": "alltoall",
+    }
+    if experts.shared_ffn_hidden_size:
+        found["moe-shared-expert-intermediate-size"] = experts.shared_ffn_hidden_size
+    if experts.dense_layers:
+        found["moe-layer-freq"] = f"[0]*{experts.dense_layers}+[1]*{num_layers - experts.dense_layers}"
+    return found
+
+
+def common_arguments(plan: Plan) -> list[str]:
+    """Flags that all plans of one training have in common; the rest comes from the plan of the moment."""
+    training = plan.training
+    words = ["--global-batch-size", str(training.global_batch_size), "--calculate-per-token-loss"]
+    if training.precision in ("bf16", "fp16"):
+        words.append(f"--{training.precision}")
+    return [*words, "--dist-ckpt-optim-fully-reshardable"]
+
+
+def plan_arguments(plan: Plan) -> list[str]:
+    """Flags of batch, precision, recompute and optimizer that the plan fixes."""
+    training = plan.training
+    words = [
+        "--micro-batch-size",
+        str(training.micro_batch_size),
+        "--global-batch-size",
+        str(training.global_batch_size),
+        # Any routing of microbatches gives the same training only with this.
+        "--calculate-per-token-loss",
+    ]
+    if training.precision in ("bf16", "fp16"):
+        words.append(f"--{training.precision}")
+    if training.sequence_parallel:
+        words.append("--sequence-parallel")
+    if training.recompute == "full":
+        words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    elif training.recompute == "selective":
+        words += ["--recompute-granularity", "selective"]
+    if training.distributed_optimizer:
+        words += ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+    return words
+
+
+def extension_reasons(plan: Plan) -> list[str]:
+    """Why stock Megatron cannot run the plan; empty when it can."""
+    reasons = []
+    if plan.schedule.name not in STOCK:
+        reasons.append(f"schedule {plan.schedule.name}")
+    # Slack only matters where stages divide microbatches differently, which is a reason of its own.
+    reasons += [
+        f"schedule parameter {name}" for name, value in plan.schedule.parameters.items() if value and name != "slack"
+    ]
+    reasons += filter(None, (feature.beyond_stock(plan, options) for feature, options in features_of(plan)))
+    sizes = {r.tp for s in plan.stages for r in s.replicas}
+    if len(sizes) > 1:
+        reasons.append(f"tensor-parallel sizes {sorted(sizes)} differ")
+    parts = {r.ep for s in plan.stages for r in s.replicas}
+    if len(parts) > 1:
+        reasons.append(f"expert-parallel sizes {sorted(parts)} differ")
+    counts = {len(s.replicas) for s in plan.stages}
+    if len(counts) > 1:
+        reasons.append(f"stages have {sorted(counts)} replicas")
+    shares = {len(r.microbatches) for s in plan.stages for r in s.replicas}
+    if len(shares) > 1:
+        reasons.append(f"replicas get {sorted(shares)} microbatches")
+    if len({len(s.layers) for s in plan.stages}) > 1:
+        reasons.append("stages have different numbers of chunks")
+    if not reasons and list(_stock_ranks(plan)) != [k for s in plan.stages for r in s.replicas for k in r.ranks]:
+        reasons.append("ranks are not numbered in Megatron's order (TP, then replicas, then stages)")
+    return reasons
+
+
+def _stock_ranks(plan: Plan) -> Sequence[int]:
+    """Ranks in the order tp, dp, pp, which is 0, 1, 2, ... stage by stage."""
+    return range(plan.world_size)
+
+
+def stock_arguments(plan: Plan) -> list[str]:
+    """Flags with which stock Megatron runs the plan.
+
+    Raises:
+        ValueError: The plan needs the extension; the message says why.
+    """
+    reasons = extension_reasons(plan)
+    if reasons:
+        raise ValueError("stock Megatron cannot run this plan: " + "; ".join(reasons))
+    stages, cut = len(plan.stages), plan.stages[0].replicas[0].cut
+    words = ["--tensor-model-parallel-size", str(cut.tp), "--pipeline-model-parallel-size", str(stages)]
+    if cut.ep > 1:
+        words += ["--expert-model-parallel-size", str(cut.ep), "--expert-tensor-parallel-size", str(cut.expert_tp)]
+    if stages > 1:
+        # With one stage Megatron ignores a layout without saying so, hence none is given then.
+        words += ["--pipeline-model-parallel-layout", layout_string(plan)]
+    return words
+
+
+def layout_string(plan: Plan) -> str:
+    """The layers in Megatron's notation, repetitions shortened: ``Et*3|t*5L``."""
+    parts = []
+    for part in pipeline_layout(plan).split("|"):
+        count = part.count("t")
+        layers = "t" * count if count < 3 else f"t*{count}"
+        parts.append(("E" if "E" in part else "") + layers + ("L" if "L" in part else ""))
+    return "|".join(parts)
+
+
+def lines_of(words: Sequence[str]) -> list[str]:
+    """Words as shell-quoted lines, a flag and its values on one line."""
+    lines: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not lines:
+            lines.append([])
+        lines[-1].append(shlex.quote(word))
+    return [" ".join(line) for line in lines]
+
+
+def bash_array(name: str, words: Sequence[str]) -> str:
+    """A bash array with one flag per line."""
+    if not words:
+        return f"{name}=()\n"
+    return f"{name}=(\n" + "".join(f"    {line}\n" for line in lines_of(words)) + ")\n"
+
+
+def args_sh(
+    plan: Plan,
+    plan_file: str,
+    groups: Mapping[str, Sequence[str]],
+    header: Sequence[str] = (),
+    *,
+    elastic: bool = False,
+) -> str:
+    """A file to ``source``: one bash array per group and ``MEGATRON_ARGS`` with all of them.
+
+    Args:
+        plan: The plan.
+        plan_file: Path of plan.json as ranks see it.
+        groups: Flags by name, e.g. ``{"MODEL": [...], "TRAINING": [...]}``.
+        header: Comment lines.
+        elastic: Whether there is ``ELASTIC_ARGS`` as well, for an elastic job, whose plan changes.
+    """
+    arrays = {f"{name}_ARGS": list(words) for name, words in groups.items()}
+    arrays["PLAN_ARGS"] = plan_arguments(plan)
+    reasons = extension_reasons(plan)
+    text = "# shellcheck shell=bash disable=SC2034\n"
+    text += f'# Megatron arguments of plan {plan_hash(plan)}.  Use: source args.sh; ... "${{MEGATRON_ARGS[@]}}"\n'
+    text += "".join(f"# {comment(line)}\n" for line in header)
+    text += default_of("HET_PLAN", plan_file) + "\n\n"
+    text += "\n".join(bash_array(name, words) for name, words in arrays.items())
+    text += '\nHET_ARGS=(--het-plan "$HET_PLAN")\n'
+    if reasons:
+        text += "# Stock Megatron cannot run this plan: " + comment("; ".join(reasons)) + ".\n"
+    else:
+        text += "# This plan needs no extension: with STOCK_ARGS instead of HET_ARGS stock Megatron runs it.\n"
+        text += bash_array("STOCK_ARGS", stock_arguments(plan))
+    everything = " ".join(f'"${{{name}[@]}}"' for name in [*arrays, "HET_ARGS"])
+    text += f"MEGATRON_ARGS=({everything})\n"
+    if elastic:
+        text += (
+            "\n# An elastic job gets its plan from the controller; these flags go with every plan of the training.\n"
+        )
+        text += bash_array("COMMON_ARGS", common_arguments(plan))
+        parts = " ".join(f'"${{{name}[@]}}"' for name in [*(f"{group}_ARGS" for group in groups), "COMMON_ARGS"])
+        text += f"ELASTIC_ARGS=({parts})\n"
+    return text

@@ -1,0 +1,362 @@
+"""Launch scripts: one Slurm file (heterogeneous or plain), and one torchrun script per node.
+
+All of them set ranks explicitly, turn the flight recorder on, write logs under the run's folder and
+resume from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..inputs.names import comment, default_of, is_feature, quote
+from .nodes import Component, Node, NodeKind, components, task_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """Settings of the scripts.
+
+    Attributes:
+        run_dir: Folder of the run as the nodes see it: args.sh, logs and checkpoints live there.
+        job_name: Name of the job.
+        time_limit: Slurm's time limit.
+        python: The interpreter.
+        module: The training module.
+        save_interval: Iterations between checkpoints.
+        environment: Further variables for every rank.
+        cpus_per_task: Cores of a rank; 0 = Slurm's default.
+        doctor: Check the nodes first; the training starts only if they are fit.
+    """
+
+    run_dir: str
+    job_name: str = "megatron-het"
+    time_limit: str = "24:00:00"
+    python: str = "python"
+    module: str = "megatron_het.pretrain_gpt"
+    save_interval: int = 500
+    environment: Mapping[str, str] | None = None
+    cpus_per_task: int = 0
+    doctor: bool = False
+
+
+# Variables of the process, each unless the user has set it.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    # The flight recorder: the last collectives of every rank, written when one times out.
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_DUMP_TEMP_FILE": "$RUN_DIR/logs/flight-recorder-rank-",
+    # torch before 2.9 knows the same two under these names.
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "$RUN_DIR/logs/flight-recorder-rank-",
+}
+
+RESUME = """\
+# Resume from the newest checkpoint.  Without the tracker file Megatron would silently start anew.
+if [[ -s "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]]; then
+    export HET_RESUME=1
+elif compgen -G "$CHECKPOINTS/iter_*" >/dev/null; then
+    echo "error: $CHECKPOINTS holds checkpoints but no latest_checkpointed_iteration.txt, or an empty one:" \\
+        "a save was interrupted. Write the iteration to resume from into that file, or move the folder away." >&2
+    exit 1
+else
+    export HET_RESUME=
+fi
+"""
+
+_TRAIN = """\
+train() {
+    source "$RUN_DIR/args.sh"
+    local checkpoint=(--save "$CHECKPOINTS" --save-interval "$SAVE_INTERVAL" --ckpt-format torch_dist)
+    if [[ -n "$HET_RESUME" ]]; then
+        checkpoint+=(--load "$CHECKPOINTS" --exit-on-missing-checkpoint)
+    fi
+    exec "$PYTHON" -m "$TRAIN_MODULE" "${MEGATRON_ARGS[@]}" "${checkpoint[@]}"
+}
+"""
+
+_DIAGNOSE = """\
+diagnose() {
+    source "$RUN_DIR/args.sh"
+    local more
+    read -ra more <<<"${HET_DOCTOR_ARGS:-}"
+    exec "$PYTHON" -m megatron_het.doctor --expect "$RUN_DIR/expectations.json" --checkpoints "$CHECKPOINTS" \\
+        --json "$RUN_DIR/logs/doctor.json" "${more[@]}" -- "${MEGATRON_ARGS[@]}"
+}
+export -f diagnose
+"""
+_FIRST_DOCTOR = "\n# The nodes are checked first.  HET_DOCTOR=0 goes without; HET_DOCTOR_ARGS adds options.\n"
+
+
+def _functions(options: LaunchOptions) -> str:
+    """What a rank does: train, and before that the doctor's checks where they were asked for."""
+    return _TRAIN + (_DIAGNOSE if options.doctor else "")
+
+
+def settings(options: LaunchOptions) -> str:
+    """Variables of the script: where things are, and the environment of every rank."""
+    lines = [
+        f"export RUN_DIR={quote(options.run_dir)}",
+        'export CHECKPOINTS="${CHECKPOINTS:-$RUN_DIR/checkpoints}"',
+        f'export SAVE_INTERVAL="${{SAVE_INTERVAL:-{options.save_interval}}}"',
+        f"export {default_of('PYTHON', options.python)} TRAIN_MODULE={quote(options.module)}",
+    ]
+    given = options.environment or {}
+    lines += [f'export {name}="${{{name}:-{value}}}"' for name, value in _ENVIRONMENT.items() if name not in given]
+    lines += [f"export {default_of(name, value)}" for name, value in given.items()]
+    lines.append('mkdir -p "$RUN_DIR/logs" "$CHECKPOINTS"')
+    return "\n".join(lines) + "\n"
+
+
+def _table(ranks: Sequence[int]) -> str:
+    return " ".join(map(str, ranks))
+
+
+def resources(part: Component, kind: NodeKind, options: LaunchOptions, *, tasks_per_node: int = 0) -> list[str]:
+    """Words of an ``#SBATCH`` line.
+
+    Args:
+        part: A component of the job.
+        kind: Of its nodes.
+        options: Settings of the scripts.
+        tasks_per_node: Tasks that share the cores of a node's ranks; 0 = one per rank.
+    """
+    tasks = tasks_per_node or part.per_node
+    words = [f"--nodes={len(part.nodes)}", f"--ntasks-per-node={tasks}"]
+    if options.cpus_per_task:
+        words.append(f"--cpus-per-task={options.cpus_per_task * part.per_node // tasks}")
+    for name in ("partition", "constraint", "account"):
+        value = getattr(kind, name)
+        if value:
+            words.append(f"--{name}={quote(value)}")
+    if kind.gres:
+        words.append(f"--gres={quote(f'{kind.gres}:{part.per_node}')}")
+    return words
+
+
+def head(options: LaunchOptions, note: str) -> str:
+    """The first lines of a job."""
+    return (
+        "#!/bin/bash\n"
+        f"# {note}\n"
+        f"#SBATCH --job-name={quote(options.job_name)}\n"
+        f"#SBATCH --time={quote(options.time_limit)}\n"
+        f"#SBATCH --output={quote(f'{options.run_dir}/logs/%x-%j.out')}\n"
+        "#SBATCH --open-mode=append\n"
+        "#SBATCH --requeue\n"
+    )
+
+
+def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions) -> str:
+    """A heterogeneous job: one component per kind of node, one task per rank.
+
+    With a single component it is an ordinary job.  The batch script sees component 0 only, so totals
+    come from the plan; inside the tasks SLURM_PROCID counts over all components.
+    """
+    parts = components(nodes, kinds)
+    text = head(options, "Submit with: sbatch train.sbatch")
+    blocks = ["#SBATCH " + " ".join(resources(p, kinds[p.kind], options)) + "\n" for p in parts]
+    text += "#SBATCH hetjob\n".join(blocks)
+    several = len(parts) > 1
+    groups = ",".join(str(i) for i in range(len(parts)))
+    step = f"--het-group={groups} " if several else ""
+    nodelist = "SLURM_JOB_NODELIST_HET_GROUP_0" if several else "SLURM_JOB_NODELIST"
+    text += "set -euo pipefail\n\n" + settings(options)
+    text += "\n# Task n of the step is rank HET_RANKS[n] of the plan.\n"
+    text += f"export HET_RANKS={quote(_table(task_ranks(parts)))}\n"
+    text += f"export WORLD_SIZE={len(task_ranks(parts))}\n" + _interpreters(parts, kinds)
+    text += master(f'$(scontrol show hostnames "${nodelist}" | head -n1)')
+    text += "\n" + RESUME + "\n" + _functions(options) + _AS_TASK
+    text += _doctor_step(options, f"srun {step}--kill-on-bad-exit=0 --distribution=block")
+    text += f"\nrc=0\nsrun {step}--kill-on-bad-exit=1 --distribution=block bash -c as_task || rc=$?\nexit $rc\n"
+    return text
+
+
+def _interpreters(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash: the interpreter of every task, where kinds have their own."""
+    words = [kinds[part.kind].python for part in parts for _ in part.ranks]
+    return f'export HET_PYTHONS="{" ".join(word or "$PYTHON" for word in words)}"\n' if any(words) else ""
+
+
+def _doctor_step(options: LaunchOptions, step: str, function: str = "as_task") -> str:
+    """A step of its own before the training.  Ranks that find a fault let the others finish their table."""
+    if not options.doctor:
+        return ""
+    return (
+        f'{_FIRST_DOCTOR}if [[ "${{HET_DOCTOR:-1}}" != 0 ]]; then\n'
+        f"    {step} bash -c '{function} diagnose' || exit $?\nfi\n"
+    )
+
+
+_AS_TASK = """\
+as_task() {
+    local ranks=($HET_RANKS)
+    if [[ "$SLURM_NTASKS" != "$WORLD_SIZE" ]]; then
+        echo "error: the step has $SLURM_NTASKS tasks, the plan $WORLD_SIZE ranks" >&2
+        exit 1
+    fi
+    export RANK=${ranks[$SLURM_PROCID]} LOCAL_RANK=$SLURM_LOCALID
+    if [[ -n "${HET_PYTHONS:-}" ]]; then
+        local pythons=($HET_PYTHONS)
+        PYTHON=${pythons[$SLURM_PROCID]}
+    fi
+    "${1:-train}"
+}
+export -f train as_task
+"""
+
+
+def master(first: str) -> str:
+    """Address and port of rank 0.  A node's name need not resolve, its address does."""
+    return (
+        f"first={first}\n"
+        "address=$(scontrol show node \"$first\" -o | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2 || true)\n"
+        'export MASTER_ADDR="${address:-$first}" MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))\n'
+    )
+
+
+def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
+    """Why no plain job can run this launch; empty when one can."""
+    parts = components(nodes, kinds)
+    if len(parts) == 1:
+        return ""
+    if len({p.per_node for p in parts}) > 1 and any(kinds[p.kind].gres for p in parts):
+        return "nodes use different numbers of GPUs, and a plain job asks every node for the same"
+    names = {kinds[p.kind].constraint for p in parts}
+    if len({p.kind for p in parts}) > 1 and (len(names) < len(parts) or not all(map(is_feature, names))):
+        return "every node kind needs its own 'constraint' (a Slurm feature) to be told apart in one allocation"
+    if len({p.kind for p in parts}) < len(parts):
+        return "nodes of one kind use different numbers of devices"
+    if len({(kinds[p.kind].partition, kinds[p.kind].account) for p in parts}) > 1:
+        return "the kinds are in different partitions or accounts, and a plain job runs in one"
+    return ""
+
+
+def plain_resources(
+    parts: Sequence[Component], kinds: Mapping[str, NodeKind], options: LaunchOptions, *, tasks_per_node: int = 0
+) -> list[str]:
+    """Words of the ``#SBATCH`` line of a plain job; ``tasks_per_node`` as in :func:`resources`."""
+    most = max(p.per_node for p in parts)
+    first = kinds[parts[0].kind]
+    tasks = tasks_per_node or most
+    words = [f"--nodes={sum(len(p.nodes) for p in parts)}", f"--ntasks-per-node={tasks}"]
+    if options.cpus_per_task:
+        words.append(f"--cpus-per-task={options.cpus_per_task * most // tasks}")
+    for name in ("partition", "account"):
+        if getattr(first, name):
+            words.append(f"--{name}={quote(getattr(first, name))}")
+    if first.gres:
+        # Types differ between the kinds; the features choose the nodes.
+        gres = first.gres if len(parts) == 1 else first.gres.split(":")[0]
+        words.append(f"--gres={quote(f'{gres}:{most}')}")
+    if len(parts) > 1:
+        wanted = "&".join(f"{kinds[p.kind].constraint}*{len(p.nodes)}" for p in parts)
+        words.append(f"--constraint={quote(f'[{wanted}]')}")
+    elif first.constraint:
+        words.append(f"--constraint={quote(first.constraint)}")
+    return words
+
+
+def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: LaunchOptions) -> str:
+    """An ordinary job over all nodes; kinds are told apart by their features.
+
+    For clusters whose Slurm does not start heterogeneous jobs.  Ranks are put on their nodes with a
+    host file, one line per task.
+
+    Raises:
+        ValueError: see ``plain_obstacle``.
+    """
+    obstacle = plain_obstacle(nodes, kinds)
+    if obstacle:
+        raise ValueError(obstacle)
+    parts = components(nodes, kinds)
+    words = plain_resources(parts, kinds, options)
+    text = head(options, "Submit with: sbatch train-plain.sbatch")
+    text += "#SBATCH " + " ".join(words) + "\n"
+    text += "set -euo pipefail\n\n" + settings(options)
+    text += f"export HET_RANKS={quote(_table(task_ranks(parts)))} WORLD_SIZE={len(task_ranks(parts))}\n"
+    text += _interpreters(parts, kinds) + _host_file(parts, kinds)
+    text += master('$(head -n1 "$SLURM_HOSTFILE")')
+    text += "\n" + RESUME + "\n" + _functions(options) + _AS_TASK
+    text += _doctor_step(options, "srun --ntasks=$WORLD_SIZE --kill-on-bad-exit=0 --distribution=arbitrary")
+    text += (
+        "\nrc=0\nsrun --ntasks=$WORLD_SIZE --kill-on-bad-exit=1 --distribution=arbitrary "
+        "bash -c as_task || rc=$?\nexit $rc\n"
+    )
+    return text
+
+
+def feature_function(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> tuple[str, list[str]]:
+    """Bash that says which feature a host of a plain job has, and the feature of every part."""
+    if len(parts) == 1:
+        return "feature_of() { echo any; }\n", ["any"]
+    names = [kinds[p.kind].constraint for p in parts]
+    text = (
+        "feature_of() {\n"
+        "    local feature all\n"
+        "    all=,$(scontrol show node \"$1\" -o | grep -o 'ActiveFeatures=[^ ]*' | cut -d= -f2),\n"
+        f"    for feature in {' '.join(map(quote, names))}; do\n"
+        '        [[ "$all" == *",$feature,"* ]] && { echo "$feature"; return; }\n'
+        "    done\n"
+        '    echo "error: node $1 has none of the features of this job" >&2\n'
+        "    return 1\n"
+        "}\n"
+    )
+    return text, names
+
+
+def _host_file(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash that writes one host per task: first all nodes of the first kind, and so on."""
+    features, names = feature_function(parts, kinds)
+    text = "\n# One line per task: the host it runs on.\n" + features
+    text += 'export SLURM_HOSTFILE="$RUN_DIR/logs/hosts-$SLURM_JOB_ID"\n: >"$SLURM_HOSTFILE"\n'
+    for feature, part in zip(names, parts, strict=True):
+        text += (
+            'for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do\n'
+            f'    if [[ "$(feature_of "$host")" == {quote(feature)} ]]; then\n'
+            f'        for ((i = 0; i < {part.per_node}; i++)); do echo "$host" >>"$SLURM_HOSTFILE"; done\n'
+            "    fi\n"
+            "done\n"
+        )
+    return text
+
+
+def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions, python: str = "") -> str:
+    """The script to start on node ``index``; all nodes' scripts are started at about the same time.
+
+    Static rendezvous: with c10d the rank order would be arbitrary, and the plan says who is where.
+
+    Args:
+        python: The interpreter of this node, where it has its own.
+    """
+    node, options = nodes[index], replace(options, python=python or options.python)
+    ranks = [r for n in nodes for r in n.ranks]
+    main_host = nodes[0].host
+    text = "#!/bin/bash\n"
+    place = comment(node.kind + (f", {node.host}" if node.host else ""))
+    text += f"# Node {index} of {len(nodes)} ({place}): "
+    text += f"ranks {_table(node.ranks)} of the plan.\n"
+    text += "set -euo pipefail\n\n" + settings(options)
+    if main_host:
+        text += f"export {default_of('MASTER_ADDR', main_host)}\n"
+    elif len(nodes) > 1:
+        text += 'export MASTER_ADDR="${MASTER_ADDR:?set it to the address of node 0}"\n'
+    else:
+        text += 'export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"\n'
+    text += 'export MASTER_PORT="${MASTER_PORT:-29500}"\n'
+    text += "\n" + RESUME + "\n" + _functions(options)
+    text += f"# torchrun's rank n is rank HET_RANKS[n] of the plan.\nexport HET_RANKS={quote(_table(ranks))}\n"
+    text += (
+        "as_rank() {\n    local ranks=($HET_RANKS)\n    export RANK=${ranks[$RANK]}\n"
+        '    "${1:-train}"\n}\nexport -f train as_rank\n'
+    )
+    start = (
+        f'"$PYTHON" -m torch.distributed.run --nnodes={len(nodes)} --node-rank={index} '
+        f"--nproc-per-node={len(node.ranks)} \\\n"
+        '    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \\\n'
+        '    --log-dir="$RUN_DIR/logs" --no-python bash -c'
+    )
+    text += _doctor_step(options, start.removesuffix(" bash -c"), "as_rank")
+    return text + f"\nexec {start} as_rank\n"

@@ -1,0 +1,1 @@
+"""What users give: cluster, model, network, prices, profiles, names."""

@@ -1,0 +1,144 @@
+"""The catalog of GPUs: datasheet figures for planning without a profile.  Sources are in ``data/gpus.json``."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from math import inf
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..errors import PlannerError, validated
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
+
+
+class Gpu(BaseModel):
+    """One kind of GPU (or CPU device).  Missing precisions are not supported by the hardware.
+
+    Attributes:
+        flops: Peak dense FLOP/s by precision (tensor cores where there are any, without sparsity).
+        memory_bytes, memory_bytes_per_s: Size and bandwidth of device memory.
+        intra_node_bytes_per_s: Bandwidth of one GPU to its node, one direction (NVLink or PCIe).
+        host_bytes_per_s: PCIe or C2C bandwidth to host memory, one direction.
+        flash_attention_2: Whether FlashAttention-2 runs on it (compute capability >= 8.0).
+        efficiency: Share of peak that the largest matrix products reach, over seconds (power limits included).
+        attention_efficiency: The same for causal attention with heads of 128, in the best kernel for the GPU.
+        flash_efficiency: The same in FlashAttention-2's kernel.
+        architecture: What compilers call it (``sm_80``, ``gfx942``); none where it is not known.
+        torch_builds: PyTorch's indexes of wheels with kernels for it (``cu126``, ``cu130``, ``rocm``).
+        transformer_engine: Whether NVIDIA's Transformer Engine runs on it (compute capability >= 8.0); none: where
+            FlashAttention-2 does.
+        collective_bytes_per_s: Bus bandwidth of collectives inside a node; None = 80 % of
+            ``intra_node_bytes_per_s``, as over NVLink.  GPUs that share PCIe get far less.
+        reserved_bytes: Memory taken by context and libraries before any model exists.
+        power_w: Board power, for energy.
+        usd_per_hour: A public list price of one GPU hour, when known; prices are user input.
+        is_processor: A CPU device: attention kernels of GPUs, and their limits, do not apply.
+        source: Where the figures come from.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    flops: dict[Format, float]
+    memory_bytes: int = Field(gt=0)
+    memory_bytes_per_s: float = Field(gt=0)
+    intra_node_bytes_per_s: float = Field(gt=0)
+    host_bytes_per_s: float = Field(default=12e9, gt=0)
+    flash_attention_2: bool = False
+    is_processor: bool = False
+    efficiency: float = Field(default=0.7, gt=0, le=1)
+    attention_efficiency: float = Field(default=0.5, gt=0, le=1)
+    flash_efficiency: float = Field(default=0.5, gt=0, le=1)
+    architecture: str | None = None
+    torch_builds: tuple[str, ...] = ()
+    transformer_engine: bool | None = None
+    collective_bytes_per_s: float | None = Field(default=None, gt=0)
+    reserved_bytes: int = Field(default=1_500_000_000, ge=0)
+    launch_s: float = Field(default=20e-6, ge=0, le=60)
+    power_w: float | None = Field(default=None, gt=0)
+    usd_per_hour: float | None = Field(default=None, ge=0)
+    source: str
+
+    @property
+    def collective_rate(self) -> float:
+        """Bus bandwidth of collectives inside a node."""
+        return self.collective_bytes_per_s or 0.8 * self.intra_node_bytes_per_s
+
+    @property
+    def has_transformer_engine(self) -> bool:
+        """Whether Transformer Engine runs on it."""
+        return self.flash_attention_2 if self.transformer_engine is None else self.transformer_engine
+
+    def supports(self, precision: str) -> bool:
+        """Whether the hardware computes in this precision at full speed."""
+        return self.peak(precision) > 0
+
+    def peak(self, precision: str) -> float:
+        """Peak FLOP/s, 0 without support.  ``tf32`` means: where the hardware has it, else fp32."""
+        if precision == "tf32":
+            return self.flops.get("tf32") or self.flops.get("fp32", 0.0)
+        return self.flops.get(precision, 0.0)  # type: ignore[call-overload]
+
+
+def common_builds(gpus: Mapping[str, Gpu]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """The builds of PyTorch that all kinds have kernels in, newest first, and those of each kind that is known."""
+    known = {name: gpu.torch_builds for name, gpu in gpus.items() if gpu.torch_builds}
+    common = set.intersection(*map(set, known.values())) if known else set()
+    return sorted(common, reverse=True), known
+
+
+@cache
+def catalog() -> dict[str, Gpu]:
+    """All known GPUs by name."""
+    document = json.loads(resources.files(__package__).joinpath("data/gpus.json").read_text("utf-8"))
+    return {name: parse_gpu(body, "gpus.json", name) for name, body in document["gpus"].items()}
+
+
+def parse_gpu(body: Any, file: str, key: str) -> Gpu:
+    """A Gpu from parsed YAML or JSON.
+
+    Raises:
+        PlannerError: naming file, key and value.
+    """
+    try:
+        gpu: Gpu = validated(Gpu, body, file)
+    except PlannerError as problem:
+        raise PlannerError(file, f"gpus.{key}.{problem.key}", problem.value, problem.problem) from None
+    for precision, value in gpu.flops.items():
+        if not 0 < value < inf:
+            raise PlannerError(
+                file,
+                f"gpus.{key}.flops.{precision}",
+                value,
+                "must be positive",
+                "Leave out a precision that the hardware lacks",
+            )
+    return gpu
+
+
+def find_gpu(name: str, own: dict[str, Gpu], file: str, key: str) -> Gpu:
+    """A GPU of the cluster file or of the catalog.
+
+    Raises:
+        PlannerError: unknown, with the nearest known names.
+    """
+    if name in own:
+        return own[name]
+    known = catalog()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, [*own, *known], n=3, cutoff=0.4)
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    raise PlannerError(
+        file,
+        key,
+        name,
+        "unknown GPU",
+        f"{hint}Known: {', '.join(sorted({*own, *known}))}; describe others under 'gpus:' in the cluster file",
+    )

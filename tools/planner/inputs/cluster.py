@@ -1,0 +1,286 @@
+"""The cluster file: which nodes there are, where, how they are connected and what they cost."""
+
+from __future__ import annotations
+
+import os
+from math import log
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from megatron_het.safe_io import MAX_DEVICES
+
+from ..errors import PlannerError, validated
+from .catalog import Gpu, find_gpu, parse_gpu
+from .files import read_yaml
+from .names import SLURM_RULES, expanded_hosts, text_problem
+
+_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+MAX_GPUS = MAX_DEVICES
+MAX_GROUPS = 256
+MAX_LINKS = 10_000
+"""Bounds of a cluster file: beyond them a search would not end in any time that people wait."""
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _name(value: str | None) -> str | None:
+    """A name that people choose: one short line of characters that can be shown."""
+    if value is not None and (problem := text_problem(value) or ("" if value.strip() else "is blank")):
+        raise ValueError(problem)
+    return value
+
+
+class SlurmSettings(BaseModel):
+    """What Slurm needs to find nodes of this kind."""
+
+    model_config = _STRICT
+
+    partition: str | None = None
+    constraint: str | None = None
+    account: str | None = None
+    gres: str | None = None
+
+    @field_validator("partition", "constraint", "account", "gres")
+    @classmethod
+    def _as_slurm_allows(cls, value: str | None, info: ValidationInfo) -> str | None:
+        problem = SLURM_RULES[str(info.field_name)](value) if value else ""
+        if problem:
+            raise ValueError(problem)
+        return value
+
+
+MeasuredRate = tuple[Annotated[int, Field(ge=1, le=1024)], Positive, Positive]
+
+
+class NodeGroup(BaseModel):
+    """Equal nodes.
+
+    Attributes:
+        gpu: Kind of GPU, from the catalog or from ``gpus:`` of the file.
+        count: Nodes of this kind (the quota).
+        gpus_per_node: GPUs in each.
+        zone, region: Where they are; region defaults to the zone without its last ``-part``.
+        network_bytes_per_s: Network bandwidth of a whole node, one direction.
+        host_memory_bytes: Main memory of a node that training may use for what it offloads; None = no limit known.
+        host_bytes_per_s: Bandwidth of one GPU to main memory; overrides the catalog's.
+        stream_bytes_per_s: What one GPU alone reaches over the network, when less than the node.
+        measured_rates: Measured bandwidths to an equal node, ``(streams, message bytes, bytes per second)``: what
+            so many GPUs of a node reach together when each sends messages of this size.
+        network_latency_s: Latency between two nodes of the same zone.
+        collective_bytes_per_s: What one rank's collectives reach over the network, when known to be less
+            than its share of the network (software limits); None = its share.
+        intra_node_bytes_per_s: Overrides the catalog's figure.
+        usd_per_gpu_hour: Price; overrides the catalog's.
+        max_gpus: Quota in GPUs, when less than ``count * gpus_per_node``.
+        hosts: Host names, for generated scripts; ``node[01-04]`` stands for four.
+        python: The interpreter of these nodes, for generated scripts, where kinds need environments of their own;
+            None = that of ``emit --python``.
+    """
+
+    model_config = _STRICT
+
+    gpu: str
+    count: int = Field(ge=1, le=MAX_GPUS)
+    gpus_per_node: int = Field(ge=1, le=1024)
+    zone: str = "local"
+    region: str | None = None
+    network_bytes_per_s: float = Field(default=12.5e9, gt=0)
+    host_memory_bytes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    host_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    stream_bytes_per_s: float | None = Field(default=None, gt=0)
+    measured_rates: tuple[MeasuredRate, ...] = Field(default=(), max_length=1000)
+    network_latency_s: float = Field(default=20e-6, ge=0)
+    collective_bytes_per_s: float | None = Field(default=None, gt=0)
+    intra_node_bytes_per_s: float | None = Field(default=None, gt=0)
+    usd_per_gpu_hour: float | None = Field(default=None, ge=0)
+    max_gpus: int | None = Field(default=None, ge=0)
+    hosts: tuple[str, ...] = ()
+    python: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_./+-]+$")
+    slurm: SlurmSettings = SlurmSettings()
+
+    @field_validator("gpu", "zone", "region")
+    @classmethod
+    def _is_name(cls, value: str | None) -> str | None:
+        return _name(value)
+
+    @field_validator("hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        found: list[str] = []
+        for host in hosts:
+            found += expanded_hosts(host)
+            if len(found) > MAX_GPUS:
+                raise ValueError(f"more than {MAX_GPUS} hosts")
+        return tuple(found)
+
+    def measured_rate(self, streams: int, size: float) -> float:
+        """Bytes per second of so many streams with messages of ``size`` bytes, from ``measured_rates``.
+
+        Rates are interpolated over the logarithm of the size; beyond the measured sizes the nearest counts.  For
+        the streams, the nearest smaller number that was measured counts, in proportion for none smaller.
+        """
+        counts = sorted({n for n, _, _ in self.measured_rates})
+        count = max((n for n in counts if n <= streams), default=counts[0])
+        points = sorted((s, r) for n, s, r in self.measured_rates if n == count)
+        scale = min(1.0, streams / count)
+        for (small, low), (large, high) in zip(points, points[1:]):
+            if small <= size <= large:
+                return scale * (low + (high - low) * log(size / small) / log(large / small))
+        return scale * (points[0][1] if size < points[0][0] else points[-1][1])
+
+    @property
+    def quota(self) -> int:
+        """GPUs that may be used."""
+        total = self.count * self.gpus_per_node
+        return total if self.max_gpus is None else min(total, self.max_gpus)
+
+    @property
+    def where(self) -> str:
+        """The region."""
+        if self.region is not None:
+            return self.region
+        return self.zone.rsplit("-", 1)[0] if "-" in self.zone else self.zone
+
+
+class ZoneLink(BaseModel):
+    """The connection between two zones or two regions (both directions)."""
+
+    model_config = _STRICT
+
+    between: tuple[str, str]
+    bytes_per_s: float = Field(gt=0)
+    latency_s: float = Field(default=1e-3, ge=0)
+    usd_per_gb: float = Field(default=0.0, ge=0)
+
+
+class Cluster(BaseModel):
+    """A cluster file."""
+
+    model_config = _STRICT
+
+    name: str = "cluster"
+    nodes: tuple[NodeGroup, ...] = Field(min_length=1, max_length=MAX_GROUPS)
+    links: tuple[ZoneLink, ...] = Field(default=(), max_length=MAX_LINKS)
+    gpus: dict[str, Gpu] = {}
+
+    @field_validator("nodes")
+    @classmethod
+    def _usable(cls, nodes: tuple[NodeGroup, ...]) -> tuple[NodeGroup, ...]:
+        hosts: dict[str, int] = {}
+        for i, node in enumerate(nodes):
+            for host in map(str.lower, node.hosts):
+                if host in hosts:
+                    raise ValueError(f"host {host} is there twice (nodes[{hosts[host]}] and nodes[{i}])")
+                hosts[host] = i
+            if node.hosts and len(node.hosts) != node.count:
+                raise ValueError(f"{len(node.hosts)} hosts for count = {node.count} nodes of {node.gpu}")
+        if not any(node.quota for node in nodes):
+            raise ValueError("max_gpus = 0 everywhere leaves no GPU to plan for")
+        if sum(node.count * node.gpus_per_node for node in nodes) > MAX_GPUS:
+            raise ValueError(f"more than {MAX_GPUS} GPUs")
+        return nodes
+
+    @field_validator("name")
+    @classmethod
+    def _is_name(cls, value: str) -> str | None:
+        return _name(value)
+
+    @model_validator(mode="after")
+    def _regions(self) -> Cluster:
+        seen: dict[str, str] = {}
+        for node in self.nodes:
+            if seen.setdefault(node.zone, node.where) != node.where:
+                raise ValueError(f"zone {node.zone} is in two regions: {seen[node.zone]} and {node.where}")
+        return self
+
+    def gpu(self, name: str) -> Gpu:
+        """The figures of a GPU kind."""
+        return find_gpu(name, self.gpus, self.name, "gpu")
+
+    @property
+    def total_gpus(self) -> int:
+        """All GPUs within the quotas."""
+        return sum(n.quota for n in self.nodes)
+
+    def link(self, first: NodeGroup, second: NodeGroup) -> tuple[float, float, float]:
+        """(bytes_per_s of a node, latency_s, usd_per_gb) between nodes of two groups."""
+        rate = min(first.network_bytes_per_s, second.network_bytes_per_s)
+        latency = max(first.network_latency_s, second.network_latency_s)
+        if first.zone == second.zone:
+            return rate, latency, 0.0
+        for names in ((first.zone, second.zone), (first.where, second.where)):
+            for link in self.links:
+                if set(link.between) == set(names) and (names[0] != names[1] or link.between[0] == names[0]):
+                    return min(rate, link.bytes_per_s), link.latency_s, link.usd_per_gb
+        return rate, max(latency, 1e-3 if first.where != second.where else latency), 0.0
+
+
+def load_cluster(path: str | os.PathLike[str]) -> Cluster:
+    """Read a cluster file (YAML or JSON).
+
+    Raises:
+        PlannerError: naming file, key and value.
+    """
+    return cluster_from_document(read_yaml(path), str(path))
+
+
+def cluster_from_document(document: Any, file: str) -> Cluster:
+    """A Cluster from parsed YAML; see ``load_cluster``."""
+    if not isinstance(document, dict):
+        raise PlannerError(file, "(document)", type(document).__name__, "expected a mapping with 'nodes:'")
+    own_bodies = document.get("gpus") or {}
+    if not isinstance(own_bodies, dict):
+        raise PlannerError(file, "gpus", own_bodies, "expected a mapping of names to figures")
+    for name in own_bodies:
+        if text_problem(name) or not name.strip():
+            raise PlannerError(file, "gpus", name, "a name needs characters that can be shown, at most 200")
+    own = {name: parse_gpu(body, file, name) for name, body in own_bodies.items()}
+    cluster: Cluster = validated(Cluster, {**document, "gpus": own_bodies}, file)
+    for i, node in enumerate(cluster.nodes):
+        find_gpu(node.gpu, own, file, f"nodes[{i}].gpu")
+    _check_links(cluster, file)
+    return cluster
+
+
+def _check_links(cluster: Cluster, file: str) -> None:
+    """Links name places that exist, and every pair of regions has one (else nodes cannot reach each other)."""
+    places = {n.zone for n in cluster.nodes} | {n.where for n in cluster.nodes}
+    for i, link in enumerate(cluster.links):
+        for end in link.between:
+            if end not in places:
+                raise PlannerError(
+                    file,
+                    f"links[{i}].between",
+                    end,
+                    "no node is in this zone or region",
+                    f"Known: {', '.join(sorted(places))}",
+                )
+    known: dict[frozenset[str], int] = {}
+    for i, link in enumerate(cluster.links):
+        pair = frozenset(link.between)
+        earlier = known.setdefault(pair, i)
+        one, other = (cluster.links[n].model_dump(exclude={"between"}) for n in (earlier, i))
+        if one != other:
+            raise PlannerError(
+                file,
+                f"links[{i}]",
+                list(link.between),
+                f"links[{earlier}] has other figures for the same two places",
+                "Keep one of them: a link counts in both directions",
+            )
+    for i, first in enumerate(cluster.nodes):
+        for second in cluster.nodes[i + 1 :]:
+            if first.where != second.where and not any(
+                set(link.between) in ({first.zone, second.zone}, {first.where, second.where}) for link in cluster.links
+            ):
+                raise PlannerError(
+                    file,
+                    "links",
+                    [list(link.between) for link in cluster.links],
+                    f"nothing says how {first.where} reaches {second.where}",
+                    f"Add '- between: [{first.where}, {second.where}]' with bytes_per_s, latency_s and usd_per_gb",
+                )

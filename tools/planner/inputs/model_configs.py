@@ -1,0 +1,600 @@
+"""Models of Hugging Face: which fields of a ``config.json`` become fields of a model file or flags of Megatron.
+
+``RULES`` and ``FAMILIES`` know all fields; ``python -m benchmarks.configs`` makes tables in ``docs/models.md`` of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import PlannerError
+from .model_families import EXPERTS, FAMILIES, INSIDE, NONE, NOT_OF_THE_MODEL, SHAPES_ONLY, Config, Reading
+from .model_parts import FlagValue, are_first, pattern_text
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_SOFT_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Fields that are read together.
+
+    Attributes:
+        keys: Their names, as most families call them.
+        becomes: What they become, for the documentation.
+        read: Reads them.
+    """
+
+    keys: tuple[str, ...]
+    becomes: str
+    read: Callable[[Reading], None]
+
+
+def is_config(document: Any) -> bool:
+    """Whether a document is a Hugging Face ``config.json``."""
+    return isinstance(document, dict) and ("model_type" in document or "architectures" in document)
+
+
+def from_config(config: Config, file: str, seq_length: int | None = None) -> dict[str, Any]:
+    """Our model document from a Hugging Face ``config.json``; batch and sequence length are not in it.
+
+    Args:
+        config: The parsed file.
+        file: What errors name.
+        seq_length: Of the training: some fields change nothing below a length.
+
+    Raises:
+        PlannerError: An architecture that is not known here, or a key that is missing.
+    """
+    kind = config.get("model_type")
+    inside = config.get("text_config")
+    if isinstance(inside, dict) and kind in INSIDE:
+        outer = {key: config[key] for key in ("torch_dtype", "dtype", "tie_word_embeddings") if key in config}
+        config, kind = {**outer, **inside}, INSIDE[kind]
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise PlannerError(
+            file,
+            "model_type",
+            kind,
+            "unknown architecture",
+            f"Known: {', '.join(sorted({*FAMILIES, *INSIDE}))}; write a model file for others (docs/planner.md)",
+        )
+    reading = Reading(config, kind, file, seq_length)
+    reading.flags |= reading.family.flags
+    reading.lost |= reading.family.lost
+    for rule in RULES:
+        _apply(rule, reading)
+    reading.document["name"] = _name(config, file)
+    reading.document["distributed_optimizer"] = True
+    unread = sorted(set(config) - reading.used - NOT_OF_THE_MODEL - set(SHAPES_ONLY))
+    found = {
+        "flags": reading.flags,
+        "lost": reading.lost,
+        "unread": [*(_shown(key, config[key]) for key in unread), *reading.notes],
+    }
+    return reading.document | {key: value for key, value in found.items() if value}
+
+
+def _apply(rule: Rule, reading: Reading) -> None:
+    """Read fields; a value of a type that the rule does not reckon with is one error."""
+    try:
+        rule.read(reading)
+    except PlannerError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        given = [key for key in map(reading.key, rule.keys) if key in reading.config]
+        problem = f"one of these has a value of another type than these files have: {error}"
+        raise PlannerError(reading.file, ", ".join(given), None, problem) from None
+
+
+def _shown(key: str, value: Any) -> str:
+    text = f"{key} = {value!r}"
+    return "".join(c if c.isprintable() else "?" for c in text)[:200]
+
+
+def _name(config: Config, file: str) -> str:
+    """The name of the model, or of the folder that holds the file."""
+    given = str(config.get("_name_or_path") or "").rstrip("/").rsplit("/", 1)[-1]
+    text = given or Path(file).resolve().parent.name or "model"
+    return "".join(c for c in text if c.isprintable())[:100] or "model"
+
+
+def _sizes(r: Reading) -> None:
+    hidden, heads = r.whole("hidden_size"), r.whole("num_attention_heads")
+    latent = _latent_attention(r)
+    ffn = r.get("intermediate_size_mlp") if r.kind == "llama4_text" else None
+    r.document |= {
+        "num_layers": r.whole("num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn
+        or (4 * hidden if r.kind == "gpt2" and not r.get("intermediate_size") else None)
+        or r.whole("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": heads if latent else r.get("num_key_value_heads") or heads,
+        "vocab_size": r.whole("vocab_size"),
+    }
+    width = r.get("head_dim")
+    if width and not latent and width * heads != hidden:
+        r.document["head_size"] = r.whole("head_dim")
+    r.used.add("qk_head_dim")
+
+
+def _kind_of_weights(r: Reading) -> None:
+    r.document["precision"] = _PRECISIONS.get(str(r.get("torch_dtype") or r.get("dtype")), "bf16")
+    r.document["tied_embeddings"] = bool(r.get("tie_word_embeddings", False))
+
+
+def _activation(r: Reading) -> None:
+    kind = r.get("hidden_act", "silu")
+    gated = r.kind not in ("gpt2", "gpt_neox") and kind != "relu2"
+    r.document["gated"] = gated
+    if r.kind == "gpt_oss":
+        if kind != "silu":
+            r.lose("hidden_act", kind, "models of this kind have the quick GeLU that silu stands for here")
+        r.flags["activation-func-clamp-value"] = float(r.number("swiglu_limit"))
+        if r.get("swiglu_alpha", 1.702) != 1.702:
+            r.lose("swiglu_alpha", r.get("swiglu_alpha"), "Megatron's quick GeLU has 1.702")
+    elif gated and kind != "silu":
+        r.lose("hidden_act", kind, "Megatron has gated MLPs with silu (--swiglu) and quick GeLU only")
+    elif not gated and kind == "relu2":
+        r.flags["squared-relu"] = True
+    elif not gated and kind == "gelu":
+        r.flags["no-bias-gelu-fusion"] = True  # the fused one is the tanh approximation
+    elif not gated and kind not in _SOFT_GELU:
+        r.lose("hidden_act", kind, "Megatron has gelu, its tanh approximation and relu2 for MLPs without a gate")
+
+
+def _norms(r: Reading) -> None:
+    r.flags["normalization"] = "LayerNorm" if r.family.layer_norm else "RMSNorm"
+    name = "layer_norm_eps" if r.family.layer_norm else "rms_norm_eps"
+    r.flags["norm-epsilon"] = float(r.number(name, 1e-6))
+    if _latent_attention(r) and r.flags["norm-epsilon"] != 1e-6:
+        r.notes.append(
+            "norms of what is compressed have epsilon 1e-6 there, and Megatron has one epsilon for all norms"
+        )
+    use = r.get("use_qk_norm", False)
+    if use and r.kind == "glm4_moe":
+        r.flags["qk-layernorm"] = True
+    elif use and r.kind == "llama4_text":
+        if 0 in _rotated(r):
+            r.lose("use_qk_norm", True, "Megatron norms queries and keys in layers without positions too")
+        else:
+            r.flags["qk-l2-norm"] = True
+
+
+def _biases(r: Reading) -> None:
+    given, mlp = bool(r.get("attention_bias", False)), bool(r.get("mlp_bias", False))
+    kind = r.family.biases
+    r.document["biases"] = False
+    if kind == "all" or (kind == "qkvo" and given and mlp):
+        r.document["biases"] = True
+        if not given:
+            r.lose(
+                "attention_bias", False, "Megatron gives biases to all linear layers, or to queries, keys and values"
+            )
+    elif kind == "qkv" and given:
+        r.flags["add-qkv-bias"] = True
+    elif kind == "qkvo" and given:
+        r.lose(
+            "attention_bias", True, "Megatron gives the projection after attention a bias with all linear layers only"
+        )
+    if mlp and not r.document["biases"]:
+        r.lose("mlp_bias", True, "Megatron gives biases to all linear layers, or to queries, keys and values")
+
+
+def _positions(r: Reading) -> None:
+    if r.kind == "gpt2":
+        r.document["learned_positions"] = r.whole("max_position_embeddings", 1024)
+        return
+    scaling = dict(r.get("rope_parameters") or r.get("rope_scaling") or {})
+    r.used.add("rope_scaling")
+    if scaling and all(isinstance(part, dict) for part in scaling.values()):  # by the kind of a layer
+        parts = list(scaling.values())
+        if any(part != parts[0] for part in parts):
+            r.lose("rope_parameters", None, "layers with and without a window have different rotary positions")
+        scaling = dict(scaling.get("full_attention") or parts[0])
+    if r.kind == "gemma3_text" and r.get("rope_local_base_freq") != r.get("rope_theta"):
+        r.lose("rope_local_base_freq", r.get("rope_local_base_freq"), "layers with a window have another rotary base")
+    base = r.number("rope_theta", 10000)
+    base = scaling.pop("rope_theta", None) or base
+    share = scaling.pop("partial_rotary_factor", None) or r.get("partial_rotary_factor", 1.0)
+    if base != int(base):
+        r.lose("rope_theta", base, "--rotary-base is a whole number")
+    r.flags["rotary-base"] = int(base)
+    if share != 1:
+        r.flags["rotary-percent"] = float(share)
+    if not r.get("rope_interleave", True):
+        r.lose("rope_interleave", False, "Megatron's latent attention has interleaved rotary positions")
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    _SCALINGS.get(kind, _unknown_scaling)(r, kind, scaling)
+
+
+def _latent_attention(r: Reading) -> bool:
+    return r.kind.startswith("deepseek")
+
+
+def _unscaled(r: Reading, kind: str, scaling: dict[str, Any]) -> None:
+    if _latent_attention(r):
+        r.flags["rope-type"] = "rope"
+
+
+def _linear(r: Reading, kind: str, scaling: dict[str, Any]) -> None:
+    factor = scaling.get("factor")
+    if _latent_attention(r) or not isinstance(factor, int | float) or factor != int(factor):
+        return _unknown_scaling(r, kind, scaling)
+    if factor != 1:
+        r.flags["rotary-seq-len-interpolation-factor"] = int(factor)
+    return None
+
+
+def _llama3(r: Reading, kind: str, scaling: dict[str, Any]) -> None:
+    fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+    for name, value in fixed.items():
+        if scaling.get(name) != value:
+            r.lose(f"rope_scaling.{name}", scaling.get(name), f"Megatron has {value}")
+    if _latent_attention(r):
+        return _unknown_scaling(r, kind, scaling)
+    r.flags["use-rope-scaling"] = True
+    r.flags["rope-scaling-factor"] = float(scaling.get("factor") or 8)
+    return None
+
+
+def _yarn(r: Reading, kind: str, scaling: dict[str, Any]) -> None:
+    fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
+    length = scaling.get("original_max_position_embeddings") or r.config.get("max_position_embeddings") or 4096
+    factor = scaling.get("factor") or r.config.get("max_position_embeddings", length) / length
+    first, second = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    rounded = scaling.get("truncate", True)
+    if _latent_attention(r):
+        r.flags["rope-type"] = "yarn"
+        fixed = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096, "truncate": True}
+        found = {"beta_fast": fast, "beta_slow": slow, "original_max_position_embeddings": length, "truncate": rounded}
+        for name, value in fixed.items():
+            if found[name] != value:
+                r.lose(
+                    f"rope_scaling.{name}", found[name], f"no flag says it for latent attention: Megatron has {value}"
+                )
+    else:
+        r.flags |= {
+            "position-embedding-type": "yarn",
+            "yarn-original-max-position-embeddings": int(length),
+            "yarn-beta-fast": float(fast),
+            "yarn-beta-slow": float(slow),
+        }
+        if not rounded:
+            r.flags["no-yarn-correction-range-round-to-int"] = True
+        if r.flags.get("rotary-percent", 1.0) != 1:
+            r.lose("partial_rotary_factor", r.flags["rotary-percent"], "Megatron's yarn turns whole heads")
+    r.flags["rotary-scaling-factor"] = float(factor)
+    if first and second:
+        r.flags |= {"mscale": float(first), "mscale-all-dim": float(second)}
+    elif second:
+        r.lose("rope_scaling.mscale_all_dim", second, "without mscale Megatron scales cosines otherwise")
+    usual = _mscale(factor, first) / _mscale(factor, second) if first and second else _mscale(factor, 1.0)
+    given = scaling.get("attention_factor")
+    if given is not None and not math.isclose(given, usual, rel_tol=1e-6):
+        r.lose("rope_scaling.attention_factor", given, f"Megatron computes it: {usual:g}")
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _unknown_scaling(r: Reading, kind: str, scaling: dict[str, Any]) -> None:
+    whole = r.config.get("max_position_embeddings")
+    if kind == "dynamic" and r.seq_length is not None and isinstance(whole, int) and r.seq_length <= whole:
+        return _unscaled(r, kind, scaling)  # it begins beyond that length
+    r.lose("rope_scaling", kind, "Megatron has rotary positions unscaled, linear (whole factors), llama3 and yarn")
+    return None
+
+
+_SCALINGS: dict[str, Callable[[Reading, str, dict[str, Any]], None]] = {
+    "default": _unscaled,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def _rotated(r: Reading) -> list[int]:
+    """Whether a layer of Llama 4 has rotary positions, by layer."""
+    given, step = r.get("no_rope_layers"), r.whole("no_rope_layer_interval")
+    return list(given) if given else [int((layer + 1) % step != 0) for layer in range(r.layers)]
+
+
+def _layers_without_positions(r: Reading) -> None:
+    if r.kind != "llama4_text":
+        return
+    without = [1 - int(bool(rotated)) for rotated in _rotated(r)]
+    if any(without):
+        r.flags["no-rope-freq"] = pattern_text(without)
+    chunk, floor = r.whole("attention_chunk_size"), r.whole("floor_scale")
+    r.used.add("attn_scale")
+    if r.seq_length is None or r.seq_length > chunk:
+        r.lose(
+            "attention_chunk_size", chunk, f"Megatron has no attention by chunks; sequences up to {chunk} are the same"
+        )
+    if r.get("attn_temperature_tuning") and any(without) and (r.seq_length is None or r.seq_length >= floor):
+        r.lose(
+            "attn_temperature_tuning", True, f"Megatron has none; sequences below floor_scale = {floor} are the same"
+        )
+    r.used.add("layer_types")
+
+
+def _window(r: Reading) -> None:
+    """A sliding window, and which layers have it."""
+    window, kinds = r.get("sliding_window"), r.get("layer_types")
+    used, first, step = r.get("use_sliding_window", True), r.get("max_window_layers"), r.get("sliding_window_pattern")
+    step = r.get("_sliding_window_pattern") or step
+    if not window or used is False or r.kind == "llama4_text":
+        return
+    if isinstance(kinds, list) and kinds:
+        windowed = [int(kind == "sliding_attention") for kind in kinds]
+    elif isinstance(first, int) and r.kind.startswith("qwen"):
+        windowed = [int(layer >= first) for layer in range(r.layers)]
+    elif r.kind in ("gemma2", "gpt_oss"):
+        windowed = [int(layer % 2 == 0) for layer in range(r.layers)]
+    elif isinstance(step, int) and step > 0:
+        windowed = [int((layer + 1) % step != 0) for layer in range(r.layers)]
+    else:
+        windowed = [1] * r.layers
+    if not any(windowed):
+        return
+    share = sum(windowed) / len(windowed)
+    r.document |= {"attention_window": r.whole("sliding_window"), "windowed_layers": share}
+    period = round(1 / (1 - share)) if share < 1 else 0
+    if any(bool(given) != (period == 0 or (layer + 1) % period != 0) for layer, given in enumerate(windowed)):
+        r.flags["window-attn-skip-freq"] = pattern_text(windowed)
+
+
+def _experts(r: Reading) -> None:
+    if r.kind not in EXPERTS | {"llama4_text"}:
+        return
+    name = "n_routed_experts" if r.kind in ("deepseek_v2", "deepseek_v3", "glm4_moe") else "num_local_experts"
+    if name == "num_local_experts" and r.config.get("num_experts") is not None:
+        name = "num_experts"
+    count = r.whole(name)
+    if r.kind in ("mixtral", "gpt_oss", "olmoe", "llama4_text"):
+        width = r.whole("intermediate_size")
+    else:
+        width = r.whole("moe_intermediate_size")
+    shared = r.get("shared_expert_intermediate_size") or (r.get("n_shared_experts") or 0) * width
+    if r.kind == "llama4_text":
+        shared = width
+    dense = _dense_layers(r)
+    if dense and len(dense) == r.layers:
+        return
+    r.document["experts"] = {
+        "count": count,
+        "top_k": r.whole("num_experts_per_tok", 2 if r.kind == "mixtral" else None),
+        "ffn_hidden_size": width,
+        "shared_ffn_hidden_size": shared,
+        "dense_layers": len(dense),
+        "dense_first": are_first(dense),
+    }
+    if not are_first(dense):
+        r.flags["moe-layer-freq"] = pattern_text([int(layer not in dense) for layer in range(r.layers)])
+
+
+def _dense_layers(r: Reading) -> list[int]:
+    if r.kind == "llama4_text":
+        step, given = r.whole("interleave_moe_layer_step"), r.get("moe_layers")
+        sparse = set(given) if given else {n for n in range(r.layers) if (n + 1) % step == 0}
+        return [layer for layer in range(r.layers) if layer not in sparse]
+    first, freq = r.get("first_k_dense_replace") or 0, r.get("moe_layer_freq") or 1
+    only, step = set(r.get("mlp_only_layers") or ()), r.get("decoder_sparse_step") or 1
+    return [
+        layer
+        for layer in range(r.layers)
+        if layer < first or layer % freq != 0 or layer in only or (layer + 1) % step != 0
+    ]
+
+
+def _routing(r: Reading) -> None:
+    if "experts" not in r.document:
+        return
+    top_k, scores = r.document["experts"]["top_k"], r.get("scoring_func")
+    normed, method = r.get("norm_topk_prob", True), r.get("topk_method")
+    usual = "sigmoid" if r.kind in ("deepseek_v3", "glm4_moe") else "softmax"
+    if scores not in (None, usual):
+        r.lose("scoring_func", scores, f"models of this kind have {usual}")
+    if method not in (None, "greedy", "noaux_tc" if usual == "sigmoid" else "group_limited_greedy"):
+        r.lose("topk_method", method, "not known")
+    if usual == "sigmoid":
+        r.flags["moe-router-score-function"] = "sigmoid"
+        if not normed and top_k > 1:
+            r.lose("norm_topk_prob", False, "with sigmoid scores Megatron divides by their sum")
+    elif r.kind != "llama4_text" and (not normed or top_k == 1):
+        r.flags["moe-router-pre-softmax"] = True
+    groups, chosen = r.get("n_group") or 1, r.get("topk_group") or 1
+    if groups > 1 and method != "greedy":
+        best = 2 if r.kind != "deepseek_v2" else 1
+        if top_k // chosen != best:
+            how = "the best expert" if best == 1 else "the two best experts"
+            r.lose("topk_method", method, f"groups are chosen by {how}; Megatron takes the best {top_k // chosen}")
+        r.flags |= {"moe-router-num-groups": groups, "moe-router-group-topk": chosen}
+    scale = r.get("routed_scaling_factor") or 1.0
+    if scale != 1:
+        r.flags["moe-router-topk-scaling-factor"] = float(scale)
+    if r.kind.startswith(("deepseek", "glm")):
+        r.flags["moe-router-dtype"] = "fp32"
+    if r.get("router_jitter_noise"):
+        r.flags["moe-input-jitter-eps"] = float(r.number("router_jitter_noise"))
+    weight = r.get("router_aux_loss_coef", r.get("aux_loss_alpha")) or 0.0
+    r.used.add("aux_loss_alpha")
+    if weight and r.kind != "llama4_text":
+        kind = "seq_aux_loss" if r.get("seq_aux", False) else "aux_loss"
+        r.flags |= {"moe-router-load-balancing-type": kind, "moe-aux-loss-coeff": float(weight)}
+    else:
+        r.get("seq_aux")
+
+
+def _latent(r: Reading) -> None:
+    if not _latent_attention(r):
+        return
+    r.document["latent"] = {
+        "query_rank": r.get("q_lora_rank") or 0,
+        "key_value_rank": r.whole("kv_lora_rank"),
+        "nope_size": r.whole("qk_nope_head_dim"),
+        "rope_size": r.whole("qk_rope_head_dim"),
+        "value_size": r.whole("v_head_dim"),
+    }
+
+
+def _later_tokens(r: Reading) -> None:
+    if r.kind not in ("deepseek_v3", "glm4_moe"):
+        return
+    count = r.get("num_nextn_predict_layers") or 0
+    r.document["mtp_num_layers"] = count
+    if count and r.flags.get("position-embedding-type", "rope") != "rope":
+        r.lose("num_nextn_predict_layers", count, "Megatron's layers know rotary positions without yarn only")
+
+
+def _start(r: Reading) -> None:
+    if r.config.get("initializer_range") is not None:
+        r.flags["init-method-std"] = float(r.number("initializer_range"))
+    r.used.add("initializer_range")
+
+
+def _dropout(r: Reading) -> None:
+    attention, hidden = r.number("attention_dropout", 0.0), r.number("hidden_dropout", 0.0)
+    embedding = r.number("embd_pdrop", hidden)
+    if attention:
+        r.flags["attention-dropout"] = float(attention)
+    if hidden:
+        r.flags["hidden-dropout"] = float(hidden)
+    if embedding != hidden:
+        r.lose("embd_pdrop", embedding, f"Megatron drops of embeddings what it drops elsewhere: {hidden:g}")
+
+
+_ONLY_WHEN: dict[str, tuple[Any, str]] = {
+    "use_parallel_residual": (False, "attention and MLP beside each other: " + NONE),
+    "final_logit_softcapping": (None, "soft capping of logits: " + NONE),
+    "attn_logit_softcapping": (None, "soft capping of scores: " + NONE),
+    "use_bidirectional_attention": (False, "attention to later tokens: " + NONE),
+    "scale_attn_weights": (True, "attention without a scale: " + NONE),
+    "scale_attn_by_inverse_layer_idx": (False, "a scale of attention by layer: " + NONE),
+    "clip_qkv": (None, "clipping of queries, keys and values: " + NONE),
+    "embedding_multiplier": (1.0, "a factor of embeddings: " + NONE),
+    "logits_scaling": (1.0, "a factor of logits: " + NONE),
+    "residual_multiplier": (1.0, "a factor of residuals: " + NONE),
+    "attention_multiplier": (None, "a scale of attention: no flag says it"),
+    "layer_norm_elementwise_affine": (True, "norms without weights: " + NONE),
+}
+"""Fields that Megatron has no flag for, and the value under which they change nothing."""
+
+
+def _only_when(r: Reading) -> None:
+    for name, (nothing, reason) in _ONLY_WHEN.items():
+        value = r.get(name)
+        if value is not None and value != nothing:
+            r.lose(name, value, reason)
+    scale = r.get("query_pre_attn_scalar")
+    if scale is not None:
+        width = r.get("head_dim") or r.whole("hidden_size") // r.whole("num_attention_heads")
+        if scale != width:
+            r.lose(
+                "query_pre_attn_scalar", scale, f"no flag says the scale of attention, which is by head_dim = {width}"
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        (
+            *("num_hidden_layers", "hidden_size", "intermediate_size", "intermediate_size_mlp", "num_attention_heads"),
+            *("num_key_value_heads", "head_dim", "vocab_size"),
+        ),
+        "`num_layers`, `hidden_size`, `ffn_hidden_size`, `num_attention_heads`, `num_query_groups`, `head_size`, "
+        "`vocab_size`",
+        _sizes,
+    ),
+    Rule(("torch_dtype", "dtype", "tie_word_embeddings"), "`precision`, `tied_embeddings`", _kind_of_weights),
+    Rule(
+        ("hidden_act", "swiglu_limit", "swiglu_alpha"),
+        "`gated`, `--squared-relu`, `--no-bias-gelu-fusion` (exact gelu), `--quick-geglu`, `--glu-linear-offset`, "
+        "`--activation-func-clamp-value`",
+        _activation,
+    ),
+    Rule(
+        ("rms_norm_eps", "layer_norm_eps", "use_qk_norm"),
+        "`--normalization`, `--norm-epsilon`, `--qk-layernorm`, `--qk-l2-norm`",
+        _norms,
+    ),
+    Rule(("attention_bias", "mlp_bias", "qkv_bias"), "`biases`, `--add-qkv-bias`", _biases),
+    Rule(
+        (
+            *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleave"),
+            *("rope_local_base_freq", "max_position_embeddings"),
+        ),
+        "`--rotary-base`, `--rotary-percent`, `--rotary-seq-len-interpolation-factor` (linear), `--use-rope-scaling` "
+        "and `--rope-scaling-factor` (llama3), `--position-embedding-type yarn` with `--rotary-scaling-factor`, "
+        "`--yarn-*` and `--mscale*`, `--rope-type` (latent attention), `learned_positions` (GPT-2)",
+        _positions,
+    ),
+    Rule(
+        (
+            *("no_rope_layers", "no_rope_layer_interval", "attention_chunk_size", "attn_temperature_tuning"),
+            *("floor_scale", "attn_scale"),
+        ),
+        "`--no-rope-freq`; chunks and temperature change nothing below their lengths",
+        _layers_without_positions,
+    ),
+    Rule(
+        (
+            *("sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "sliding_window_pattern"),
+            "_sliding_window_pattern",
+        ),
+        "`attention_window`, `windowed_layers`, `--window-attn-skip-freq`",
+        _window,
+    ),
+    Rule(
+        ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        "`latent`, `--qk-layernorm`",
+        _latent,
+    ),
+    Rule(
+        (
+            *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+            *("shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "moe_layer_freq"),
+            *("mlp_only_layers", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layers"),
+        ),
+        "`experts`, `--moe-layer-freq`, `--moe-shared-expert-gate`",
+        _experts,
+    ),
+    Rule(
+        (
+            *("norm_topk_prob", "scoring_func", "topk_method", "n_group", "topk_group", "routed_scaling_factor"),
+            *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise"),
+        ),
+        "`--moe-router-score-function`, `--moe-router-pre-softmax`, `--moe-router-enable-expert-bias`, "
+        "`--moe-router-num-groups`, `--moe-router-group-topk`, `--moe-router-topk-scaling-factor`, "
+        "`--moe-router-dtype`, `--moe-router-load-balancing-type`, `--moe-aux-loss-coeff`, `--moe-input-jitter-eps`, "
+        "`--moe-apply-probs-on-input`",
+        _routing,
+    ),
+    Rule(("num_nextn_predict_layers",), "`mtp_num_layers`", _later_tokens),
+    Rule(("initializer_range",), "`--init-method-std`", _start),
+    Rule(("attention_dropout", "hidden_dropout", "embd_pdrop"), "`--attention-dropout`, `--hidden-dropout`", _dropout),
+    Rule((*_ONLY_WHEN, "query_pre_attn_scalar"), "refused where they change anything: no flag says them", _only_when),
+)
+
+
+def tables() -> str:
+    """The tables of fields and of families, in Markdown."""
+    lines = ["| fields of `config.json` | become |", "|---|---|"]
+    lines += [f"| {', '.join(f'`{key}`' for key in rule.keys)} | {rule.becomes} |" for rule in RULES]
+    lines += ["", "| `model_type` | models | always | not in Megatron |", "|---|---|---|---|"]
+    for kind, family in sorted(FAMILIES.items()):
+        always = ", ".join(f"`{_word(name, value)}`" for name, value in family.flags.items())
+        lost = "; ".join(dict.fromkeys(family.lost.values()))
+        lines.append(f"| `{kind}` | {family.title} | {always} | {lost} |")
+    return "\n".join(lines) + "\n"
+
+
+def _word(name: str, value: FlagValue) -> str:
+    return f"--{name}" if value is True else f"--{name} {value}"

@@ -1,0 +1,331 @@
+"""Families of Hugging Face's models: what all of a ``model_type`` have, what Megatron lacks, and how a file is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import PlannerError
+from .model_parts import FlagValue
+
+Config = Mapping[str, Any]
+_MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models of one ``model_type``.
+
+    Attributes:
+        title: What people call them.
+        defaults: Values of fields that a file leaves out, as ``transformers`` takes them.
+        flags: Megatron's flags that all of them have.
+        lost: What no flag of Megatron says, by the field (or the part) that it is, with the reason.
+        biases: Linear layers that ``attention_bias`` gives biases to; ``all``: of the whole model.
+        layer_norm: Whether norms are LayerNorm instead of RMSNorm.
+        names: Fields that others call otherwise, by the others' name.
+    """
+
+    title: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, FlagValue] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
+    biases: Literal["qkv", "qkvo", "all"] = "qkvo"
+    layer_norm: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+NONE = "Megatron's GPTModel has none"
+_SANDWICH = "norms after attention and MLP: Megatron's GPTModel has them before only"
+_WIDE_NORM = "norms of queries and keys over all heads together: Megatron norms every head of its own"
+_GEMMA = {
+    "(embedding)": "embeddings are multiplied with the root of hidden_size",
+    "(norms)": "norms multiply with 1 + weight in fp32, which Megatron's RMSNorm does with Transformer Engine only",
+}
+_GEMMA_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256}
+_LATENT: dict[str, FlagValue] = {"qk-layernorm": True}
+_OF_DEEPSEEK = {"rms_norm_eps": 1e-6}
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama 2 and 3.x, and what has its form", {"rms_norm_eps": 1e-6}),
+    "llama4_text": Family(
+        "Llama 4 (text)",
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000,
+            "use_qk_norm": True,
+            "head_dim": 128,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "interleave_moe_layer_step": 1,
+            "no_rope_layer_interval": 4,
+            "num_experts_per_tok": 1,
+        },
+        {"rotary-interleaved": True, "moe-router-score-function": "sigmoid", "moe-apply-probs-on-input": True},
+    ),
+    "mistral": Family("Mistral", {"rms_norm_eps": 1e-6, "sliding_window": 4096}),
+    "mixtral": Family("Mixtral", {"rms_norm_eps": 1e-5, "rope_theta": 1000000, "router_aux_loss_coef": 0.001}),
+    "qwen2": Family(
+        "Qwen 2 and 2.5", {"rms_norm_eps": 1e-6, "use_sliding_window": False}, {"add-qkv-bias": True}, biases="qkv"
+    ),
+    "qwen2_moe": Family(
+        "Qwen 1.5 and 2 MoE",
+        {
+            "rms_norm_eps": 1e-6,
+            "use_sliding_window": False,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+        },
+        {"moe-shared-expert-gate": True},
+        biases="qkv",
+        names={"attention_bias": "qkv_bias"},
+    ),
+    "qwen3": Family(
+        "Qwen3", {"rms_norm_eps": 1e-6, "use_sliding_window": False, "head_dim": 128}, {"qk-layernorm": True}
+    ),
+    "qwen3_moe": Family(
+        "Qwen3 MoE",
+        {"rms_norm_eps": 1e-6, "use_sliding_window": False, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
+        {"qk-layernorm": True},
+    ),
+    "deepseek_v2": Family(
+        "DeepSeek-V2, V2-Lite",
+        _OF_DEEPSEEK | {"norm_topk_prob": False, "topk_method": "greedy", "n_shared_experts": 2},
+        _LATENT,
+    ),
+    "deepseek_v3": Family(
+        "DeepSeek-V3, R1, Moonlight, Kimi K2",
+        _OF_DEEPSEEK
+        | {
+            "norm_topk_prob": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+        },
+        _LATENT | {"moe-router-enable-expert-bias": True},
+    ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000,
+            "attention_bias": True,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "swiglu_limit": 7.0,
+            "sliding_window": 128,
+            "head_dim": 64,
+            "router_aux_loss_coef": 0.001,
+            "num_experts_per_tok": 4,
+        },
+        {"quick-geglu": True, "glu-linear-offset": 1.0, "no-bias-gelu-fusion": True, "softmax-type": "learnable"},
+        biases="all",
+    ),
+    "gpt2": Family(
+        "GPT-2",
+        {
+            "tie_word_embeddings": True,
+            "layer_norm_eps": 1e-5,
+            "attention_bias": True,
+            "hidden_act": "gelu_new",
+            "attention_dropout": 0.1,
+            "hidden_dropout": 0.1,
+            "embd_pdrop": 0.1,
+        },
+        biases="all",
+        layer_norm=True,
+        names={
+            "num_hidden_layers": "n_layer",
+            "hidden_size": "n_embd",
+            "num_attention_heads": "n_head",
+            "intermediate_size": "n_inner",
+            "max_position_embeddings": "n_positions",
+            "hidden_act": "activation_function",
+            "layer_norm_eps": "layer_norm_epsilon",
+            "attention_dropout": "attn_pdrop",
+            "hidden_dropout": "resid_pdrop",
+        },
+    ),
+    "gpt_neox": Family(
+        "GPT-NeoX, Pythia",
+        {
+            "layer_norm_eps": 1e-5,
+            "attention_bias": True,
+            "hidden_act": "gelu",
+            "partial_rotary_factor": 0.25,
+            "use_parallel_residual": True,
+        },
+        biases="all",
+        layer_norm=True,
+        names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+    ),
+    "phi3": Family("Phi-3, Phi-4", {"rms_norm_eps": 1e-5, "embd_pdrop": 0.0}, names={"hidden_dropout": "resid_pdrop"}),
+    "gemma": Family("Gemma", _GEMMA_DEFAULTS | {"hidden_act": "gelu_pytorch_tanh"}, lost=_GEMMA),
+    "gemma2": Family(
+        "Gemma 2",
+        _GEMMA_DEFAULTS
+        | {
+            "hidden_act": "gelu_pytorch_tanh",
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+        },
+        lost=_GEMMA | {"(layer)": _SANDWICH},
+        names={"hidden_act": "hidden_activation"},
+    ),
+    "gemma3_text": Family(
+        "Gemma 3 (text)",
+        _GEMMA_DEFAULTS
+        | {
+            "hidden_act": "gelu_pytorch_tanh",
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1000000,
+            "rope_local_base_freq": 10000,
+            "sliding_window_pattern": 6,
+        },
+        {"qk-layernorm": True},
+        lost=_GEMMA | {"(layer)": _SANDWICH},
+        names={"hidden_act": "hidden_activation"},
+    ),
+    "olmo2": Family(
+        "OLMo 2",
+        {"rms_norm_eps": 1e-5},
+        lost={"(layer)": "norms after attention and MLP, none before: " + NONE, "(queries)": _WIDE_NORM},
+    ),
+    "olmoe": Family(
+        "OLMoE",
+        {"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+        lost={"(queries)": _WIDE_NORM},
+    ),
+    "glm": Family(
+        "GLM-4 (9B)",
+        {"rms_norm_eps": 1.5625e-07, "attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 128},
+        {"rotary-interleaved": True},
+        biases="qkv",
+    ),
+    "glm4": Family(
+        "GLM-4-0414",
+        {"rms_norm_eps": 1.5625e-07, "attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 128},
+        {"rotary-interleaved": True},
+        lost={"(layer)": _SANDWICH},
+        biases="qkv",
+    ),
+    "glm4_moe": Family(
+        "GLM-4.5, GLM-4.6",
+        {
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True,
+            "use_qk_norm": False,
+            "scoring_func": "sigmoid",
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+        },
+        {"moe-router-enable-expert-bias": True},
+        biases="qkv",
+    ),
+}
+FAMILIES["mistral3_text"] = FAMILIES["ministral"] = FAMILIES["mistral"]
+INSIDE = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
+"""Models of text and pictures, whose text model is in ``text_config``."""
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe"}
+NOT_OF_THE_MODEL = frozenset(
+    # Of files, tokens, generation, other tasks, how weights are stored, and of numerics that change no result.
+    """_attn_implementation _name_or_path add_cross_attention architectures attn_implementation auto_map
+    bad_words_ids
+    begin_suppress_tokens bos_token_id boi_token_index cache_implementation chunk_size_feed_forward classifier_dropout
+    decoder_start_token_id dtype eos_token_id eoi_token_index ep_size
+    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label initial_context_length
+    experts_per_token image_token_index is_decoder is_encoder_decoder label2id
+    model_type num_labels n_ctx output_attentions output_hidden_states
+    output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    quantization_config reorder_and_upcast_attn return_dict sep_token_id summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj task_specific_params tf_legacy_loss tokenizer_class torch_dtype
+    torchscript transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache vision_config
+    multimodal_projector_bias vision_feature_layer spatial_merge_size projector_hidden_act mm_tokens_per_image
+    bos_token eos_token max_length""".split()  # noqa: SIM905
+)
+SHAPES_ONLY = ("max_position_embeddings", "original_max_position_embeddings", "num_key_value_heads", "qk_head_dim")
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """A config.json that is being read.
+
+    Attributes:
+        config: The file.
+        kind: Its ``model_type``.
+        file: What errors name.
+        seq_length: Of the training, where it is known.
+        document: Fields of a model file found so far.
+        flags: Megatron's flags found so far.
+        lost: What no flag says, with the reason.
+        used: Fields that were read.
+        notes: Small differences that stay.
+    """
+
+    config: Config
+    kind: str
+    file: str
+    seq_length: int | None = None
+    document: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, FlagValue] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def family(self) -> Family:
+        """What all models of this kind have."""
+        return FAMILIES[self.kind]
+
+    def key(self, name: str) -> str:
+        """The name that the file uses for a field."""
+        other = self.family.names.get(name)
+        return other if other is not None and other in self.config else name
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field, of the family where the file has none."""
+        key = self.key(name)
+        self.used.add(key)
+        return self.config[key] if key in self.config else self.family.defaults.get(name, default)
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A field that must be a whole number."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise PlannerError(self.file, self.key(name), value, "a whole number is required")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A field that must be a finite number."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise PlannerError(self.file, self.key(name), value, "a number is required")
+        return value
+
+    def lose(self, name: str, value: Any, reason: str) -> None:
+        """Note that no flag says a field."""
+        self.lost[self.key(name) if name in self.family.names else name] = (
+            f"{value!r}: {reason}" if value is not None else reason
+        )
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model, within what is worth a list."""
+        return min(self.whole("num_hidden_layers"), _MOST_LAYERS)

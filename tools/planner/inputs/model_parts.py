@@ -1,0 +1,222 @@
+"""Parts of the model file beyond a plain decoder layer: experts and latent attention."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_STRICT = ConfigDict(extra="forbid", frozen=True)
+
+FlagValue = bool | int | float | str
+"""What a flag of Megatron is given: true for a flag without a value."""
+
+MODEL_FLAGS: dict[str, tuple[str, Any]] = {
+    "activation-func-clamp-value": ("activation_func_clamp_value", None),
+    "add-qkv-bias": ("add_qkv_bias", False),
+    "apply-layernorm-1p": ("layernorm_zero_centered_gamma", False),
+    "attention-dropout": ("attention_dropout", 0.1),
+    "attention-output-gate": ("attention_output_gate", False),
+    "glu-linear-offset": ("glu_linear_offset", 0.0),
+    "hidden-dropout": ("hidden_dropout", 0.1),
+    "init-method-std": ("init_method_std", 0.02),
+    "moe-apply-probs-on-input": ("moe_apply_probs_on_input", False),
+    "moe-aux-loss-coeff": ("moe_aux_loss_coeff", 0.0),
+    "moe-input-jitter-eps": ("moe_input_jitter_eps", None),
+    "moe-layer-freq": ("moe_layer_freq", 1),
+    "moe-router-bias-update-rate": ("moe_router_bias_update_rate", 1e-3),
+    "moe-router-dtype": ("moe_router_dtype", None),
+    "moe-router-enable-expert-bias": ("moe_router_enable_expert_bias", False),
+    "moe-router-group-topk": ("moe_router_group_topk", None),
+    "moe-router-load-balancing-type": ("moe_router_load_balancing_type", "aux_loss"),
+    "moe-router-num-groups": ("moe_router_num_groups", None),
+    "moe-router-pre-softmax": ("moe_router_pre_softmax", False),
+    "moe-router-score-function": ("moe_router_score_function", "softmax"),
+    "moe-router-topk-scaling-factor": ("moe_router_topk_scaling_factor", None),
+    "moe-shared-expert-gate": ("moe_shared_expert_gate", False),
+    "moe-z-loss-coeff": ("moe_z_loss_coeff", None),
+    "mscale": ("mscale", 1.0),
+    "mscale-all-dim": ("mscale_all_dim", 0.0),
+    "mtp-loss-scaling-factor": ("mtp_loss_scaling_factor", 0.1),
+    "no-bias-gelu-fusion": ("bias_gelu_fusion", True),
+    "no-rope-freq": ("no_rope_freq", None),
+    "no-yarn-correction-range-round-to-int": ("yarn_correction_range_round_to_int", None),
+    "norm-epsilon": ("layernorm_epsilon", 1e-5),
+    "normalization": ("normalization", "LayerNorm"),
+    "position-embedding-type": ("position_embedding_type", "learned_absolute"),
+    "qk-l2-norm": ("qk_l2_norm", False),
+    "qk-layernorm": ("qk_layernorm", False),
+    "quick-geglu": ("quick_geglu", False),
+    "rope-scaling-factor": ("rope_scaling_factor", 8.0),
+    "rope-type": ("rope_type", None),
+    "rotary-base": ("rotary_base", 10000),
+    "rotary-interleaved": ("rotary_interleaved", False),
+    "rotary-percent": ("rotary_percent", 1.0),
+    "rotary-scaling-factor": ("rotary_scaling_factor", 1.0),
+    "rotary-seq-len-interpolation-factor": ("rotary_seq_len_interpolation_factor", None),
+    "softmax-type": ("softmax_type", "vanilla"),
+    "squared-relu": ("squared_relu", False),
+    "use-rope-scaling": ("use_rope_scaling", False),
+    "window-attn-skip-freq": ("window_attn_skip_freq", None),
+    "yarn-beta-fast": ("yarn_beta_fast", None),
+    "yarn-beta-slow": ("yarn_beta_slow", None),
+    "yarn-original-max-position-embeddings": ("yarn_original_max_position_embeddings", None),
+}
+"""Megatron's flags of a model that no other field of a model file stands for: argument, and its default."""
+
+TRAINING_FLAGS = frozenset(
+    (
+        *("attention-dropout", "hidden-dropout", "init-method-std", "moe-aux-loss-coeff", "moe-input-jitter-eps"),
+        *("moe-router-bias-update-rate", "moe-router-load-balancing-type", "moe-z-loss-coeff"),
+        "mtp-loss-scaling-factor",
+    )
+)
+"""Those of them that do not decide what the model computes from its weights: a user may give others."""
+
+
+def flag_words(flags: Mapping[str, FlagValue]) -> list[str]:
+    """Flags and their values as words of a command line."""
+    words = []
+    for name, value in flags.items():
+        if value is not False:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
+def pattern_text(layers: Sequence[int]) -> str:
+    """Ones and zeros by layer in the form of Megatron's flags: ``[1]*2+[0]*3``."""
+    return "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(map(int, layers)))
+
+
+def are_first(layers: Sequence[int]) -> bool:
+    """Whether layers are the first ones of a model."""
+    return list(layers) == list(range(len(layers)))
+
+
+def check_flags(flags: Mapping[str, FlagValue]) -> None:
+    """Raise a ValueError for a flag that Megatron's models do not have, or that another field stands for."""
+    for name, value in flags.items():
+        if name not in MODEL_FLAGS:
+            near = difflib.get_close_matches(name, MODEL_FLAGS, n=1)
+            raise ValueError(
+                f"flags.{name} is no flag of a model that a field stands for"
+                + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(MODEL_FLAGS)}")
+            )
+        switch = isinstance(MODEL_FLAGS[name][1], bool) or name.startswith("no-yarn")
+        if switch != isinstance(value, bool):
+            raise ValueError(
+                f"flags.{name} = {value!r}: " + ("true or false is" if switch else "a value is") + " wanted"
+            )
+        if isinstance(value, str) and not (value.isprintable() and value.isascii() and " " not in value and value):
+            raise ValueError(f"flags.{name} = {value!r} is not one word")
+
+
+class Experts(BaseModel):
+    """Mixture-of-experts layers.
+
+    Attributes:
+        count: Experts of a layer.
+        top_k: Experts per token.
+        ffn_hidden_size: Width of one expert.
+        shared_ffn_hidden_size: Width of the expert that every token passes, 0 without one.
+        dense_layers: Layers with an ordinary MLP (of the model's ``ffn_hidden_size``) instead.
+        dense_first: Whether these are the first layers of the model; else ``flags`` has their ``moe-layer-freq``.
+        dropless: All tokens reach their experts; else each expert has a fixed capacity, which is priced only: what a
+            rank drops depends on its TP size.
+    """
+
+    model_config = _STRICT
+
+    count: int = Field(ge=2)
+    top_k: int = Field(ge=1)
+    ffn_hidden_size: int = Field(ge=1)
+    shared_ffn_hidden_size: int = Field(default=0, ge=0)
+    dense_layers: int = Field(default=0, ge=0)
+    dense_first: bool = True
+    dropless: bool = True
+
+    @property
+    def runs(self) -> bool:
+        """Whether plans train it: what a rank drops depends on its TP size, and other patterns are not told apart."""
+        return self.dropless and (self.dense_first or not self.dense_layers)
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise a ValueError when a model has fewer layers than dense ones."""
+        if self.dense_layers > num_layers:
+            raise ValueError(f"experts.dense_layers = {self.dense_layers} is more than num_layers = {num_layers}")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Experts:
+        if self.top_k > self.count:
+            raise ValueError(f"top_k = {self.top_k} is more than count = {self.count}")
+        return self
+
+
+class Latent(BaseModel):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1).
+
+    Attributes:
+        query_rank, key_value_rank: Widths of the compressed queries (0: they are not compressed), and of the
+            compressed keys and values.
+        nope_size, rope_size, value_size: Per head, width of queries and keys without and with rotary positions,
+            and of values.
+    """
+
+    model_config = _STRICT
+
+    query_rank: int = Field(ge=0)
+    key_value_rank: int = Field(ge=1)
+    nope_size: int = Field(ge=1)
+    rope_size: int = Field(ge=1)
+    value_size: int = Field(ge=1)
+
+    @property
+    def compressed(self) -> int:
+        """What a token's keys and values of all heads are made from, the keys' rotary part with it."""
+        return self.key_value_rank + self.rope_size
+
+    def query_products(self, hidden_size: int, heads: float) -> tuple[tuple[float, float], ...]:
+        """Sizes of the matrices that make queries, ``(outputs, inputs)``."""
+        width = heads * (self.nope_size + self.rope_size)
+        if not self.query_rank:
+            return ((width, hidden_size),)
+        return (self.query_rank, hidden_size), (width, self.query_rank)
+
+    def kept(self, heads: int, sliced: bool) -> int:
+        """Numbers per token that the attention of all heads keeps: its inputs and output."""
+        query = heads * (self.nope_size + self.rope_size)
+        return query + heads * self.value_size + (0 if sliced else query + heads * self.value_size)
+
+
+def check_sizes(model: Any) -> None:
+    """Raise a ValueError where the sizes of a model (``model.Model``) contradict each other."""
+    if model.head_size is None and model.hidden_size % model.num_attention_heads:
+        raise ValueError(
+            f"num_attention_heads = {model.num_attention_heads} does not divide hidden_size = {model.hidden_size}"
+        )
+    if model.num_attention_heads % model.groups:
+        raise ValueError(
+            f"num_query_groups = {model.groups} does not divide num_attention_heads = {model.num_attention_heads}"
+        )
+    for size in model.micro_batch_sizes:
+        if size < 1 or model.global_batch_size % size:
+            raise ValueError(f"micro_batch_sizes: {size} does not divide global_batch_size = {model.global_batch_size}")
+    if 0 < model.learned_positions < model.seq_length:
+        raise ValueError(f"learned_positions = {model.learned_positions} is less than seq_length = {model.seq_length}")
+    if not model.recompute:
+        raise ValueError("recompute must allow at least one of none, selective, full")
+    if model.fp8 and model.fp4:
+        raise ValueError("fp8 = true and fp4 = true exclude each other")
+    if (model.fp8 or model.fp4) and model.precision not in ("bf16", "fp16"):
+        name = model.linear_precision
+        raise ValueError(f"{name} = true needs precision bf16 or fp16 for the rest, not {model.precision}")
+    check_flags(model.flags)
+    if model.experts is not None:
+        model.experts.check_layers(model.num_layers)
+    if model.mtp_num_layers > model.num_layers:
+        raise ValueError(f"mtp_num_layers = {model.mtp_num_layers} is more than num_layers = {model.num_layers}")
+    if model.mtp_num_layers and model.learned_positions:
+        raise ValueError("mtp_num_layers needs learned_positions = 0: Megatron's layers know rotary positions only")

@@ -1,0 +1,333 @@
+"""What ``profile`` measures and the planner reads: plain dataclasses with units in their names.
+
+Writing needs the standard library only (it happens on compute nodes); reading is strict and
+uses pydantic: unknown keys, missing keys, wrong types and negative numbers are errors that name
+the file, the key and the value.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
+
+from ..command import command
+from ..errors import PlannerError, validated
+from .files import read_json, write_json
+from .names import text_problem
+
+PROFILE_FORMAT = "megatron_het.profile"
+PROFILE_VERSION = 1
+
+LayerKind = Literal["embedding", "layer", "dense", "head"]
+LinkScope = Literal["device", "node", "network"]
+Operation = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
+
+TIMES = ("forward_s", "backward_s", "update_s", "fixed_forward_s", "fixed_backward_s", "alone_s")
+"""The measured seconds of a ``LayerTiming``."""
+
+_STRICT: dict[str, Any] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledExperts:
+    """Layers of experts that were measured; ``dense`` says that the model has layers without experts, too."""
+
+    count: int
+    top_k: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    dense: bool = False
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledLatent:
+    """Multi-head latent attention that was measured; fields as in a model file."""
+
+    query_rank: int
+    key_value_rank: int
+    nope_size: int
+    rope_size: int
+    value_size: int
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledModel:
+    """The model the figures belong to; a profile of another model or precision is refused.
+
+    Tied or not, dropout and similar switches do not change the figures enough to matter here.
+
+    Attributes:
+        head_size: Width of a head, 0 for ``hidden_size / num_attention_heads``.
+        experts: Of its layers of experts.
+        latent: Of its attention.
+        window: Keys that a query sees in layers with a sliding window, 0 without such layers.
+        windowed: Whether all layers have the window.
+        sequence_parallel: TP groups were measured with divided sequences.
+    """
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    vocab_size: int
+    seq_length: int
+    precision: Literal["fp32", "tf32", "bf16", "fp16"]
+    name: str = ""
+    head_size: int = 0
+    experts: ProfiledExperts | None = None
+    latent: ProfiledLatent | None = None
+    window: int = 0
+    windowed: bool = True
+    sequence_parallel: bool = False
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTiming:
+    """One measured layer kind at one operating point, on one rank of a TP group.
+
+    Attributes:
+        layer: ``embedding`` (token and position tables), ``layer`` (one transformer layer, measured once for all
+            equal ones; with experts where the model has them), ``dense`` (one without experts, of a model that has
+            both) or ``head`` (final norm, output projection, loss).
+        micro_batch_size: Sequences per microbatch, b.
+        tp: Tensor-parallel size; times include the TP collectives inside the node.
+        slice_tokens: Tokens of each sequence in one pass; equals the sequence length unless
+            slices (SlimPipe) were measured.
+        context_tokens: Tokens of the same sequence before this slice that attention also reads
+            (0 without slices).
+        recompute: Megatron's activation recompute granularity.
+        forward_s, backward_s: Seconds of one pass; backward includes recomputation.
+        update_s: Seconds of the optimizer step over this layer's parameters on this rank.
+        parameters: Parameters held by this rank.
+        activation_bytes: Bytes kept from forward to backward.
+        workspace_bytes: Largest temporary allocation beyond that, during forward or backward.
+        output_bytes: Bytes of the output ``[s, b, h]`` sent to the next stage (of the whole
+            TP group, not divided by sequence parallelism).
+        fixed_forward_s, fixed_backward_s: What of these times comes once per pass, however many layers it goes
+            through; the rest comes with every layer.
+        alone_s: Forward and backward while the other processes of the machine wait; 0 where it was not measured.
+        ep: Parts of the TP group over which experts are divided.
+        windowed: With the model's sliding window.
+    """
+
+    layer: LayerKind
+    micro_batch_size: int
+    tp: int
+    slice_tokens: int
+    forward_s: float
+    backward_s: float
+    update_s: float
+    parameters: int
+    activation_bytes: int
+    output_bytes: int
+    context_tokens: int = 0
+    recompute: Literal["none", "selective", "full"] = "none"
+    workspace_bytes: int = 0
+    fixed_forward_s: float = 0.0
+    fixed_backward_s: float = 0.0
+    alone_s: float = 0.0
+    ep: int = 1
+    windowed: bool = False
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class LargestBatch:
+    """The largest micro batch that ran without running out of memory (Poplar, Algorithm 1).
+
+    ``layers`` is the number of transformer layers that were held while searching.
+    """
+
+    tp: int
+    layers: int
+    micro_batch_size: int
+    recompute: Literal["none", "selective", "full"] = "none"
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """Everything measured on one node of one kind.
+
+    Attributes:
+        kind: Name of the device kind, as in the cluster file's ``gpu``.
+        memory_bytes: Memory of one device.
+        gpus_per_node: Devices in the node that was measured.
+        reserved_bytes: Device memory used before any model exists (context, communicator buffers).
+        host_to_device_bytes_per_s, device_to_host_bytes_per_s: Offload bandwidth; None where
+            there is no separate host memory (CPU).
+        timings: One entry per layer kind and operating point.
+        largest_batches: Results of the search for the largest micro batch.
+    """
+
+    kind: str
+    memory_bytes: int
+    gpus_per_node: int
+    timings: list[LayerTiming] = field(default_factory=list)
+    largest_batches: list[LargestBatch] = field(default_factory=list)
+    reserved_bytes: int = 0
+    host_to_device_bytes_per_s: float | None = None
+    device_to_host_bytes_per_s: float | None = None
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """One measured connection and operation.
+
+    ``latency_s`` and ``bytes_per_s`` are the fit t(n) = latency_s + n / bytes_per_s, where n is
+    the payload of the operation as the caller sees it (the message for p2p; the whole buffer for
+    collectives).  ``samples`` are the points ``[bytes, seconds]`` the fit was made from.
+
+    Attributes:
+        scope: ``node`` = between devices of one node, ``network`` = between two nodes,
+            ``device`` = inside one device.
+        first_kind, second_kind: Device kinds at both ends (equal for ``node``).
+        operation: Point-to-point or collective.
+        participants: Ranks that took part (2 for p2p).
+    """
+
+    scope: LinkScope
+    first_kind: str
+    second_kind: str
+    operation: Operation
+    participants: int
+    latency_s: float
+    bytes_per_s: float
+    samples: list[tuple[int, float]] = field(default_factory=list)
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A ``profile.json``.
+
+    ``complete`` is False in the file of an interrupted run, from which profiling resumes; the
+    planner refuses it unless told otherwise.
+    """
+
+    model: ProfiledModel
+    devices: list[DeviceProfile] = field(default_factory=list)
+    links: list[LinkProfile] = field(default_factory=list)
+    complete: bool = True
+    notes: str = ""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    def device(self, kind: str) -> DeviceProfile | None:
+        """The profile of a device kind, or None."""
+        return next((d for d in self.devices if d.kind == kind), None)
+
+
+def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """Write a profile; an existing file is replaced only by a complete one."""
+    write_json(path, {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **asdict(profile)})
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Read and check a profile.
+
+    Raises:
+        PlannerError: Missing or truncated file, another format or version, an unknown or missing
+            key, a wrong type, a negative or non-finite number.
+    """
+    return profile_from_document(read_json(path, f"Write one with '{command()} profile'"), str(path))
+
+
+def profile_from_document(document: Any, file: str) -> Profile:
+    """A Profile from parsed JSON; see ``load_profile`` for the errors."""
+    found = document.get("format") if isinstance(document, dict) else type(document).__name__
+    if found != PROFILE_FORMAT:
+        raise PlannerError(file, "format", found, f"not a profile (expected {PROFILE_FORMAT!r})")
+    if type(document.get("version")) is not int or document["version"] != PROFILE_VERSION:
+        raise PlannerError(
+            file,
+            "version",
+            document.get("version"),
+            f"this release reads version {PROFILE_VERSION}",
+            f"Run '{command()} profile' again",
+        )
+    body = {k: v for k, v in document.items() if k not in ("format", "version")}
+    profile: Profile = validated(Profile, body, file)
+    _check_numbers(asdict(profile), file, "")
+    _check_names(profile, file)
+    _check_unique(profile, file)
+    return profile
+
+
+def _check_names(profile: Profile, file: str) -> None:
+    """Kinds of devices are names: they are shown in tables and compared with the cluster file's."""
+    names = [(f"devices[{i}].kind", device.kind) for i, device in enumerate(profile.devices)]
+    for i, link in enumerate(profile.links):
+        names += [(f"links[{i}].first_kind", link.first_kind), (f"links[{i}].second_kind", link.second_kind)]
+    for key, name in [("model.name", profile.model.name), *names]:
+        if problem := text_problem(name):
+            raise PlannerError(file, key, name, problem)
+
+
+def _check_unique(profile: Profile, file: str) -> None:
+    """One entry per device kind, and one timing per operating point: of two, neither is known to be right."""
+    kinds: dict[str, int] = {}
+    for d, device in enumerate(profile.devices):
+        if kinds.setdefault(device.kind, d) != d:
+            raise PlannerError(
+                file,
+                f"devices[{d}].kind",
+                device.kind,
+                f"devices[{kinds[device.kind]}] has the same kind",
+                "Keep one of them",
+            )
+        points: dict[tuple[object, ...], int] = {}
+        for i, t in enumerate(device.timings):
+            point = (t.layer, t.micro_batch_size, t.tp, t.slice_tokens, t.context_tokens, t.recompute, t.ep, t.windowed)
+            if points.setdefault(point, i) != i:
+                raise PlannerError(
+                    file,
+                    f"devices[{d}].timings[{i}]",
+                    list(point),
+                    f"the same layer and operating point as timings[{points[point]}]",
+                    "Keep one of them",
+                )
+
+
+_MAY_BE_ZERO = (
+    "_bytes",
+    "update_s",
+    "fixed_forward_s",
+    "fixed_backward_s",
+    "alone_s",
+    "latency_s",
+    "context_tokens",
+    "parameters",
+    "layers",
+    "head_size",
+    "window",
+    "shared_ffn_hidden_size",
+)
+
+
+def _check_numbers(value: Any, file: str, key: str) -> None:
+    """Every number is finite and positive (a few kinds may be zero)."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_numbers(item, file, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_numbers(item, file, f"{key}[{i}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        name = key.rsplit(".", 1)[-1].split("[")[0]
+        zero_ok = (name.endswith(_MAY_BE_ZERO) and name != "memory_bytes") or name == "samples"
+        if not math.isfinite(value) or value < 0 or (value == 0 and not zero_ok):
+            raise PlannerError(file, key, value, "must be a positive number")

@@ -1,0 +1,1 @@
+"""``het-plan profile``: measures layers and links of this machine."""

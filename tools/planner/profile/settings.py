@@ -1,0 +1,309 @@
+"""What to measure: settings of a profiling run, the operating points, and what is already there."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ..errors import PlannerError
+from ..inputs.profile_schema import LayerKind, LayerTiming, Profile, ProfiledExperts, ProfiledLatent, ProfiledModel
+
+ENDS: tuple[LayerKind, ...] = ("embedding", "head")
+RECOMPUTE = ("none", "selective", "full")
+
+
+class Point(NamedTuple):
+    """One operating point of one layer kind; the key under which a timing is stored."""
+
+    layer: LayerKind
+    micro_batch_size: int
+    tp: int
+    slice_tokens: int
+    recompute: Literal["none", "selective", "full"]
+    ep: int = 1
+    windowed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """A profiling run.
+
+    Attributes:
+        model: The model's dimensions and precision.
+        out: The profile file; measured points found in it are not measured again.
+        kinds: Device kind of every rank of this run, or one name for all of them.
+        devices_per_node: Ranks that form one node; 0 = the launcher's local world size.
+        micro_batch_sizes: Sequences per microbatch to measure.
+        tp: Tensor-parallel sizes; each must divide ``devices_per_node``.
+        ep: Expert-parallel sizes, for the layers of experts and the TP sizes that they divide.
+        slice_tokens: Tokens per pass; empty = the sequence length only.
+        recompute: Recompute granularities; only the transformer layer depends on it.
+        window_s: Seconds during which one figure is measured.  All ranks measure during the
+            same window, so devices that share something (a core, a PCIe switch, power) slow
+            each other down just as they do in training.
+        windows: The median over this many windows is kept.
+        normalization: ``RMSNorm`` or ``LayerNorm``.
+        activation: ``swiglu`` or ``gelu``.
+        links: Measure links too.
+        largest_batch_layers: Transformer layers held while searching for the largest micro
+            batch; 0 = no search.
+        timeout_s: Bound of every collective wait.
+    """
+
+    model: ProfiledModel
+    out: str
+    kinds: tuple[str, ...]
+    devices_per_node: int = 0
+    micro_batch_sizes: tuple[int, ...] = (1,)
+    tp: tuple[int, ...] = (1,)
+    ep: tuple[int, ...] = (1,)
+    slice_tokens: tuple[int, ...] = ()
+    recompute: tuple[str, ...] = ("none",)
+    window_s: float = 1.0
+    windows: int = 3
+    normalization: str = "RMSNorm"
+    activation: str = "swiglu"
+    links: bool = True
+    largest_batch_layers: int = 0
+    timeout_s: float = 300.0
+    notes: str = ""
+    link_bytes: tuple[int, ...] = field(default=(1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 23))
+
+    def fitting_slices(self) -> tuple[int, ...]:
+        """Tokens per pass that divide the sequence length."""
+        return tuple(tokens for tokens in self.slice_tokens if self.model.seq_length % tokens == 0)
+
+    def left_out(self) -> str:
+        """A warning about tokens per pass that do not; empty if all do."""
+        length, fitting = self.model.seq_length, self.fitting_slices()
+        others = [tokens for tokens in self.slice_tokens if tokens not in fitting]
+        if not others:
+            return ""
+        return (
+            f"--slice-tokens {','.join(map(str, others))}: left out, because slices of equal length must divide the "
+            f"sequence length {length}; these do: {shown_divisors(length)}"
+        )
+
+    def points(self) -> list[Point]:
+        """Every point to measure, cheap ones first within a TP size."""
+        slices = self.fitting_slices() or (self.model.seq_length,)
+        found: dict[Point, None] = {}
+        kinds: tuple[LayerKind, ...] = ("embedding", "layer", "head")
+        if self.model.experts is not None and self.model.experts.dense:
+            kinds = ("embedding", "layer", "dense", "head")
+        for tp, tokens, batch, recompute, layer in itertools.product(
+            self.tp, slices, self.micro_batch_sizes, self.recompute, kinds
+        ):
+            kept = "none" if layer in ENDS else recompute
+            for ep, windowed in self._variants(layer, tp):
+                found[Point(layer, batch, tp, tokens, kept, ep, windowed)] = None  # type: ignore[arg-type]
+        return list(found)
+
+    def _variants(self, layer: LayerKind, tp: int) -> Iterator[tuple[int, bool]]:
+        """Expert-parallel sizes, and attention with the window and without."""
+        model = self.model
+        parts = [n for n in self.ep if tp % n == 0] if layer == "layer" and model.experts is not None else [1]
+        windows = [True] if model.windowed else [False, True]
+        yield from itertools.product(parts, windows if model.window and layer not in ENDS else [False])
+
+    def kind_of(self, rank: int) -> str:
+        """Device kind of a rank."""
+        return self.kinds[0] if len(self.kinds) == 1 else self.kinds[rank]
+
+    def to_json(self) -> str:
+        """For the worker processes."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> ProfileSettings:
+        """Inverse of ``to_json``."""
+        body: dict[str, Any] = json.loads(text)
+        body["model"] = profiled_model(body["model"])
+        for item in dataclasses.fields(ProfileSettings):
+            if isinstance(body.get(item.name), list):
+                body[item.name] = tuple(body[item.name])
+        return ProfileSettings(**body)
+
+
+def shown_divisors(length: int) -> str:
+    """The numbers of tokens that divide a sequence into 2 to 64 slices, for messages."""
+    found = [length // slices for slices in range(2, 65) if length % slices == 0]
+    return ", ".join(map(str, found)) or "none into 2 to 64 slices"
+
+
+def check_settings(settings: ProfileSettings, world_size: int) -> None:
+    """Raise a PlannerError for settings that cannot be measured with ``world_size`` ranks."""
+    model, where = settings.model, "profile"
+    for name, values in (
+        ("--micro-batch-sizes", settings.micro_batch_sizes),
+        ("--tp", settings.tp),
+        ("--ep", settings.ep),
+        ("--slice-tokens", settings.slice_tokens),
+        ("--windows", (settings.windows,)),
+    ):
+        if any(v < 1 for v in values):
+            raise PlannerError(where, name, list(values), "must be at least 1")
+    if settings.window_s <= 0:
+        raise PlannerError(where, "--window-s", settings.window_s, "must be positive")
+    for value in settings.recompute:
+        if value not in RECOMPUTE:
+            raise PlannerError(where, "--recompute", value, f"must be one of {', '.join(RECOMPUTE)}")
+    per_node = settings.devices_per_node or world_size
+    if world_size % per_node:
+        raise PlannerError(where, "--devices-per-node", per_node, f"does not divide the {world_size} ranks")
+    for tp in settings.tp:
+        if per_node % tp:
+            raise PlannerError(
+                where,
+                "--tp",
+                tp,
+                f"does not divide the {per_node} devices of a node",
+                "TP stays inside a node; start one process per device",
+            )
+        for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
+            if getattr(model, name) % tp:
+                raise PlannerError(where, "--tp", tp, f"does not divide the model's {name} = {getattr(model, name)}")
+    _check_ep(settings)
+    if settings.slice_tokens and not settings.fitting_slices():
+        raise PlannerError(
+            where,
+            "--slice-tokens",
+            list(settings.slice_tokens),
+            f"none of them divides the sequence length {model.seq_length}",
+            f"These do: {shown_divisors(model.seq_length)}",
+        )
+    if len(settings.kinds) not in (1, world_size):
+        raise PlannerError(
+            where, "--kind", list(settings.kinds), f"give one kind, or one per rank ({world_size} of them)"
+        )
+
+
+def _check_ep(settings: ProfileSettings) -> None:
+    """Expert-parallel sizes divide the experts, and some TP size."""
+    experts = settings.model.experts
+    for ep in settings.ep:
+        if ep > 1 and (experts is None or experts.count % ep):
+            problem = "the model has no experts" if experts is None else f"does not divide the {experts.count} experts"
+            raise PlannerError("profile", "--ep", ep, problem)
+        if all(tp % ep for tp in settings.tp):
+            raise PlannerError("profile", "--ep", ep, f"divides none of the TP sizes {list(settings.tp)}")
+
+
+def profiled_model(body: dict[str, Any]) -> ProfiledModel:
+    """Inverse of ``dataclasses.asdict``."""
+    parts: dict[str, Any] = {"experts": ProfiledExperts, "latent": ProfiledLatent}
+    made = {name: kind(**body[name]) for name, kind in parts.items() if body.get(name)}
+    return ProfiledModel(**{**body, **made})
+
+
+def measured_points(profile: Profile | None, kind: str) -> set[Point]:
+    """Points of a device kind that a profile already holds."""
+    device = profile.device(kind) if profile else None
+    return {point_of(t) for t in device.timings} if device else set()
+
+
+def point_of(timing: LayerTiming) -> Point:
+    """The key of a stored timing (context lengths are not measured here)."""
+    where = timing.layer, timing.micro_batch_size, timing.tp, timing.slice_tokens, timing.recompute
+    return Point(*where, timing.ep, timing.windowed)
+
+
+def missing_points(settings: ProfileSettings, profile: Profile | None, kinds: Iterable[str]) -> list[Point]:
+    """Points that at least one of the kinds still lacks: all ranks measure together."""
+    stored = [measured_points(profile, kind) for kind in sorted(set(kinds))]
+    return [p for p in settings.points() if any(p not in s for s in stored)]
+
+
+def check_same_model(profile: Profile, settings: ProfileSettings) -> None:
+    """Refuse to add to a profile of another model or precision."""
+    for item in dataclasses.fields(ProfiledModel):
+        if item.name == "name":
+            continue
+        old, new = getattr(profile.model, item.name), getattr(settings.model, item.name)
+        if old != new:
+            raise PlannerError(
+                settings.out,
+                f"model.{item.name}",
+                old,
+                f"this run measures {item.name} = {new!r}",
+                "Choose another --out or remove the file",
+            )
+
+
+def parse_numbers(text: str, option: str) -> tuple[int, ...]:
+    """``1,2,4`` as numbers; a PlannerError names the option."""
+    try:
+        return tuple(int(part[:30]) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise PlannerError("profile", option, text, "expected whole numbers separated by commas") from None
+
+
+def largest(fits: Any, limit: int = 1 << 16) -> int:
+    """Poplar's search (Algorithm 1): double until it fails, then halve the interval.
+
+    Args:
+        fits: Function of the micro batch size; False when it ran out of memory.
+        limit: Stop doubling here.
+
+    Returns:
+        The largest size that fits, 0 when not even one sequence does.
+    """
+    good, bad = 0, None
+    size = 1
+    while size <= limit:
+        if not fits(size):
+            bad = size
+            break
+        good, size = size, size * 2
+    if bad is None:
+        return good
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Fit t(n) = latency + n / bandwidth to measured points, by least relative error.
+
+    Relative weights keep the small messages, which determine the latency, in the fit.
+
+    Returns:
+        (latency_s, bytes_per_s); the latency is never negative.
+
+    Raises:
+        ValueError: Fewer than two different sizes.
+    """
+    if len({n for n, _ in samples}) < 2:
+        raise ValueError("a latency and a bandwidth need at least two message sizes")
+    weights = [1.0 / (t * t) for _, t in samples]
+    total = sum(weights)
+    mean_n = sum(w * n for w, (n, _) in zip(weights, samples, strict=True)) / total
+    mean_t = sum(w * t for w, (_, t) in zip(weights, samples, strict=True)) / total
+    spread = sum(w * (n - mean_n) ** 2 for w, (n, _) in zip(weights, samples, strict=True))
+    joint = sum(w * (n - mean_n) * (t - mean_t) for w, (n, t) in zip(weights, samples, strict=True))
+    slope = joint / spread
+    if slope <= 0:
+        biggest = max(samples)
+        return 0.0, biggest[0] / biggest[1]
+    latency = mean_t - slope * mean_n
+    if latency < 0:
+        # Through the origin, still by relative error.
+        slope = sum(w * n * t for w, (n, t) in zip(weights, samples, strict=True)) / sum(
+            w * n * n for w, (n, _) in zip(weights, samples, strict=True)
+        )
+        latency = 0.0
+    return latency, 1.0 / slope
+
+
+def default_out() -> Path:
+    """Where a profile goes unless told otherwise."""
+    return Path("profile.json")

@@ -1,0 +1,300 @@
+"""One rank of a profiling run: ``torchrun ... -m tools.planner.profile.worker SETTINGS.json``.
+
+All ranks go through the same list of points.  After every point the results are gathered and
+rank 0 rewrites the profile file, so an interrupted run loses at most one point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import statistics
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ..errors import PlannerError
+from ..inputs.profile_schema import (
+    TIMES,
+    DeviceProfile,
+    LargestBatch,
+    LayerTiming,
+    LinkProfile,
+    Profile,
+    load_profile,
+    save_profile,
+)
+from .settings import Point, ProfileSettings, check_same_model, check_settings, missing_points, point_of
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run this rank; the exit code is 0 only when the profile is complete."""
+    arguments = sys.argv[1:] if argv is None else argv
+    settings = ProfileSettings.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    from megatron_het import megatron_patches as upstream
+    from megatron_het.device import activate
+
+    platform = activate()
+    upstream.install("stock")  # as training does
+    import torch
+    import torch.distributed as dist
+
+    torch.set_float32_matmul_precision("high" if settings.model.precision == "tf32" else "highest")
+    if platform.is_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(platform.default_backend, timeout=datetime.timedelta(seconds=settings.timeout_s))
+    try:
+        _Run(settings).run()
+    except PlannerError as error:
+        if dist.get_rank() == 0:
+            sys.stderr.write(f"error: {error}\n")
+        return 2
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+class _Run:
+    """State of one rank during the run."""
+
+    def __init__(self, settings: ProfileSettings) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from .links import Seat
+
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        per_node = settings.devices_per_node or local_world
+        self.settings = dataclasses.replace(settings, devices_per_node=per_node)
+        check_settings(self.settings, self.world)
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
+        kind = os.environ.get("HET_DEVICE_KIND") or self.settings.kind_of(self.rank)
+        self.seats: list[Any] = self._gather(Seat(self.rank, self.rank // per_node, kind))
+        self.memory_bytes = self._gather(_memory_bytes(self.device, local_world))
+        self.reserved_bytes = self._gather(_reserved_bytes(self.device))
+        self.profile: Profile = self._start()
+        self.kind = kind
+
+    def _gather(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def _start(self) -> Profile:
+        """The stored profile, with an entry for every kind of this run; rank 0's copy counts."""
+        import torch.distributed as dist
+
+        message: list[Any] = [None]
+        if self.rank == 0:
+            path = Path(self.settings.out)
+            try:
+                profile = load_profile(path) if path.exists() else Profile(self.settings.model)
+                check_same_model(profile, self.settings)
+                message[0] = self._with_kinds(profile)
+            except PlannerError as error:
+                message[0] = error.args[0]
+        dist.broadcast_object_list(message, src=0)
+        if isinstance(message[0], str):
+            raise PlannerError(self.settings.out, "(file)", None, message[0])
+        profile = message[0]
+        return dataclasses.replace(profile, complete=False, notes=self.settings.notes or profile.notes)
+
+    def _with_kinds(self, profile: Profile) -> Profile:
+        devices = list(profile.devices)
+        for seat in self.seats:
+            if all(d.kind != seat.kind for d in devices):
+                devices.append(
+                    DeviceProfile(
+                        kind=seat.kind,
+                        memory_bytes=self.memory_bytes[seat.rank],
+                        gpus_per_node=self.settings.devices_per_node,
+                        reserved_bytes=self.reserved_bytes[seat.rank],
+                    )
+                )
+        return dataclasses.replace(profile, devices=devices)
+
+    def run(self) -> None:
+        """All points, then searches and links."""
+        todo = missing_points(self.settings, self.profile, [s.kind for s in self.seats])
+        for number, point in enumerate(todo, 1):
+            self._say(f"[{number}/{len(todo)}] {_words(point)}")
+            self._measure(point)
+        if self.settings.largest_batch_layers:
+            self._largest()
+        self._host()
+        if self.settings.links and self.world > 1:
+            self._links()
+        self.profile = dataclasses.replace(self.profile, complete=True)
+        self._save()
+
+    def _measure(self, point: Point) -> None:
+        """Measure one point on all ranks at once and store one timing per kind."""
+        import torch.distributed as dist
+
+        from .layers import measure
+
+        timing: LayerTiming | None = None
+        with _tensor_parallel(point.tp, point.ep):
+            try:
+                timing = measure(self.settings, point, dist.barrier)
+            except RuntimeError as error:
+                if "out of memory" not in str(error).lower():
+                    raise
+        gathered = self._gather((self.kind, timing))
+        for kind in sorted({k for k, _ in gathered}):
+            mine = [t for k, t in gathered if k == kind]
+            if all(t is not None for t in mine):
+                self._store(kind, _combine(mine))
+            else:
+                self._say(f"    out of memory on {kind}: left out")
+        self._save()
+
+    def _store(self, kind: str, timing: LayerTiming) -> None:
+        for device in self.profile.devices:
+            if device.kind == kind:
+                device.timings[:] = [t for t in device.timings if point_of(t) != point_of(timing)]
+                device.timings.append(timing)
+
+    def _largest(self) -> None:
+        from .layers import largest_micro_batch
+
+        layers = self.settings.largest_batch_layers
+        for tp in self.settings.tp:
+            for recompute in self.settings.recompute:
+                self._say(f"largest micro batch with {layers} layers, TP {tp}, recompute {recompute}")
+                with _tensor_parallel(tp):
+                    size = largest_micro_batch(self.settings, tp, recompute, self.memory_bytes[self.rank])
+                for kind, found in _least(self._gather((self.kind, size))).items():
+                    device = self.profile.device(kind)
+                    if device is not None and found:
+                        entry = LargestBatch(tp, layers, found, recompute)  # type: ignore[arg-type]
+                        device.largest_batches[:] = [
+                            e
+                            for e in device.largest_batches
+                            if (e.tp, e.layers, e.recompute) != (tp, layers, recompute)
+                        ] + [entry]
+                self._save()
+
+    def _host(self) -> None:
+        from .links import host_bandwidth
+
+        rates = dict(self._gather((self.kind, host_bandwidth(self.device))))
+        devices = [
+            dataclasses.replace(
+                d, host_to_device_bytes_per_s=rates[d.kind][0], device_to_host_bytes_per_s=rates[d.kind][1]
+            )
+            if rates.get(d.kind)
+            else d
+            for d in self.profile.devices
+        ]
+        self.profile = dataclasses.replace(self.profile, devices=devices)
+
+    def _links(self) -> None:
+        from .links import links_to_measure, measure_link
+
+        stored = {_link_key(k) for k in self.profile.links}
+        for link in links_to_measure(self.seats):
+            key = (link.scope, link.first_kind, link.second_kind, link.operation, len(link.ranks))
+            if key in stored:
+                continue
+            self._say(f"link {link.operation} {link.first_kind} - {link.second_kind}, {len(link.ranks)} ranks")
+            found = self._gather(measure_link(link, self.settings.link_bytes, self.device))
+            self.profile.links.extend(f for f in found if isinstance(f, LinkProfile))
+            self._save()
+
+    def _save(self) -> None:
+        if self.rank == 0:
+            save_profile(self.profile, self.settings.out)
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+
+def _combine(timings: list[LayerTiming]) -> LayerTiming:
+    """One timing of several equal devices: the mean of the times."""
+    means: dict[str, Any] = {name: statistics.fmean(getattr(t, name) for t in timings) for name in TIMES}
+    return dataclasses.replace(timings[0], **means)
+
+
+def _least(values: list[tuple[str, int]]) -> dict[str, int]:
+    """The smallest value of each kind."""
+    found: dict[str, int] = {}
+    for kind, value in values:
+        found[kind] = min(value, found.get(kind, value))
+    return found
+
+
+def _link_key(link: LinkProfile) -> tuple[str, str, str, str, int]:
+    return (link.scope, link.first_kind, link.second_kind, link.operation, link.participants)
+
+
+def _words(point: Point) -> str:
+    return (
+        f"{point.layer}: micro batch {point.micro_batch_size}, {point.slice_tokens} tokens, "
+        f"TP {point.tp}, recompute {point.recompute}"
+        + (f", EP {point.ep}" if point.ep > 1 else "")
+        + (", sliding window" if point.windowed else "")
+    )
+
+
+class _tensor_parallel:
+    """Megatron's parallel state for one TP size and one EP size inside it, for the duration of a block."""
+
+    def __init__(self, tp: int, ep: int = 1) -> None:
+        self.tp, self.ep = tp, ep
+
+    def __enter__(self) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=self.tp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.tp // self.ep,
+        )
+        model_parallel_cuda_manual_seed(1234)
+
+    def __exit__(self, *_: object) -> None:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+
+
+def _memory_bytes(device: Any, local_world: int) -> int:
+    """Memory of one device; on a CPU the machine's memory divided by the processes on it."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, local_world)
+
+
+def _reserved_bytes(device: Any) -> int:
+    """Device memory in use before any model exists, as far as this process can see it."""
+    import torch
+
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    # A failed collective may leave threads behind that would keep the process alive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code) if code else sys.exit(0)

@@ -1,0 +1,1 @@
+"""Published runs, and what the catalog predicts for them."""

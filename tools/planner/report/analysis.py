@@ -1,0 +1,196 @@
+"""The commands ``explain`` and ``compare``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from ..cli.commands import require, run_search
+from ..costs.baseline import best_even_split
+from ..costs.candidate import Candidate
+from ..costs.estimate import Estimate, Estimator
+from ..errors import PlannerError
+from ..inputs.cluster import Cluster
+from ..page.searched import check_page, page_of_search, written
+from ..search.auto import search_auto
+from ..search.goal import Goal
+from ..search.limit import each_s
+from ..search.outcome import Found, Progress
+from ..search.setup import estimator_from, goal_from
+from ..simulate.simulation import simulate_block
+from .alternatives import alternatives, row_of
+from .tables import (
+    bound_lines,
+    describe,
+    plans_tables,
+    say,
+    search_body,
+    shown_progress,
+    summary,
+    summary_tables,
+    table,
+)
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Why this plan, what binds, the runners-up, what one more node of each kind would bring."""
+    check_page(options)
+    estimator, goal = estimator_from(options), goal_from(options)
+    outcome = run_search(estimator, goal, options)
+    best = require(outcome, estimator, goal, options)
+    body = summary(estimator, best.candidate, best.estimate, best.simulated_s)
+    body["search"] = search_body(outcome, goal)
+    body["binding"] = binding(estimator, goal, best)
+    body["runners_up"] = alternatives(estimator, outcome, best)
+    seconds = each_s(options, len(estimator.cluster.nodes))
+    with shown_progress("searching with one node more of each kind", options):
+        body["one_more_node"] = one_more_node(estimator, goal, best, seconds)
+    shown = [row_of(estimator, "this plan", best, best), *body["runners_up"]]
+    runners = plans_tables("Plans of other kinds", "differs by", shown)
+    more = table("One more node", "kind", "s per iteration", "change")
+    for row in body["one_more_node"]:
+        more.add_row(f"{row['gpu']} ({row['zone']})", f"{row['iteration_s']:.4g}", f"{100 * row['change']:+.1f} %")
+    page = page_of_search(
+        estimator, best, options, "Plan", binding=body["binding"], runners_up=shown, one_more_node=body["one_more_node"]
+    )
+    lines = [*bound_lines(outcome, goal), *[f"- {text}" for text in body["binding"]]]
+    say(body | page, options, *summary_tables(body), *lines, *runners, more, *written(page))
+    return 0
+
+
+def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
+    """What keeps the plan from being better, in sentences."""
+    e, c = best.estimate, best.candidate
+    nodes = estimator.cluster.nodes
+    out = []
+    slow = ", ".join(sorted({nodes[g.pool].gpu for g in c.stages[e.bottleneck].groups}))
+    out.append(
+        f"stage {e.bottleneck} ({slow}) decides the pace: {e.busy_s:.4g} s of compute "
+        f"({100 * e.busy_s / e.iteration_s:.0f} % of the iteration)"
+    )
+    for label, seconds in (
+        ("the pipeline's warm-up and drain", e.fill_s),
+        ("gradient reduction", e.sync_s),
+        ("parameter gathers", e.gather_s),
+        ("the optimizer step", e.update_s),
+    ):
+        if seconds > 0.03 * e.iteration_s:
+            out.append(f"{label} takes {100 * seconds / e.iteration_s:.0f} %")
+    worst = e.worst_memory
+    share = worst.total_bytes / worst.capacity_bytes
+    out.append(
+        f"memory is fullest on stage {worst.stage} ({nodes[worst.group.pool].gpu}): {100 * share:.0f} %"
+        + (" - it binds" if share > 0.9 * estimator.memory_margin else "")
+    )
+    unused = {p: n.quota - c.gpus().get(p, 0) for p, n in enumerate(nodes)}
+    for pool, count in unused.items():
+        if count:
+            out.append(
+                f"{count} of {nodes[pool].quota} {nodes[pool].gpu} ({nodes[pool].zone}) stay unused: "
+                "using them would not make the iteration shorter or cheaper"
+            )
+    for key, limit, value in (
+        ("max_usd_per_iteration", goal.max_usd_per_iteration, best.usd_per_iteration),
+        ("max_gpus", goal.max_gpus, c.world_size),
+    ):
+        if limit is not None and value > 0.95 * limit:
+            out.append(f"{key} = {limit} binds (the plan needs {value:.4g})")
+    if goal.min_iterations_per_s is not None and best.iteration_s * goal.min_iterations_per_s > 0.95:
+        out.append(
+            f"min_iterations_per_s = {goal.min_iterations_per_s} binds (the plan reaches {1 / best.iteration_s:.4g})"
+        )
+    return out
+
+
+def one_more_node(estimator: Estimator, goal: Goal, best: Found, limit_s: float = 1e9) -> list[dict[str, Any]]:
+    """The search again with one node more of each kind, for at most ``limit_s`` CPU seconds each."""
+    out = []
+    for p, node in enumerate(estimator.cluster.nodes):
+        wider = node.model_copy(
+            update={
+                "count": node.count + 1,
+                "hosts": (),
+                "max_gpus": None if node.max_gpus is None else node.max_gpus + node.gpus_per_node,
+            }
+        )
+        nodes = tuple(wider if i == p else n for i, n in enumerate(estimator.cluster.nodes))
+        found = search_auto(_with_nodes(estimator, nodes), goal, Progress(limit_s=limit_s)).best
+        if found is None or (goal.objective == "throughput" and found.iteration_s > best.iteration_s):
+            found = best  # nothing has to use the new node
+        seconds = found.iteration_s
+        out.append(
+            {
+                "gpu": node.gpu,
+                "zone": node.zone,
+                "iteration_s": seconds,
+                "usd_per_iteration": found.usd_per_iteration,
+                "change": seconds / best.iteration_s - 1,
+            }
+        )
+    return out
+
+
+def _with_nodes(estimator: Estimator, nodes: tuple[Any, ...]) -> Estimator:
+    cluster = Cluster(
+        name=estimator.cluster.name, nodes=nodes, links=estimator.cluster.links, gpus=estimator.cluster.gpus
+    )
+    return Estimator(cluster, estimator.model, estimator.costs, estimator.runtime, estimator.memory_margin)
+
+
+def comparison(estimator: Estimator, goal: Goal, mine: Found, limit_s: float = 1e9) -> list[dict[str, Any]]:
+    """A plan against the best even split (``baseline.stock_plans``), single GPU types and single schedules.
+
+    Args:
+        mine: The plan, which comes first.
+        limit_s: CPU seconds that each search may take.
+    """
+    rows = [_row(estimator, "this plan", mine)]
+    even = best_even_split(estimator)
+    rows.append(_row(estimator, "best even split", _simulated(estimator, *even) if even else None))
+    for gpu in dict.fromkeys(n.gpu for n in estimator.cluster.nodes):
+        nodes = tuple(n for n in estimator.cluster.nodes if n.gpu == gpu)
+        if len(nodes) < len(estimator.cluster.nodes):
+            narrow = _with_nodes(estimator, nodes)
+            rows.append(_row(narrow, f"{gpu} only", search_auto(narrow, goal, Progress(limit_s=limit_s)).best))
+    for schedule in goal.schedules:
+        only = replace(goal, schedules=(schedule,))
+        found = search_auto(estimator, only, Progress(limit_s=limit_s)).best
+        rows.append(_row(estimator, f"schedule {schedule} only", found))
+    for row in rows:
+        row["ratio"] = row["iteration_s"] / mine.iteration_s if row["iteration_s"] else None
+    return rows
+
+
+def compare(options: argparse.Namespace) -> int:
+    """The plan against an even split, single GPU types and single schedules."""
+    check_page(options)
+    estimator, goal = estimator_from(options), goal_from(options)
+    outcome = run_search(estimator, goal, options)
+    best = require(outcome, estimator, goal, options)
+    seconds = each_s(options, len(estimator.cluster.nodes) + len(goal.schedules))
+    with shown_progress("searching on single kinds and with single schedules", options):
+        rows = comparison(estimator, goal, best, seconds)
+    shown = plans_tables("Comparison", "what", rows)
+    page = page_of_search(estimator, best, options, "Comparison", comparison=rows)
+    say({"rows": rows, "search": search_body(outcome, goal)} | page, options, *shown, *written(page))
+    return 0
+
+
+def _simulated(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Found:
+    try:
+        return Found(candidate, estimate, simulate_block(estimator, candidate, estimate).iteration_s)
+    except PlannerError:
+        return Found(candidate, estimate)
+
+
+def _row(estimator: Estimator, what: str, found: Found | None) -> dict[str, Any]:
+    if found is None:
+        return {"what": what, "iteration_s": None, "usd_per_iteration": None, "gpus": None, "plan": None}
+    return {
+        "what": what,
+        "iteration_s": found.iteration_s,
+        "usd_per_iteration": found.usd_per_iteration,
+        "gpus": found.candidate.world_size,
+        "plan": describe(estimator, found.candidate),
+    }

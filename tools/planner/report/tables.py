@@ -1,0 +1,409 @@
+"""Figures of plans as JSON values and as tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..costs.candidate import Candidate, Group
+from ..costs.estimate import Estimate, Estimator
+from ..search.goal import Goal
+from ..search.outcome import Found, Outcome
+from ..search.overlap import blocking_ratio
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+GIB = 2.0**30
+ROUNDING = 1e-9
+"""Share of an iteration below which a difference of two sums is nothing."""
+NOTATION = (
+    "Plans: schedule, v chunks, n slices, mb micro batch; per stage 8L = 8 layers,\n"
+    "3xA100.tp2 = 3 replicas of 2 A100 (TP 2); / divides stages, + kinds in one stage."
+)
+WORTH_SAYING = 0.3
+"""Gaps to the bound above this share are not printed."""
+MOST_ROWS = 100
+"""Rows of a table of stages: laying out thousands takes seconds, and nobody reads them."""
+
+
+def say(value: Any, options: Any, *tables: Any) -> None:
+    """Print JSON or tables, whichever was asked for."""
+    if options.json:
+        json.dump(value, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return
+    from rich.console import Console
+
+    console = Console()
+    for table in tables:
+        if isinstance(table, str):  # lines that are to be copied are not broken
+            sys.stdout.write(table + "\n")
+            sys.stdout.flush()
+        else:
+            console.print(table)
+
+
+@contextmanager
+def shown_progress(text: str | Callable[[], str], options: Any, every_s: float = 10.0) -> Iterator[None]:
+    """A progress line on a terminal; elsewhere a line on stderr every ten seconds, so that nobody takes it for dead."""
+    done, start_s = threading.Event(), time.monotonic()
+    is_watched = sys.stderr.isatty() and not options.json
+
+    def now() -> str:
+        return text if isinstance(text, str) else text()
+
+    def show(update: Callable[[str], None]) -> None:
+        while not done.wait(0.25 if is_watched else every_s):
+            update(now())
+
+    def line(what: str) -> None:
+        with suppress(OSError):  # nobody reads it
+            sys.stderr.write(f"{time.monotonic() - start_s:.0f} s: {what}\n")
+
+    with ExitStack() as stack:
+        update: Callable[[str], None] = line
+        if is_watched:
+            from rich.console import Console
+
+            update = stack.enter_context(Console(stderr=True).status(now())).update
+        thread = threading.Thread(target=show, args=(update,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(1.0)
+
+
+def table(title: str, *columns: str) -> Table:
+    """An empty rich table; the first column is left-aligned.
+
+    No column gets narrower than the longest word of its head, and what is too long for a cell goes on in the next
+    line: nothing is cut off at 80 columns.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    out = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True
+    )
+    for i, column in enumerate(columns):
+        least = max(map(len, column.split()), default=1)
+        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold", min_width=least)
+    return out
+
+
+def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> list[dict[str, Any]]:
+    """One row per stage and kind of replica."""
+    rows = []
+    for m, (s, g, share) in zip(estimate.memory, _flat(candidate, estimate)):
+        node = estimator.cluster.nodes[g.pool]
+        rows.append(
+            {
+                "stage": s,
+                "gpu": node.gpu,
+                "zone": node.zone,
+                "replicas": g.count,
+                "tp": g.tp,
+                "layers": candidate.stages[s].layers,
+                "microbatches_per_replica": share,
+                "busy_s": estimate.stage_busy_s[s],
+                "state_share": m.state_share,
+                "memory_bytes": {
+                    "parameters": m.parameter_bytes,
+                    "gradients": m.gradient_bytes,
+                    "optimizer": m.optimizer_bytes,
+                    "activations": m.activation_bytes,
+                    "workspace": m.workspace_bytes,
+                    "reserved": m.reserved_bytes,
+                },
+                "total_bytes": m.total_bytes,
+                "capacity_bytes": m.capacity_bytes,
+                "fits": m.total_bytes <= estimator.memory_margin * m.capacity_bytes,
+            }
+        )
+    return rows
+
+
+def _share(row: dict[str, Any]) -> str:
+    share = row["state_share"]
+    return "" if share is None else f"; each keeps {100 * share:.0f} % of the state"
+
+
+def _flat(candidate: Candidate, estimate: Estimate) -> Iterator[tuple[int, Group, int]]:
+    for s, stage in enumerate(candidate.stages):
+        for g, share in zip(stage.groups, estimate.microbatches[s]):
+            yield s, g, share
+
+
+def summary(
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, simulated_s: float | None
+) -> dict[str, Any]:
+    """Everything there is to say about a plan."""
+    model = estimator.model
+    found = Found(candidate, estimate, simulated_s)
+    seconds = found.iteration_s
+    tokens = model.global_batch_size * model.seq_length
+    peak = sum(
+        n * estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).peak(model.precision)
+        for p, n in candidate.gpus().items()
+    )
+    blocking = blocking_ratio(estimator, candidate, estimate)
+    uncertainty = estimator.uncertainty(candidate)
+    watts = [estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).power_w for p in candidate.gpus()]
+    joules = None
+    if all(w is not None for w in watts):
+        joules = seconds * sum(n * (w or 0.0) for n, w in zip(candidate.gpus().values(), watts))
+    return {
+        "iteration_s": seconds,
+        "closed_form_s": estimate.iteration_s,
+        "simulated_s": simulated_s,
+        "uncertainty": uncertainty.error,
+        "uncertainty_of": {"runs": uncertainty.runs, "of": uncertainty.of},
+        "runtime": estimator.runtime.name,
+        "blocking_transfers_s": None if blocking is None else seconds * blocking,
+        "by_cause_s": {
+            "compute": estimate.busy_s,
+            "fill_and_drain": estimate.fill_s if estimate.fill_s > ROUNDING * estimate.iteration_s else 0.0,
+            "gather": estimate.gather_s,
+            "gradient_reduction": estimate.sync_s,
+            "update": estimate.update_s,
+        },
+        "tokens_per_s": tokens / seconds,
+        "model_tflops": model.iteration_flops / seconds / 1e12,
+        "model_flops_utilisation": model.iteration_flops / seconds / peak if peak else None,
+        "usd_per_iteration": found.usd_per_iteration,
+        "gpus_without_price": _unpriced(estimator, candidate),
+        "catalog_prices": _catalog_prices(estimator, candidate),
+        "usd_per_billion_tokens": found.usd_per_iteration / tokens * 1e9,
+        "egress_bytes_per_iteration": estimate.egress_bytes,
+        "energy_joules_per_iteration": joules,
+        "gpus": {
+            f"{estimator.cluster.nodes[p].gpu} ({estimator.cluster.nodes[p].zone})": n
+            for p, n in sorted(candidate.gpus().items())
+        },
+        "idle_gpus": _idle(estimator, candidate),
+        "not_run": model.not_run,
+        "model_notes": model.notes,
+        "host_memory": offloaded(estimator, estimate),
+        "schedule": candidate.schedule,
+        "chunks": candidate.chunks,
+        "slices": candidate.slices,
+        "micro_batch_size": candidate.micro_batch_size,
+        "recompute": candidate.recompute,
+        "zero_stage": candidate.zero_stage,
+        "offload": candidate.offload,
+        "extras": extras_in_words(candidate),
+        "stages": stages_of(estimator, candidate, estimate),
+    }
+
+
+def offloaded(estimator: Estimator, estimate: Estimate) -> list[dict[str, Any]]:
+    """What nodes hold in main memory for the plan, and what they have for it (None: the cluster file does not say)."""
+    return [
+        {
+            "gpu": estimator.cluster.nodes[pool].gpu,
+            "bytes_per_node": held,
+            "limit_bytes": estimator.cluster.nodes[pool].host_memory_bytes,
+        }
+        for pool, held in estimator.host_memory(estimate)
+    ]
+
+
+def host_memory_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One line per group of nodes that offloads."""
+    lines = []
+    for row in rows:
+        limit = row["limit_bytes"]
+        known = "; give host_memory_bytes in the cluster file" if limit is None else f", of {limit / GIB:.0f} GiB"
+        lines.append(f"{row['gpu']}: offloads {row['bytes_per_node'] / GIB:.0f} GiB to main memory per node{known}")
+    return lines
+
+
+def _unpriced(estimator: Estimator, candidate: Candidate) -> list[str]:
+    """Kinds of GPUs in use that have a price neither in the cluster file nor in the catalog."""
+    nodes = [estimator.cluster.nodes[p] for p in candidate.gpus()]
+    return sorted(
+        {n.gpu for n in nodes if n.usd_per_gpu_hour is None and estimator.cluster.gpu(n.gpu).usd_per_hour is None}
+    )
+
+
+def _catalog_prices(estimator: Estimator, candidate: Candidate) -> dict[str, float]:
+    """USD per GPU hour of the kinds in use whose price the cluster file does not give, but the catalog does."""
+    nodes = [estimator.cluster.nodes[p] for p in sorted(candidate.gpus())]
+    prices = {n.gpu: estimator.cluster.gpu(n.gpu).usd_per_hour for n in nodes if n.usd_per_gpu_hour is None}
+    return {gpu: price for gpu, price in prices.items() if price is not None}
+
+
+def _idle(estimator: Estimator, candidate: Candidate) -> dict[str, int]:
+    """GPUs that the plan leaves out, by kind and zone."""
+    out: dict[str, int] = {}
+    for pool, node in enumerate(estimator.cluster.nodes):
+        left = node.quota - candidate.gpus().get(pool, 0)
+        if left > 0:
+            name = f"{node.gpu} ({node.zone})"
+            out[name] = out.get(name, 0) + left
+    return out
+
+
+def price_lines(body: dict[str, Any]) -> list[str]:
+    """What an iteration costs, and where prices are from."""
+    known, unpriced = body["catalog_prices"], ", ".join(body["gpus_without_price"])
+    lines = []
+    if body["usd_per_iteration"]:
+        each = f"{body['usd_per_iteration']:.4g} per iteration, {body['usd_per_billion_tokens']:.4g} per billion tokens"
+        lines.append(f"USD {each}")
+    if known:
+        rates = ", ".join(f"{gpu} {price:g}" for gpu, price in known.items())
+        lines.append(f"catalog price, not yours: USD per GPU hour {rates}; give usd_per_gpu_hour")
+    if unpriced:
+        lines.append(f"{unpriced}: no price known, give usd_per_gpu_hour")
+    if body["egress_bytes_per_iteration"]:
+        lines.append(f"egress {body['egress_bytes_per_iteration'] / 1e9:.4g} GB per iteration")
+    return lines
+
+
+def summary_tables(body: dict[str, Any]) -> list[Any]:
+    """The summary for people."""
+    causes = table("Iteration", "cause", "seconds", "share")
+    for cause, seconds in body["by_cause_s"].items():
+        if seconds > 0:
+            causes.add_row(cause.replace("_", " "), f"{seconds:.4g}", f"{100 * seconds / body['closed_form_s']:.1f} %")
+    causes.add_row("together, by formula", f"{body['closed_form_s']:.4g}", "")
+    if body["simulated_s"] is not None:
+        causes.add_row("simulated (this counts)", f"{body['simulated_s']:.4g}", "")
+    where = table("Stages", "stage", "GPUs", "TP", "replicas", "layers", "microbatches", "busy")
+    memory = table("Memory, GiB", "stage", "GPUs", "needed", "of", "largest part")
+    for row in body["stages"][:MOST_ROWS]:
+        parts = sorted(row["memory_bytes"].items(), key=lambda item: -item[1])
+        name = f"{row['gpu']} ({row['zone']})"
+        counts = (row["tp"], row["replicas"], row["layers"], row["microbatches_per_replica"])
+        busy = f"{100 * row['busy_s'] / body['closed_form_s']:.0f} %"
+        where.add_row(str(row["stage"]), name, *map(str, counts), busy)
+        memory.add_row(
+            str(row["stage"]),
+            row["gpu"],
+            f"{row['total_bytes'] / GIB:.2f}" + ("" if row["fits"] else " TOO MUCH"),
+            f"{row['capacity_bytes'] / GIB:.1f}",
+            f"{parts[0][0]} {parts[0][1] / GIB:.1f}" + _share(row),
+        )
+    utilisation = body["model_flops_utilisation"]
+    seen = body["uncertainty_of"]
+    lines = [
+        f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}, "
+        + f"ZeRO-{body['zero_stage']}"
+        + (f", {body['chunks']} chunks" if body["chunks"] > 1 else "")
+        + (f", {body['slices']} slices" if body["slices"] > 1 else "")
+        + (", offload" if body["offload"] else "")
+        + "".join(f", {name}" for name in body["extras"]),
+        f"{body['iteration_s']:.4g} s per iteration, {body['tokens_per_s']:.4g} tokens/s",
+        f"+-{100 * body['uncertainty']:.0f} %: four of five of {seen['runs']} measured {seen['of']} were nearer",
+        f"{body['model_tflops']:.4g} model TFLOP/s"
+        + (f", MFU {100 * utilisation:.1f} %" if utilisation is not None else ""),
+        *price_lines(body),
+    ]
+    if body["idle_gpus"]:
+        lines.append("idle: " + ", ".join(f"{n} {kind}" for kind, n in body["idle_gpus"].items()))
+    blocking = body["blocking_transfers_s"]
+    if blocking is not None:
+        lines.append(
+            f"Transfers between stages run beside compute, over NCCL. If they did not: about {blocking:.4g} s "
+            f"({100 * (blocking / body['iteration_s'] - 1):+.0f} %)"
+        )
+    if body["not_run"]:
+        unknown = ", ".join(body["not_run"]).replace("_", " ")
+        lines.append(f"The planner prices this model, but runs with a plan cannot train it yet ({unknown}).")
+    lines += body["model_notes"]
+    lines += host_memory_lines(body["host_memory"])
+    if body.get("bubble_fraction") is not None:
+        lines.append(f"bubble {100 * body['bubble_fraction']:.1f} %: idle time over compute, mean of the replicas")
+    more = len(body["stages"]) - MOST_ROWS
+    return [*lines, causes, where, memory, *([f"and {more} rows more: --json prints all"] if more > 0 else [])]
+
+
+def plans_tables(title: str, what: str, rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """Plans beside each other, and what each of them is in a line of its own."""
+    out = table(title, what, "s per iteration", "ratio", "USD per iteration", "GPUs")
+    lines: list[Any] = []
+    for i, row in enumerate(rows, 1):
+        name = f"{i}: {row['what']}"
+        if row["iteration_s"] is None:
+            out.add_row(name, "no plan", "", "", "")
+            continue
+        ratio, usd = f"{row['ratio']:.2f}", f"{row['usd_per_iteration']:.4g}"
+        out.add_row(name, f"{row['iteration_s']:.4g}", ratio, usd, str(row["gpus"]))
+        lines.append(f"{i}: {row['plan']}")
+    return [out, *lines, *([NOTATION] if lines else [])]
+
+
+def describe(estimator: Estimator, c: Candidate) -> str:
+    """A candidate in one line."""
+    stages = " / ".join(
+        f"{s.layers}L "
+        + "+".join(
+            f"{g.count}x{estimator.cluster.nodes[g.pool].gpu}" + (f".tp{g.tp}" if g.tp > 1 else "") for g in s.groups
+        )
+        for s in c.stages
+    )
+    extra = f" v{c.chunks}" if c.chunks > 1 else ""
+    extra += f" n{c.slices}" if c.slices > 1 else ""
+    extra += "".join(f" {name}" for name in extras_in_words(c))
+    return f"{c.schedule}{extra} mb{c.micro_batch_size} {stages}"
+
+
+def extras_in_words(c: Candidate) -> list[str]:
+    """What a plan has besides its schedule."""
+    out = [f"cp{c.cp}"] if c.cp > 1 else []
+    out += [f"ep{c.ep}"] if c.ep > 1 else []
+    out += ["split vocabulary"] if c.rows else []
+    out += ["exchange"] if c.exchange else []
+    out += [f"{100 * c.host_activations:.0f} % of activations offloaded"] if c.host_activations else []
+    return out + (["passes of different sizes"] if c.sizes else [])
+
+
+def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
+    """How far the plan is from what no plan can beat, and which faster plan was passed over."""
+    lines, gap, other = [], outcome.gap(goal), outcome.passed_over
+    if gap is not None and outcome.best is not None:
+        least = f"USD {outcome.bound:.4g}" if goal.objective == "cost" else f"{outcome.bound:.4g} s"
+        said = f"no plan on these GPUs takes less than {least}"
+        if gap <= WORTH_SAYING:
+            lines.append(f"at most {100 * gap:.1f} % from the best possible: {said}")
+        else:
+            e = outcome.best.estimate
+            free = {"bubbles": e.fill_s, "sums of gradients": e.sync_s, "gathers": e.gather_s}
+            most = max(free, key=lambda name: free[name])
+            lines.append(
+                f"{said}, but this says little: {most} ({free[most]:.3g} s here), transfers and uneven layers are "
+                "free in that bound"
+            )
+    if other is not None and other.plan:
+        lines.append(f"plainer than a plan of {other.iteration_s:.4g} s, which has {other.plan}")
+    elif other is not None:
+        lines.append(
+            f"chosen over a plan of {other.iteration_s:.4g} s, because it depends less on transfers beside compute: "
+            f"without them {other.chosen_blocking_s:.4g} s, the other one {other.blocking_s:.4g} s"
+        )
+    return lines
+
+
+def search_body(outcome: Outcome, goal: Goal) -> dict[str, Any]:
+    """Facts about the search."""
+    return {
+        "method": outcome.method,
+        "cpu_s": outcome.cpu_s,
+        "evaluations": outcome.evaluations,
+        "simulations": outcome.simulations,
+        "exact": outcome.exact,
+        "interrupted": outcome.interrupted,
+        "bound": outcome.bound,
+        "gap_to_bound": outcome.gap(goal),
+        "passed_over": None if outcome.passed_over is None else asdict(outcome.passed_over),
+    }

@@ -1,0 +1,1 @@
+"""The time of a pipeline: exact, and fast for the search."""

@@ -1,0 +1,229 @@
+"""The time of 1F1B with any numbers of replicas by the compiled loops (``compiled/``), without a program.
+
+``quick.py`` says the same of the program's operations, for this and other schedules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_double, c_int32, c_uint8
+from itertools import accumulate, chain
+from typing import Any
+
+from megatron_het.schedule.cost import Costs, Link
+from megatron_het.schedule.generators.listing import ORDERS
+from megatron_het.schedule.generators.one_f_one_b import Ways, ways
+from megatron_het.schedule.generators.pipelines import Part, parts_of
+from megatron_het.schedule.ir import Shape
+
+from ..costs.candidate import Group
+from ..errors import PlannerError
+from .compiled import loops
+from .quick import can_price
+
+MOST_LINKS = 20_000_000
+"""Pairs of replicas of neighbouring stages, each with a time of its own."""
+_STUCK = -2.0
+
+
+class Wiring:
+    """Links between replicas, which depend on their kinds and on whether they share a node.
+
+    Attributes:
+        groups: By device, what kind of replica it is (of one).
+        places: By device, its node.
+
+    Args:
+        price: The link between two kinds, and whether within a node; one that nobody shares.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], places: Sequence[object], price: Callable[[Group, Group, bool], Link]
+    ) -> None:
+        self.groups, self.places, self._price = groups, places, price
+        self._known: dict[tuple[Group, Group, bool], Link] = {}
+
+    def between(self, source: Group, target: Group, local: bool) -> Link:
+        """The link between two kinds of replicas."""
+        key = source, target, local
+        if key not in self._known:
+            self._known[key] = self._price(*key)
+        return self._known[key]
+
+    def __call__(self, source: int, target: int) -> Link:
+        return self.between(self.groups[source], self.groups[target], self.places[source] == self.places[target])
+
+
+class Pipelines:
+    """Plain 1F1B pipelines, ready to be timed in any order and with any number of microbatches in flight.
+
+    Args:
+        speeds: Of the generator.
+    """
+
+    def __init__(self, compiled: ctypes.CDLL, shape: Shape, speeds: Sequence[float], costs: Costs) -> None:
+        wiring = costs.link
+        assert isinstance(wiring, Wiring)  # the caller knows
+        self._parts = [
+            _Part(compiled, part, [speeds[d] for d in part.devices], costs, wiring)
+            for part in _different(shape, parts_of(shape), speeds, costs, wiring)
+        ]
+
+    def seconds(self, parameters: Mapping[str, Any]) -> float:
+        """Of the iteration.
+
+        Args:
+            parameters: Of the generator.
+
+        Raises:
+            PlannerError: The schedule cannot run this shape.
+        """
+        try:
+            return max([part.seconds(parameters) for part in self._parts])
+        except ValueError as error:
+            raise PlannerError("plan", "schedule.parameters", parameters, str(error)) from None
+
+
+def pipelines_of(schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs) -> Pipelines | None:
+    """The pipelines; None for other schedules, for costs that are not so simple, and without a compiler.
+
+    Args:
+        speeds: Of the generator.
+    """
+    wiring = costs.link
+    plain = schedule == "1f1b" and shape.slices == 1 and all(len(chunks) == 1 for chunks in shape.layers)
+    if not plain or not isinstance(wiring, Wiring) or not can_price(shape, costs) or costs.attention_forward_s:
+        return None
+    compiled = loops()
+    if compiled is None or sum(a * b for a, b in zip(shape.replicas, shape.replicas[1:])) > MOST_LINKS:
+        return None
+    return Pipelines(compiled, shape, speeds, costs)
+
+
+def pipelines_s(
+    schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs, parameters: Mapping[str, Any]
+) -> float | None:
+    """Seconds of the iteration; None where :func:`pipelines_of` says so.
+
+    Args:
+        speeds, parameters: Of the generator.
+
+    Raises:
+        PlannerError: The schedule cannot run this shape.
+    """
+    found = pipelines_of(schedule, shape, speeds, costs)
+    return None if found is None else found.seconds(parameters)
+
+
+def _different(shape: Shape, parts: list[Part], speeds: Sequence[float], costs: Costs, wiring: Wiring) -> list[Part]:
+    """Parts that are not alike in shape, speeds and kinds; where each is in a place of its own, all."""
+    if len(parts) == 1:
+        return parts
+    tails = costs.tail_s or (0.0,) * len(shape.devices)
+    known: dict[object, Part] = {}
+    for part in parts:
+        nodes: dict[object, int] = {}
+        kinds = [
+            (
+                speeds[d],
+                wiring.groups[d],
+                nodes.setdefault(wiring.places[d], len(nodes)),
+                costs.forward_s[d],
+                costs.backward_s[d],
+                tails[d],
+            )
+            for d in part.devices
+        ]
+        known.setdefault((part.shape, tuple(kinds)), part)
+    return list(known.values())
+
+
+class _Part:
+    """One part of the pipelines, as the compiled loops want it."""
+
+    def __init__(
+        self, compiled: ctypes.CDLL, part: Part, speeds: Sequence[float], costs: Costs, wiring: Wiring
+    ) -> None:
+        shape, devices = part.shape, part.devices
+        self._compiled, self._shape, self._speeds = compiled, shape, speeds
+        self._layout = _Layout(shape)
+        tails = costs.tail_s or (0.0,) * len(wiring.groups)
+        own = costs.operation_s
+        forward, backward = ([rows[d][0] + own for d in devices] for rows in (costs.forward_s, costs.backward_s))
+        kinds = {kind: i for i, kind in enumerate(dict.fromkeys(wiring.groups[d] for d in devices))}
+        nodes: dict[object, int] = {}
+        links = [wiring.between(a, b, local) for local in (False, True) for a in kinds for b in kinds]
+        self._first = _ints((*shape.first_device, len(devices)))
+        self._costs = (
+            _doubles(forward),
+            _doubles(backward),
+            _doubles([tails[d] for d in devices]),
+            _ints([kinds[wiring.groups[d]] for d in devices]),
+            _ints([nodes.setdefault(wiring.places[d], len(nodes)) for d in devices]),
+            len(kinds),
+            _doubles([costs.message_bytes / link.bytes_per_s for link in links]),
+            _doubles([link.latency_s for link in links]),
+        )
+
+    def seconds(self, parameters: Mapping[str, Any]) -> float:
+        orders = ways(self._shape, self._speeds, merge=self._merge, **parameters)
+        flat = (c_uint8 * sum(map(len, orders))).from_buffer_copy(b"".join(map(bytes, orders)))
+        seconds = self._compiled.het_makespan(*self._layout.arguments, self._first, flat, *self._costs)
+        if seconds < 0:
+            raise MemoryError if seconds != _STUCK else ValueError("its operations wait for each other")
+        return float(seconds)
+
+    def _merge(
+        self, shape: Shape, limits: Sequence[int], forward_s: Sequence[float], backward_s: Sequence[float], order: str
+    ) -> Ways:
+        return self._layout.merge(self._compiled, limits, forward_s, backward_s, order)
+
+
+class _Layout:
+    """A shape as the compiled loops want it."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        count = len(shape.devices)
+        mine = [shape.microbatches_of(d) for d in range(count)]
+        self.at = [0, *accumulate(map(len, mine))]
+        runner = chain.from_iterable(
+            [first + r for r in row] for first, row in zip(shape.first_device, shape.route, strict=True)
+        )
+        self.arguments = (
+            count,
+            shape.stages,
+            shape.microbatches,
+            _ints([d.stage for d in shape.devices]),
+            _ints(list(runner)),
+            _ints(list(chain.from_iterable(mine))),
+            _ints(self.at),
+        )
+
+    def merge(
+        self,
+        compiled: ctypes.CDLL,
+        limits: Sequence[int],
+        forward_s: Sequence[float],
+        backward_s: Sequence[float],
+        order: str,
+    ) -> Ways:
+        """What ``fast_merge`` says."""
+        out, done = (c_uint8 * (2 * self.at[-1]))(), (c_int32 * len(limits))()
+        # Nobody has more in flight than there are microbatches.
+        most = [min(n, self.shape.microbatches) for n in limits]
+        passes = _doubles(forward_s), _doubles(backward_s)
+        if compiled.het_merge(*self.arguments, _ints(most), *passes, ORDERS.index(order), out, done):
+            raise MemoryError
+        found = bytes(out)
+        return [found[2 * at : 2 * at + n] for at, n in zip(self.at, done)]
+
+
+def _ints(values: Sequence[int]) -> ctypes.Array[c_int32]:
+    return (c_int32 * len(values)).from_buffer(array("i", values)) if values else (c_int32 * 0)()
+
+
+def _doubles(values: Sequence[float]) -> ctypes.Array[c_double]:
+    return (c_double * len(values)).from_buffer(array("d", values)) if values else (c_double * 0)()

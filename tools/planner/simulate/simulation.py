@@ -1,0 +1,305 @@
+"""Whole iterations through the schedule simulator: the final word on a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_het.features import features_of
+from megatron_het.lowering import programs
+from megatron_het.lowering.costs import planned_costs
+from megatron_het.lowering.programs import schedule_shape
+from megatron_het.plan import Plan, PlanError
+from megatron_het.schedule.cost import Costs
+from megatron_het.schedule.cutting import Parts
+from megatron_het.schedule.generators.listing import ORDERS
+from megatron_het.schedule.generators.pipelines import parts_of
+from megatron_het.schedule.ir import Program
+from megatron_het.schedule.passes import post_receives_early
+from megatron_het.schedule.simulate import Result
+
+from ..costs.build import build_plan, in_order_of, part_of, seats
+from ..costs.candidate import Candidate
+from ..costs.estimate import Estimate, Estimator
+from ..costs.figures import figures_of
+from ..costs.neighbours import simulate_beside
+from ..costs.prices import Seats, costs_of, devices_of
+from ..costs.schedules import PLAIN, schedule_of
+from ..errors import PlannerError
+from .plain import Pipelines, pipelines_of, pipelines_s
+from .quick import can_price, compute_orders, makespan_s
+
+MOST_REMEMBERED = 500_000
+"""Compute operations of plans that are kept for other orders of the same."""
+MOST_COUPLED = 60_000
+"""Compute operations up to which plans whose parts gather together are simulated as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One simulated iteration.
+
+    Attributes:
+        iteration_s: Makespan with gradient reduction and update.
+        result: The simulator's own result (timeline, bubble by cause, memory over time).
+    """
+
+    iteration_s: float
+    result: Result
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Per device (replica), simulated peak of activations plus everything static."""
+        return tuple(use.peak_bytes for use in self.result.memory)
+
+
+def operations_of(estimator: Estimator, candidate: Candidate) -> int:
+    """Compute operations of one of the candidate's equal pipelines; 0 for a single stage, which needs no simulation."""
+    if len(candidate.stages) == 1:
+        return 0
+    microbatches = estimator.model.global_batch_size // candidate.micro_batch_size // candidate.blocks
+    return 2 * len(candidate.path) * candidate.slices * microbatches
+
+
+def program_of(plan: Plan, parts: Parts = ()) -> Program:
+    """The operations of one iteration: the program that the plan's ranks run.
+
+    Plain ZeRO-2 and 3, which are compared with and have no operations, are priced in the passes.
+
+    Args:
+        plan: Checked.
+        parts: What slices see, by microbatch and slice; empty where each sees all before it.
+
+    Raises:
+        PlannerError: the schedule cannot run this shape, or has no such parameters.
+    """
+    given = {name: value for name, value in plan.schedule.parameters.items() if name != "zero_stage"}
+    try:
+        return programs.program_of(replace(plan, schedule=replace(plan.schedule, parameters=given)), parts=parts)
+    except PlanError as error:
+        raise PlannerError("plan", error.where, plan.schedule.parameters, error.problem, error.hint) from None
+
+
+def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Simulation:
+    """One of the candidate's equal, independent pipelines: what the others take, but for where they sit.
+
+    Raises:
+        PlannerError: the schedule cannot run this shape.
+    """
+    plan = build_plan(estimator, candidate, estimate, one_block=True)
+    return _simulate(estimator, candidate, candidate.block(), estimate, plan, _block_seats(estimator, candidate))
+
+
+def _block_seats(estimator: Estimator, candidate: Candidate) -> Seats:
+    """Where the first of the candidate's equal pipelines sits among the others: stages that fill nodes are apart."""
+    blocks, out = candidate.blocks, []
+    seated = seats(estimator.cluster, candidate.stages, candidate.cp)
+    assert seated is not None  # the plan has been made of it
+    for stage, row in zip(candidate.stages, seated):
+        mine, first = [], 0
+        for g in stage.groups:
+            mine += row[first : first + g.count // blocks]
+            first += g.count
+        out.append(mine)
+    return out
+
+
+def block_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float:
+    """The iteration time of :func:`simulate_block`, which it takes a fraction of the time to say.
+
+    Raises:
+        PlannerError: the schedule cannot run this shape.
+    """
+
+    def simulate_it() -> float:
+        key, known = _in_one_order(candidate), estimator.known_blocks
+        if key not in known:
+            if sum(block.operations for block in known.values()) > MOST_REMEMBERED:
+                known.clear()
+            known[key] = _Block(estimator, candidate, estimate)
+        return known[key].seconds(candidate, estimate)
+
+    return estimator.simulated_s(candidate, False, simulate_it)
+
+
+def _in_one_order(candidate: Candidate) -> Candidate:
+    return candidate.with_(order=ORDERS[0], depths=())
+
+
+class _Block:
+    """One of a candidate's equal pipelines, for every order and any number of microbatches in flight.
+
+    The finalists of a search are timed in several orders and depths, which differ in two parameters of the schedule.
+
+    Attributes:
+        operations: Of it, which compute.
+    """
+
+    def __init__(self, estimator: Estimator, candidate: Candidate, estimate: Estimate) -> None:
+        self._estimator, self.operations = estimator, operations_of(estimator, candidate)
+        self._plan = build_plan(estimator, candidate, estimate, one_block=True)
+        self._seats = _block_seats(estimator, candidate)
+        self._pipelines: Pipelines | None = None
+        inputs = programs.generator_inputs(self._plan) if candidate.schedule == PLAIN.name else None
+        if inputs is not None:
+            costs = _priced(estimator, candidate, candidate.block(), estimate, self._plan, self._seats, None)
+            self._pipelines = pipelines_of(candidate.schedule, *inputs[:2], costs)
+
+    def seconds(self, candidate: Candidate, estimate: Estimate) -> float:
+        """The iteration time in the candidate's order and depths.
+
+        Raises:
+            PlannerError: the schedule cannot run this shape.
+        """
+        plan = in_order_of(self._plan, candidate)
+        if self._pipelines is not None:
+            return self._pipelines.seconds(programs.parameters_of(plan))
+        return _quick_s(self._estimator, candidate, candidate.block(), estimate, plan, self._seats)
+
+
+def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats) -> float:
+    """The iteration time of a whole plan: that of its slowest independent part.
+
+    Parts that are alike (replicas, microbatches, links) are simulated once, so that this takes a fraction of
+    the time of :func:`simulate_candidate` and says the same.
+
+    Raises:
+        PlannerError: the schedule cannot run this shape.
+    """
+    operations = operations_of(estimator, candidate) * candidate.blocks
+    if schedule_of(candidate).shards_parameters and operations <= MOST_COUPLED:
+        # Replicas of a stage gather together, whichever part they belong to.
+        return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+    try:
+        return max(_quick_s(*part) for part in _different_parts(estimator, candidate, estimate, plan, seated))
+    except PlannerError:  # its generator orders parts together that it cannot order alone
+        return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+
+
+def _different_parts(
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats
+) -> Iterator[tuple[Estimator, Candidate, Candidate, Estimate, Plan, Seats]]:
+    """Arguments of ``_quick_s`` for one part of each kind."""
+    flat = [seat for stage in seated for seat in stage]
+    cut_of = [replica.cut for stage in plan.stages for replica in stage.replicas]
+    done: set[object] = set()
+    most: dict[object, int] = {}
+    parts = sorted(parts_of(schedule_shape(plan)), key=lambda part: -len(part.microbatches))
+    for part in parts:
+        here = [flat[d] for d in part.devices]
+        nodes: dict[tuple[int, int], int] = {}
+        cuts = [cut_of[d] for d in part.devices]
+        places = tuple((s[0].pool, cut, nodes.setdefault(s[0][:2], len(nodes))) for s, cut in zip(here, cuts))
+        if max(part.shape.replicas) == 1:  # a plain pipeline takes no longer with fewer microbatches
+            key: object = places
+            if most.setdefault(places, len(part.microbatches)) > len(part.microbatches):
+                continue
+        else:
+            key = part.shape, places
+        if key not in done:
+            done.add(key)
+            mine = iter(here)
+            seats_of_stages = [[next(mine) for _ in range(count)] for count in part.shape.replicas]
+            yield estimator, candidate, candidate, estimate, part_of(plan, part), seats_of_stages
+
+
+def simulate_candidate(
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None = None
+) -> Simulation:
+    """One iteration of a whole plan, event by event.
+
+    Args:
+        seated: Where the plan's ranks sit, for plans that list replicas in another order than the candidate.
+
+    Raises:
+        PlannerError: the schedule cannot run this shape.
+    """
+    return _simulate(estimator, candidate, candidate, estimate, plan, seated)
+
+
+def _quick_s(
+    estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None
+) -> float:
+    """The iteration time of a plan by ``quick.py``, or simulated where its program does more than compute."""
+    inputs = programs.generator_inputs(plan)
+    if inputs is not None:
+        seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
+        assert seated is not None  # the plan has been made of it
+        costs = _priced(
+            estimator,
+            whole,
+            candidate,
+            estimate,
+            plan,
+            seated,
+            None,
+            schedule_of(candidate).slice_parts(estimator.model, plan),
+        )
+        shape, speeds, parameters = inputs
+        seconds = pipelines_s(plan.schedule.name, shape, speeds, costs, parameters)
+        if seconds is not None:
+            return seconds
+        found = compute_orders(plan, inputs) if can_price(shape, costs) else None
+        seconds = None if found is None else makespan_s(*found, costs)
+        if seconds is not None:
+            return seconds
+    return _simulate(estimator, whole, candidate, estimate, plan, seated).iteration_s
+
+
+def with_costs(
+    estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None = None
+) -> Plan:
+    """The plan with the costs of its operations beside its prediction, for the run to compare itself with.
+
+    Raises:
+        PlannerError: the schedule cannot run this shape.
+    """
+    assert plan.predicted is not None
+    program = program_of(plan)
+    seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
+    assert seated is not None  # the plan has been made of it
+    costs = _priced(estimator, candidate, candidate, estimate, plan, seated, program)
+    return replace(plan, predicted=replace(plan.predicted, costs=planned_costs(costs, program)))
+
+
+def _simulate(
+    estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None
+) -> Simulation:
+    parts = schedule_of(candidate).slice_parts(estimator.model, plan)
+    program = program_of(plan, parts)
+    if estimator.runtime.host_blocks:
+        program = post_receives_early(program)  # as the runtime does over gloo
+    seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
+    assert seated is not None  # the plan has been made of it
+    costs = _priced(estimator, whole, candidate, estimate, plan, seated, program, parts)
+    result = simulate_beside(program, costs, _alone(estimator, plan, seated))
+    return Simulation(result.makespan_s, result)
+
+
+def _alone(estimator: Estimator, plan: Plan, seated: Seats) -> list[float]:
+    """By replica, how long a pass takes while the others wait, over its time while all are busy."""
+    batch, nodes = plan.training.micro_batch_size, estimator.cluster.nodes
+    return [
+        estimator.costs.alone_share(nodes[seats_of[0].pool].gpu, batch, replica.tp)
+        for stage, row in zip(plan.stages, seated, strict=True)
+        for replica, seats_of in zip(stage.replicas, row, strict=True)
+    ]
+
+
+def _priced(
+    estimator: Estimator,
+    whole: Candidate,
+    candidate: Candidate,
+    estimate: Estimate,
+    plan: Plan,
+    seated: Seats,
+    program: Program | None,
+    parts: Parts = (),
+) -> Costs:
+    """The costs of a plan and of its features; without a program, of those that need none."""
+    costs = costs_of(estimator, whole, candidate, estimate, plan, seated, parts)
+    if program is not None:
+        figures = figures_of(estimator, whole, devices_of(estimator, candidate, plan, seated))
+        for feature, options in features_of(plan):
+            costs = feature.price(costs, options, program, figures)
+    return costs
