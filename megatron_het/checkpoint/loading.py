@@ -65,12 +65,14 @@ class LoadHook:
                     return restored
             wants_random_state = not (args.no_load_rng or args.finetune)
             shown: dict[str, Any] = {"tensor_model_parallel_size": self._shown_tp, "no_load_rng": True}
+            folder: Path | None = None
             if args.load and keywords.get("load_arg", "load") == "load":
-                shown |= whole_checkpoint(args)
+                folder, chosen = whole_checkpoint(args)
+                shown |= chosen
             if positional:  # in any other way it is called for a model that is not the one that trains
                 self._prepare(*positional[:2])
             optimizer = positional[1] if len(positional) > 1 else None
-            with _set(args, **shown), _with_matched_groups(optimizer, args):
+            with _set(args, **shown), _with_matched_groups(optimizer, args), _without_absent_moments(optimizer, folder):
                 iteration, flops = original(*positional, **keywords)
                 path = loaded_path(args, iteration) if iteration and wants_random_state else None
             if path is not None:
@@ -92,14 +94,14 @@ class LoadHook:
             restore_random_state(path)
 
 
-def whole_checkpoint(args: Any) -> dict[str, Any]:
+def whole_checkpoint(args: Any) -> tuple[Path | None, dict[str, Any]]:
     """What Megatron's arguments must be for it to load the newest checkpoint that is whole; collective.
 
     Args:
         args: Megatron's arguments.
 
     Returns:
-        Attributes to set while it loads.
+        Its folder, None where the choice is Megatron's; attributes to set while it loads.
 
     Raises:
         SystemExit: There is none, or its optimizer state does not fit; the first rank says why.
@@ -111,7 +113,7 @@ def whole_checkpoint(args: Any) -> dict[str, Any]:
         for note in choice.notes:
             print_rank_0(f"het: {note}")
         if choice.candidate is None:
-            return {}
+            return None, {}
         if choice.notes:
             print_rank_0(f"het: loading {choice.candidate.folder} instead")
         check_optimizer_state(args, choice.candidate.folder)
@@ -124,8 +126,8 @@ def whole_checkpoint(args: Any) -> dict[str, Any]:
         raise SystemExit(2) from None
     dist.barrier()
     if not choice.candidate.persistent:
-        return {}
-    return {"ckpt_step": choice.candidate.iteration, "non_persistent_ckpt_type": None}
+        return choice.candidate.folder, {}
+    return choice.candidate.folder, {"ckpt_step": choice.candidate.iteration, "non_persistent_ckpt_type": None}
 
 
 def loaded_path(args: Any, iteration: int) -> str:
@@ -174,6 +176,38 @@ def _with_matched_groups(optimizer: Any, args: Any) -> Iterator[None]:
             optimizer.load_state_dict = load
         else:
             del optimizer.load_state_dict
+
+
+@contextlib.contextmanager
+def _without_absent_moments(optimizer: Any, folder: Path | None) -> Iterator[None]:
+    """Ask for no moments where a checkpoint has none, because it was saved before the first update."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
+
+    main = "optimizer.state.fp32_param."
+    if optimizer is None or folder is None or not (folder / "metadata.json").exists():
+        yield
+        return
+    keys = set(dist_checkpointing.serialization.load_sharded_metadata(str(folder)))
+    has_moments = any(key.startswith("optimizer.state.") and not key.startswith(main) for key in keys)
+    if has_moments or not any(key.startswith(main) for key in keys):
+        yield
+        return
+    ask = optimizer.sharded_state_dict
+
+    def is_absent(value: Any) -> bool:
+        is_sharded = isinstance(value, ShardedBase | ShardedTensorFactory)
+        return is_sharded and value.key.startswith("optimizer.state.") and not value.key.startswith(main)
+
+    def sharded_state_dict(*positional: Any, **keywords: Any) -> Any:
+        return extract_matching_values(ask(*positional, **keywords), is_absent, return_lists_as_dicts=False)[1]
+
+    optimizer.sharded_state_dict = sharded_state_dict
+    try:
+        yield
+    finally:
+        del optimizer.sharded_state_dict
 
 
 def match_groups(current: list[dict[str, Any]], saved: list[dict[str, Any]], *, keep_saved: bool) -> None:

@@ -58,7 +58,11 @@ class StateDictHook:
             metadata = options.get("metadata")
             if metadata is not None and not loading:
                 metadata["non_homogeneous_layers"] = True
+            if not loading and optimizer is not None and not args.no_save_optim:
+                start_moments(optimizer)
             state = original(args, model, optimizer, opt_param_scheduler, None, **keywords)
+            if not loading and any(isinstance(part.optimizer, torch.optim.Adam) for part in _parts(optimizer)):
+                _count_no_step(state.get("optimizer"))
             return self._with_copies(state, freed=True)[0] if loading else self._for_saving(state, args)
 
         return generate_state_dict
@@ -128,3 +132,39 @@ class StateDictHook:
             return not self._writes or ("word_embeddings" in value.key and value.replica_id[0] == 1)
 
         return extract_matching_values(part, is_dropped)[1]
+
+
+def start_moments(optimizer: Any) -> None:
+    """Give an optimizer that has made no update yet the state from which its first update starts.
+
+    In fp16 iterations are skipped until the loss scale fits.  Megatron cannot load, or not even save, an optimizer
+    without state.
+
+    Args:
+        optimizer: Megatron's.
+    """
+    for part in _parts(optimizer):
+        inner, init_state = part.optimizer, getattr(part, "init_state_fn", None)
+        if inner is None or init_state is None or any(inner.state.values()):
+            continue
+        init_state(inner, part.config)
+        if isinstance(inner, torch.optim.Adam):  # the others count steps by group
+            for state in inner.state.values():
+                state["step"] = torch.tensor(0.0)
+
+
+def _parts(optimizer: Any) -> Sequence[Any]:
+    return [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _count_no_step(state: Any) -> None:
+    """Add the common count of steps, which Megatron leaves out of the state of torch's Adam when it is zero."""
+    if not isinstance(state, dict):
+        return
+    own = state.get("state")
+    if isinstance(own, dict):
+        if any("exp_avg_sq" in found for found in own.values() if isinstance(found, dict)):
+            own.setdefault("common_step", torch.tensor(0.0))
+        return
+    for value in state.values():
+        _count_no_step(value)

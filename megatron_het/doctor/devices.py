@@ -7,6 +7,7 @@ core, a PCIe switch, power) counts.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import statistics
 import time
@@ -68,6 +69,9 @@ class Devices(Check):
                 if isinstance(error, RuntimeError) and not _LIBRARY.search(str(error)):
                     raise
                 answer |= {"note": "no layer was timed", "unloaded": " ".join(str(error).split())[:_LONGEST]}
+        again_s = gemm_seconds(seat.plan.training.precision, platform, barrier)
+        answer |= {"spread": max(again_s, gemm_s) / min(again_s, gemm_s), "load": os.getloadavg()[0]}
+        answer["cores"] = os.cpu_count() or 1
         if expected is not None and point["measured_as"] == "the profile":
             answer["expected_s"] = expected.forward_s + expected.backward_s
         return answer | {"throttling": throttling.found(), "state": throttling.state}
@@ -101,12 +105,17 @@ class Devices(Check):
         # Of two devices the faster one is the measure: hence the lower median.
         usual = sorted(times.values())[(len(times) - 1) // 2]
         found = []
+        doubt = _doubt(members)
+        spread = max(a["spread"] for a in members.values())
         for rank, seconds in times.items():
             if seconds > self.slow_ratio * usual:
                 text = (
                     f"{task} takes {duration(seconds)}, {seconds / usual:.2f} times the {duration(usual)} of its kind"
                 )
-                found.append(self.fault(names.of([rank]), f"{kind}: {text}", "A slow device slows all others down"))
+                if seconds > self.slow_ratio * spread * usual:
+                    found.append(self.fault(names.of([rank]), f"{kind}: {text}", "A slow device slows all others down"))
+                else:
+                    found.append(self.warning(names.of([rank]), f"{kind}: {text}", doubt))
         text = f"{kind}: {task} takes {duration(usual)}"
         expected = next((a["expected_s"] for a in members.values() if "expected_s" in a), None)
         if what == "gemm_s" or expected is None:
@@ -114,7 +123,9 @@ class Devices(Check):
             more = f" ({note})" if note else ""
             return [*found, self.ok(names.of(times), f"{text}{more}, {_speed(members)}")]
         text += f", {usual / expected:.2f} times the {duration(expected)} of the profile"
-        if usual > self.slow_ratio * expected:
+        if self.slow_ratio * expected < usual <= self.slow_ratio * spread * expected:
+            found.append(self.warning(names.of(times), text, doubt))
+        elif usual > self.slow_ratio * expected:
             found.append(self.fault(names.of(times), text, "The plan counts on faster devices; profile and plan again"))
         elif usual * self.slow_ratio < expected:
             found.append(self.warning(names.of(times), text, "The profile is of slower devices; profile again"))
@@ -129,6 +140,15 @@ def _by_reason(answers: Answers, kind: str) -> dict[str, list[int]]:
         for reason in answer["throttling"][kind]:
             found.setdefault(reason, []).append(rank)
     return found
+
+
+def _doubt(members: dict[int, dict[str, Any]]) -> str:
+    """Why figures of a busy machine say little."""
+    worst = max(members.values(), key=lambda answer: answer["spread"])
+    return (
+        f"The figure is not to be trusted: repeats differ by a factor of {worst['spread']:.1f}, at a load of "
+        f"{worst['load']:.1f} on {worst['cores']} cores. Repeat it on an idle machine"
+    )
 
 
 def _speed(members: dict[int, dict[str, Any]]) -> str:

@@ -27,7 +27,6 @@ from megatron_het.plan import Plan, save_plan
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 """Relative difference of a loss that is still taken for rounding, by precision."""
 _POLL_S = 0.1
-_TAIL = 3
 
 
 @dataclass
@@ -200,9 +199,9 @@ def _wait(runs: Mapping[str, subprocess.Popen[bytes]], deadline_s: float) -> dic
 def _failure(name: str, code: int | None, folder: Path) -> str:
     """What ended a run, with the end of its log."""
     lines = [line.strip() for line in _log(folder, name).read_text(errors="replace").splitlines() if line.strip()]
-    words = "hangs" if code is None else f"ended with exit code {code}"
-    told = [line for line in lines if line.startswith(("megatron_het:", "het:")) or "Error" in line][-_TAIL:]
-    return f"the tiny training {words}: " + " | ".join(told or lines[-_TAIL:])
+    words = "is slow or stuck, not done in time" if code is None else f"ended with exit code {code}"
+    told = [line for line in lines if line.startswith(("megatron_het:", "het:")) or "Error" in line]
+    return f"the tiny training {words}: {(told or lines or ['it wrote nothing'])[-1]}"
 
 
 def _losses(folder: Path, rank: int) -> list[float]:

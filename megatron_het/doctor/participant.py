@@ -93,7 +93,7 @@ class Participant:
         """On the watchdog's thread: say where the main thread is, and end the process after the verdict."""
         frame = sys._current_frames().get(self._main)
         place = _place(frame) if frame is not None else "an unknown place"
-        text = f"hangs: after {limit_s:.0f} s it still is in {place}"
+        text = f"slow or stuck: not done after {limit_s:.0f} s, in {place}"
         with contextlib.suppress(MeetingError, RuntimeError):
             tell(self._watch_store, Keys.answer(index, self._rank), {"error": text, "lost": True})
             hear(self._watch_store, Keys.VERDICT, 10 * SLACK_S)

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_het.doctor.check import Finding, Status
 from megatron_het.safe_io import one_line
 
-_WIDTH = 100
+_WIDTH = 80
 _MOST_ROWS = 12
 
 

@@ -22,7 +22,7 @@ from megatron_het.elastic.searched import Search, SearchedPlans
 from megatron_het.elastic.standing import describe
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
-from megatron_het.safe_io import FileError, check_target, count, read_text, shown, write_text
+from megatron_het.safe_io import FileError, check_target, count, forget_reader, read_text, shown, write_text
 
 _TOKEN_BYTES = 16
 _LONGEST_TOKEN = 1024
@@ -41,8 +41,13 @@ def main(words: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     try:
         if words[:1] and words[0] in _COMMANDS:
-            return _ask(words)
+            code = _ask(words)
+            sys.stdout.flush()
+            return code
         return _run(words)
+    except BrokenPipeError:
+        forget_reader()
+        return 0
     except (UsageError, PlanError, FileError, ImportError) as error:
         sys.stderr.write(f"het-run: {error}\n")
         return 2

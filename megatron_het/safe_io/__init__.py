@@ -10,7 +10,14 @@ from megatron_het.safe_io.json_text import parse_json, read_json
 from megatron_het.safe_io.options import amount, count
 from megatron_het.safe_io.reading import MAX_BYTES, read_text
 from megatron_het.safe_io.sizes import MAX_DEVICES, MAX_PASSES
-from megatron_het.safe_io.writing import check_replaces, check_target, write_bytes, write_json, write_text
+from megatron_het.safe_io.writing import (
+    check_replaces,
+    check_target,
+    forget_reader,
+    write_bytes,
+    write_json,
+    write_text,
+)
 from megatron_het.safe_io.yaml_text import parse_yaml, read_yaml
 
 __all__ = [
@@ -22,6 +29,7 @@ __all__ = [
     "check_replaces",
     "check_target",
     "count",
+    "forget_reader",
     "one_line",
     "parse_json",
     "parse_yaml",

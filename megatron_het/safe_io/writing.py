@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,3 +144,8 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def forget_reader() -> None:
+    """Send what is still to be printed nowhere: after ``| head`` nobody reads it, and the exit must not fail by it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.functional.selected import tiers
 
 STEPS, SAVED_AT = 6, 3
 BAR = 1e-5
+SCALE_BITS = 20
 
 
 def plan(name: str, sizes: list[list[int]], layers: list[int], **more: Any) -> Plan:
@@ -337,3 +339,29 @@ def test_replicas_start_alike_without_a_checkpoint(train: Train):
     assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
     for iteration, loss in resumed.losses.items():
         assert loss == pytest.approx(whole.losses[iteration], rel=BAR, abs=0.0), iteration
+
+
+@pytest.mark.parametrize("distributed", tiers([False, True], [True]))
+def test_saved_before_the_first_update(train: Train, distributed: bool):
+    """An fp16 run that has only skipped iterations has an optimizer without moments."""
+    made = plan("scale", [[1], [1]], [3, 2], precision="fp16", distributed_optimizer=distributed)
+    weights = Weights("fp16")
+    scaling = ("--hysteresis", "1", "--initial-loss-scale", str(2.0**SCALE_BITS))
+    alone = ("--loss-scale", "16", *(["--use-distributed-optimizer"] if distributed else []))
+    resume: dict[str, Any] = {"save_interval": STEPS + 1}
+    whole = train(made, weights, *scaling, save_interval=1)
+    skipped = skips(whole)
+    assert skipped[0] == "1" and "0" in skipped
+    step = ("--ckpt-step", "1")
+    assert skips(train(made, weights, *scaling, *step, load=whole.checkpoints, **resume)) == skipped[1:]
+    assert set(skips(train(None, weights, *alone, *step, load=whole.checkpoints, **resume))) == {"0"}
+    if not distributed:  # which stock Megatron cannot even save
+        stock = train(None, weights, *scaling, "--initial-loss-scale", str(2.0**40), steps=2, save_interval=2)
+        assert "0" not in skips(stock)
+        more = ("--loss-scale", "16", "--override-opt_param-scheduler")
+        assert set(skips(train(made, weights, *more, load=stock.checkpoints, **resume))) == {"0"}
+
+
+def skips(run: Run) -> list[str]:
+    """Of each iteration, how many were skipped."""
+    return re.findall(r"skipped iterations: +(\d+)", run.finished.log())

@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_het.safe_io import MAX_DEVICES, amount, count
+from megatron_het.safe_io import MAX_DEVICES, amount, count, forget_reader
 
 from .command import command
 
@@ -59,13 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .inputs.files import check_outputs
 
         check_outputs(options.command, options)
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
     except PlannerError as error:
         _say_error(options, error)
         return 2
     except BrokenPipeError:
-        # The reader is gone; the interpreter must not find that out again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        forget_reader()
         return 0
     except OSError as error:  # a folder that cannot be written, a full disk
         _say_error(options, PlannerError(str(error.filename or "file"), "(file)", None, error.strerror or str(error)))

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import NoReturn
 from megatron_het.features import FEATURES
 from megatron_het.features.base import ViewFlag
 from megatron_het.lowering.programs import assemble
-from megatron_het.safe_io import MAX_PASSES, amount, check_target, count, one_line, read_text, shown
+from megatron_het.safe_io import MAX_PASSES, amount, check_target, count, forget_reader, one_line, read_text, shown
 from megatron_het.schedule.cost import Costs, Link
 from megatron_het.schedule.exchange import plan_exchange
 from megatron_het.schedule.generators import GENERATORS
@@ -47,8 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         options = _parser().parse_args(arguments)
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:
+        forget_reader()
         return 0
     except (ValueError, OSError, ImportError) as error:
         sys.stderr.write(f"error: {error}\n")
@@ -81,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--program-text", action="store_true", help="the program as text instead of a timeline")
     show.add_argument("--exchange-plan", action="store_true", help="the exchange plan instead of a timeline")
     show.add_argument(
-        "--width", type=count(1, 10_000), default=120, help="characters of the timeline (default %(default)s)"
+        "--width", type=count(1, 10_000), default=68, help="characters of the timeline (default %(default)s)"
     )
     for command in (show, sim):
         command.add_argument("--picture", type=Path, help="write timeline and memory to this .svg, .png or .pdf")
@@ -341,4 +345,7 @@ def _compare(options: argparse.Namespace) -> int:
     ]
     if not _write(options, data):
         print_table(comparison_table(rows))
+        for row in rows:
+            if row.reason:
+                sys.stdout.write(textwrap.fill(f"{row.schedule} cannot run: {row.reason}", 80) + "\n")
     return 0

@@ -9,6 +9,8 @@ from megatron_het.schedule.simulate import Result
 from megatron_het.schedule.validate import Problem
 from megatron_het.schedule.view.compare import Row
 
+_WIDTH = 80
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -35,17 +37,15 @@ def print_table(table: Table) -> None:
         rich.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in table.rows:
         rich.add_row(*row)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140).print(rich)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH).print(rich)
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:
-    """All schedules side by side."""
+    """All schedules that can run side by side."""
     columns = ("schedule", "bubble", "activations", "communication", "makespan")
     out: list[tuple[str, ...]] = []
     for row in rows:
-        if row.reason:
-            out.append((row.schedule, f"cannot run: {row.reason}", "", "", ""))
-        else:
+        if not row.reason:
             numbers = (row.activation_fraction, row.communication_volume, row.makespan)
             out.append((row.schedule, f"{row.bubble_fraction:.4f}", *(f"{n:.4g}" for n in numbers)))
     return Table("schedules", columns, tuple(out))

@@ -137,9 +137,10 @@ def test_disk():
     assert rows(Disk("").judge({0: {}}, NAMES), Status.WARNING)
 
 
-def devices(layers, gemm=(1e-3,) * 4, expected=None):
+def devices(layers, gemm=(1e-3,) * 4, expected=None, spread=1.0):
     answers = {
         r: {"gemm_s": gemm[r], "layer_s": layers[r], "note": "", "unloaded": ""}
+        | {"spread": spread, "load": 7.5, "cores": 2}
         | {"throttling": {"faults": [], "warnings": []}}
         | ({"expected_s": expected[r]} if expected else {})
         for r in range(4)
@@ -161,6 +162,19 @@ def test_devices_against_the_profile():
     assert [where for where, _ in rows(found, Status.FAULT)] == ["ranks 2-3 (b)"]
     found, _ = devices((1.0, 1.0, 0.5, 0.5), expected=(1.0, 1.0, 1.0, 1.0))
     assert [where for where, _ in rows(found, Status.WARNING)] == ["ranks 2-3 (b)"]
+
+
+def test_figures_of_a_busy_machine_are_not_trusted():
+    """Slowness within what repeats differ by is a warning; more than that is a fault."""
+    for times, expected in (((1.0, 1.1, 3.0, 2.0), None), ((1.0, 1.0, 1.4, 1.4), (1.0,) * 4)):
+        found, _ = devices(times, expected=expected, spread=1.5)
+        assert not rows(found, Status.FAULT)
+        ((where, _),) = rows(found, Status.WARNING)
+        assert "rank" in where
+        hint = next(f.hint for f in found if f.status is Status.WARNING)
+        assert "not to be trusted" in hint and "load of 7.5 on 2 cores" in hint
+    found, _ = devices((1.0, 1.1, 4.0, 2.0), spread=1.5)
+    assert [where for where, _ in rows(found, Status.FAULT)] == ["rank 2 (b)"]
 
 
 def test_a_library_that_cannot_be_loaded_is_named():

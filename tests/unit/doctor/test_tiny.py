@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatron_het.doctor.check import Names, Status
-from megatron_het.doctor.numerics import TOLERANCE, Numerics, difference
+from megatron_het.doctor.numerics import TOLERANCE, Numerics, _failure, difference
 from megatron_het.doctor.stored import LOSSES
 from megatron_het.doctor.stored import losses as of_stored_model
 from megatron_het.doctor.tiny import flags_of, one_process, tiny_plan
@@ -106,3 +108,11 @@ def test_difference():
     assert difference([1.0, 2.0], [1.0, 2.0]) == 0.0
     assert difference([1.1], [1.0]) == pytest.approx(0.1)
     assert difference([], []) == float("inf")
+
+
+def test_what_is_slow_is_not_said_to_hang(tmp_path: Path) -> None:
+    """Its reason is the last line that matters, not an earlier one."""
+    log = "ValueError: first\nhet: waiting for rank 3\nlast words\n"
+    (tmp_path / "plan.log").write_text(log, encoding="utf-8")
+    text = _failure("plan", None, tmp_path)
+    assert text == "the tiny training is slow or stuck, not done in time: het: waiting for rank 3"

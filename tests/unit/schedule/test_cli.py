@@ -2,6 +2,9 @@
 
 import builtins
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,7 +62,7 @@ def test_compare_json(output, tmp_path: Path) -> None:  # type: ignore[no-untype
 def test_compare_says_what_cannot_run(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Interleaved 1F1B needs as many microbatches as stages; it is not in the JSON."""
     code, text, _ = output("compare", "--pp", 8, "--microbatches", 4, "--slices", 8, "--chunks", 2)
-    assert code == 0 and "cannot run: schedule" in " ".join(text.split())
+    assert code == 0 and "interleaved cannot run: schedule" in " ".join(text.split())
     code, text, _ = output("compare", "--pp", 8, "--microbatches", 4, "--slices", 8, "--chunks", 2, "--json")
     assert "interleaved" not in {row["schedule"] for row in json.loads(text)}
 
@@ -241,3 +244,19 @@ def test_json_is_written_at_once(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_json(path, [object()])
     assert json.loads(path.read_text()) == [1] and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("words", ["show 1f1b", "check 1f1b", "simulate 1f1b", "simulate zb-v", "compare --slices 2"])
+def test_what_is_printed_fits_80_columns(words, capsys):
+    assert main([*words.split(), "--pp", "4", "--microbatches", "8"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_reader_that_has_left_is_no_error():
+    """As ``| head`` leaves: small outputs are written at the exit only."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "megatron_het.schedule", "show", "1f1b"]
+    done = subprocess.run(command, check=False, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")
