@@ -35,7 +35,6 @@ from benchmarks.machine import machine
 from benchmarks.runner import Finished, Job, Runner, words
 from megatron_het.plan import Plan, load_plan, save_plan
 from tools.planner.__main__ import main as het_plan
-from tools.planner.cli.complete import complete
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import MeasuredCosts
@@ -43,6 +42,7 @@ from tools.planner.costs.runtime import CPU_GLOO
 from tools.planner.inputs.catalog import Gpu
 from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.inputs.files import write_json
+from tools.planner.inputs.kept import CLUSTER, PROFILE, keep_inputs
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.profile_schema import (
     DeviceProfile,
@@ -53,9 +53,9 @@ from tools.planner.inputs.profile_schema import (
     load_profile,
 )
 from tools.planner.replan.corrections import correct
-from tools.planner.replan.inputs import CLUSTER, PROFILE, keep_inputs
 from tools.planner.replan.measured import load_watched
 from tools.planner.replan.replan import estimator_of, predicted_s
+from tools.planner.report.complete import complete
 from tools.planner.search.outcome import Found
 from tools.planner.simulate.simulation import simulate_candidate
 

@@ -261,7 +261,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out what needs further searches: alternatives, and what one more node brings",
     )
-    parser.set_defaults(limit_s=120.0, run=_call("page.report", "report"))
+    parser.set_defaults(limit_s=120.0, run=_call("cli.report", "report"))
 
 
 def _page_option(parser: argparse.ArgumentParser) -> None:
@@ -272,14 +272,14 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     _goal(parser)
     _page_option(parser)
-    parser.set_defaults(run=_call("report.analysis", "explain"))
+    parser.set_defaults(run=_call("cli.analysis", "explain"))
 
 
 def _compare_options(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     _goal(parser)
     _page_option(parser)
-    parser.set_defaults(run=_call("report.analysis", "compare"))
+    parser.set_defaults(run=_call("cli.analysis", "compare"))
 
 
 def _profile_options(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,6 @@ from megatron_het.schedule.durations import durations
 from megatron_het.schedule.graph import Graph
 from megatron_het.watch.monitor import Monitor, Settings
 from megatron_het.watch.samples import Hello, Sample
-from tools.planner.cli.complete import complete
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layercost import MeasuredCosts
@@ -24,6 +23,7 @@ from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel
 from tools.planner.replan.measured import Watched, load_watched
+from tools.planner.report.complete import complete
 from tools.planner.search.outcome import Found
 from tools.planner.simulate.simulation import simulate_candidate
 

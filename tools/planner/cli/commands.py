@@ -16,6 +16,7 @@ from ..costs.estimate import Estimate, Estimator
 from ..costs.most_passes import larger_micro_batches
 from ..errors import PlannerError, from_plan_error
 from ..inputs.files import check_target
+from ..report.complete import complete
 from ..report.tables import GIB, bound_lines, say, search_body, shown_progress, summary, summary_tables
 from ..search.goal import Goal
 from ..search.limit import cpu_limit, left_s, nothing_found, searching_s
@@ -23,7 +24,6 @@ from ..search.methods import search
 from ..search.outcome import Found, Outcome, Progress
 from ..search.paused import collector_paused
 from ..search.setup import check_planned_precision, check_prices, estimator_from, goal_from
-from .complete import complete
 from .verify import lines as verified_lines
 from .verify import verifier_of
 

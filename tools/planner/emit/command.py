@@ -25,8 +25,8 @@ from ..costs.build import check_same_model
 from ..errors import PlannerError, from_plan_error
 from ..inputs.catalog import common_builds
 from ..inputs.files import check_target, write_text
+from ..inputs.kept import CLUSTER, MODEL, PROFILE, keep_inputs
 from ..inputs.profile_schema import load_profile
-from ..replan.inputs import CLUSTER, MODEL, PROFILE, keep_inputs
 from ..search.setup import check_planned_precision
 from .checks import check_experts, check_launch, check_start, check_told_apart, check_training, extra_flags, to_fill_in
 from .elastic import SCRIPT, ElasticOptions, checked_sbatch, load_more

@@ -12,6 +12,7 @@ from megatron_het.safe_io import amount
 from ..errors import from_plan_error
 from ..inputs.cluster import load_cluster
 from ..inputs.files import check_target, write_text
+from ..inputs.kept import cluster_text
 from ..inputs.model import load_model
 from ..inputs.profile_schema import load_profile, save_profile
 from ..report.tables import say, table
@@ -19,7 +20,6 @@ from ..search.limit import cpu_limit, left_s
 from ..search.methods import search
 from ..search.outcome import Outcome, Progress
 from ..search.setup import check_memory_margin, goal_from
-from .inputs import cluster_text
 from .measured import find_files, load_watched
 from .replan import Replanned, replan
 

@@ -8,7 +8,6 @@ from math import ceil
 
 from megatron_het.plan import Plan
 
-from ..cli.complete import complete
 from ..costs.build import candidate_of
 from ..costs.estimate import Estimator
 from ..costs.layercost import CatalogCosts, LayerCosts, MeasuredCosts
@@ -17,6 +16,7 @@ from ..errors import PlannerError
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.profile_schema import Profile
+from ..report.complete import complete
 from ..search.goal import Goal
 from ..search.methods import search
 from ..search.outcome import Outcome, Progress

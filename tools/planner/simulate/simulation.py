@@ -23,10 +23,10 @@ from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
 from ..costs.figures import figures_of
 from ..costs.neighbours import simulate_beside
-from ..costs.prices import Seats, costs_of, devices_of
 from ..costs.schedules import PLAIN, schedule_of
 from ..errors import PlannerError
 from .plain import Pipelines, pipelines_of, pipelines_s
+from .prices import Seats, costs_of, devices_of
 from .quick import can_price, compute_orders, makespan_s
 
 MOST_REMEMBERED = 500_000

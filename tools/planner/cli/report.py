@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from ..cli.commands import load, priced, refuse_unrunnable
 from ..inputs.files import check_target
+from ..page.collect import collect, gains_of, rows_of
+from ..page.html import write_page
+from ..page.searched import ENDINGS, notes_of
 from ..report.analysis import comparison, one_more_node
 from ..report.tables import say, summary_tables
 from ..search.limit import each_s
 from ..search.outcome import Found
 from ..search.setup import check_prices, goal_from
-from .collect import collect, gains_of, rows_of
-from .html import write_page
-from .searched import ENDINGS, notes_of
+from .commands import load, priced, refuse_unrunnable
 
 
 def report(options: argparse.Namespace) -> int:

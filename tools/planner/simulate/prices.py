@@ -6,14 +6,14 @@ from megatron_het.plan import Plan
 from megatron_het.schedule.cost import Costs, Link, Memory
 from megatron_het.schedule.cutting import Parts
 
+from ..costs.candidate import Candidate, Group
+from ..costs.estimate import Estimate, Estimator, Unit
+from ..costs.figures import Device
+from ..costs.passes import passes_of_plan, unit_of_device
+from ..costs.schedules import schedule_of
+from ..costs.stages import sharding_s, stage_tails
 from ..inputs.packing import Seat
-from ..simulate.plain import Wiring
-from .candidate import Candidate, Group
-from .estimate import Estimate, Estimator, Unit
-from .figures import Device
-from .passes import passes_of_plan, unit_of_device
-from .schedules import schedule_of
-from .stages import sharding_s, stage_tails
+from .plain import Wiring
 
 Seats = list[list[list[Seat]]]
 """Of every rank, by stage and replica."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ..inputs.cluster import Cluster
-from ..inputs.files import write_text
-from ..inputs.model import Model
-from ..inputs.profile_schema import Profile, save_profile
+from .cluster import Cluster
+from .files import write_text
+from .model import Model
+from .profile_schema import Profile, save_profile
 
 CLUSTER, MODEL, PROFILE = "planned-cluster.yaml", "planned-model.yaml", "planned-profile.json"
 
