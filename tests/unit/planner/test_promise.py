@@ -18,7 +18,7 @@ from tools.planner.search.goal import Goal
 from tools.planner.search.outcome import Found
 from tools.planner.simulate.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "llama"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "slurm"
 
 
 def emitted_s(estimator: Estimator, found: Found) -> float:
@@ -32,8 +32,8 @@ def emitted_s(estimator: Estimator, found: Found) -> float:
 
 def test_the_example_is_as_fast_as_promised():
     """Four equal pipelines keep the order of one: the merged order of all of them took 8.7 s."""
-    cluster = load_cluster(str(EXAMPLES / "cluster-mixed.yaml"))
-    estimator = estimator_of(cluster, load_model(str(EXAMPLES / "model-7b.yaml")))
+    cluster = load_cluster(str(EXAMPLES / "cluster.yaml"))
+    estimator = estimator_of(cluster, load_model(str(EXAMPLES / "model.yaml")))
     best = search_auto(estimator, Goal()).best
     assert best is not None
     assert best.iteration_s < 1.05 * best.estimate.iteration_s
