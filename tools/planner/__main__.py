@@ -191,6 +191,13 @@ def _goal(parser: argparse.ArgumentParser) -> None:
         help="method; auto (default) also searches as the published ones do, and takes the best of all",
     )
     parser.add_argument(
+        "--robust",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="of plans that are about as fast, take the one that loses least where the network is 20 %% or one kind of "
+        "GPU 10 %% slower or faster, and print what each of these costs (on by default, with --search auto)",
+    )
+    parser.add_argument(
         "--limit-s",
         type=float,
         default=600.0,

@@ -6,11 +6,14 @@ from benchmarks.planner_cases import search_cases
 from benchmarks.planner_quality import estimator_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layercost import CatalogCosts
+from tools.planner.costs.runtime import runtime_for
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.search.auto import search_auto
 from tools.planner.search.goal import Goal
+from tools.planner.search.methods import search
 from tools.planner.simulate.simulation import block_s
 
 
@@ -108,3 +111,53 @@ def test_a_finalist_that_is_slow_at_first_gets_more_in_flight(goal: Goal):
     best = search_auto(estimator, goal).best
     assert best is not None
     assert best.candidate.depths and best.iteration_s < 1.75
+
+
+def of_llama(*kinds: tuple[str, int, int, float]) -> Estimator:
+    """A model of the shape of Llama-3-8B at 8,192 tokens on nodes of these kinds, with the prices that users get."""
+    nodes = tuple(
+        NodeGroup(gpu=gpu, count=n, gpus_per_node=each, network_bytes_per_s=rate) for gpu, n, each, rate in kinds
+    )
+    model = Model(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=128256,
+        seq_length=8192,
+        global_batch_size=256,
+        distributed_optimizer=True,
+    )
+    cluster = Cluster(nodes=nodes)
+    runtime = runtime_for([cluster.gpu(node.gpu) for node in nodes])
+    return Estimator(cluster, model, CatalogCosts(model, cluster.gpu, runtime), runtime)
+
+
+L40S_FIRST = even(Group(1, 1, 4), (3,) * 4) + even(Group(0, 2, 4), (7, 7, 6))
+A100_FIRST = even(Group(1, 1, 2), (4,) * 4) + even(Group(0, 1, 2), (2,) * 8)
+TWELFTH = ((1 / 12, 1 / 12),) * 12
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kinds", "known"),
+    [
+        (
+            (("A100-40", 3, 8, 3.125e9), ("L40S", 4, 4, 3.125e9)),
+            Candidate(L40S_FIRST, 2, "none", schedule="slimpipe", slices=16, zero_stage=1),
+        ),
+        (
+            (("RTX-4090", 8, 2, 1.25e9), ("A100-80", 1, 8, 1.25e9)),
+            Candidate(A100_FIRST, 2, "none", schedule="slimpipe", slices=16, zero_stage=1, rows=TWELFTH),
+        ),
+    ],
+)
+def test_long_pipelines_of_slices_over_slow_networks(kinds: tuple[tuple[str, int, int, float], ...], known: Candidate):
+    """Pipelines of seven and of twelve stages, whose numbers do not divide the length of a sequence."""
+    estimator = of_llama(*kinds)
+    estimate = estimator.estimate(known)
+    assert estimate is not None and estimator.fits(estimate)
+    best = search("auto", estimator, Goal()).best
+    assert best is not None
+    assert best.iteration_s <= block_s(estimator, known, estimate) * 1.001

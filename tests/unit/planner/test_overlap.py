@@ -13,7 +13,7 @@ from tools.planner.report.tables import bound_lines, search_body
 from tools.planner.search.goal import Goal
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Found, Outcome
-from tools.planner.search.overlap import PLAINER, SMALL, blocking_ratio, irregularity, prefer_plain
+from tools.planner.search.overlap import PLAINER, SMALL, blocking_ratio, irregularity, prefer_plain, prefer_steady
 
 MODEL = Model(
     num_layers=12,
@@ -105,3 +105,46 @@ def test_of_nearly_equal_plans_the_plainest_is_chosen_and_the_other_one_named():
         lines = bound_lines(outcome, Goal())
         if chosen == 2:
             assert lines == ["plainer than a plan of 10 s, which has 3 stages, 2 different ones, 1 of one layer"]
+
+
+MIXED = Cluster(
+    nodes=(
+        NodeGroup(gpu="A100-40", count=2, gpus_per_node=1, network_bytes_per_s=1.25e9),
+        NodeGroup(gpu="V100-16", count=2, gpus_per_node=1, network_bytes_per_s=1.25e9),
+    )
+)
+HALF = MODEL.model_copy(update={"precision": "fp16"})
+
+
+@pytest.mark.parametrize(("longer", "is_chosen"), [(SMALL / 2, True), (SMALL * 1.1, False)])
+def test_a_plan_that_loses_less_where_figures_are_off_is_chosen_where_it_takes_hardly_longer(longer, is_chosen):
+    """Sums of gradients over four replicas hang on the network; a pipeline of one replica each hardly does."""
+    estimator = estimator_of(CLUSTER, MODEL)
+    fast, steady = found(estimator, 1, 10.0), found(estimator, 4, 10.0 * (1 + longer))
+    outcome = Outcome("auto", [fast, steady])
+    prefer_steady(estimator, Goal(), outcome)
+    assert (outcome.best.candidate == steady.candidate) is is_chosen
+    slower = next(shift for shift in outcome.shifts if shift.condition == "the network is 20 % slower")
+    assert slower.share > 0
+    said = "\n".join(bound_lines(outcome, Goal()))
+    assert f"if the network is 20 % slower: {100 * slower.share:+.0f} %" in said
+    assert ("loses less where figures are off" in said) is is_chosen
+    assert search_body(outcome, Goal())["if_figures_are_off"]["the network is 20 % slower"] == slower.share
+
+
+def test_a_kind_of_gpu_that_is_slower_counts_where_it_is_used():
+    estimator = estimator_of(MIXED, HALF)
+    candidate = Candidate((Stage(12, (Group(0, 1, 2),)),), 1, "full")
+    fast = Found(candidate, estimator.estimate(candidate), 10.0, confirmed=True)
+    outcome = Outcome("auto", [fast])
+    prefer_steady(estimator, Goal(), outcome)
+    by_name = {shift.condition: shift.share for shift in outcome.shifts}
+    assert by_name["V100-16 is 10 % slower"] == 0
+    assert 0.05 < by_name["A100-40 is 10 % slower"] < 0.12 and by_name["A100-40 is 10 % faster"] < -0.03
+
+
+def test_a_plan_is_as_it_was_without_robust():
+    estimator = estimator_of(CLUSTER, MODEL)
+    outcome = search("auto", estimator, Goal(max_gpus=2), robust=False)
+    assert not outcome.shifts and not outcome.steadier_than_s
+    assert search("auto", estimator, Goal(max_gpus=2)).shifts

@@ -93,7 +93,7 @@ def _shown_search(estimator: Estimator, goal: Goal, options: argparse.Namespace,
         return progress.text + (f", best {progress.best:.4g}" if progress.best < float("inf") else "")
 
     with shown_progress(text, options):
-        return search(options.search, estimator, goal, progress)
+        return search(options.search, estimator, goal, progress, options.robust)
 
 
 def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Found:

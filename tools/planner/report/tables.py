@@ -391,7 +391,11 @@ def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
             f"chosen over a plan of {other.iteration_s:.4g} s, because it depends less on transfers beside compute: "
             f"without them {other.chosen_blocking_s:.4g} s, the other one {other.blocking_s:.4g} s"
         )
-    return lines
+    if outcome.steadier_than_s:
+        lines.append(
+            f"chosen over a plan of {outcome.steadier_than_s:.4g} s, because it loses less where figures are off"
+        )
+    return lines + [f"if {shift.condition}: {100 * shift.share:+.0f} %" for shift in outcome.shifts]
 
 
 def search_body(outcome: Outcome, goal: Goal) -> dict[str, Any]:
@@ -406,4 +410,6 @@ def search_body(outcome: Outcome, goal: Goal) -> dict[str, Any]:
         "bound": outcome.bound,
         "gap_to_bound": outcome.gap(goal),
         "passed_over": None if outcome.passed_over is None else asdict(outcome.passed_over),
+        "steadier_than_s": outcome.steadier_than_s or None,
+        "if_figures_are_off": {shift.condition: shift.share for shift in outcome.shifts},
     }

@@ -9,14 +9,20 @@ from ..search.bounds import Bounds
 from ..search.choices import choose
 from ..search.goal import Goal
 from ..search.outcome import Outcome, Progress
-from ..search.overlap import prefer_plain
+from ..search.overlap import prefer_plain, prefer_steady
 from ..search.pools import all_gpus
 
 METHODS = ("auto", "zorse", "sailor", "poplar")
 
 
-def search(method: str, estimator: Estimator, goal: Goal, progress: Progress | None = None) -> Outcome:
-    """Run one of ``METHODS``, and say what no plan can beat."""
+def search(
+    method: str, estimator: Estimator, goal: Goal, progress: Progress | None = None, robust: bool = True
+) -> Outcome:
+    """Run one of ``METHODS``, and say what no plan can beat.
+
+    Args:
+        robust: Of plans that are about as fast, take the one that loses least where figures are off.
+    """
     progress, started = progress or Progress(), time.process_time()
     # Before the search, so that its time counts: on clusters of many pools the bound takes seconds.
     bound = Bounds(estimator, goal).value(all_gpus(estimator))
@@ -24,6 +30,8 @@ def search(method: str, estimator: Estimator, goal: Goal, progress: Progress | N
     if method == "auto":
         choose(estimator, goal, progress, outcome)
         prefer_plain(estimator, goal, outcome)
+        if robust:
+            prefer_steady(estimator, goal, outcome)
         outcome.cpu_s = time.process_time() - started
     outcome.bound = bound
     return outcome

@@ -65,6 +65,14 @@ class PassedOver:
     plan: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """One figure that is off, in words, and the share by which an iteration gets longer then."""
+
+    condition: str
+    share: float
+
+
 @dataclass(slots=True)
 class Outcome:
     """Result of a search: the best first.
@@ -76,6 +84,8 @@ class Outcome:
         cpu_s: CPU time of the search, simulations included.
         bound: What no plan on these GPUs can beat, in seconds or USD (``bounds.Bounds``).
         passed_over: The fastest plan, where it is not the first (``overlap.py``).
+        shifts: What an iteration of the first plan takes where figures are off (``overlap.py``).
+        steadier_than_s: Time of the plan that was first before figures that are off were looked at; 0: the same one.
     """
 
     method: str
@@ -88,6 +98,8 @@ class Outcome:
     cpu_s: float = 0.0
     bound: float = 0.0
     passed_over: PassedOver | None = None
+    shifts: tuple[Shift, ...] = ()
+    steadier_than_s: float = 0.0
 
     def gap(self, goal: Goal) -> float | None:
         """How far the best plan is from the bound at most, relative; None without a plan that runs, or a bound."""

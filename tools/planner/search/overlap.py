@@ -1,14 +1,18 @@
-"""The choice between plans that are about as fast: the plainest, which depends least on transfers beside compute."""
+"""The choice between plans that are about as fast: plain, with little need of overlap, steady where figures are off."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
 
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
+from ..costs.estimates import Unit
+from ..inputs.cluster import NodeGroup
 from .finish import confirm
 from .goal import Goal
-from .outcome import Found, Outcome, PassedOver
+from .outcome import Found, Outcome, PassedOver, Shift
 
 SMALL = 0.005
 """So much longer an iteration may be for less dependence on overlap.
@@ -19,6 +23,10 @@ PLAINER = 0.02
 """So much longer an iteration may be for a plainer plan."""
 SHARED_BUS = 1e11
 """Bytes per second of a GPU to its node below which TP goes over PCIe."""
+NETWORK_OFF, KIND_OFF = 0.2, 0.1
+"""Shares by which the network, and the speed of one kind of GPU, may differ from the figures given."""
+MOST_WORLDS_TRIED = 24
+"""Plans that are priced with changed figures."""
 
 
 def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, int]:
@@ -104,3 +112,95 @@ def _prefer_independent(estimator: Estimator, goal: Goal, outcome: Outcome) -> N
 def _blocked_s(estimator: Estimator, found: Found) -> float:
     """Seconds of an iteration where transfers wait for compute."""
     return found.iteration_s * (blocking_ratio(estimator, found.candidate, found.estimate) or 1.0)
+
+
+class _OtherWorld(Estimator):
+    """Estimator of a cluster whose network or whose GPUs of one kind have another speed.
+
+    Args:
+        base: With the figures given.
+        network: Factor of the bandwidth between nodes and between zones.
+        kind: Name of the kind of GPU whose speed differs; empty: none.
+        speed: Factor of its speed.
+    """
+
+    def __init__(self, base: Estimator, network: float = 1.0, kind: str = "", speed: float = 1.0) -> None:
+        self._kind, self._speed, cluster = kind, speed, base.cluster
+        if network != 1.0:
+            nodes = tuple(_on_network(node, network) for node in cluster.nodes)
+            links = tuple(k.model_copy(update={"bytes_per_s": k.bytes_per_s * network}) for k in cluster.links)
+            cluster = cluster.model_copy(update={"nodes": nodes, "links": links})
+        super().__init__(cluster, base.model, base.costs, base.runtime, base.memory_margin)
+        measured = self.network.measured
+        self.network.measured = [
+            replace(k, bytes_per_s=k.bytes_per_s * network) if k.scope == "network" else k for k in measured
+        ]
+
+    def _unit(self, pool: int, *args: Any, **named: Any) -> Unit | None:
+        unit = super()._unit(pool, *args, **named)
+        if unit is None or self.cluster.nodes[pool].gpu != self._kind:
+            return unit
+        return replace(unit, **{name: getattr(unit, name) / self._speed for name in _UNIT_SECONDS})
+
+
+_UNIT_SECONDS = tuple(f.name for f in fields(Unit) if f.name.endswith(("_f", "_b")))
+
+
+def _on_network(node: NodeGroup, factor: float) -> NodeGroup:
+    """The nodes with another bandwidth to all others."""
+    rates = ("network_bytes_per_s", "stream_bytes_per_s", "collective_bytes_per_s")
+    changed: dict[str, Any] = {name: getattr(node, name) * factor for name in rates if getattr(node, name)}
+    if node.measured_rates:
+        changed["measured_rates"] = tuple((*row[:2], row[2] * factor) for row in node.measured_rates)
+    return node.model_copy(update=changed)
+
+
+def _worlds(estimator: Estimator) -> Iterator[tuple[str, Estimator]]:
+    """What may be otherwise than the figures say, in words, and the estimator of a cluster where it is."""
+    yield f"the network is {100 * NETWORK_OFF:.0f} % slower", _OtherWorld(estimator, network=1 - NETWORK_OFF)
+    yield f"the network is {100 * NETWORK_OFF:.0f} % faster", _OtherWorld(estimator, network=1 + NETWORK_OFF)
+    kinds = list(dict.fromkeys(node.gpu for node in estimator.cluster.nodes))
+    for kind in kinds if len(kinds) > 1 else ():
+        for factor, word in ((1 - KIND_OFF, "slower"), (1 + KIND_OFF, "faster")):
+            yield f"{kind} is {100 * KIND_OFF:.0f} % {word}", _OtherWorld(estimator, kind=kind, speed=factor)
+
+
+def prefer_steady(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
+    """Put the plan first that loses least where figures are off, and note what an iteration of it takes then.
+
+    Only plans that take hardly longer than the first one, and are as plain, may take its place.  Microbatches are
+    divided anew where figures differ.  The closed form says how much longer each plan takes.
+    """
+    first = outcome.best
+    if first is None or outcome.interrupted:
+        return
+    limit, least = first.value(goal) * (1 + SMALL), irregularity(estimator, first.candidate)
+    near = [first]
+    if outcome.passed_over is None and goal.objective != "cost":
+        others = (f for f in outcome.found if f is not first and f.runnable and f.value(goal) <= limit)
+        near += [f for f in others if irregularity(estimator, f.candidate) <= least][: MOST_WORLDS_TRIED - 1]
+    worlds = list(_worlds(estimator))
+    shifts = {id(f): _shifts(worlds, f) for f in near}
+
+    def worst_s(found: Found) -> float:
+        return found.iteration_s * max([1.0, *(1 + shift.share for shift in shifts[id(found)])])
+
+    for found in sorted(near, key=worst_s):
+        if worst_s(first) - worst_s(found) <= max(0.0, found.iteration_s - first.iteration_s):
+            break
+        confirmed = confirm(estimator, goal, [found])
+        if confirmed and confirmed[0].value(goal) <= limit:
+            outcome.found = [confirmed[0], *[f for f in outcome.found if f is not found]]
+            outcome.steadier_than_s, outcome.shifts = first.iteration_s, shifts[id(found)]
+            return
+    outcome.shifts = shifts[id(first)]
+
+
+def _shifts(worlds: list[tuple[str, Estimator]], found: Found) -> tuple[Shift, ...]:
+    """By how much an iteration of a plan gets longer in each of some worlds."""
+    out = []
+    for words, world in worlds:
+        estimate = world.estimate(found.candidate)
+        if estimate is not None:
+            out.append(Shift(words, estimate.iteration_s / found.estimate.iteration_s - 1))
+    return tuple(out)

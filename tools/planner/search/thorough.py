@@ -173,7 +173,7 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
         if value < inf:
             sketched.append((value, i, groups, like))
             hope[0] = min(hope[0], value)
-        if book.progress.spent:
+        if book.progress.out_of_time:
             break
     sketched.sort(key=lambda item: item[:2])
     scored: list[tuple[float, int, Candidate]] = []
@@ -187,7 +187,7 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
             score, candidate = book.try_groups(groups, like)
             if candidate is not None:
                 scored.append((score, i, candidate))
-        if book.progress.spent:
+        if book.progress.out_of_time:
             break
     scored.sort(key=lambda item: item[:2])
     return _starts(scored, effort)

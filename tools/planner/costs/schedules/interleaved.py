@@ -21,7 +21,9 @@ class Interleaved(Schedule):
     fills_by_stages = True
 
     def runs(self, estimator: OperatingPoints, candidate: Candidate) -> bool:
-        """Microbatches in whole groups, in the plan and in each of its blocks."""
+        """Several stages, and microbatches in whole groups, in the plan and in each of its blocks."""
+        if len(candidate.stages) == 1:
+            return False  # chunks of a single stage follow each other as its layers do
         total = estimator.model.global_batch_size // candidate.micro_batch_size
         return total % (len(candidate.stages) * candidate.blocks) == 0
 
