@@ -150,7 +150,10 @@ def common_flags(
 ) -> tuple[str, ...]:
     """Everything but data, checkpoints and the plan."""
     machine = machine_flags(device, has_te=has_te)
-    flags = [*model_flags(weights), *TRAINING_FLAGS, *machine, "--clip-grad", str(clip)]
+    model = list(model_flags(weights))
+    if has_te and "--spec" in model:  # of layers for machines without Transformer Engine
+        del model[(first := model.index("--spec")) : first + 3]
+    flags = [*model, *TRAINING_FLAGS, *machine, "--clip-grad", str(clip)]
     flags += ["--num-layers", str(weights.layers)]
     flags += [] if weights.tied else ["--untie-embeddings-and-output-weights"]
     flags += [] if weights.precision == "fp32" else [f"--{weights.precision}"]

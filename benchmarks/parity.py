@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from benchmarks.optimizer_cases import optimizer_cases
 from benchmarks.packed_cases import with_attention, with_documents
 from benchmarks.pairwise import pairwise
 from benchmarks.poplar_cases import poplar_cases
-from benchmarks.runner import Device, Runner, add_device_argument
+from benchmarks.runner import Device, Job, JobError, Runner, add_device_argument
 from benchmarks.slimpipe_cases import MultiHeadLab, slimpipe_cases
 from benchmarks.zero_bubble_cases import zero_bubble_cases
 from benchmarks.zero_cases import zero_cases
@@ -122,7 +122,14 @@ def compares_parameters(case: Case) -> bool:
 
 
 def measure(
-    cases: list[Case], folder: Path, at_once: int, device: Device = "cpu", *, has_te: bool = False
+    cases: list[Case],
+    folder: Path,
+    at_once: int,
+    device: Device = "cpu",
+    *,
+    has_te: bool = False,
+    limit_s: float | None = None,
+    on_entry: Callable[[dict[str, Any]], None] = lambda entry: None,
 ) -> list[dict[str, Any]]:
     """Run all cases; a case that fails is recorded and does not end the benchmark.
 
@@ -132,23 +139,38 @@ def measure(
         at_once: Jobs at the same time.
         device: What ranks compute on.
         has_te: Whether layers are those of Transformer Engine.
+        limit_s: Bound on a case; the lab's own without.
+        on_entry: Called with what was found of a case, as soon as that is known.
     """
     found = []
     with Runner(device, has_te=has_te) as runner:
         # On a GPU Adam makes whole steps of what rounding leaves of a gradient: last parameters tell nothing there.
         for kind, members in labs(cases, saves=device == "cpu").items():
-            found += _measure(runner, members, folder / kind.__name__, at_once, kind)
+            lab = kind(runner, folder / kind.__name__)
+            for entry in _measured(lab, members, at_once, limit_s):
+                found.append(entry)
+                on_entry(entry)
     return sorted(found, key=lambda entry: entry["name"])
 
 
-def _measure(
-    runner: Runner, cases: list[Case], folder: Path, at_once: int, lab_type: type[Lab]
-) -> list[dict[str, Any]]:
-    found = []
-    lab = lab_type(runner, folder)
+def _measured(lab: Lab, cases: list[Case], at_once: int, limit_s: float | None) -> Iterator[dict[str, Any]]:
+    runner = lab.runner
+    jobs: dict[str, tuple[Case, Job]] = {}
     for case in cases:
-        lab.reference(case)
-    jobs = {case.name: (case, lab.job(case)) for case in cases}
+        try:
+            lab.reference(case)
+        except JobError as error:
+            sys.stderr.write(f"{case.name}: {error}\n")
+            world_size = case.plan.world_size
+            yield {
+                "name": case.name,
+                "world_size": world_size,
+                "chosen": case.chosen,
+                "error": f"its reference: {error}",
+            }
+            continue
+        job = lab.job(case)
+        jobs[case.name] = case, job if limit_s is None else replace(job, timeout_s=limit_s)
     for finished in runner.run_all((job for _, job in jobs.values()), at_once=at_once):
         case, job = jobs[finished.job.name]
         entry: dict[str, Any] = {
@@ -181,8 +203,7 @@ def _measure(
                 f"loss {figures.loss:.1e}  gradient {figures.gradient:.1e}",
                 flush=True,
             )
-        found.append(entry)
-    return found
+        yield entry
 
 
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
