@@ -24,7 +24,7 @@ from benchmarks.compare import BOUNDS, failures
 from benchmarks.machine import machine
 from benchmarks.models import case_for
 from benchmarks.parity import measure, with_precision
-from benchmarks.runner import has_gpu
+from benchmarks.runner import Device, has_gpu
 from megatron_het.safe_io import amount, check_target, write_json
 
 _LIMIT_S, _CASE_S, _AT_ONCE, _MAX_RANKS = 200.0, 60.0, 6, 4
@@ -66,7 +66,7 @@ def cases(has_te: bool) -> list[Case]:
 def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) -> dict[str, Any]:
     """Train all cases; those that have not run by the deadline of ``time.monotonic()`` count as failures."""
     entries: list[dict[str, Any]] = []
-    device = "cuda" if has_gpu() else "cpu"
+    device: Device = "cuda" if has_gpu() else "cpu"
 
     def report() -> dict[str, Any]:
         ran = {entry["name"] for entry in entries}
