@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.families import ALL_FAMILIES, FAMILIES
 from benchmarks.model_families import MODELS, small_flags
 from benchmarks.pairwise import Row
-from benchmarks.runner import words
+from benchmarks.runner import Device, words
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN, SEQUENCE, VOCABULARY = 5, 64, 8, 4, 96, 32, 250
@@ -44,12 +44,24 @@ TRAINING_FLAGS = words(
 )
 
 
-def machine_flags() -> tuple[str, ...]:
-    """The flags that Megatron needs on a CPU."""
+def machine_flags(device: Device = "cpu", *, has_te: bool = False) -> tuple[str, ...]:
+    """The flags that Megatron needs on a device.
+
+    Args:
+        device: What ranks compute on.
+        has_te: Whether layers are those of Transformer Engine.
+    """
     from megatron_het.device.flags import platform_flags
 
-    flags = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
-    return (*flags, "--attention-backend", "unfused")
+    if device == "cpu":
+        flags = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
+        return (*flags, "--attention-backend", "unfused")
+    if has_te:
+        return ("--transformer-impl", "transformer_engine", "--no-gradient-accumulation-fusion")
+    return (
+        *("--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion"),
+        "--no-gradient-accumulation-fusion",
+    )
 
 
 @dataclass(frozen=True)
@@ -104,9 +116,14 @@ class Case:
         """Cases with equal ones must train alike."""
         return self.weights, self.clip, self.extra
 
-    def plan_flags(self) -> tuple[str, ...]:
-        """Flags of the run under the plan that the reference has not."""
-        flags = ["--het-transport", self.transport, *self.own]
+    def plan_flags(self, device: Device = "cpu") -> tuple[str, ...]:
+        """Flags of the run under the plan that the reference has not.
+
+        Args:
+            device: What ranks compute on; on GPUs NCCL moves what gloo does on a CPU.
+        """
+        transport = "nccl" if device == "cuda" and self.transport == "gloo" else self.transport
+        flags = ["--het-transport", transport, *self.own]
         if self.overlap:
             flags.append("--overlap-grad-reduce")
         if self.plan.training.precision == "fp16":  # a plan divides losses by about the tokens of a batch
@@ -122,10 +139,21 @@ def model_flags(weights: Weights) -> tuple[str, ...]:
 
 
 def common_flags(
-    weights: Weights, clip: float = 1.0, extra: tuple[str, ...] = (), *, by_samples: bool = False, steps: int = STEPS
+    weights: Weights,
+    clip: float = 1.0,
+    extra: tuple[str, ...] = (),
+    *,
+    by_samples: bool = False,
+    steps: int = STEPS,
+    device: Device = "cpu",
+    has_te: bool = False,
 ) -> tuple[str, ...]:
     """Everything but data, checkpoints and the plan."""
-    flags = [*model_flags(weights), *TRAINING_FLAGS, *machine_flags(), "--clip-grad", str(clip)]
+    machine = machine_flags(device, has_te=has_te)
+    model = list(model_flags(weights))
+    if has_te and "--spec" in model:  # of layers for machines without Transformer Engine
+        del model[(first := model.index("--spec")) : first + 3]
+    flags = [*model, *TRAINING_FLAGS, *machine, "--clip-grad", str(clip)]
     flags += ["--num-layers", str(weights.layers)]
     flags += [] if weights.tied else ["--untie-embeddings-and-output-weights"]
     flags += [] if weights.precision == "fp32" else [f"--{weights.precision}"]

@@ -8,7 +8,7 @@ from before the table had its newest parameters count as well; then plans are dr
 
 Keys: ``pairs``; ``refused_pairs``, with the reason of each; ``of_two_schedules``, pairs of which one is a part of
 another schedule; ``plans`` that were trained, ``triples`` in them; ``failed``, names of plans that ended with an error
-or are further than 1e-5 from one process (bf16: losses 1e-3, gradients and norms 5e-2).
+or are further from one process than ``benchmarks.compare.BOUNDS`` (fp32 on a CPU: 1e-5).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import fnmatch
 import itertools
 import json
-import math
 import os
 import shutil
 import sys
@@ -39,15 +38,13 @@ from benchmarks.combination_cases import (
     pairs,
     title,
 )
+from benchmarks.compare import failures
 from benchmarks.machine import machine
-from benchmarks.parity import BAR, measure
-from benchmarks.runner import Job, Runner
+from benchmarks.parity import measure
+from benchmarks.runner import Job, Runner, add_device_argument
 from megatron_het.plan import PlanError, save_plan
 
-# What sums over TP ranks and stages differ by when they round elsewhere; tensors that are mixed up differ by about 1.
-_BF16_BARS = {"loss": 1e-3, "validation": 1e-3, "gradient": 0.05, "norm": 0.05}
 _CHECK = "benchmarks.combinations:check_starts"
-_CHECKED = ("loss", "validation", "gradient", "norm")
 
 
 def refusals(wanted: Sequence[Pair], seed: int, folder: Path) -> dict[Pair, str]:
@@ -140,22 +137,6 @@ def _chosen(case: Case) -> list[tuple[str, Any]]:
     """The features of a case."""
     row = case.chosen["row"]
     return [feature for feature in features() if row[feature[0]] == feature[1]]
-
-
-def failures(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of the plans that did not train as one process does."""
-    found = []
-    for entry in entries:
-        is_exact = entry["chosen"]["precision"] == "fp32"
-        for name in _CHECKED:
-            value, bar = entry.get(f"relative_{name}_difference"), BAR if is_exact else _BF16_BARS[name]
-            # A gradient that is used up when the iteration ends is not compared: NaN, which is within no bar.
-            if name != "loss" and value is not None and math.isnan(value):
-                continue
-            if value is None or not value <= bar:
-                found.append(entry["name"])
-                break
-    return found
 
 
 def added(files: Sequence[Path], seed: int, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
@@ -258,6 +239,7 @@ def main() -> int:
         "--add", type=Path, nargs="+", default=[], metavar="JSON", help="results of earlier runs with this seed"
     )
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
+    add_device_argument(parser)
     parser.add_argument("--markdown", type=Path, help="where to write the table")
     options = parser.parse_args()
     start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="combinations-"))
@@ -272,7 +254,7 @@ def main() -> int:
         new = [case for case in cases if case not in before]
         chosen = [case for case in new[index - 1 :: parts] if fnmatch.fnmatchcase(case.name, options.only)]
         chosen = [] if options.check else chosen
-        entries = measure(chosen, folder / "runs", options.at_once) if chosen else []
+        entries = measure(chosen, folder / "runs", options.at_once, options.device) if chosen else []
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     entries = sorted((earlier | {entry["name"]: entry for entry in entries}).values(), key=lambda e: str(e["name"]))
@@ -285,7 +267,8 @@ def main() -> int:
         "plans": len(cases),
         "trained": len(entries),
         "triples": len(triples),
-        "failed": failures(entries),
+        "failed": failures(entries, options.device),
+        "device": options.device,
         "seed": options.seed,
         "elapsed_s": round(time.monotonic() - start_s, 1),
         "machine": machine(),

@@ -50,6 +50,13 @@ class Lab:
         self.shared = (shared or folder).resolve()
         self._jobs = 0
 
+    def common_flags(
+        self, weights: Weights, clip: float = 1.0, extra: tuple[str, ...] = (), *, by_samples: bool = False
+    ) -> tuple[str, ...]:
+        """Flags of a run on the runner's device, of the lab's steps, without data, checkpoints and plan."""
+        device, has_te = self.runner.device, self.runner.has_te
+        return common_flags(weights, clip, extra, by_samples=by_samples, steps=self.steps, device=device, has_te=has_te)
+
     def data_flags(self, long_tailed: bool = False) -> tuple[str, ...]:
         """Flags for the dataset, which is written on first use.
 
@@ -71,7 +78,8 @@ class Lab:
         folder = self.shared / f"start-{weights}"
         with made_once(folder) as is_missing:
             if is_missing:
-                flags = (*common_flags(weights, steps=2), *self.data_flags())
+                device, has_te = self.runner.device, self.runner.has_te
+                flags = (*common_flags(weights, steps=2, device=device, has_te=has_te), *self.data_flags())
                 saving = ("--save", str(folder / "checkpoint"), "--save-interval", "1")
                 self.runner.run(Job(folder.name, 1, (*flags, *saving, "--exit-interval", "1"), folder))
         return folder / "checkpoint"
@@ -93,7 +101,7 @@ class Lab:
         folder = self.shared / reference_name("one", weights, clip, extra, self.steps)
         with made_once(folder) as is_missing:
             if is_missing:
-                flags = common_flags(weights, clip, extra, steps=self.steps)
+                flags = self.common_flags(weights, clip, extra)
                 setup = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
                 argv = (*flags, *self.start_flags(weights, extra))
                 self.runner.run(Job(folder.name, 1, argv, folder, setup=setup))
@@ -105,12 +113,12 @@ class Lab:
         self._jobs += 1
         folder.mkdir(parents=True)
         save_plan(case.plan, folder / "plan.json")
-        flags = common_flags(*case.reference, by_samples=case.by_samples, steps=self.steps)
+        flags = self.common_flags(*case.reference, by_samples=case.by_samples)
         plan = ("--het-plan", str(folder / "plan.json"), "--het-report", str(folder))
         return Job(
             case.name,
             case.plan.world_size,
-            (*flags, *self.start_flags(case.weights, case.extra), *plan, *case.plan_flags(), *more),
+            (*flags, *self.start_flags(case.weights, case.extra), *plan, *case.plan_flags(self.runner.device), *more),
             folder,
             setup=("benchmarks.probe:observe", {"out": str(folder), "gradients": True}),
             timeout_s=_CASE_S,

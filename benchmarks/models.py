@@ -8,8 +8,8 @@ families or none, ``--plans`` only the first plans of each, ``--add`` puts the r
 
 Keys: ``cells``, by family and feature: ``trained``, ``refused``, ``not compared`` (no one process does the same) or
 ``failed``; ``refused``, with the reason of each; ``plans``; ``failed``, names of plans that ended with an error or are
-further than 1e-5 from one process (bf16: as ``benchmarks.combinations``); ``first_try`` of a plan with experts that was
-trained twice (see :func:`measured`).
+further from one process than ``benchmarks.compare.BOUNDS`` (fp32 on a CPU: 1e-5); ``first_try`` of a plan with experts
+that was trained twice (see :func:`measured`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from typing import Any
 
 from benchmarks.cases import Case
 from benchmarks.combination_cases import PARAMETERS, Feature, case_of, features, needs, pair_row, title
-from benchmarks.combinations import argument_problems, failures
+from benchmarks.combinations import argument_problems
+from benchmarks.compare import failures
 from benchmarks.expert_cases import is_routed
 from benchmarks.machine import machine
 from benchmarks.model_families import MODELS, has_experts, printed, with_shape
 from benchmarks.pairwise import Row
 from benchmarks.parity import measure
+from benchmarks.runner import Device, add_device_argument
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import PlanError
@@ -133,9 +135,11 @@ def cases_for(family: str, refused: Sequence[Feature], seed: int, folder: Path) 
     return cases
 
 
-def cells_of(family: str, refused: Iterable[Feature], entries: Sequence[dict[str, Any]]) -> dict[str, str]:
+def cells_of(
+    family: str, refused: Iterable[Feature], entries: Sequence[dict[str, Any]], device: Device = "cpu"
+) -> dict[str, str]:
     """What holds for each feature."""
-    bad = set(failures(entries))
+    bad = set(failures(entries, device))
     rows = [(entry["chosen"]["row"], entry["name"]) for entry in entries if entry["chosen"]["family"] == family]
     found = {}
     for feature in features():
@@ -187,27 +191,29 @@ def write_table(report: dict[str, Any], file: Path) -> None:
     file.write_text(f"{head}{BEGIN}\n\n{table(report)}\n\n{END}{tail}", encoding="utf-8")
 
 
-def measured(cases: Sequence[Case], folder: Path, at_once: int) -> list[dict[str, Any]]:
+def measured(cases: Sequence[Case], folder: Path, at_once: int, device: Device = "cpu") -> list[dict[str, Any]]:
     """Results of all cases.
 
     Experts get tokens by the order of scores.  Two scores that are equal up to rounding may be ordered otherwise, which
     is chance, and shows in the losses from that step on.  So a plan with experts whose first step is right and whose
     later ones are not is trained once more, at another learning rate; a defect comes again.
     """
-    entries = measure(list(cases), folder / "first", at_once)
-    bad = set(failures(entries))
+    entries = measure(list(cases), folder / "first", at_once, device)
+    bad = set(failures(entries, device))
     again = []
     for case, entry in ((c, e) for c in cases for e in entries if e["name"] == c.name and c.name in bad):
-        if is_routed(case) and "error" not in entry and not failures([entry | _LATER]):
+        if is_routed(case) and "error" not in entry and not failures([entry | _LATER], device):
             again.append(replace(case, extra=(*case.extra, "--lr", "9e-4")))
     found = {entry["name"]: entry for entry in entries}
-    for entry in measure(again, folder / "again", at_once) if again else []:
+    for entry in measure(again, folder / "again", at_once, device) if again else []:
         entry["chosen"]["first_try"] = found[entry["name"]]["relative_loss_difference"]
         found[entry["name"]] = entry
     return [found[name] for name in sorted(found)]
 
 
-def run(families: Sequence[str], seed: int, folder: Path, at_once: int, plans: int | None = None) -> dict[str, Any]:
+def run(
+    families: Sequence[str], seed: int, folder: Path, at_once: int, plans: int | None = None, device: Device = "cpu"
+) -> dict[str, Any]:
     """The report of some families.
 
     Args:
@@ -216,18 +222,20 @@ def run(families: Sequence[str], seed: int, folder: Path, at_once: int, plans: i
         folder: For what the runs write.
         at_once: Jobs at the same time.
         plans: So many of each family at most; None for all.
+        device: What ranks compute on.
     """
     refused, cases = {}, list[Case]()
     for family in families:
         refused[family] = refusals(family, seed, folder / f"{family}-single")
         cases += cases_for(family, list(refused[family]), seed, folder)[:plans]
-    entries = measured(cases, folder, at_once) if cases else []
+    entries = measured(cases, folder, at_once, device) if cases else []
     return {
-        "cells": {family: cells_of(family, refused[family], entries) for family in families},
+        "cells": {family: cells_of(family, refused[family], entries, device) for family in families},
         "refused": {family: {title(f): text for f, text in found.items()} for family, found in refused.items()},
         "flags": {family: " ".join(printed(family, "small")) for family in families},
         "plans": len(entries),
-        "failed": failures(entries),
+        "failed": failures(entries, device),
+        "device": device,
         "seed": seed,
         "cases": entries,
     }
@@ -247,7 +255,7 @@ def added(report: dict[str, Any], file: Path) -> None:
             report[key][family] = other[key][family]
         mine = [entry for entry in other["cases"] if entry["chosen"]["family"] == family]
         report["cases"] += mine
-        report["failed"] += failures(mine)
+        report["failed"] += failures(mine, other.get("device", "cpu"))
     report["plans"] = len(report["cases"])
 
 
@@ -261,11 +269,12 @@ def main() -> int:
     parser.add_argument("--plans", type=int, metavar="N", help="the first N plans of each family (default: all)")
     parser.add_argument("--seed", type=int, default=7, help="of which features a plan has (default %(default)s)")
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default %(default)s)")
+    add_device_argument(parser)
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="results of other families")
     parser.add_argument("--markdown", type=Path, help="file with the marks between which the table goes")
     options = parser.parse_args()
     start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="models-"))
-    report = run(options.only, options.seed, folder, options.at_once, options.plans)
+    report = run(options.only, options.seed, folder, options.at_once, options.plans, options.device)
     for file in options.add:
         added(report, file)
     report |= {"elapsed_s": round(time.monotonic() - start_s, 1), "machine": machine()}

@@ -20,25 +20,25 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import PARAMETERS, Case, case_from_row, is_valid, model_flags, random_case, with_schedule
-from benchmarks.compare import compare
+from benchmarks.compare import BAR, BOUNDS, compare, failures
 from benchmarks.expert_cases import is_routed, with_experts
 from benchmarks.lab import Lab
 from benchmarks.optimizer_cases import optimizer_cases
 from benchmarks.packed_cases import with_attention, with_documents
 from benchmarks.pairwise import pairwise
 from benchmarks.poplar_cases import poplar_cases
-from benchmarks.runner import Runner
+from benchmarks.runner import Device, Job, JobError, Runner, add_device_argument
 from benchmarks.slimpipe_cases import MultiHeadLab, slimpipe_cases
 from benchmarks.zero_bubble_cases import zero_bubble_cases
 from benchmarks.zero_cases import zero_cases
 from benchmarks.zorse_cases import MinistageLab, keeps_gradients, ministage_cases
 
-BAR = 1e-5
 # Figures to which the rounding of all steps adds up: shown, without a bar.
 _LATER = ("max_relative_later_norm_difference",)
 _MIN_PAIRWISE, _BF16, _FP16, _RANDOM = 40, 10, 5, 20
@@ -82,6 +82,17 @@ def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[s
     return cases, sorted(" and ".join(sorted(f"{k}={v}" for k, v in pair)) for pair in impossible)
 
 
+def with_precision(cases: Iterable[Case], precision: str) -> list[Case]:
+    """The cases with a precision, those of other precisions beside fp32 left out."""
+    found = []
+    for case in cases:
+        if case.plan.training.precision == "fp32":
+            training = replace(case.plan.training, precision=precision)
+            plan = replace(case.plan, training=training)
+            found.append(replace(case, plan=plan, chosen={**case.chosen, "precision": precision}))
+    return found
+
+
 def labs(cases: Iterable[Case], *, saves: bool = False) -> dict[type[Lab], list[Case]]:
     """The cases by the laboratory that runs them.
 
@@ -110,55 +121,89 @@ def compares_parameters(case: Case) -> bool:
     return not is_routed(case) and not (has_key_biases and case.plan.training.precision != "fp32")
 
 
-def measure(cases: list[Case], folder: Path, at_once: int) -> list[dict[str, Any]]:
-    """Run all cases; a case that fails is recorded and does not end the benchmark."""
+def measure(
+    cases: list[Case],
+    folder: Path,
+    at_once: int,
+    device: Device = "cpu",
+    *,
+    has_te: bool = False,
+    limit_s: float | None = None,
+    on_entry: Callable[[dict[str, Any]], None] = lambda entry: None,
+) -> list[dict[str, Any]]:
+    """Run all cases; a case that fails is recorded and does not end the benchmark.
+
+    Args:
+        cases: To run.
+        folder: For what they write.
+        at_once: Jobs at the same time.
+        device: What ranks compute on.
+        has_te: Whether layers are those of Transformer Engine.
+        limit_s: Bound on a case; the lab's own without.
+        on_entry: Called with what was found of a case, as soon as that is known.
+    """
     found = []
-    for kind, members in labs(cases, saves=True).items():
-        found += _measure(members, folder / kind.__name__, at_once, kind)
+    with Runner(device, has_te=has_te) as runner:
+        # On a GPU Adam makes whole steps of what rounding leaves of a gradient: last parameters tell nothing there.
+        for kind, members in labs(cases, saves=device == "cpu").items():
+            lab = kind(runner, folder / kind.__name__)
+            for entry in _measured(lab, members, at_once, limit_s):
+                found.append(entry)
+                on_entry(entry)
     return sorted(found, key=lambda entry: entry["name"])
 
 
-def _measure(cases: list[Case], folder: Path, at_once: int, lab_type: type[Lab]) -> list[dict[str, Any]]:
-    found = []
-    with Runner() as runner:
-        lab = lab_type(runner, folder)
-        for case in cases:
+def _measured(lab: Lab, cases: list[Case], at_once: int, limit_s: float | None) -> Iterator[dict[str, Any]]:
+    runner = lab.runner
+    jobs: dict[str, tuple[Case, Job]] = {}
+    for case in cases:
+        try:
             lab.reference(case)
-        jobs = {case.name: (case, lab.job(case)) for case in cases}
-        for finished in runner.run_all((job for _, job in jobs.values()), at_once=at_once):
-            case, job = jobs[finished.job.name]
-            entry: dict[str, Any] = {
+        except JobError as error:
+            sys.stderr.write(f"{case.name}: {error}\n")
+            world_size = case.plan.world_size
+            yield {
                 "name": case.name,
-                "world_size": case.plan.world_size,
+                "world_size": world_size,
                 "chosen": case.chosen,
-                "elapsed_s": round(finished.elapsed_s, 2),
-                "cpu_s": round(finished.cpu_s, 2),
+                "error": f"its reference: {error}",
             }
-            try:
-                finished.check()
-                figures = compare(job.log_dir, case.plan, lab.reference(case), gradients=keeps_gradients(case))
-                if isinstance(lab, MinistageLab) and compares_parameters(case):
-                    entry["relative_parameter_difference"] = lab.parameter_difference(case)
-            except (AssertionError, OSError, KeyError) as error:
-                entry["error"] = str(error)
-                sys.stderr.write(f"{case.name}: {error}\n")
-            else:
-                entry.update(
-                    relative_loss_difference=figures.loss,
-                    relative_validation_difference=figures.validation,
-                    relative_gradient_difference=figures.gradient,
-                    worst_gradient=figures.worst,
-                    relative_norm_difference=figures.norm,
-                    relative_later_norm_difference=figures.later_norm,
-                )
-                print(
-                    f"{case.name:18} {case.plan.world_size} ranks {finished.elapsed_s:5.1f} s, "
-                    f"{finished.cpu_s:5.1f} s of processor  "
-                    f"loss {figures.loss:.1e}  gradient {figures.gradient:.1e}",
-                    flush=True,
-                )
-            found.append(entry)
-    return found
+            continue
+        job = lab.job(case)
+        jobs[case.name] = case, job if limit_s is None else replace(job, timeout_s=limit_s)
+    for finished in runner.run_all((job for _, job in jobs.values()), at_once=at_once):
+        case, job = jobs[finished.job.name]
+        entry: dict[str, Any] = {
+            "name": case.name,
+            "world_size": case.plan.world_size,
+            "chosen": case.chosen,
+            "elapsed_s": round(finished.elapsed_s, 2),
+            "cpu_s": round(finished.cpu_s, 2),
+        }
+        try:
+            finished.check()
+            figures = compare(job.log_dir, case.plan, lab.reference(case), gradients=keeps_gradients(case))
+            if isinstance(lab, MinistageLab) and compares_parameters(case) and runner.device == "cpu":
+                entry["relative_parameter_difference"] = lab.parameter_difference(case)
+        except (AssertionError, OSError, KeyError) as error:
+            entry["error"] = str(error)
+            sys.stderr.write(f"{case.name}: {error}\n")
+        else:
+            entry.update(
+                relative_loss_difference=figures.loss,
+                relative_validation_difference=figures.validation,
+                relative_gradient_difference=figures.gradient,
+                worst_gradient=figures.worst,
+                relative_norm_difference=figures.norm,
+                relative_later_norm_difference=figures.later_norm,
+            )
+            print(
+                f"{case.name:18} {case.plan.world_size} ranks {finished.elapsed_s:5.1f} s, "
+                f"{finished.cpu_s:5.1f} s of processor  "
+                f"loss {figures.loss:.1e}  gradient {figures.gradient:.1e}",
+                flush=True,
+            )
+        yield entry
 
 
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -193,29 +238,44 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="NAME", default="*", help="cases by name; * stands for anything")
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time (default: 2)")
+    add_device_argument(parser)
+    parser.add_argument(
+        "--transformer-impl",
+        choices=("local", "transformer_engine"),
+        default="local",
+        help="layers; those of Transformer Engine need --device cuda, and train every case in bf16 (default: local)",
+    )
     parser.add_argument("--keep", type=Path, help="keep logs and gradients in this folder")
     options = parser.parse_args()
+    has_te = options.transformer_impl != "local"
+    if has_te and options.device != "cuda":
+        parser.error("--transformer-impl transformer_engine needs --device cuda")
     start_s = time.monotonic()
     cases, impossible = all_cases(options.seed, options.schedule, options.quick)
     cases = MODELS[options.model](cases, options.seed)
+    cases = with_precision(cases, "bf16") if has_te else cases
     cases = [case for case in cases if fnmatch.fnmatchcase(case.name, options.only)]
     if not cases:
         parser.error(f"--only {options.only}: no such case")
     folder = options.keep or Path(tempfile.mkdtemp(prefix="parity-"))
     try:
-        entries = measure(cases, folder, options.at_once)
+        entries = measure(cases, folder, options.at_once, options.device, has_te=has_te)
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     by_precision = {p: summary([e for e in entries if e["chosen"]["precision"] == p]) for p in ("fp32", "bf16", "fp16")}
-    failed = [entry["name"] for entry in entries if "error" in entry]
+    is_cpu = options.device == "cpu"
+    # On a CPU bf16 and fp16 are shown without a bar.
+    failed = [entry["name"] for entry in entries if "error" in entry] if is_cpu else failures(entries, "cuda")
     fp32 = by_precision["fp32"]
     within = [v for k, v in fp32.items() if k.startswith("max_") and k not in _LATER and v is not None]
     worst = max(within, default=None)
     report = {
         **{name: value for name, value in fp32.items() if name.startswith("max_")},
-        "bar": BAR,
-        "passed": not failed and worst is not None and worst <= BAR,
+        "bar": BAR if is_cpu else BOUNDS["cuda"],
+        "passed": not failed and (not is_cpu or (worst is not None and worst <= BAR)),
+        "device": options.device,
+        "transformer_impl": options.transformer_impl,
         "schedule": options.schedule,
         "model": options.model,
         "seed": options.seed,

@@ -177,7 +177,7 @@ def write_gradients(model: Any, out: Path, rank: int, whole: Mapping[Any, Any] =
         gradient = whole.get(parameter)
         if gradient is None:
             gradient = parameter.main_grad
-        array = gradient.detach().float().numpy()
+        array = gradient.detach().float().cpu().numpy()
         if not np.array_equal(arrays.get(name, array), array):  # both ends of the model may be on one rank
             raise AssertionError(f"two copies of {name} have different gradients")
         arrays[name] = array

@@ -6,11 +6,13 @@ torch and Megatron takes seconds, forking takes milliseconds, so a hundred small
 take minutes instead of an hour.  Ranks are independent operating-system processes: nothing that a
 job does to Megatron's global state outlives it.
 
-The server itself starts nothing that a fork would break: no threads, no process group, no autograd.
+The server itself starts nothing that a fork would break: no threads, no process group, no autograd, and with
+``--device cuda`` no CUDA, which every rank starts for itself.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import importlib
@@ -29,6 +31,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+from benchmarks.runner import Device
 
 _POLL_S = 0.01
 # Ports below the range from which the kernel takes the local ends of connections.
@@ -65,6 +69,7 @@ class Rank:
             MASTER_PORT=str(self.port),
         )
         os.environ.update(job["environment"])
+        _take_device()
         sys.argv = ["megatron_het.pretrain_gpt", *job["argv"]]
         if job["setup"] is not None:
             name, options = job["setup"]
@@ -214,18 +219,41 @@ class Server:
         raise RuntimeError(f"no free port between {_FIRST_PORT} and {_FIRST_PORT + _PORTS}")
 
 
-def import_everything() -> None:
-    """What every rank needs, without starting anything."""
+def _take_device() -> None:
+    """Find this rank's device, which may be that of other ranks too."""
+    import torch
+
+    from megatron_het.device import activate, share_devices
+
+    if activate().is_cuda:
+        print(share_devices(os.environ, torch.cuda.device_count()), flush=True)
+
+
+def import_everything(device: Device = "cpu") -> None:
+    """Import what every rank needs, without starting anything.
+
+    Args:
+        device: What the ranks compute on.
+
+    Raises:
+        SystemExit: An import has started CUDA, which a forked process cannot use then.
+    """
+    import torch
+
     from megatron_het import device as platform
     from megatron_het import megatron_patches as upstream
     from megatron_het.elastic.warm import MODULES
 
+    if device == "cuda":
+        platform.pretend(platform.Platform("cuda"))  # asking for devices is for the ranks
     platform.activate()
     upstream.install("stock")
     for name in (*MODULES, "benchmarks.probe"):
         importlib.import_module(name)
     for patch in upstream.all_patches().values():  # their sources, which every start compares, are remembered
         upstream.changed_sources(patch)
+    if device == "cuda" and torch.cuda.is_initialized():
+        raise SystemExit("an import has started CUDA; forking is not safe")
 
 
 def remember_docstrings() -> None:
@@ -274,11 +302,14 @@ def share_queue_server() -> None:
 
 def main() -> None:
     """Serve, or, in a forked process, be a rank."""
-    import_everything()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rank_server", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what ranks compute on")
+    device = parser.parse_args().device
+    import_everything(device)
     remember_docstrings()
     share_queue_server()
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    if threads > 1:
+    if threads > 1 and device == "cpu":  # libraries of CUDA start idle ones, of which no fork waits for anything
         raise SystemExit(f"an import has started {threads - 1} threads; forking is not safe")
     gc.collect()
     gc.freeze()

@@ -3,22 +3,25 @@
     with Runner() as runner:
         done = runner.run(Job("two ranks", 2, argv, log_dir))
 
-Needs the standard library only.  Jobs always run on the CPU over gloo.
+Needs the standard library only.  Jobs run on the CPU over gloo, or with ``Runner("cuda")`` on the GPUs of this machine
+over NCCL, where several ranks may share one.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+Device = Literal["cpu", "cuda"]
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENTRY = "megatron_het.pretrain_gpt:main"
 _START_S = 600.0  # bound on the server's imports
@@ -103,21 +106,60 @@ class Finished:
         )
 
 
-class Runner:
-    """Owns one server process; use as a context manager."""
+def server_environment(device: Device, outer: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the rank server, and of the ranks that it forks.
 
-    def __init__(self) -> None:
-        environment = dict(os.environ)
-        paths = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
-        environment.update(
-            PYTHONPATH=os.pathsep.join(filter(None, paths)),
-            PYTHONWARNINGS="ignore",
-            CUDA_VISIBLE_DEVICES="",
-            GLOO_SOCKET_IFNAME="lo",
-            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-        )
+    Args:
+        device: What ranks compute on.
+        outer: Of this process.
+    """
+    environment = dict(outer)
+    environment.update(
+        PYTHONPATH=os.pathsep.join(filter(None, [str(REPOSITORY), outer.get("PYTHONPATH", "")])),
+        PYTHONWARNINGS="ignore",
+        GLOO_SOCKET_IFNAME="lo",
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    )
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        # A process that has touched CUDA cannot fork ranks that use it: whether there is a device, NVML says.  (Without
+        # a GPU the variable makes torch say that there is one.)  A pool of compiling processes would not either.
+        environment |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment |= {"HET_SAME_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return environment
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU; the process stays without CUDA, and may fork."""
+    return bool(list(Path("/dev").glob("nvidia[0-9]*"))) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") != ""
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``, which refuses ``cuda`` on a machine without a GPU."""
+
+    def device(text: str) -> str:
+        if text == "cuda" and not has_gpu():
+            raise argparse.ArgumentTypeError("cuda: there is no NVIDIA GPU here; leave --device out to run on the CPU")
+        return text
+
+    text = "what ranks compute on; on a GPU over NCCL, several ranks on one (default: %(default)s)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), type=device, default="cpu", help=text)
+
+
+class Runner:
+    """Owns one server process; use as a context manager.
+
+    Args:
+        device: What the ranks of its jobs compute on.
+        has_te: Whether the models of its cases take layers of Transformer Engine.
+    """
+
+    def __init__(self, device: Device = "cpu", *, has_te: bool = False) -> None:
+        self.device, self.has_te = device, has_te
+        environment = server_environment(device, os.environ)
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.rank_server"],
+            [sys.executable, "-m", "benchmarks.rank_server", "--device", device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.cases import HEADS, LAYERS, MICROBATCHES, SEQUENCE, STEPS, Case, build_plan, split_layers, with_schedule
 from benchmarks.lab import Lab
-from benchmarks.runner import Runner
+from benchmarks.runner import Device, Runner
 from megatron_het.plan import Stage
 
 _STAGES, _FACTORS, _CHUNKS = (1, 2, 4), (1, 2, 4), (1, 2)
@@ -190,9 +190,9 @@ _CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
 class SlicedCase(Case):
     """A case whose microbatches are larger than those of its reference (the same samples)."""
 
-    def plan_flags(self) -> tuple[str, ...]:
-        """As in Case, with the plan's own micro batch size."""
-        flags = [*super().plan_flags(), "--micro-batch-size", str(self.plan.training.micro_batch_size)]
+    def plan_flags(self, device: Device = "cpu") -> tuple[str, ...]:
+        """Flags of a Case, with the plan's own micro batch size."""
+        flags = [*super().plan_flags(device), "--micro-batch-size", str(self.plan.training.micro_batch_size)]
         flags += ["--het-thrifty-layers"] if self.chosen.get("thrifty") else []
         flags += ["--recompute-modules", "mlp"] if self.chosen["recompute"] == "up projection" else []
         return tuple(flags)

@@ -17,7 +17,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import STEPS, Case, build_plan, common_flags
+from benchmarks.cases import STEPS, Case, build_plan
 from benchmarks.lab import Lab, made_once, reference_name
 from benchmarks.runner import Job, Runner
 from benchmarks.zorse_rows import CLIPS, MORE, NO_WINDOW, ROWS, Row
@@ -150,7 +150,7 @@ class MinistageLab(Lab):
         folder = self.shared / reference_name("one-saved", weights, clip, extra, self.steps, plan)
         with made_once(folder) as is_missing:
             if is_missing:
-                flags = common_flags(weights, clip, extra, steps=self.steps)
+                flags = self.common_flags(weights, clip, extra)
                 argv = (*flags, *self.start_flags(weights, extra), *self._saving(folder))
                 setup: tuple[str, Row] = ("benchmarks.probe:observe", {"out": str(folder), "gradients": True})
                 if plan is not None:

@@ -84,16 +84,16 @@ def _all_passed(figures: Any) -> tuple[bool, str]:
 PARTS = (
     Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/unit", "--junitxml", "{json}"), 90, _all_passed),
     Part(
-        "staged",
-        ("-m", "benchmarks.gpu.ranks", "--case", "staged", "--json", "{json}", "--limit-s", "{limit_s}"),
-        100,
-        judged_by("difference", most=1e-4),
+        "parity",
+        ("-m", "benchmarks.gpu.trainings", "--json", "{json}", "--limit-s", "{limit_s}"),
+        130,
+        judged_by("failures", most=0),
     ),
     Part(
-        "nccl",
-        ("-m", "benchmarks.gpu.ranks", "--case", "nccl", "--json", "{json}", "--limit-s", "{limit_s}"),
-        80,
-        judged_by("difference", most=1e-4),
+        "parity-te",
+        ("-m", "benchmarks.gpu.trainings", "--te", "--json", "{json}", "--limit-s", "{limit_s}"),
+        110,
+        judged_by("failures", most=0),
     ),
     Part(
         "slices",
@@ -107,7 +107,7 @@ PARTS = (
     Part(
         "offload",
         ("-m", "benchmarks.gpu.offload", "--rounds", "1", "--iterations", "6", "--json", "{json}"),
-        150,
+        120,
         judged_by("max_slowdown", most=0.03),
     ),
     # Outputs are equal; gradients are added up in an order that changes, and a rounding of bf16 is 2^-8.
@@ -120,7 +120,7 @@ PARTS = (
     Part(
         "memory",
         ("-m", "benchmarks.gpu.memory", "--json", "{json}"),
-        130,
+        110,
         all_of(judged_by("largest_error", most=0.10), judged_by("dry_run_error", most=0.05)),
     ),
 )
@@ -229,16 +229,21 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=Path("runs/gpu-check.json"), help="default: %(default)s")
     names = [part.name for part in PARTS]
     parser.add_argument("--only", action="append", choices=names, help="this part only; may be repeated")
+    parser.add_argument("--list", action="store_true", help="show the parts with their command lines, and run nothing")
     parser.add_argument(
         "--limit-s", type=count(10, 7200), default=int(LIMIT_S), help="of all parts (default: %(default)s)"
     )
     options = parser.parse_args(words)
+    parts = [part for part in PARTS if options.only is None or part.name in options.only]
+    if options.list:
+        for part in parts:
+            print(f"{part.name:10} {part.limit_s:4.0f} s  python {' '.join(part.command)}")
+        return 0
     check_target(options.json)
     found = hardware()
     if found is None:
         sys.stderr.write("gpu-check: there is no CUDA device here; nothing was run\n")
         return NO_GPU
-    parts = [part for part in PARTS if options.only is None or part.name in options.only]
     return int(not run_all(parts, options.json, found, options.limit_s)["passed"])
 
 

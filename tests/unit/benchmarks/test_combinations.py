@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks import combinations
 from benchmarks.combination_cases import case_of, pair_row
-from benchmarks.combinations import added, failures, from_before, read_entries, trained_cases
+from benchmarks.combinations import added, from_before, read_entries, trained_cases
+from benchmarks.compare import failures
 
 
 def _written(file: Path, seed: int, *entries: dict[str, Any]) -> Path:

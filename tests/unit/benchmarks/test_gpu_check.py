@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import check, offload, ranks
+from benchmarks.cases import common_flags
+from benchmarks.gpu import check, offload, trainings
 from benchmarks.gpu.check import PARTS, Part, judged_by, read_figures, run_all, share_s
 from benchmarks.gpu.offload import VARIANTS, figures
-from megatron_het.doctor.tiny import one_process
+from benchmarks.lab import Lab
+from benchmarks.parity import measure
+from benchmarks.runner import JobError
+from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.lowering.programs import build
+from megatron_het.plan.validate import check_plan
 
 WRITE = "import sys, json; json.dump({{'x': {}}}, open(sys.argv[1], 'w'))"
 
@@ -93,15 +98,6 @@ def test_an_offload_variant_that_fails_ends_no_other(tmp_path, monkeypatch):
     assert [len(runs) for runs in found["runs"].values()] == [2, 0, 2, 2]
 
 
-def test_ranks_that_hang_are_named(tmp_path, monkeypatch):
-    """Before the part is ended from outside, which would leave nothing to read."""
-    monkeypatch.setattr(ranks, "_start", lambda *_: subprocess.Popen(["sleep", "600"]))
-    (tmp_path / "rank-0.log").write_text("waits for rank 1")
-    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
-    with pytest.raises(SystemExit, match="rank 0 hangs\nwaits for rank 1"):
-        ranks.losses(one_process(ranks.CASES["nccl"]), tmp_path, [], time.monotonic() + 1.0)
-
-
 def test_counts_of_pytest(tmp_path):
     path = tmp_path / "tests.json"
     path.write_text('<testsuites><testsuite tests="5" skipped="2" failures="0" errors="0"/></testsuites>')
@@ -125,3 +121,57 @@ def test_without_a_gpu_nothing_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("something was started"))
     assert check.main(["--json", str(tmp_path / "out.json")]) == check.NO_GPU
     assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "out.json").exists()
+
+
+def test_the_list_of_parts_needs_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("something was started"))
+    assert check.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [part.name for part in PARTS]
+
+
+@pytest.mark.parametrize("has_te", [False, True])
+def test_trainings_have_every_schedule_and_valid_plans(has_te, capsys):
+    chosen = trainings.cases(has_te)
+    names = [case.name for case in chosen]
+    assert len(set(names)) == len(names) and {c.plan.schedule.name for c in chosen} >= {"slimpipe", "ministage", "zb-v"}
+    for case in chosen:  # as a start does, before any process group
+        check_plan(case.plan)
+        check_plan_alone(case.plan)
+        build(case.plan)
+        flags = common_flags(*case.reference, device="cuda", has_te=has_te)
+        assert ("--spec" in flags) <= (not has_te) and "gloo" not in (*flags, *case.plan_flags("cuda"))
+        assert ("--bf16" in flags) == has_te
+    assert trainings.main(["--dry"]) == 0 and len(capsys.readouterr().out.splitlines()) == len(names)
+
+
+def test_trainings_count_what_did_not_run(tmp_path, monkeypatch):
+    """What is written after the first case counts all others as failures, and a bad figure is one."""
+    chosen = trainings.cases(False)[:3]
+    good = {f"relative_{key}_difference": 0.0 for key in ("loss", "validation", "gradient", "norm")}
+    seen = []
+
+    def measured(cases, _folder, _at_once, _device, *, on_entry, **_more):
+        for case, entry in zip(cases, (good, good | {"relative_loss_difference": 1.0}), strict=False):
+            on_entry({"name": case.name, "chosen": case.chosen, **entry})
+            seen.append(json.loads((tmp_path / "out.json").read_text())["failures"])
+
+    monkeypatch.setattr(trainings, "measure", measured)
+    found = trainings.train(chosen, tmp_path / "out.json", False, 1e9)
+    assert seen == [2, 2] and found["failed"] == [chosen[1].name] and found["not_run"] == [chosen[2].name]
+
+
+def test_a_case_whose_reference_fails_ends_no_other(tmp_path, monkeypatch):
+    def fails(self, case):
+        raise JobError("no reference")
+
+    monkeypatch.setattr(Lab, "reference", fails)
+    monkeypatch.setattr("benchmarks.parity.Runner", lambda *a, **k: contextlib.nullcontext(FakeRunner()))
+    entries = measure(trainings.cases(False)[:2], tmp_path, 1, "cuda")
+    assert [entry["error"] for entry in entries] == ["its reference: no reference"] * 2
+
+
+class FakeRunner:
+    device, has_te = "cuda", False
+
+    def run_all(self, jobs, *, at_once):
+        return iter(list(jobs))

@@ -1,0 +1,120 @@
+"""Plans of 2 to 4 ranks on one GPU over NCCL, against stock Megatron in one process.
+
+``python -m benchmarks.gpu.trainings --json OUT``: the smallest plan of every schedule, of what is offloaded, split or
+exchanged, and of models with experts and with latent attention (``benchmarks.combinations`` and ``benchmarks.models``
+have all of them).  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine in bf16.  Bounds are
+``benchmarks.compare.BOUNDS``.  ``failures`` counts what was out of them, ended with an error or did not run in time;
+the file is written after every case.  ``--dry`` shows the cases, which needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Case
+from benchmarks.combination_cases import PARAMETERS, Feature, case_of, pair_row, title
+from benchmarks.compare import BOUNDS, failures
+from benchmarks.machine import machine
+from benchmarks.models import case_for
+from benchmarks.parity import measure, with_precision
+from benchmarks.runner import Device, has_gpu
+from megatron_het.safe_io import amount, check_target, write_json
+
+_LIMIT_S, _CASE_S, _AT_ONCE, _MAX_RANKS = 200.0, 60.0, 6, 4
+_FEATURES: tuple[tuple[Feature, ...], ...] = (
+    *((("schedule", schedule),) for schedule in PARAMETERS["schedule"]),
+    (("context_exchange", True),),
+    (("schedule", "slimpipe"), ("vocabulary", True)),
+    (("schedule", "slimpipe"), ("cp", 2)),
+    (("window", "exact"), ("offload_activations", 0.75), ("recompute", "full")),
+    (("window", "ZeRO-3"),),
+    (("tp", "by stage"), ("sequence_parallel", True)),
+    (("overlap", "gradients and parameters"),),
+)
+_MODELS = ("mixtral", "deepseek_v3")
+"""Families with experts, and with experts and latent attention."""
+
+
+def cases(has_te: bool) -> list[Case]:
+    """What is trained; those that most depends on come first.
+
+    Args:
+        has_te: Whether layers are those of Transformer Engine.
+    """
+    found = [case_of(pair_row(chosen), " and ".join(map(title, chosen)), 0) for chosen in _FEATURES]
+    staged = next(case for case in found if case.plan.schedule.name == "slimpipe")
+    found.append(replace(staged, name="slimpipe staged", transport="staged"))
+    window = case_of(pair_row([("window", "exact")]), "ministage and offload", 0)
+    parameters = {**window.plan.schedule.parameters, "offload": True, "offload_optimizer": True}
+    plan = replace(window.plan, schedule=replace(window.plan.schedule, parameters=parameters))
+    found.append(replace(window, plan=plan))
+    for family in _MODELS:
+        for schedule in ("1f1b", "slimpipe"):
+            found.append(case_for(family, pair_row([("schedule", schedule)]), f"{family} {schedule}", 0))
+    found = [replace(case, name=case.name.replace(" ", "-").replace(":", "")) for case in found]
+    assert all(2 <= case.plan.world_size <= _MAX_RANKS for case in found)
+    return with_precision(found, "bf16") if has_te else found
+
+
+def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) -> dict[str, Any]:
+    """Train all cases; those that have not run by the deadline of ``time.monotonic()`` count as failures."""
+    entries: list[dict[str, Any]] = []
+    device: Device = "cuda" if has_gpu() else "cpu"
+
+    def report() -> dict[str, Any]:
+        ran = {entry["name"] for entry in entries}
+        missing = [case.name for case in chosen if case.name not in ran]
+        bad = failures(entries, device)
+        return {
+            "failures": len(bad) + len(missing),
+            "failed": bad,
+            "not_run": missing,
+            "bounds": BOUNDS[device],
+            "machine": machine(),
+            "cases": entries,
+        }
+
+    def keep(entry: dict[str, Any]) -> None:
+        entries.append(entry)
+        write_json(out, report())
+
+    write_json(out, report())
+    folder = Path(tempfile.mkdtemp(prefix="gpu-trainings-"))
+    try:
+        limit_s = min(_CASE_S, max(1.0, deadline_s - time.monotonic()))
+        measure(list(chosen), folder, _AT_ONCE, device, has_te=has_te, limit_s=limit_s, on_entry=keep)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return report()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Command line; exit code 1 where a case failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.trainings", description=__doc__)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--te", action="store_true", help="layers of Transformer Engine, in bf16")
+    parser.add_argument("--dry", action="store_true", help="show the cases and train nothing")
+    parser.add_argument("--limit-s", type=amount(1, 3600), default=_LIMIT_S, help="of all (default: %(default)g)")
+    options = parser.parse_args(words)
+    chosen = cases(options.te)
+    if options.dry:
+        for case in chosen:
+            print(f"{case.name:55} {case.plan.world_size} ranks {case.plan.training.precision}")
+        return 0
+    if options.json is None or not has_gpu():
+        parser.error("--json is required" if options.json is None else "there is no NVIDIA GPU here; --dry needs none")
+    check_target(options.json)
+    found = train(chosen, options.json, options.te, time.monotonic() + options.limit_s)
+    print(f"{found['failures']} of {len(chosen)} failed: {[*found['failed'], *found['not_run']]}")
+    return int(found["failures"] > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
