@@ -33,6 +33,7 @@ COMMANDS = {
     "replan": "a better plan from what a run measured, and when a change to it pays",
     "replay": "what a job gets done while nodes come and go by a trace: elastic, restarted, or with all nodes only",
     "emit": "write args.sh, train.sbatch and torchrun scripts for a plan",
+    "support": "pack versions, plan, arguments and logs for a report of a bug, without data",
     "completion": "print a script with which a shell completes commands and options",
 }
 
@@ -336,6 +337,14 @@ def _replay_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_call("replay.command", "replay"))
 
 
+def _support_options(parser: argparse.ArgumentParser) -> None:
+    from pathlib import Path
+
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders and files of the job")
+    parser.add_argument("--out", type=Path, default=Path("support.zip"), help="the archive (default %(default)s)")
+    parser.set_defaults(run=_call("cli.support", "support"))
+
+
 def _completion_options(parser: argparse.ArgumentParser) -> None:
     from .cli.completion import SHELLS, completion
 
@@ -365,6 +374,7 @@ _OPTIONS = {
     "replay": _replay_options,
     "emit": _emit_options,
     "dry-run": _dry_run_options,
+    "support": _support_options,
     "completion": _completion_options,
 }
 

@@ -257,6 +257,9 @@ def test_a_reader_that_has_left_is_no_error():
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "megatron_het.schedule", "show", "1f1b"]
-    done = subprocess.run(command, check=False, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        command, check=False, env=buffered, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60
+    )
     os.close(write_end)
     assert (done.returncode, done.stderr) == (0, "")
