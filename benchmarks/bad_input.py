@@ -71,7 +71,7 @@ _STUBS = {
 
 @dataclass
 class Answer:
-    """What a case did.
+    """Holds what a case did.
 
     Attributes:
         verdict: One of ``KEYS``.
@@ -108,7 +108,7 @@ def _run_tool(case: Case) -> int:
 
 
 def _doctor(words: list[str]) -> int:
-    """What rank 0 of the doctor reads before it meets others."""
+    """Returns what rank 0 of the doctor reads before it meets others."""
     from megatron_het.doctor.options import parse, read_inputs
     from megatron_het.plan import PlanError
 
@@ -121,7 +121,7 @@ def _doctor(words: list[str]) -> int:
 
 
 def _start(words: list[str]) -> int:
-    """What a training start does with the flags and the plan before Megatron is imported."""
+    """Returns what a training start does with the flags and the plan before Megatron is imported."""
     from megatron_het.launch.flags import split_arguments
     from megatron_het.lowering.programs import build
     from megatron_het.plan import PlanError
@@ -193,7 +193,7 @@ def _snapshot(folder: Path) -> dict[str, tuple[int, int, str]]:
 
 
 def _misplaced(case: Case, code: int, before: dict[str, tuple[int, int, str]], folder: Path) -> str:
-    """What was changed that should not have been; empty when nothing was."""
+    """Returns what was changed that should not have been; empty when nothing was."""
     after = _snapshot(folder)
     for name, entry in before.items():
         if after.get(name) != entry:

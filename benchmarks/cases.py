@@ -66,7 +66,7 @@ def machine_flags(device: Device = "cpu", *, has_te: bool = False) -> tuple[str,
 
 @dataclass(frozen=True)
 class Weights:
-    """What the weights of a model depend on."""
+    """Holds what the weights of a model depend on."""
 
     precision: str = "fp32"
     tied: bool = False

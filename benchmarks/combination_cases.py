@@ -94,7 +94,7 @@ def schedules_of(feature: Feature) -> tuple[str, ...]:
 
 
 def needs(feature: Feature) -> Row:
-    """What else a feature asks for; the schedule is one that it goes with."""
+    """Returns what else a feature asks for; the schedule is one that it goes with."""
     name, value = feature
     if name == "chunks":
         return {"schedule": _OF_SEVERAL_CHUNKS[0]}

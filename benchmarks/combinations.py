@@ -62,7 +62,7 @@ def refusals(wanted: Sequence[Pair], seed: int, folder: Path) -> dict[Pair, str]
 
 
 def argument_problems(cases: Sequence[Case], folder: Path) -> list[list[str]]:
-    """What the start of each case would refuse."""
+    """Returns what the start of each case would refuse."""
     starts = []
     folder.mkdir(parents=True, exist_ok=True)
     for number, case in enumerate(cases):
@@ -179,7 +179,7 @@ def from_before(entries: dict[str, dict[str, Any]], seed: int) -> list[Case]:
 
 
 def _whole(chosen: dict[str, Any]) -> dict[str, Any]:
-    """What was chosen, with the parameters that the table has got since."""
+    """Returns what was chosen, with the parameters that the table has got since."""
     if "row" not in chosen:
         return chosen
     return {**chosen, "row": {key: chosen["row"].get(key, values[0]) for key, values in PARAMETERS.items()}}

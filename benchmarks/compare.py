@@ -78,7 +78,7 @@ def failures(entries: Sequence[Mapping[str, Any]], device: Device = "cpu") -> li
 
 
 def reference_losses(folder: Path) -> dict[str, list[float]]:
-    """What the probe of a one-process run wrote."""
+    """Returns what the probe of a one-process run wrote."""
     return json.loads((folder / "losses-0.json").read_text(encoding="utf-8"))
 
 

@@ -48,7 +48,7 @@ _WITHOUT_MEANING = {
 
 
 def read(config: Config) -> dict[str, Any] | str:
-    """What the planner reads of a file, or its error."""
+    """Returns what the planner reads of a file, or its error."""
     try:
         return from_config(config, "config.json", SEQ_LENGTH)
     except PlannerError as error:
@@ -87,7 +87,7 @@ def lost_fields(config: Config) -> list[str]:
 
 
 def files() -> dict[str, Any]:
-    """What becomes of every file."""
+    """Returns what becomes of every file."""
     found = {}
     for name, config in FILES.items():
         document = read(config)

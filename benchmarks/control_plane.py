@@ -263,7 +263,7 @@ def _meddlings() -> Iterator[tuple[str, Callable[[int, bytes], list[bytes]]]]:
 
 
 def heard(job: Job) -> list[bytes]:
-    """What a worker has said, greeting first; it counts, so that nothing of it may count again."""
+    """Returns what a worker has said, greeting first; it counts, so that nothing of it may count again."""
     listener = Listener(job.board.port)
     member = Board("127.0.0.1", listener.port, TOKEN, patience_s=_SOON_S)
     for _ in range(3):

@@ -247,7 +247,7 @@ def is_bad(report: dict[str, Any]) -> bool:
 
 
 def _shown(entry: dict[str, Any]) -> dict[str, Any]:
-    """What a report keeps of a run: enough to count it again."""
+    """Returns what a report keeps of a run: enough to count it again."""
     return {key: entry[key] for key in ("name", "error", "host_waits", "traffic", "stream_waits") if key in entry}
 
 

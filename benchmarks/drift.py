@@ -95,7 +95,7 @@ def _cluster(count: int) -> Cluster:
 
 
 def _profile() -> Profile:
-    """What a profile of paced devices says; embedding and head are within the pace of a layer."""
+    """Returns what a profile of paced devices says; embedding and head are within the pace of a layer."""
     m = MODEL
     shape = ProfiledModel(
         m.hidden_size, m.ffn_hidden_size, m.num_attention_heads, m.groups, m.vocab_size, m.seq_length, "fp32", m.name
@@ -209,7 +209,7 @@ def times_of(folder: Path, first: int) -> list[float]:
 
 
 def said(done: Finished) -> list[tuple[int, str]]:
-    """What the watch has said: iteration and sentence; the run's folder is called RUN."""
+    """Returns what the watch has said: iteration and sentence; the run's folder is called RUN."""
     lines = _FOUND.findall(done.log().replace(str(done.job.log_dir), "RUN"))
     return [(int(iteration), text) for iteration, text in lines]
 

@@ -79,7 +79,7 @@ def environment() -> dict[str, str]:
 
 
 def lines_of(logs: list[Path]) -> Lines:
-    """What Megatron logged in any of the files."""
+    """Returns what Megatron logged in any of the files."""
     text = "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
     return sorted((datetime.fromisoformat(when).timestamp(), int(number)) for when, number in _LINE.findall(text))
 
@@ -146,7 +146,7 @@ class ElasticJob:
         return time.time()
 
     def lines(self) -> Lines:
-        """What was logged."""
+        """Returns what was logged."""
         return lines_of(sorted((self.folder / "job").glob("node-*/worker-*/log.txt")))
 
     def history(self) -> list[dict[str, Any]]:
@@ -316,7 +316,7 @@ def restart_round(folder: Path, iterations: int) -> dict[str, float]:
 
 
 def copy_overhead(folder: Path, iterations: int) -> tuple[dict[str, float], dict[int, list[float]]]:
-    """What copies take, and the losses of a run without them.
+    """Returns what copies take, and the losses of a run without them.
 
     In one job every other iteration begins with a copy, so that both kinds meet the same machine.
     """

@@ -129,13 +129,13 @@ def _nodes(plan: Plan, rng: random.Random) -> tuple[int, ...] | None:
 
 
 def _options(case: Case) -> Row:
-    """What is not the default in a case, as JSON values."""
+    """Returns what is not the default in a case, as JSON values."""
     row = case.chosen["row"]
     return {name: row[name] for name, values in PARAMETERS.items() if name == "schedule" or row[name] != values[0]}
 
 
 def problems(pool: Pool, files: Sequence[str]) -> list[str]:
-    """What the start of the training would refuse under any of the plans; for a process of its own."""
+    """Returns what the start of the training would refuse under any of the plans; for a process of its own."""
     import os
 
     from megatron_het import device as platform

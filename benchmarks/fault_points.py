@@ -30,7 +30,7 @@ Fault = dict[str, Any]
 
 
 class Worker:
-    """What this worker does and what is to happen to it.
+    """Holds what this worker does and what is to happen to it.
 
     Args:
         folder: Of the trial.

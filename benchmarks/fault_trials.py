@@ -28,7 +28,7 @@ BAR = 1e-5
 
 @dataclass(frozen=True)
 class Trial:
-    """What is to happen.
+    """Holds what is to happen.
 
     Attributes:
         kind: Key of ``fault_kinds.KINDS``.
@@ -57,7 +57,7 @@ class Trial:
 
 @dataclass
 class Outcome:
-    """What became of a trial.
+    """Holds what became of a trial.
 
     Attributes:
         ended: Whether the job ended within its bound.

@@ -138,7 +138,7 @@ def cases_for(family: str, refused: Sequence[Feature], seed: int, folder: Path) 
 def cells_of(
     family: str, refused: Iterable[Feature], entries: Sequence[dict[str, Any]], device: Device = "cpu"
 ) -> dict[str, str]:
-    """What holds for each feature."""
+    """Returns what holds for each feature."""
     bad = set(failures(entries, device))
     rows = [(entry["chosen"]["row"], entry["name"]) for entry in entries if entry["chosen"]["family"] == family]
     found = {}

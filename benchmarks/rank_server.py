@@ -42,7 +42,7 @@ _SPREAD = 7417  # servers with neighbouring process numbers begin far from each 
 
 @dataclass
 class Rank:
-    """What a freshly forked process has to do."""
+    """Holds what a freshly forked process has to do."""
 
     rank: int
     port: int

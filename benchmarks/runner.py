@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a job left behind.
+    """Holds what a job left behind.
 
     Attributes:
         job: The job.

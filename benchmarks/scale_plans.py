@@ -71,7 +71,7 @@ def _dealt(ids: Sequence[int], sizes: Sequence[int], stage: int) -> list[tuple[i
 
 @dataclass(frozen=True)
 class Counted:
-    """What one rank has.
+    """Holds what one rank has.
 
     Attributes:
         groups: Process groups, the world included.

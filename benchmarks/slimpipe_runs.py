@@ -38,7 +38,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run does.
+    """Holds what a run does.
 
     Attributes:
         schedule: ``stock`` for unmodified Megatron (1F1B, interleaved with several chunks), else the

@@ -56,9 +56,9 @@ OPENING = re.compile(r"(Of|What|Those|Likewise|The same|As)\b")
 TARGETS = {
     "import_circles": 0,
     # These three may not grow.
-    "package_circles": 25,
-    "one_importer_modules": 48,
-    "docstring_openings": 463,
+    "package_circles": 17,
+    "one_importer_modules": 47,
+    "docstring_openings": 219,
     "long_functions": 0,
     "long_files": 0,
     "type_checking_blocks": 20,
@@ -82,16 +82,32 @@ def import_circles(modules: Sequence[Module]) -> Finding:
 
 
 def package_circles(modules: Sequence[Module]) -> Finding:
-    """Folders of the product that reach themselves by imports over other folders."""
+    """Rooms of the product that reach themselves by imports over other rooms."""
     by_name = {m.name: m for m in modules}
-    folders = {m.name: str(Path(m.path).parent) for m in modules if m.name.split(".")[0] in PRODUCT}
-    edges: dict[str, set[str]] = {folder: set() for folder in folders.values()}
-    for name, folder in folders.items():
-        edges[folder] |= {folders[other] for other in imports_of(by_name[name], by_name) if other in folders} - {folder}
+    rooms = {m.name: _room(m) for m in modules if m.name.split(".")[0] in PRODUCT}
+    edges: dict[str, set[str]] = {room: set() for room in rooms.values()}
+    for name, room in rooms.items():
+        edges[room] |= {rooms[other] for other in imports_of(by_name[name], by_name) if other in rooms} - {room}
     circles = _circles(edges)
     return Finding(
         sum(map(len, circles)), [f"circle of {len(circle)} packages: {', '.join(circle)}" for circle in circles]
     )
+
+
+def _room(module: Module) -> str:
+    """The folder below the product's top that a module lies in; what is started is a room of its own."""
+    top = ("tools", "planner") if module.name.startswith("tools.") else ("megatron_het",)
+    folders = Path(module.path).parent.parts[len(top) :]
+    stem = Path(module.path).stem
+    if stem == "__main__" or (not folders and stem in ("pretrain_gpt", "run")):
+        return module.path
+    if folders[:1] == ("features",):
+        # Specs and passes know nothing of ranks; what runs on a rank knows the session, which knows the specs.
+        is_spec = len(folders) == 1 or stem == "spec" or stem.endswith("passes") or stem == "__init__"
+        return "features (specs)" if is_spec else "features (on a rank)"
+    if folders[:2] == ("schedule", "view"):
+        return "schedule/view"
+    return "/".join((*top, *folders[:1]))
 
 
 def _circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
@@ -109,7 +125,7 @@ def _circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 def _reachable(start: str, edges: Mapping[str, Iterable[str]]) -> set[str]:
-    """What can be reached from ``start`` in one step or more."""
+    """Returns what can be reached from ``start`` in one step or more."""
     found: set[str] = set()
     waiting = list(edges[start])
     while waiting:

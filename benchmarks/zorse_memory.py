@@ -98,7 +98,7 @@ def configurations() -> list[Configuration]:
 
 
 def _few_ranks(paper: dict[str, Any]) -> Iterator[Configuration]:
-    """What changes activations, on two replicas per stage: recomputation, offload, microbatches."""
+    """Yields what changes activations, on two replicas per stage: recomputation, offload, microbatches."""
     moving = {**paper, "offload_activations": 1.0}
     for count in (1, MINISTAGES[-1]):
         yield Configuration(f"{count} ministages, no recomputation", count, paper, "none", 2, 8)
@@ -177,7 +177,7 @@ def measure(runner: Runner, configuration: Configuration, layers: Layers, folder
 
 
 def _rank(configuration: Configuration, expected: Prediction, rank: int, folder: Path) -> dict[str, Any]:
-    """What one rank measured, beside what the simulator and the paper say."""
+    """Returns what one rank measured, beside what the simulator and the paper say."""
     plan, simulated = expected.plan, expected.peaks[rank]
     report = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
     watched = json.loads((folder / f"watch-{rank}.json").read_text(encoding="utf-8"))

@@ -98,7 +98,7 @@ def share_of(plan: Plan, stage: int, replica: int) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the simulator predicts for a plan.
+    """Holds what the simulator predicts for a plan.
 
     Attributes:
         plan: What is run.
@@ -110,7 +110,7 @@ class Prediction:
 
     @cached_property
     def program(self) -> Program:
-        """What the ranks run, over gloo."""
+        """Returns what the ranks run, over gloo."""
         return posted_for("gloo", build(self.plan)[False])
 
     @cached_property

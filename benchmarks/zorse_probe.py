@@ -61,7 +61,7 @@ class WindowWatcher(Watcher):
         return metered
 
     def load_begins(self, prepare: Step) -> Step:
-        """What comes first when a checkpoint is loaded."""
+        """Returns what comes first when a checkpoint is loaded."""
 
         @functools.wraps(prepare)
         def begun(session: Any, models: Any, optimizer: Any) -> Any:
@@ -73,7 +73,7 @@ class WindowWatcher(Watcher):
         return begun
 
     def save_begins(self, settle: Step) -> Step:
-        """What comes first when a checkpoint is taken."""
+        """Returns what comes first when a checkpoint is taken."""
 
         @functools.wraps(settle)
         def begun(session: Any) -> Any:
@@ -83,7 +83,7 @@ class WindowWatcher(Watcher):
         return begun
 
     def save_ends(self, copies: Step) -> Step:
-        """What comes last when a checkpoint is taken; what the window held meanwhile is put into ``found``."""
+        """Returns what comes last when a checkpoint is taken; what the window held meanwhile is put into ``found``."""
 
         @functools.wraps(copies)
         def ended(session: Any, parameters: Any) -> Any:

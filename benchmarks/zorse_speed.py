@@ -49,7 +49,7 @@ Ids = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What one side of a comparison runs.
+    """Holds what one side of a comparison runs.
 
     Attributes:
         name: For output.

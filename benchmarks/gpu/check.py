@@ -205,7 +205,7 @@ def run_all(parts: Sequence[Part], out: Path, hardware: dict[str, Any], limit_s:
 
 
 def hardware() -> dict[str, Any] | None:
-    """What results must name; None without a CUDA device."""
+    """Returns what results must name; None without a CUDA device."""
     import torch
 
     if not torch.cuda.is_available():

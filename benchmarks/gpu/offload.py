@@ -138,7 +138,7 @@ def run(name: str, plan: Plan, flags: list[str], folder: Path) -> dict[str, floa
 
 
 def figures(runs: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """What the runs so far say; a round that was not ended counts for the variants that have run.
+    """Returns what the runs so far say; a round that was not ended counts for the variants that have run.
 
     Without a run of what is judged there is no ``max_slowdown``; ``not_run`` names it.
     """

@@ -105,7 +105,7 @@ def cases(
 
 
 def report_of(entries: list[dict[str, Any]], kernels: list[Kernel], on_cuda: bool) -> dict[str, Any]:
-    """What has been measured so far; the first kernel is the one that would be chosen."""
+    """Returns what has been measured so far; the first kernel is the one that would be chosen."""
     found = [e["relative_throughput"] for e in entries if e["kernel"] == kernels[0].name and "error" not in e]
     return {
         "device": torch.cuda.get_device_name() if on_cuda else "CPU",

@@ -43,7 +43,7 @@ _MODELS = ("mixtral", "deepseek_v3")
 
 
 def cases(has_te: bool) -> list[Case]:
-    """What is trained; those that most depends on come first.
+    """Returns what is trained; those that most depends on come first.
 
     Args:
         has_te: Whether layers are those of Transformer Engine.

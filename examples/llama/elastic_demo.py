@@ -130,7 +130,7 @@ class Cluster:
             process.wait()
 
     def steps(self) -> list[Step]:
-        """What was logged, in the order of time."""
+        """Returns what was logged, in the order of time."""
         found = []
         for log in (self._out / "elastic").glob("node-*/worker-*/log.txt"):
             for when, number, loss in _LINE.findall(log.read_text(errors="replace")):

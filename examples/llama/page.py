@@ -17,7 +17,7 @@ from tools.planner.page.timeline import Event, pack
 
 
 def demo_page(result: dict[str, Any], trial: Trial, order: Sequence[CpuDevice], traces: Path) -> PageData:
-    """What is on the page.
+    """Returns what is on the page.
 
     Args:
         result: The contents of ``report.json``.

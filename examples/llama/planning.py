@@ -42,7 +42,7 @@ Candidate = tuple[Draft, ...]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a candidate is expected to do.
+    """Holds what a candidate is expected to do.
 
     Attributes:
         candidate: The stages.
@@ -310,7 +310,7 @@ def shortlist(ranked: Sequence[Estimate], devices: Sequence[CpuDevice], within: 
 
 
 def even_splits(devices: Sequence[CpuDevice], layers: int, microbatches: int) -> list[Candidate]:
-    """What a planner blind to speeds can do: equal layers per stage, equal microbatches per replica.
+    """Returns what a planner blind to speeds can do: equal layers per stage, equal microbatches per replica.
 
     These are the layouts that stock Megatron offers on this many devices: every pipeline size that
     divides the devices and the layers, with the rest as data parallelism that divides the batch.

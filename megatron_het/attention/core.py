@@ -264,7 +264,7 @@ def replace_core_attention(
 
 
 def blocks_of(model: Any) -> list[Any]:
-    """What of a GPTModel has transformer layers: the decoder, and what predicts later tokens where it does."""
+    """Returns what of a GPTModel has transformer layers: the decoder, and what predicts later tokens where it does."""
     later = getattr(model, "mtp", None)
     return [model.decoder] if later is None else [model.decoder, later]
 

@@ -27,7 +27,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What decides whether a kernel can be used.
+    """Holds what decides whether a kernel can be used.
 
     Attributes:
         device: ``cpu`` or ``cuda``.

@@ -47,7 +47,7 @@ class Run:
 
 @dataclass(slots=True)
 class _Chunk:
-    """What is held of the slice of tokens ``[begin, end)``: those from ``first`` on."""
+    """Holds the tokens ``[begin, end)`` of a slice: those from ``first`` on."""
 
     begin: int
     first: int
@@ -67,7 +67,7 @@ def _span(chunk: _Chunk) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What one microbatch holds: ``batch`` sequences, the i-th slice of them in ``chunks[i]``."""
+    """Holds the cache of one microbatch: ``batch`` sequences, the i-th slice of them in ``chunks[i]``."""
 
     grows_up: bool
     batch: int
@@ -246,7 +246,7 @@ class KVCache:
         return Run(torch.cat([run.keys for run in found]), torch.cat([run.values for run in found]), parts)
 
     def joined(self, microbatch: int, index: int, unread: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What was appended of a slice: what is not held, and what is.
+        """Returns what was appended of a slice: what is not held, and what is.
 
         Args:
             microbatch: Global index of the microbatch.

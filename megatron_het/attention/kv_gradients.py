@@ -82,7 +82,7 @@ class _Total:
 
 
 class GradientTotals:
-    """What the later slices of one microbatch have added up, by slice.
+    """Holds what the later slices of one microbatch have added up, by slice.
 
     Args:
         batch: Sequences of the microbatch.
@@ -136,5 +136,5 @@ class GradientTotals:
         return self._of.pop(piece, None)
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is held."""
+        """Returns what is held."""
         return [tensor for pair in self._of.values() for tensor in pair]

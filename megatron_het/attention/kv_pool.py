@@ -58,7 +58,7 @@ class KVPool:
         return sum(tensor.nbytes for tensor in (*(self.slabs or ()), *apart))
 
     def tensors(self) -> list[torch.Tensor]:
-        """What the pool holds in memory."""
+        """Returns what the pool holds in memory."""
         return [*(self.slabs or ()), *(part for place in self._apart for part in (place.keys, place.values))]
 
     def reserve(self, rows: int) -> None:

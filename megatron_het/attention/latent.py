@@ -44,7 +44,7 @@ class Widths:
 
     @property
     def head(self) -> int:
-        """What queries, keys and values are given to a kernel with: zeros fill them up."""
+        """Returns what queries, keys and values are given to a kernel with: zeros fill them up."""
         return max(self.plain + self.rotary, self.value)
 
 
@@ -94,7 +94,7 @@ class Expansion:
         return torch.cat(((both @ weight).to(wide), rotary), dim=-1).unsqueeze(2)
 
     def take_weight_gradient(self, like: torch.Tensor) -> torch.Tensor:
-        """What was added up since the last time."""
+        """Returns what was added up since the last time."""
         found, self._weight_gradient = self._weight_gradient, None
         return torch.zeros_like(like) if found is None else found.to(like.dtype)
 

@@ -17,7 +17,7 @@ TokenGradient = tuple[int, int, torch.Tensor, torch.Tensor]
 
 
 class LayerExchange(Protocol):
-    """What one layer exchanges with other devices in the pass that runs; nothing in most passes.
+    """Holds what one layer exchanges with other devices in the pass that runs; nothing in most passes.
 
     Per direction: ``begin`` hands queries out, ``help`` attends for others, ``end`` waits for the
     results, in this order and with the layer's own attention in between.

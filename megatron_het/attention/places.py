@@ -61,7 +61,7 @@ class Sharing(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceContext:
-    """What the attention of a slice needs besides its tensors.
+    """Holds what the attention of a slice needs besides its tensors.
 
     Attributes:
         cache: Holds the slices before this one; gets this one.

@@ -40,7 +40,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What limits the attention of a layer in a microbatch.
+    """Holds what limits the attention of a layer in a microbatch.
 
     Attributes:
         starts: Of the documents of each sequence; None if a sequence is one document.
@@ -58,7 +58,7 @@ class Reach:
         return self.starts is not None or self.window_tokens is not None
 
     def blocks(self, rows: Span, keys: tuple[Span, ...], batch: int) -> Iterator[tuple[slice, tuple[Block, ...]]]:
-        """What some queries reach of some keys, for sequences ``[batch]`` that have the same blocks.
+        """Yields what some queries reach of some keys, for sequences ``[batch]`` that have the same blocks.
 
         Args:
             rows: The queries.
@@ -104,7 +104,7 @@ class Reach:
 def blocks_of(
     rows: Span, keys: tuple[Span, ...], starts: Starts, window_tokens: int | None = None
 ) -> tuple[Block, ...]:
-    """What some queries of one sequence reach of some keys; every block has keys of one of the spans.
+    """Returns what some queries of one sequence reach of some keys; every block has keys of one of the spans.
 
     Where the queries' own keys are among them, every query is in one causal block, which comes before the others.
 
@@ -131,7 +131,7 @@ def _documents(rows: Span, starts: Starts) -> Iterator[Span]:
 
 
 def _own(rows: Span, starts: Starts, window_tokens: int | None) -> Iterator[Block]:
-    """What queries reach of their own keys."""
+    """Yields what queries reach of their own keys."""
     for first, end in _documents(rows, starts):
         size = end - first if window_tokens is None else window_tokens + 1
         tiles = [(row, min(row + size, end)) for row in range(first, end, size)]
@@ -141,7 +141,7 @@ def _own(rows: Span, starts: Starts, window_tokens: int | None) -> Iterator[Bloc
 
 
 def _before(rows: Span, keys: Span, window_tokens: int | None) -> Iterator[Block]:
-    """What the queries of one document reach of keys of it that all come before them."""
+    """Yields what the queries of one document reach of keys of it that all come before them."""
     if window_tokens is None:
         yield Block(rows, keys, Form.FULL)
         return

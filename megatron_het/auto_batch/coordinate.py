@@ -35,7 +35,7 @@ _REPETITIONS, _ROUND_S, _MOST_POINTS = 5, 1.0, 7
 
 
 class _Problem(RuntimeError):
-    """What is wrong, for the one message."""
+    """Holds what is wrong, for the one message."""
 
 
 def plan_for(folder: Path, words: Sequence[str], least_zero: int = 0) -> tuple[Plan, str, list[str]]:
@@ -111,7 +111,7 @@ class _Maker:
         return plan, str(self._plan_file), [*self._words, *extra_words(plan, self._words)]
 
     def _stored(self, key: str) -> dict[str, Any] | None:
-        """What an earlier start with the same devices has left (rank 0)."""
+        """Returns what an earlier start with the same devices has left (rank 0)."""
         try:
             found = read_json(self._folder / "measured.json")
             if found.get("format") != MEASURED_FORMAT or found.get("key") != key:
@@ -267,7 +267,7 @@ def _points(largest: int) -> list[int]:
 
 
 def _fingerprint(base: Plan, first_zero: int, devices: Sequence[Any]) -> str:
-    """What a stored plan must have been made for."""
+    """Returns what a stored plan must have been made for."""
     text = json.dumps([plan_hash(base), first_zero, list(devices)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -37,7 +37,7 @@ class _Done(BaseException):
 
 
 class Commands:
-    """What the parent process asks, and the answers.
+    """Holds what the parent process asks, and the answers.
 
     Args:
         source, sink: File descriptors.
@@ -167,7 +167,7 @@ def _repeated(batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor
 
 
 def _amounts(models: Any) -> dict[str, int]:
-    """What the collectives of a pass move."""
+    """Returns what the collectives of a pass move."""
     buffers = [buffer for model in (models if isinstance(models, list) else [models]) for buffer in model.buffers]
     held = [buffer for buffer in buffers if buffer.param_data is not None]  # ZeRO-0 has no buffer of parameters
     return {

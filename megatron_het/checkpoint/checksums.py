@@ -100,7 +100,7 @@ def needed_bytes(folder: Path) -> Mapping[str, int]:
 
 
 def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, as far as its files tell; empty when nothing is.
+    """Returns what is wrong with a checkpoint, as far as its files tell; empty when nothing is.
 
     Args:
         folder: Of one iteration.
@@ -127,7 +127,7 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def _wrong_description(folder: Path, noted: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What is wrong with the files that describe a checkpoint, before anything of them is believed."""
+    """Returns what is wrong with the files that describe a checkpoint, before anything of them is believed."""
     found = []
     for name in (*_DESCRIPTION, _COMMON):
         path = folder / name

@@ -47,7 +47,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to load.
+    """Holds what to load.
 
     Attributes:
         candidate: The checkpoint; None to leave everything to Megatron.
@@ -61,7 +61,7 @@ class Choice:
 
 
 def tracked(folder: Path) -> int | str | None:
-    """What a tracker file names: an iteration, ``"release"``, ``""`` for nothing readable; None without one."""
+    """Returns what a tracker file names: an iteration, ``"release"``, ``""`` for nothing readable; None without one."""
     if not (folder / TRACKER).exists():
         return None
     try:
@@ -166,11 +166,11 @@ def agreed_problems(candidate: Candidate) -> list[str]:
 
 
 class UnreadableError(ValueError):
-    """What a checkpoint says about itself cannot be read."""
+    """Holds what a checkpoint says about itself cannot be read."""
 
 
 def common_state(folder: Path) -> dict[str, Any]:
-    """What all ranks of a checkpoint have in common.
+    """Returns what all ranks of a checkpoint have in common.
 
     Raises:
         UnreadableError: It cannot be read.

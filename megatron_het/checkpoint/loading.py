@@ -95,7 +95,7 @@ class LoadHook:
 
 
 def whole_checkpoint(args: Any) -> tuple[Path | None, dict[str, Any]]:
-    """What Megatron's arguments must be for it to load the newest checkpoint that is whole; collective.
+    """Returns what Megatron's arguments must be for it to load the newest checkpoint that is whole; collective.
 
     Args:
         args: Megatron's arguments.

@@ -125,7 +125,7 @@ def _without_compiler() -> None:
 
 
 class _Properties:
-    """What ``torch.cuda.get_device_properties`` tells about the CPU."""
+    """Holds what ``torch.cuda.get_device_properties`` tells about the CPU."""
 
     name = "CPU"
     major, minor = 8, 0

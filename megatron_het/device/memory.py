@@ -161,7 +161,7 @@ class CpuMemoryMeter(MemoryMeter):
 
     @property
     def storages(self) -> Storages:
-        """What is counted."""
+        """Returns what is counted."""
         return self._storages
 
     def live_bytes(self) -> int:

@@ -17,7 +17,7 @@ _HEAD_NORMS = ("q_layernorm", "k_layernorm")  # as upstream knows them in finali
 
 @dataclass(frozen=True, slots=True)
 class ShardedParameter:
-    """What the exchange needs to know about a parameter on this rank.
+    """Holds what the exchange needs to know about a parameter on this rank.
 
     Attributes:
         name: For messages.
@@ -113,7 +113,7 @@ def with_all_experts(found: list[ShardedParameter], cut: Cut, tp_rank: int) -> l
 
 
 def _layer_of_experts(parameter: ShardedParameter) -> str | None:
-    """What the names of all parameters of a layer's experts begin with; None for other parameters."""
+    """Returns what the names of all parameters of a layer's experts begin with; None for other parameters."""
     name = expert_name(parameter.name)
     return None if name is None else name.before.rpartition(".experts.")[0]
 

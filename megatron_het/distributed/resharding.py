@@ -215,7 +215,7 @@ class ShardExchange:
     def _layout(
         self, bucket: Sequence[ShardedParameter], cut: Cut, tp_rank: int
     ) -> list[tuple[ShardedParameter, Overlap | None]]:
-        """What rank ``tp_rank`` of another class sends to me; ``mine`` rows are my local rows.
+        """Returns what rank ``tp_rank`` of another class sends to me; ``mine`` rows are my local rows.
 
         A parameter that is not partitioned comes whole, from the peer at my TP rank modulo its TP.
         """
@@ -247,7 +247,7 @@ class ShardExchange:
 
 
 def _segments(parameter: ShardedParameter, cut: Cut, tp_rank: int) -> list[Segment]:
-    """What a rank of a class holds of a parameter."""
+    """Returns what a rank of a class holds of a parameter."""
     if parameter.expert is None:
         return segments(parameter.full, cut.tp, tp_rank, parameter.stride)
     return expert_segments(parameter.full, cut, tp_rank, parameter.stride, parameter.expert, parameter.experts)

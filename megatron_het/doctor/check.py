@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a check knows on a rank.
+    """Holds what a check knows on a rank.
 
     Attributes:
         rank, local_rank: This rank, in the job and on its host.

@@ -152,12 +152,12 @@ def _doubt(members: dict[int, dict[str, Any]]) -> str:
 
 
 def _speed(members: dict[int, dict[str, Any]]) -> str:
-    """What the GEMM says of the devices of one kind."""
+    """Returns what the GEMM says of the devices of one kind."""
     return amount(2 * _GEMM**3 / statistics.median(a["gemm_s"] for a in members.values()), "FLOP/s") + " in a GEMM"
 
 
 def operating_point(seat: Seat, expected: LayerExpectation | None) -> tuple[LayerModel, dict[str, Any]]:
-    """What to time: the profile's point, or the plan's layer without tensor parallelism."""
+    """Returns what to time: the profile's point, or the plan's layer without tensor parallelism."""
     model, plan = seat.expectations.model, seat.plan
     if expected is None or model is None:
         shape = plan.model

@@ -67,11 +67,11 @@ class Expectations:
     model: LayerModel | None = None
 
     def link(self, first: int, second: int) -> LinkExpectation | None:
-        """What is promised of a pair of ranks, in either order."""
+        """Returns what is promised of a pair of ranks, in either order."""
         return next((k for k in self.links if {k.first, k.second} == {first, second}), None)
 
     def layer(self, kind: str) -> LayerExpectation | None:
-        """What is promised of a kind of device."""
+        """Returns what is promised of a kind of device."""
         return next((k for k in self.layers if k.kind == kind), None)
 
     def to_json(self) -> dict[str, Any]:

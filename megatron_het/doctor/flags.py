@@ -65,7 +65,7 @@ class Flags(Check):
 
 
 def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], list[str]]:
-    """What is wrong with the flags of a training on this machine.
+    """Returns what is wrong with the flags of a training on this machine.
 
     Returns:
         Flags that the machine needs and that are missing, with the reason; all other problems.

@@ -74,7 +74,7 @@ class Keys:
 
     @staticmethod
     def answer(index: int, rank: int) -> str:
-        """What a rank measured."""
+        """Returns what a rank measured."""
         return f"answer/{index}/{rank}"
 
     @staticmethod

@@ -197,7 +197,7 @@ def _wait(runs: Mapping[str, subprocess.Popen[bytes]], deadline_s: float) -> dic
 
 
 def _failure(name: str, code: int | None, folder: Path) -> str:
-    """What ended a run, with the end of its log."""
+    """Returns what ended a run, with the end of its log."""
     lines = [line.strip() for line in _log(folder, name).read_text(errors="replace").splitlines() if line.strip()]
     words = "is slow or stuck, not done in time" if code is None else f"ended with exit code {code}"
     told = [line for line in lines if line.startswith(("megatron_het:", "het:")) or "Error" in line]

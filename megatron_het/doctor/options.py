@@ -76,7 +76,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], tuple[str, ...] | None]:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What rank 0 has read."""
+    """Holds what rank 0 has read."""
 
     plan: Plan
     expectations: Expectations

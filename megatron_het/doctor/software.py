@@ -42,7 +42,7 @@ _PROTOCOL = re.compile(r"NCCL_(ALGO|PROTO|COLLNET|NVLS|P2P|BUFFSIZE|IB_DISABLE|N
 
 @dataclass
 class Software(Check):
-    """What is installed and set on every rank."""
+    """Holds what is installed and set on every rank."""
 
     name: str = field(default="software", init=False)
     limit_s: float = field(default=30.0, init=False)

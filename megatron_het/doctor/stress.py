@@ -168,7 +168,7 @@ class Traffic:
 
 
 class _Iteration:
-    """What lives for one iteration."""
+    """Holds what lives for one iteration."""
 
     def __init__(self, traffic: Traffic, hidden: int) -> None:
         self._traffic, self._hidden = traffic, hidden

@@ -13,7 +13,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.stat")
 
 
 class Throttling:
-    """What slows a device down while something else is measured.
+    """Holds what slows a device down while something else is measured.
 
     Args:
         gpu: Index of the CUDA device, None on a CPU.

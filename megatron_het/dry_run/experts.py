@@ -18,7 +18,7 @@ SELECT = torch.ops.aten.masked_select.default
 
 
 def check_experts(args: Any) -> int:
-    """What of the layers of experts a dry run can tell.
+    """Returns what of the layers of experts a dry run can tell.
 
     Args:
         args: Megatron's arguments, as parsed.
@@ -88,7 +88,7 @@ def balance_experts() -> None:
 
 
 def selected(arguments: tuple[Any, ...], top_k: int) -> torch.Tensor:
-    """What :data:`SELECT` gives: ``[tokens * top_k]`` of a ``[experts, tokens]`` mask.
+    """Returns what :data:`SELECT` gives: ``[tokens * top_k]`` of a ``[experts, tokens]`` mask.
 
     Args:
         arguments: Of the operator: source and mask.

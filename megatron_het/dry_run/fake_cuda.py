@@ -103,7 +103,7 @@ def _device_of_fake_tensors() -> None:
 
 
 def _device(value: Any) -> torch.device:
-    """What a device, its name or its number means."""
+    """Returns what a device, its name or its number means."""
     device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
     return CUDA if device.type == "cuda" else device
 

@@ -87,7 +87,7 @@ class Ledger:
         self._marked[life] = category
 
     def category(self, life: int) -> str:
-        """What a storage is for, by mark or by its life."""
+        """Returns what a storage is for, by mark or by its life."""
         marked = self._marked.get(life)
         if marked is not None:
             return marked

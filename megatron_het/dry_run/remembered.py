@@ -48,7 +48,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an operator did.
+    """Holds what an operator did.
 
     Attributes:
         outputs: Its tensors.
@@ -94,7 +94,7 @@ class Remembered:
         return tuple(key), tensors
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> Result | None:
-        """What the operator did when it was called with equal arguments."""
+        """Returns what the operator did when it was called with equal arguments."""
         result = self._known.get(key)
         if result is not None:
             for output in result.outputs:

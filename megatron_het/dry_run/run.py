@@ -187,7 +187,7 @@ def _train(args: Any) -> None:
 
 
 def _figures(session: WatchedSession, rank: int, tracker: Tracker) -> dict[str, Any]:
-    """What was counted, for JSON."""
+    """Returns what was counted, for JSON."""
     where = session.placement.locate(rank)
     peak, start = tracker.ledger.peak(ITERATIONS - 1), tracker.ledger.peak(-1)
     return {

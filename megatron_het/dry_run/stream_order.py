@@ -119,7 +119,7 @@ class StreamOrder:
         return list(self._clocks)
 
     def clock(self, stream: int) -> Clock:
-        """What a stream's next work knows to have happened."""
+        """Returns what a stream's next work knows to have happened."""
         return dict(self._clocks[stream])
 
     def order(self, stream: int | None, clock: Clock, beyond: tuple[str, ...] = ()) -> None:

@@ -94,7 +94,7 @@ class Tracker(StorageWatch):
 
     @property
     def live_bytes(self) -> int:
-        """What lives now."""
+        """Returns what lives now."""
         return self._known.live_bytes
 
     @classmethod
@@ -179,7 +179,7 @@ class Tracker(StorageWatch):
         return tensor
 
     def _counted(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, int]:
-        """What an operator returns, and its FLOPs."""
+        """Returns what an operator returns, and its FLOPs."""
         with self._forgetting(func):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         formula = flop_registry.get(func.overloadpacket)
@@ -209,7 +209,7 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def _value(tensor: torch.Tensor) -> Any:
-    """What ``item()`` gives: the value where it is known, else zero, which means no overflow and no NaN."""
+    """Returns what ``item()`` gives: the value where it is known, else zero, which means no overflow and no NaN."""
     constant = getattr(tensor, "constant", None)
     if constant is not None:
         return constant.item()

@@ -36,7 +36,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 @dataclass(frozen=True)
 class Node:
-    """What an agent is told about its node.
+    """Holds what an agent is told about its node.
 
     Attributes:
         setting: Of every worker, but for its process number and folder.
@@ -345,7 +345,7 @@ def _why(code: int) -> str:
 
 
 def _last_words(said: bytes) -> str:
-    """What a worker has refused, as its log's last message of ours says; empty where there is none."""
+    """Returns what a worker has refused, as its log's last message of ours says; empty where there is none."""
     lines = said.decode(errors="replace").splitlines()
     own = [line for line in lines if line.startswith("megatron_het: ")]
     return f": {own[-1].removeprefix('megatron_het: ')[:_LONGEST_WORDS]}" if own else ""

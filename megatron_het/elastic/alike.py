@@ -21,7 +21,7 @@ CHECK_S = 60.0
 
 
 def signature_of(flags: Sequence[str]) -> str:
-    """What a node says of itself.
+    """Returns what a node says of itself.
 
     Args:
         flags: Of the training.
@@ -84,7 +84,7 @@ def problems_under(plan: Plan, flags: Sequence[str], folder: Path) -> Callable[[
 
 
 def _problems(plan: Plan, flags: Sequence[str], folder: Path) -> list[str]:
-    """What the start would refuse; for a process of its own."""
+    """Returns what the start would refuse; for a process of its own."""
     from megatron_het import device as platform
     from megatron_het import megatron_patches as upstream
     from megatron_het.doctor.flags import problems_of

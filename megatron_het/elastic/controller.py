@@ -397,7 +397,7 @@ class Controller:
                 self._want("a node joins")
 
     def _problems(self, plan: Plan, newcomers: Collection[int]) -> list[str] | None:
-        """What the training's flags have against a plan, as one of those says who wait; None until then."""
+        """Returns what the training's flags have against a plan, as one of those says who wait; None until then."""
         key = plan_hash(plan)
         found = self._checks.get(key)
         if found is None and plan not in self._proved:
@@ -519,7 +519,7 @@ class Controller:
         return max([self._told, *(member.iteration for member in self._members.values())])
 
     def status(self) -> dict[str, Any]:
-        """What ``het-run status`` shows; JSON values."""
+        """Returns what ``het-run status`` shows; JSON values."""
         return {
             **standing(self.history, self._reached(), Moment().wall_s),
             "generation": None if self._generation is None else self._generation.to_json(),

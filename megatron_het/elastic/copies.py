@@ -32,7 +32,7 @@ Identity = tuple[str, str, tuple[int, ...], int]
 
 
 class Copies:
-    """What this process holds for the case of a death; outlives sessions.
+    """Holds what this process holds for the case of a death; outlives sessions.
 
     Args:
         every: Copy after every so many iterations; 0 never, None as often as copies fit behind the compute.

@@ -99,7 +99,7 @@ class Saves:
         self._elsewhere |= set(generation.elsewhere)
 
     def for_generation(self) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-        """What the next generation is told: left out, tried in the other folder, and that folder."""
+        """Returns what the next generation is told: left out, tried in the other folder, and that folder."""
         return tuple(sorted(self._unsaved)), tuple(sorted(self._elsewhere - self._unsaved)), self._fallback
 
     def unsaved_end(self, last: int | None) -> str:

@@ -10,7 +10,7 @@ from megatron_het.plan import Plan
 
 @dataclass(frozen=True)
 class Generation:
-    """What every process is told about a generation.  Processes are known by numbers that never change.
+    """Holds what every process is told about a generation.  Processes are known by numbers that never change.
 
     Attributes:
         number: Ascending from 0.
@@ -64,7 +64,7 @@ class Generation:
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> Generation:
-        """What :meth:`to_json` described.
+        """Returns what :meth:`to_json` described.
 
         Raises:
             PlanError: The plan is not one.

@@ -33,7 +33,7 @@ class Learned:
     pays_after: int
 
     def to_json(self) -> dict[str, Any]:
-        """What a controller that is started again needs to know, as JSON values."""
+        """Returns what a controller that is started again needs to know, as JSON values."""
         return {"cluster": self.cluster, "profile": None if self.profile is None else str(self.profile)}
 
 
@@ -55,7 +55,7 @@ def write_run(folder: Path, plan: Plan, cluster: str, measured: Mapping[str, Any
 
 
 def read_better(folder: Path, said: str) -> Learned:
-    """What ``replan`` wrote and said.
+    """Returns what ``replan`` wrote and said.
 
     Args:
         folder: Of :func:`write_run`.
@@ -82,7 +82,7 @@ def read_better(folder: Path, said: str) -> Learned:
 
 
 def read_learned(document: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """What :meth:`Learned.to_json` gave: the cluster file's document, and the profile.
+    """Returns what :meth:`Learned.to_json` gave: the cluster file's document, and the profile.
 
     Raises:
         FileError: The profile cannot be read any more.

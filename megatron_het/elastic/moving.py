@@ -41,7 +41,7 @@ class _Move:
 
 
 class Holdings:
-    """What all members hold, and who gives what to whom.
+    """Holds what all members hold, and who gives what to whom.
 
     Args:
         held: Pieces by member.
@@ -57,7 +57,7 @@ class Holdings:
         self._moves: dict[int, tuple[list[_Move], list[Piece]]] = {}
 
     def moves(self, receiver: int, needed: Sequence[Piece]) -> tuple[list[_Move], list[Piece]]:
-        """What a member gets from whom, in one order for everybody, and what nobody has.
+        """Returns what a member gets from whom, in one order for everybody, and what nobody has.
 
         A member always needs the same.
         """

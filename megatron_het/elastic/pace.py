@@ -13,7 +13,7 @@ _SEEN = 9
 
 @dataclass
 class Cost:
-    """What one copy took, in seconds.
+    """Holds what one copy took, in seconds.
 
     Attributes:
         held_s: The training stood still for it, the wait for the copy before it apart.

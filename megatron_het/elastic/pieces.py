@@ -23,7 +23,7 @@ class StateError(RuntimeError):
 
 @dataclass
 class LocalState:
-    """What a rank holds, or is to be filled.
+    """Holds what a rank holds, or is to be filled.
 
     Attributes:
         pieces: What is held, with the elements as flat views of the tensors themselves.
@@ -223,7 +223,7 @@ def _block(entry: Any, first: int) -> _Block:
 
 
 def _blocks_of_factory(factory: Any) -> list[_Block]:
-    """What a factory makes of a parameter, found by letting it cut the numbers of the rows."""
+    """Returns what a factory makes of a parameter, found by letting it cut the numbers of the rows."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     data = factory.data

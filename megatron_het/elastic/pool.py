@@ -66,7 +66,7 @@ class Planner(Protocol):
         """
 
     def learned(self) -> Learned | None:
-        """What the last :meth:`learn` has found; None before that, afterwards, and where nothing is better."""
+        """Returns what the last :meth:`learn` has found; None before that, afterwards, and where nothing is better."""
 
     def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
         """Plan with what was learned from now on; its plan is the one for a pool, whose kinds are those of it."""

@@ -89,7 +89,7 @@ class Piece:
 
 
 def common(mine: Runs, theirs: Runs) -> tuple[Runs, Runs, Runs]:
-    """What two pieces of one tensor share.
+    """Returns what two pieces of one tensor share.
 
     Returns:
         The shared runs as they lie in mine, the same runs as they lie in theirs, and what is left of mine.

@@ -136,7 +136,7 @@ class FolderLock:
         return False
 
     def _lease(self) -> dict[str, Any]:
-        """What the file says; empty where it says nothing."""
+        """Returns what the file says; empty where it says nothing."""
         try:
             found = parse_json(
                 os.pread(self._descriptor, _LOCK_BYTES, 0).decode("utf-8", "replace") or "{}", self._path

@@ -28,7 +28,7 @@ from megatron_het.safe_io import read_yaml, write_text
 
 @dataclass(frozen=True)
 class Search:
-    """What the planner is given.
+    """Holds what the planner is given.
 
     Attributes:
         cluster: Cluster file; its kinds of GPU are the agents' ``--device``.
@@ -122,7 +122,7 @@ class Search:
 
 
 class Searcher(Protocol):
-    """What :class:`SearchedPlans` needs of a :class:`Search`."""
+    """Holds what :class:`SearchedPlans` needs of a :class:`Search`."""
 
     def check(self) -> None:
         """See :class:`Search`."""

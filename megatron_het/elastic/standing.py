@@ -13,7 +13,7 @@ _FEW = 3
 
 @dataclass(frozen=True)
 class _Part:
-    """What one generation did.
+    """Holds what one generation did.
 
     Attributes:
         first: Iterations that were done when it began.
@@ -53,7 +53,7 @@ def goodput(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) ->
 
 
 def standing(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> dict[str, Any]:
-    """What the controller's document says of progress; see :func:`goodput`."""
+    """Returns what the controller's document says of progress; see :func:`goodput`."""
     return {"reached": reached, "now": now_s, "goodput": goodput(history, reached, now_s)}
 
 

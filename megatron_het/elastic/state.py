@@ -23,7 +23,7 @@ from megatron_het.plan import Plan, topology_hash
 
 @dataclass
 class Snapshot:
-    """What one rank held after an iteration; JSON values but for the pieces.
+    """Holds what one rank held after an iteration; JSON values but for the pieces.
 
     Attributes:
         iteration: Iterations that were done.
@@ -44,7 +44,7 @@ class Snapshot:
     pieces: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
 
     def header(self) -> dict[str, Any]:
-        """What others have to know about it."""
+        """Returns what others have to know about it."""
         return {
             "iteration": self.iteration,
             "rank": self.rank,
@@ -55,7 +55,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Trainee:
-    """What is trained in this process, as Megatron made it.
+    """Holds what is trained in this process, as Megatron made it.
 
     Attributes:
         plan: The plan of the session.
@@ -76,7 +76,7 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a rank has to know to go on.
+    """Holds what a rank has to know to go on.
 
     Attributes:
         iteration: Iterations that are done.
@@ -190,7 +190,7 @@ def _room(trainee: Trainee, holdings: Holdings, blocks: Blocks) -> LocalState:
 
 
 def _holdings(offers: Sequence[Sequence[dict[str, Any]]], version: int) -> Holdings:
-    """What every member holds of an iteration; the pieces of its snapshots one after the other."""
+    """Returns what every member holds of an iteration; the pieces of its snapshots one after the other."""
     return Holdings(
         [
             [piece for offer in member if offer["iteration"] == version for piece in _pieces(offer["pieces"])]

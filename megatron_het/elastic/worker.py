@@ -42,7 +42,7 @@ ENVIRONMENT = "HET_ELASTIC_WORKER"
 
 @dataclass(frozen=True)
 class Setting:
-    """What an agent tells a worker that it starts.
+    """Holds what an agent tells a worker that it starts.
 
     Attributes:
         host, port: Of the controller.
@@ -99,7 +99,7 @@ class Setting:
 
     @staticmethod
     def from_text(text: str) -> Setting:
-        """What :meth:`to_text` wrote."""
+        """Returns what :meth:`to_text` wrote."""
         return Setting(**json.loads(text))
 
 
@@ -144,7 +144,7 @@ class Worker:
         return 0
 
     def _about(self) -> dict[str, Any]:
-        """What the controller has to know of this process."""
+        """Returns what the controller has to know of this process."""
         names = ("process", "node", "device", "workers", "signature", "identity")
         return {name: getattr(self._setting, name) for name in names}
 

@@ -148,7 +148,7 @@ def flag_of(attribute: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What features are priced with, per device (replica of a stage).
+    """Holds what features are priced with, per device (replica of a stage).
 
     Attributes:
         gather_s: All-gather of the parameters of all chunks over the stage's replicas.
@@ -308,7 +308,7 @@ class Feature:
         """
 
     def named(self, plan: Plan) -> str:
-        """What refusals of Megatron's arguments call the feature."""
+        """Returns what refusals of Megatron's arguments call the feature."""
         del plan
         return self.title
 
@@ -355,7 +355,7 @@ class Feature:
     # -- programs ----------------------------------------------------------------------------------
 
     def shape(self, options: Any) -> dict[str, Any]:
-        """What the feature says of the schedule's shape: fields of ``schedule.ir.Shape``."""
+        """Returns what the feature says of the schedule's shape: fields of ``schedule.ir.Shape``."""
         del options
         return {}
 

@@ -93,7 +93,7 @@ def _check_name(name: str) -> None:
 
 
 def generator_parameters(name: str) -> tuple[str, ...]:
-    """What a plan may tell a schedule's generator, besides its shape."""
+    """Returns what a plan may tell a schedule's generator, besides its shape."""
     return tuple(p for p in inspect.signature(GENERATORS[name]).parameters if p not in _FROM_THE_PLAN)
 
 

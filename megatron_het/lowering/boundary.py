@@ -68,11 +68,11 @@ class Side:
                 yield rank, part, tp_rank
 
     def blocks(self, tokens: int) -> list[Blocks]:
-        """What each context-parallel rank holds of ``tokens`` elements."""
+        """Returns what each context-parallel rank holds of ``tokens`` elements."""
         return list(token_blocks(self.shares, tokens, self.grain))
 
     def held(self, blocks: Blocks, tp_rank: int) -> Blocks:
-        """What a TP rank holds of the blocks of its group, in the order of its tensor."""
+        """Returns what a TP rank holds of the blocks of its group, in the order of its tensor."""
         if not self.is_divided:
             return blocks
         n, whole = len(self.groups[0]), sum(end - first for first, end in blocks)
@@ -115,7 +115,7 @@ def pieces(sender: Side, receiver: Side, tokens: int) -> list[Piece]:
 
 
 def _common(src: int, dst: int, has: Blocks, wants: Blocks) -> list[Piece]:
-    """What two ranks have in common; neighbours in both tensors are one piece."""
+    """Returns what two ranks have in common; neighbours in both tensors are one piece."""
     found: list[Piece] = []
     for (sent, have), (received, want) in itertools.product(_placed(has), _placed(wants)):
         lo, hi = max(have[0], want[0]), min(have[1], want[1])

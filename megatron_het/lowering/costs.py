@@ -15,7 +15,7 @@ _DIGITS = 6
 
 
 def costs_of(plan: Plan) -> Costs | None:
-    """What the plan's prediction was made from; None where the plan does not say it."""
+    """Returns what the plan's prediction was made from; None where the plan does not say it."""
     planned = plan.predicted.costs if plan.predicted is not None else None
     if planned is None:
         return None

@@ -181,7 +181,7 @@ def parameters_of(plan: Plan) -> dict[str, Any]:
 
 
 def schedule_shape(plan: Plan) -> Shape:
-    """What a schedule is a function of, taken from the plan."""
+    """Returns what a schedule is a function of, taken from the plan."""
     fields: dict[str, Any] = {}
     for feature, options in features_of(plan):
         fields |= feature.shape(options)

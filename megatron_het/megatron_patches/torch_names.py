@@ -57,7 +57,7 @@ TORCH_NAMES = (
 
 
 def differences(names: Sequence[TorchName] = TORCH_NAMES) -> list[str]:
-    """What this torch lacks, one text per name; empty where everything is as expected."""
+    """Returns what this torch lacks, one text per name; empty where everything is as expected."""
     found = []
     for one in names:
         module, _, attribute = one.name.rpartition(".")

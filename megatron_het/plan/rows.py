@@ -18,7 +18,7 @@ _MOST_PARTS = 256
 
 
 def vocabulary_shares(plan: Plan) -> tuple[int, ...] | None:
-    """What each stage holds of the rows, relative to the others; None if all hold as many."""
+    """Returns what each stage holds of the rows, relative to the others; None if all hold as many."""
     given = plan.schedule.parameters.get(PARAMETER)
     return None if given is None else tuple(given)
 

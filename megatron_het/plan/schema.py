@@ -189,7 +189,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class RankPrediction:
-    """What the planner expects of one rank."""
+    """Holds what the planner expects of one rank."""
 
     rank: int
     compute_s: float
@@ -206,7 +206,7 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the planner expects of a run; printed beside the measured figures.
+    """Holds what the planner expects of a run; printed beside the measured figures.
 
     With ``costs``, what it was made from, the run compares every operation and link while it trains.
     """

@@ -25,7 +25,7 @@ def state_shares(stage: Stage) -> tuple[float, ...] | None:
 
 
 def state_parts(stage: Stage) -> tuple[float, ...]:
-    """What each replica keeps of the state that replicas of its cut share; these add up to 1 per cut.
+    """Returns what each replica keeps of the state that replicas of its cut share; these add up to 1 per cut.
 
     Replicas that cut weights otherwise have a copy of their own.
     """

@@ -167,7 +167,7 @@ class RunReport:
         self._figures.update(figures)
 
     def prediction(self) -> RankPrediction | None:
-        """What the plan predicts for this rank."""
+        """Returns what the plan predicts for this rank."""
         predicted = self._plan.predicted
         if predicted is None:
             return None

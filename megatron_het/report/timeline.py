@@ -58,7 +58,7 @@ class _Timed:
 
 @dataclass
 class Past:
-    """What is left of an iteration that has ended.
+    """Holds what is left of an iteration that has ended.
 
     Attributes:
         records: Its operations.

@@ -60,7 +60,7 @@ class TransferLog:
         return arrival
 
     def take(self) -> tuple[list[Departure], list[Arrival]]:
-        """What has been logged; the log is empty then."""
+        """Returns what has been logged; the log is empty then."""
         taken = self.departures, self.arrivals
         self.departures, self.arrivals = [], []
         return taken

@@ -21,7 +21,7 @@ class Batches:
         return data_iterator if ahead is None else iter([ahead])
 
     def peek(self, op: RankOp, data_iterator: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What the FORWARD of an operation will read, ahead of it (first TP rank)."""
+        """Returns what the FORWARD of an operation will read, ahead of it (first TP rank)."""
         found = self._ahead[op.microbatch, op.chunk] = next(data_iterator)
         return found
 

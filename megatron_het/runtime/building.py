@@ -142,7 +142,7 @@ class ChunkedGPTModelBuilder(GPTModelBuilder):
         wrap_with_ddp: bool,
         **options: Any,
     ) -> list[GPTModel]:
-        """What comes between building chunks and handing them over: hooks, devices, wrappers."""
+        """Returns what comes between building chunks and handing them over: hooks, devices, wrappers."""
         config = self._model_config
         models = compose_hooks(config.pre_wrap_hooks)(models)
         models = prepare_existing_model_chunks_for_distributed_training(

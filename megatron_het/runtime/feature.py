@@ -59,7 +59,7 @@ class Call:
         return self.batches.rows(self.length, op), self.sequences(op.microbatch), self.hidden_size
 
     def rows(self, op: RankOp) -> slice:
-        """What a transfer takes of them."""
+        """Returns what a transfer takes of them."""
         return slice(self.batches.rows(op.lo, op), self.batches.rows(op.hi, op))
 
     @contextlib.contextmanager
@@ -148,7 +148,7 @@ class BackwardPass:
 
 
 class RuntimeFeature:
-    """What every feature may do on a rank.  Nothing, by default."""
+    """Defines what every feature may do on a rank.  Nothing, by default."""
 
     name = ""
     """As in the list of features."""
@@ -169,7 +169,7 @@ class RuntimeFeature:
         """An iteration of training or evaluation begins."""
 
     def program(self, call: Call, program: RankProgram) -> RankProgram:
-        """What this rank runs in an iteration that all features have begun; the program of the plan by default.
+        """Returns what this rank runs in an iteration that all features have begun; the program of the plan by default.
 
         Another one has the same passes and transfers between them in the same order, and differs in operations of the
         feature's own.  All ranks choose alike.
@@ -235,7 +235,7 @@ class RuntimeFeature:
 
 @dataclass
 class OpenContext:
-    """What a feature is opened with.
+    """Holds what a feature is opened with.
 
     Attributes:
         config: The ``--het-*`` configuration.

@@ -67,7 +67,7 @@ class _PassOn(torch.nn.Module):
     """In place of a down projection."""
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """What it is given, and no bias."""
+        """Returns what it is given, and no bias."""
         return hidden, None
 
 

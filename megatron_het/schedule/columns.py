@@ -22,7 +22,7 @@ class Stream(StrEnum):
 
 
 class Role(Enum):
-    """What a kind of operation is among the others; passes place operations by it."""
+    """Holds what a kind of operation is among the others; passes place operations by it."""
 
     PASS = "pass"
     """A forward or backward of a chunk, or half of a backward: the compute order that a generator decides."""
@@ -79,7 +79,7 @@ class Fields(Enum):
 
 
 class Value(IntEnum):
-    """What an operation leaves on its device."""
+    """Holds what an operation leaves on its device."""
 
     OUTPUT = 0
     GRADIENT = 1
@@ -144,7 +144,7 @@ class Making(Enum):
 
 
 class Effect(Enum):
-    """What an operation does to what its device holds: lifetimes and memory."""
+    """Holds what an operation does to what its device holds: lifetimes and memory."""
 
     KEEP = "keep"
     """Activations are kept for the backward."""

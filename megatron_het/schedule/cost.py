@@ -174,17 +174,17 @@ class Costs:
                     raise ValueError(f"{name}: {len(row)} values for {len(chunks)} devices")
 
     def of_tokens(self, whole: float, op: Op, slices: int) -> float:
-        """What a pass has of a figure of a microbatch that is the same for all tokens."""
+        """Returns what a pass has of a figure of a microbatch that is the same for all tokens."""
         return whole * self.parts[op.microbatch][op.slice].tokens if self.parts else whole / slices
 
     def of_attention(self, whole: float, op: Op, slices: int) -> float:
-        """What a pass has of a figure of the attention of a microbatch that is one document."""
+        """Returns what a pass has of a figure of the attention of a microbatch that is one document."""
         if self.parts:
             return whole * self.parts[op.microbatch][op.slice].attention
         return whole * (op.slice + self.diagonal) / self.attention_total(slices)
 
     def of_units(self, whole: float, op: Op, slices: int, units: int) -> float:
-        """What an operation of the context exchange has of a figure of the attention of a microbatch."""
+        """Returns what an operation of the context exchange has of a figure of the attention of a microbatch."""
         if self.parts:
             return whole * sum(self.parts[op.microbatch][op.slice].units[op.start : op.stop])
         return (op.stop - op.start) * whole / (units * self.attention_total(slices))

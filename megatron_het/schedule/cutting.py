@@ -21,7 +21,7 @@ Bounds = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class SlicePart:
-    """What of a sequence's work is in a slice.
+    """Holds what of a sequence's work is in a slice.
 
     Attributes:
         tokens: Share of the tokens.

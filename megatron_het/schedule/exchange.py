@@ -247,7 +247,7 @@ def plan_exchange(
 
 @dataclass(frozen=True, slots=True)
 class _Offers:
-    """What the devices of a slot have, and what they agree on.
+    """Holds what the devices of a slot have, and what they agree on.
 
     Attributes:
         loads: units per device.

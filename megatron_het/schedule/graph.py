@@ -161,7 +161,7 @@ class Graph:
             self.missing += [(j, None) for j in sends.values()]
 
     def _edges(self, deliveries: list[dict[tuple[object, ...], int]] | None) -> list[Sequence[int]]:
-        """What every operation waits for: values (``deps.py``) and what its device holds (``lifetimes.py``)."""
+        """Returns what every operation waits for: values (``deps.py``) and what its device holds (``lifetimes.py``)."""
         waits: list[Sequence[int]] = []
         kinds, stateful = self.kinds, Lifetimes.matter(self.kinds)
         ops, other_end = self.ops, self.other_end

@@ -228,7 +228,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What every device does in one iteration.
+    """Holds what every device does in one iteration.
 
     Attributes:
         name: name of the schedule.

@@ -32,7 +32,7 @@ _MARKS = where(lambda kind: kind.role in (Role.GIVE, Role.MERGE))
 
 @dataclass(frozen=True, slots=True)
 class JointSlot:
-    """What happens in a slot.
+    """Holds what happens in a slot.
 
     Attributes:
         passes: the pass of each device that has one.

@@ -74,7 +74,7 @@ _KINDS = ("fed_by", "sent_by", "other_end")
 
 
 class Kind(Columns, IntEnum):
-    """What an operation does: one literal per kind, with an entry for each of :class:`Columns`."""
+    """Holds what an operation does: one literal per kind, with an entry for each of :class:`Columns`."""
 
     def __new__(cls, *row: object) -> "Kind":
         """One row."""

@@ -19,7 +19,7 @@ _DIAGONAL_HALVES = 1
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """What passes take, in any unit of time that is the same for all; backwards take as many times as long.
+    """Holds what passes take, in any unit of time that is the same for all; backwards take as many times as long.
 
     Attributes:
         attention: By device, the attention of one layer and slice to the keys and values of one slice.

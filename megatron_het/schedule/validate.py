@@ -152,7 +152,7 @@ def _completeness(program: Program) -> Iterator[Problem]:
 
 
 def _split(program: Program, d: int, parts: Set[Kind]) -> Iterator[Problem]:
-    """What all devices do for every slice that they run: the parts of a split layer."""
+    """Yields what all devices do for every slice that they run: the parts of a split layer."""
     have = {(op.kind, op.microbatch, op.slice) for op in program.ops[d]}
     directions = {Direction.FORWARD} if program.forward_only else {Direction.FORWARD, Direction.BACKWARD}
     kinds = [kind for kind in Kind if kind in parts and kind.direction in directions]
@@ -195,7 +195,7 @@ def _wrong_routes(graph: Graph) -> Iterator[Problem]:
 
 
 def _lifetimes(graph: Graph) -> Iterator[Problem]:
-    """What a device does not hold when an operation needs it, or holds at the end."""
+    """Yields what a device does not hold when an operation needs it, or holds at the end."""
     for device, node, reason in graph.unfit:
         if node < 0:
             text = f"device {graph.program.devices[device]}: {reason}"
@@ -234,7 +234,7 @@ def _collectives(graph: Graph) -> Iterator[Problem]:
 
 
 def _joint_events(graph: Graph, teams: Sequence[Sequence[int]]) -> Iterator[Problem]:
-    """What devices do together, where they wait for each other by another way too."""
+    """Yields what devices do together, where they wait for each other by another way too."""
     try:
         stuck = list(stuck_events(graph, teams))
     except ValueError as error:  # no slots, or attention for a pass that is not there

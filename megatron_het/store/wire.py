@@ -54,7 +54,7 @@ def client_tls(authority: Path) -> ssl.SSLContext:
 
 
 def hello() -> bytes:
-    """What the server says first."""
+    """Returns what the server says first."""
     return MAGIC + secrets.token_bytes(NONCE_BYTES)
 
 
@@ -71,7 +71,7 @@ class Handshake:
         self.client = client
 
     def proof(self) -> bytes:
-        """What the client answers."""
+        """Returns what the client answers."""
         return self.client + self._digest(b"client")
 
     def is_proved(self, proof: bytes) -> bool:
@@ -79,7 +79,7 @@ class Handshake:
         return hmac.compare_digest(self.proof(), proof)
 
     def verdict(self) -> bytes:
-        """What the server answers to a client that knows the token."""
+        """Returns what the server answers to a client that knows the token."""
         return b"+" + self._digest(b"server")
 
     def channels(self) -> tuple[Channel, Channel]:

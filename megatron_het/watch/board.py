@@ -28,7 +28,7 @@ class Board:
         self._store.set(self._key(name, rank, place), text)
 
     def read(self, name: str, ranks: list[int], place: int = 0) -> list[bytes] | None:
-        """What all of the ranks have said under a name; None if somebody has said nothing yet."""
+        """Returns what all of the ranks have said under a name; None if somebody has said nothing yet."""
         keys = [self._key(name, rank, place) for rank in ranks]
         if not keys:
             return []

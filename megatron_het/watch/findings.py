@@ -38,7 +38,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What makes it the same finding."""
+        """Returns what makes it the same finding."""
         return self.what, self.name, self.operation
 
     def text(self) -> str:

@@ -17,7 +17,7 @@ _MICRO = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a rank says once.
+    """Holds what a rank says once.
 
     Attributes:
         rank: World rank.
@@ -49,7 +49,7 @@ Arrived = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a rank measured in one iteration.
+    """Holds what a rank measured in one iteration.
 
     Attributes:
         iteration: Its number.

@@ -105,7 +105,7 @@ class OrderedGroup(dist.ProcessGroup):
         self._batch: list[Transfer] | None = None
 
     def getBackendName(self) -> str:
-        """What ``torch.distributed`` shows."""
+        """Returns what ``torch.distributed`` shows."""
         return BACKEND
 
     @property

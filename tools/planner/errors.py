@@ -40,7 +40,7 @@ def from_file_error(error: FileError, hint: str = "") -> PlannerError:
 
 
 def from_plan_error(file: str, error: PlanError) -> PlannerError:
-    """What is wrong with a plan as a PlannerError that names the plan's file."""
+    """Returns what is wrong with a plan as a PlannerError that names the plan's file."""
     if error.where == "plan file":
         return PlannerError(file, "(file)", None, error.problem, error.hint)
     return PlannerError(file, error.where, error.value, error.problem, error.hint)

@@ -50,7 +50,7 @@ class _Saved:
 
 @dataclass(slots=True)
 class _Forward:
-    """What one FORWARD saved, in the order in which it did; keyed by storage while it runs."""
+    """Holds what one FORWARD saved, in the order in which it did; keyed by storage while it runs."""
 
     blocks: list[_Block] = field(default_factory=list)
     known: dict[int, _Block] = field(default_factory=dict)

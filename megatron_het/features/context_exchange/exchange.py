@@ -148,7 +148,7 @@ class ContextExchange:
         )
 
     def shape(self, op: RankOp) -> AttentionShape:
-        """What the layers work on in an operation's pass: the heads that two ranks have in common."""
+        """Returns what the layers work on in an operation's pass: the heads that two ranks have in common."""
         whole, groups = self._shape, op.hi - op.lo
         assert whole is not None, "the models are not attached"
         heads, batch = groups * whole.heads // whole.groups, self._sequences(op.microbatch)

@@ -23,7 +23,7 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What an attention layer of this rank works on, or the heads of it that another rank attends for.
+    """Holds what an attention layer of this rank works on, or the heads of it that another rank attends for.
 
     Attributes:
         slice_tokens: Tokens per slice.
@@ -68,19 +68,19 @@ class AttentionShape:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def forward_query(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """What the owner sends in a forward pass: the query."""
+        """Returns what the owner sends in a forward pass: the query."""
         return [(self.query, self.dtype)]
 
     def forward_result(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """What it gets back: log-sum-exp and output."""
+        """Returns what it gets back: log-sum-exp and output."""
         return [(self.lse, self.lse_dtype), (self.query, self.dtype)]
 
     def backward_query(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """What the owner sends in a backward pass: log-sum-exp, gradient, query, output."""
+        """Returns what the owner sends in a backward pass: log-sum-exp, gradient, query, output."""
         return [(self.lse, self.lse_dtype), *[(self.query, self.dtype)] * 3]
 
     def backward_result(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """What it gets back: gradients of the query and of so many keys and values."""
+        """Returns what it gets back: gradients of the query and of so many keys and values."""
         return [(self.query, self.dtype), *[(self.keys(tokens), self.dtype)] * 2]
 
 

@@ -38,7 +38,7 @@ class Limits:
         self._first_layers = first_layers(placement)
 
     def reached(self, op: RankOp, layer: int, ranges: Sequence[Span]) -> Reached:
-        """What an ATTEND_HELP attends to.
+        """Returns what an ATTEND_HELP attends to.
 
         Args:
             op: For the pass of the rank ``op.peer``.

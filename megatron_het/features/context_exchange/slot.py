@@ -24,7 +24,7 @@ class Message:
 
 @dataclass
 class Slot:
-    """What this rank exchanges in the slot that runs.
+    """Holds what this rank exchanges in the slot that runs.
 
     Attributes:
         gives, helps: Operations that belong to the pass.

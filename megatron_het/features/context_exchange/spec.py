@@ -98,7 +98,7 @@ class ExchangeOptions:
     )
 
     def costs(self, shape: Shape) -> PassCosts | None:
-        """What passes take, where the plan says so."""
+        """Returns what passes take, where the plan says so."""
         return PassCosts.of(shape, self.attention, self.rest) if self.attention else None
 
 

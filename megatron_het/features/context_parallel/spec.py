@@ -91,13 +91,13 @@ class ContextParallel(Feature):
         args.context_parallel_size = 1
 
     def beyond_stock(self, plan: Plan, options: ContextParallelOptions) -> str:
-        """What travels."""
+        """Returns what travels."""
         sizes = " and ".join(map(str, options.sizes))
         return f"context-parallel size {sizes}, which sends queries instead of keys and values"
 
 
 def part_grain(plan: Plan, replica: Replica) -> int:
-    """What the tokens of every context-parallel rank of a replica are a multiple of.
+    """Returns what the tokens of every context-parallel rank of a replica are a multiple of.
 
     TP ranks divide them under sequence parallelism, and the context exchange takes them in units.
     """

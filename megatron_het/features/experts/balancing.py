@@ -74,7 +74,7 @@ class Passes:
 
 @dataclass(slots=True, eq=False)
 class Sums:
-    """What the tokens of one microbatch give the experts of one layer.
+    """Holds what the tokens of one microbatch give the experts of one layer.
 
     Attributes:
         chosen: ``[e]``: tokens by expert, of the slices so far; of a loss per sequence ``[b * e]``.
@@ -196,7 +196,7 @@ class BalancedRouter(TopKRouter):
         return _WithLoss.apply(probs, scores, sums, self._factor(kind, scores) * tokens)
 
     def _factor(self, kind: str, scores: torch.Tensor) -> float:
-        """What the product of the two sums is multiplied by: ``E c / (k T^2)``."""
+        """Returns what the product of the two sums is multiplied by: ``E c / (k T^2)``."""
         experts, tokens = self.config.num_moe_experts, self.passes.whole(scores.shape[0])
         sequences = scores.shape[1] // experts  # 1 but of a loss per sequence, which is the mean of theirs
         return experts * self.get_aux_loss_coeff(kind) / (self.topk * tokens * tokens * sequences)

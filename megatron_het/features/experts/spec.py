@@ -247,7 +247,7 @@ def _coefficient(args: Any, kinds: list[str], kind: str) -> float:
 
 
 def _parts_of_a_sequence(plan: Plan) -> str:
-    """What cuts sequences; empty if nothing does."""
+    """Returns what cuts sequences; empty if nothing does."""
     slices = plan.schedule.parameters.get("slices", 1)
     if slices and slices != 1:
         return "a pass has one slice of it"

@@ -19,7 +19,7 @@ _WHOLE = ("tokens", "position_ids", "labels")
 
 @dataclass(frozen=True, slots=True)
 class LaterTokens:
-    """What the layers of a pass read and predict; the first index is the layer.
+    """Holds what the layers of a pass read and predict; the first index is the layer.
 
     Attributes:
         tokens, positions: ``[layers, b, s]``: what each layer embeds.
@@ -69,7 +69,7 @@ class LaterTokens:
 def told(
     own: LaterTokens | None, shape: tuple[int, int, int], group: dist.ProcessGroup, device: torch.device
 ) -> LaterTokens:
-    """What the first rank of a TP group knows.  Collective.
+    """Returns what the first rank of a TP group knows.  Collective.
 
     Args:
         own: On the first rank.

@@ -16,7 +16,7 @@ _LANGUAGE = "megatron.core.models.common.language_module.language_module.Languag
 
 @dataclass(frozen=True, slots=True)
 class MtpOptions:
-    """What the model says.
+    """Holds what the model says.
 
     Attributes:
         layers: So many tokens after the next one are predicted, above 0.
@@ -60,7 +60,7 @@ class MultiTokenPrediction(Feature):
     }
 
     def options_of(self, plan: Plan) -> MtpOptions | None:
-        """What the plan's model says."""
+        """Returns what the plan's model says."""
         return MtpOptions(plan.model.mtp_num_layers) if plan.model.mtp_num_layers else None
 
     def check_plan(self, plan: Plan, options: MtpOptions) -> None:

@@ -155,7 +155,7 @@ class SlicedSequences(Batches):
         return tuple(map(part_tokens, self._divided(end - first)))
 
     def _own_blocks(self, tokens: int) -> Blocks:
-        """What this rank holds of a slice of so many tokens."""
+        """Returns what this rank holds of a slice of so many tokens."""
         return self._divided(tokens)[self._part]
 
     def _blocks(self, op: RankOp) -> Blocks:
@@ -212,7 +212,7 @@ class SlicedSequences(Batches):
         return self._batch(op, data_iterator)
 
     def taken(self, op: RankOp, tensor: torch.Tensor) -> torch.Tensor:
-        """What an operation's pass has of whole sequences, which are the last dimension."""
+        """Returns what an operation's pass has of whole sequences, which are the last dimension."""
         return take_blocks(tensor, self._blocks(op), dim=-1)
 
     def is_last(self, op: RankOp) -> bool:

@@ -119,7 +119,7 @@ class Slices(Feature):
             )
 
     def named(self, plan: Plan) -> str:
-        """What cuts the sequences."""
+        """Returns what cuts the sequences."""
         return "slices" if is_sliced(plan) else "context parallelism, which cuts sequences as slices do"
 
     def check_arguments(self, plan: Plan, options: SliceOptions, args: Any) -> None:
@@ -152,7 +152,7 @@ def slices_of(plan: Plan) -> int:
 
 
 def token_unit(plan: Plan) -> int:
-    """What the tokens of slices of different length are a multiple of.
+    """Returns what the tokens of slices of different length are a multiple of.
 
     All ranks that share a slice then hold parts of it that are in proportion to its length, in whole exchange units.
     """

@@ -117,7 +117,7 @@ class EmbeddingTeam:
     # -- operations ------------------------------------------------------------------------------
 
     def handlers(self) -> dict[Kind, Handler]:
-        """What the executor runs."""
+        """Returns what the executor runs."""
         return {Kind.EMBED_FORWARD: self._forward, Kind.EMBED_BACKWARD: self._backward}
 
     def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:

@@ -185,7 +185,7 @@ class SplitVocabulary:
     # -- operations ------------------------------------------------------------------------------
 
     def handlers(self) -> dict[Kind, Handler]:
-        """What the executor runs."""
+        """Returns what the executor runs."""
         own = {Kind.VOCAB_FORWARD: self._forward, Kind.VOCAB_BACKWARD: self._backward}
         return own | self._embedding.handlers()
 
@@ -321,7 +321,7 @@ class SplitVocabulary:
 
     @property
     def _weight_dtype(self) -> torch.dtype:
-        """What the output layer computes in; between stages hidden states may be wider."""
+        """Returns what the output layer computes in; between stages hidden states may be wider."""
         assert self._layer is not None
         weight = self._layer.weight if self._tied_weight is None else self._tied_weight
         return weight.dtype

@@ -91,7 +91,7 @@ class RankWatch(RuntimeFeature):
         self._board.post("timeline", self._rank, json.dumps(body, separators=(",", ":")))
 
     def news(self) -> dict[str, Any] | None:
-        """What was measured, once after something has begun to drift, on the rank that compares."""
+        """Returns what was measured, once after something has begun to drift, on the rank that compares."""
         return self._reader.news() if self._reader is not None and self._is_on else None
 
     def figures(self) -> Mapping[str, Mapping[str, int]]:
@@ -167,7 +167,7 @@ def _folder(context: OpenContext) -> Path | None:
 
 
 def _boot() -> str:
-    """What tells this machine's clock from that of another machine with the same name."""
+    """Returns what tells this machine's clock from that of another machine with the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

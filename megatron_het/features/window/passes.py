@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_het.schedule.columns import Direction
-from megatron_het.schedule.graph import Graph, replay
+from megatron_het.schedule.graph import Graph, ScheduleError, replay
 from megatron_het.schedule.ir import COMPUTE, RECEIVES, TRANSFERS, Kind, Op, Program
 from megatron_het.schedule.joint import event_places, stuck_events
 from megatron_het.schedule.kinds import COLLECTIVES, PARAMETER_KINDS, PARTS, chunk_of
@@ -221,7 +221,10 @@ def post_together(program: Program, *, speeds: Sequence[float] | None = None) ->
 def _in_order(graph: Graph, teams: Sequence[Sequence[int]]) -> Program | None:
     """The program with collectives at the places of one order; None where there is none."""
     program = graph.program
-    _, end, _ = replay(graph, plain_durations(program, graph))
+    try:
+        _, end, _ = replay(graph, plain_durations(program, graph))
+    except ScheduleError:  # operations wait for each other wherever collectives are
+        return None
     latest = {node: max(end[member] for member in team) for team in teams for node in team}
     copies = (node for node, op in enumerate(graph.ops) if op.kind in _COPIES)
     spans = {node: _span(graph, node) for node in (*latest, *copies)}

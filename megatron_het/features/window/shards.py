@@ -144,7 +144,7 @@ def set_shares(chunks: list[Any], shares: Sequence[float] | None) -> list[Any]:
 
 
 def shares_of(buffer: Any) -> tuple[float, ...] | None:
-    """What ``set_shares`` said of a buffer, None for equal parts."""
+    """Returns what ``set_shares`` said of a buffer, None for equal parts."""
     return getattr(buffer, _ATTRIBUTE, None)
 
 

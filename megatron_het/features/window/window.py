@@ -174,7 +174,7 @@ class ParameterWindow:
         self.use.restart()
 
     def shards(self) -> dict[str, list[torch.Tensor]]:
-        """What this rank holds of closed ministages: shards of parameters and of reduced gradients."""
+        """Returns what this rank holds of closed ministages: shards of parameters and of reduced gradients."""
         buckets = [bucket for chunk in self._chunks for bucket in chunk.buckets]
         gradients = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
         return {"parameters": [bucket.shard for bucket in buckets], "gradients": gradients}

@@ -63,7 +63,7 @@ class _Product:
 
 @dataclass(slots=True)
 class _PutOff:
-    """What a layer of Transformer Engine has put off."""
+    """Holds what a layer of Transformer Engine has put off."""
 
     store: LayerStore
     entry: Sequence[Any]
@@ -89,7 +89,7 @@ class LayerStore:
 
     @property
     def context(self) -> LayerStore:
-        """What is asked whether anything is ``empty``."""
+        """Returns what is asked whether anything is ``empty``."""
         return self
 
     def empty(self) -> bool:
@@ -135,7 +135,7 @@ class LayerStore:
 
 @dataclass
 class WeightGradients:
-    """What the BACKWARD_INPUT operations of an iteration have left to do.
+    """Holds what the BACKWARD_INPUT operations of an iteration have left to do.
 
     What is kept is bounded by the schedule: a microbatch's inputs and output gradients of linear layers,
     from its BACKWARD_INPUT to its BACKWARD_WEIGHT.
@@ -242,7 +242,7 @@ class _Linear(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What a call of a linear layer works with.
+    """Holds what a call of a linear layer works with.
 
     Attributes:
         weight: ``[n, k]``.

@@ -15,7 +15,7 @@ from megatron_het.schedule.simulate import Result, simulate
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is compared.
+    """Holds what is compared.
 
     Attributes:
         stages, microbatches: of the pipeline.

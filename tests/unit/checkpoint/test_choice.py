@@ -131,7 +131,9 @@ def test_a_tracker_may_be_anything(plant: str, tmp_path: Path) -> None:
     PLANTS[plant](folder / TRACKER)
     assert chosen(folder) == (4, 1)
     if plant in ("pipe", "device"):
-        with pytest.raises(CheckpointError, match=r"cannot be written \((this is a pipe|/dev/zero is no place)"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot be written \((this is a device, pipe|/dev/zero is no place)"
+        ):
             repair_tracker(folder, choice.Candidate(4, folder))
     else:
         repair_tracker(folder, choice.Candidate(4, folder))

@@ -234,15 +234,14 @@ def test_what_is_priced_only_is_not_emitted():
     from tools.planner.errors import PlannerError
 
     experts = Experts(count=8, top_k=2, ffn_hidden_size=1024)
-    for model in (Model(**SHAPE), Model(**SHAPE, experts=experts), Model(**SHAPE, head_size=64)):
-        model.check_run("m.yaml")
+    for runs in ({}, {"experts": experts}, {"head_size": 64}, {"biases": True, "experts": experts}):
+        Model(**SHAPE, **runs).check_run("m.yaml")
     dropping = experts.model_copy(update={"dropless": False})
     for changes in (
         {"fp8": True},
         {"attention_window": 64},
         {"experts": dropping},
         {"sequence_parallel": False, "experts": experts},
-        {"biases": True, "experts": experts},
     ):
         with pytest.raises(PlannerError, match=next(iter(changes))):
             Model(**SHAPE, **changes).check_run("m.yaml")

@@ -36,9 +36,9 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
     given: list[float] = []
     search, complete = commands.search, commands.complete
 
-    def searched(method: str, estimator: Any, goal: Any, progress: Progress) -> Any:
+    def searched(method: str, estimator: Any, goal: Any, progress: Progress, *rest: Any) -> Any:
         given.append(progress.limit_s)
-        return search(method, estimator, goal, progress)
+        return search(method, estimator, goal, progress, *rest)
 
     def completed(estimator: Any, found: Any, notes: str, seconds: float) -> Any:
         given.append(seconds)
@@ -123,7 +123,7 @@ def test_thousands_of_stages_and_kinds_are_not_all_shown() -> None:
     names = ("simulated_s", "model_flops_utilisation", "blocking_transfers_s", "offload")
     body: dict[str, Any] = dict.fromkeys(names) | {"by_cause_s": {}, "extras": [], "not_run": [], "host_memory": []}
     body |= {"catalog_prices": {}, "idle_gpus": {}, "uncertainty_of": {"runs": 1, "of": "runs"}}
-    body |= {"gpus_without_price": [], "schedule": "1f1b", "recompute": "none"}
+    body |= {"gpus_without_price": [], "model_notes": [], "schedule": "1f1b", "recompute": "none"}
     figures = ("closed_form_s", "micro_batch_size", "zero_stage", "chunks", "slices", "iteration_s", "uncertainty")
     figures += ("tokens_per_s", "model_tflops", "usd_per_iteration", "usd_per_billion_tokens")
     body |= dict.fromkeys((*figures, "egress_bytes_per_iteration"), 1) | {"stages": [row] * 5000}

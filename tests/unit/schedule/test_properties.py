@@ -11,7 +11,7 @@ from megatron_het.features.activation_offload.passes import add_activation_offlo
 from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.features.vocab_parallel.embedding_passes import add_embedding
 from megatron_het.features.vocab_parallel.passes import add_vocabulary
-from megatron_het.features.window.passes import add_parameters
+from megatron_het.features.window.passes import add_parameters, post_together
 from megatron_het.features.window.sharded_passes import add_sharded_passes
 from megatron_het.schedule import COMPUTE, Kind, Program, Shape, add_transfers, dumps, generate, loads
 from megatron_het.schedule.generators import GENERATORS
@@ -100,7 +100,8 @@ def test_ministage(shape: Shape) -> None:
     program = generate("ministage", shape)
     for step in ("end", "ministage", "none"):
         late = (shape.path[0], shape.path[-1]) if step == "ministage" else ()
-        complete = add_activation_offload(add_parameters(add_transfers(program), offload=True, step=step, late=late))
+        window = post_together(add_parameters(add_transfers(program), offload=True, step=step, late=late))
+        complete = add_activation_offload(window)
         order_kept(program, complete)
         good(complete)
     run(add_parameters(add_transfers(program), per_layer=True))
@@ -123,7 +124,8 @@ def test_ministage_with_a_split_vocabulary(
         program = add_transfers(add_embedding(add_vocabulary(program, speeds=used), speeds=used), speeds=used)
         options = {"prefetch": prefetch, "per_layer": per_layer, "offload": offload}
         for step, late in (("none", ()), ("ministage", (shape.path[0], shape.path[-1]))):
-            complete = add_parameters(program, **options, step=step, late=late)  # type: ignore[arg-type]
+            windowed = add_parameters(program, **options, step=step, late=late)  # type: ignore[arg-type]
+            complete = post_together(windowed, speeds=used)
             order_kept(program, complete)
             good(complete)
             good_when_posted_early(complete)

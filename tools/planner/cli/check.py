@@ -46,7 +46,7 @@ def _obstacle(made: Any) -> dict[str, Any] | None:
 
 
 def _misfits(estimator: Estimator, made: Any, options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """What of a plan does not fit the cluster, and what cannot be told."""
+    """Returns what of a plan does not fit the cluster, and what cannot be told."""
     try:
         seat_replicas(made, rooms_of(estimator.cluster), options.plan)
     except PlannerError as error:

@@ -128,7 +128,7 @@ def dry_run(options: argparse.Namespace) -> int:
 
 
 def _chosen(plan: Plan, options: argparse.Namespace) -> list[RankKind]:
-    """What is run: the first rank of each."""
+    """Returns what is run: the first rank of each."""
     if options.rank:
         for rank in options.rank:
             if rank >= plan.world_size:
@@ -228,7 +228,7 @@ def _row(plan: Plan, kind: RankKind, found: dict[str, Any] | None) -> dict[str, 
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """What people read."""
+    """Returns what people read."""
     memory = table(
         "Memory at the peak (GiB)", *("rank", "param.", "grad.", "optim.", "activ.", "cache", "temp.", "total", "plan")
     )

@@ -75,7 +75,7 @@ class RankCheck:
 
 @dataclass(slots=True)
 class Verified:
-    """What dry runs say of a plan.
+    """Holds what dry runs say of a plan.
 
     Attributes:
         found: The finalist that was taken.
@@ -232,7 +232,7 @@ def _why(found: Found, worst: RankCheck) -> str:
 
 
 def lines(verified: Verified) -> list[Any]:
-    """What people read."""
+    """Returns what people read."""
     shown = table("Dry runs (GiB)", "rank", "ranks", "stage", "GPU", "needs", "predicted", "has")
     for check in verified.ranks:
         needs = f"{check.needed_bytes / GIB:.2f}" if not check.error else "unknown"

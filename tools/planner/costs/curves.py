@@ -10,7 +10,7 @@ from .monotone import interpolated
 
 
 class Kind(NamedTuple):
-    """What the points of one curve over the micro batch size have in common."""
+    """Holds what the points of one curve over the micro batch size have in common."""
 
     gpu: str
     layer: LayerKind

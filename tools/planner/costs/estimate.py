@@ -50,7 +50,7 @@ class Estimator(OperatingPoints):
         return {}
 
     def simulated_s(self, candidate: Candidate, whole: bool, simulate: Callable[[], float]) -> float:
-        """What ``simulate`` says of the candidate, asked once.
+        """Returns what ``simulate`` says of the candidate, asked once.
 
         Args:
             whole: Of the whole plan, not of one of its equal pipelines.

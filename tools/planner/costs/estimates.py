@@ -123,7 +123,7 @@ class GroupMemory(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What the closed form says about a candidate.
+    """Holds what the closed form says about a candidate.
 
     Attributes:
         iteration_s: Predicted iteration time.
@@ -230,7 +230,7 @@ def rank_parameters(candidate: Candidate, unit: Unit, s: int) -> float:
 
 
 def rank_bytes(candidate: Candidate, units: Sequence[Unit], s: int, per_parameter: float) -> dict[Group, float]:
-    """What the parameters of one rank of each group of a stage take."""
+    """Returns what the parameters of one rank of each group of a stage take."""
     groups = candidate.stages[s].groups
     return {g: rank_parameters(candidate, units[i], s) * per_parameter for i, g in enumerate(groups)}
 

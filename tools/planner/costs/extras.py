@@ -28,7 +28,7 @@ _PASSES_NEAR = 3
 
 
 def extras_of_plan(plan: Plan) -> dict[str, Any]:
-    """What a checked plan says of it, as fields of a candidate."""
+    """Returns what a checked plan says of it, as fields of a candidate."""
     return {
         "rows": _rows(plan),
         "exchange": options_of(plan, "context_exchange") is not None,
@@ -37,7 +37,7 @@ def extras_of_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _rows(plan: Plan) -> tuple[tuple[float, float], ...]:
-    """What each stage has of a split vocabulary; tied embeddings have one table for both ends."""
+    """Returns what each stage has of a split vocabulary; tied embeddings have one table for both ends."""
     if not plan.schedule.parameters.get("vocabulary"):
         return ()
     shares = vocabulary_shares(plan) or (1,) * len(plan.stages)
@@ -99,7 +99,7 @@ def _passes(estimator: OperatingPoints, candidate: Candidate) -> tuple[list[floa
 def moved_bytes(
     estimator: OperatingPoints, candidate: Candidate, group: Group, unit: Unit, s: int, held: float
 ) -> tuple[float, float]:
-    """What a rank holds more (or, negative, less) on the device, and in main memory.
+    """Returns what a rank holds more (or, negative, less) on the device, and in main memory.
 
     Keys and values stay on the device.  A rank that attends for others has their keys and values of half of the
     slices at most, in all layers of a chunk.

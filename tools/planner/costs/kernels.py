@@ -26,7 +26,7 @@ INPUT_BYTES = {"fp4": 0.5, "fp8": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What one training system's kernels make of any GPU.  The same constants for all GPUs and models.
+    """Holds what one training system's kernels make of any GPU.  The same constants for all GPUs and models.
 
     Attributes:
         gemm: Rate of matrix products, as a share of what the catalog says that the GPU reaches.

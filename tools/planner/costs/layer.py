@@ -165,7 +165,7 @@ def pool_size(model: Model, tp: int) -> float:
 
 
 def backward_bytes(model: Model, batch: int, tp: int, cp: int = 1, expert_tp: int = 0) -> float:
-    """What the backward of a layer holds at once beside what the forward has kept.
+    """Returns what the backward of a layer holds at once beside what the forward has kept.
 
     Most is held in the MLP: the gradients of its first projection's outputs, or, where the sequence is divided, the
     gathered gradient of its second projection's outputs and that of its inputs.  Megatron gathers the inputs of

@@ -20,7 +20,7 @@ from .runtime import MEGATRON_HET, Runtime
 
 
 def _with_later_tokens(model: Model, layer: LayerCost, first: LayerCost, last: LayerCost, tp: int) -> LayerCost:
-    """What comes after the last layer, with the layers for multi-token prediction.
+    """Returns what comes after the last layer, with the layers for multi-token prediction.
 
     Each of them embeds the tokens again, projects two rows of the hidden size to one, runs a layer and then what the
     head runs.  They share one table with the first stage, of which the last one holds a copy; with tied embeddings the

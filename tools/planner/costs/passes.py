@@ -20,7 +20,7 @@ Passes = tuple[int, ...]
 
 
 class Figures(Protocol):
-    """What is asked of ``operating.OperatingPoints``, which asks here for what passes of different sizes take."""
+    """Holds what is asked of ``operating.OperatingPoints``, which asks here for what passes of different sizes take."""
 
     runtime: Runtime
 
@@ -92,7 +92,7 @@ def _of_size(estimator: Figures, candidate: Candidate, group: Group, size: int) 
 
 
 def unit_of_device(estimator: Figures, candidate: Candidate, group: Group, own: Passes) -> Unit:
-    """What a replica takes of a microbatch of the plan's largest size, if it ran one.
+    """Returns what a replica takes of a microbatch of the plan's largest size, if it ran one.
 
     The simulator gives a smaller microbatch its share of the largest one's time and memory.  Small passes take more
     than their share: the replica's figures are such that its passes take together what they really do.

@@ -171,7 +171,7 @@ def sharding_s(estimator: OperatingPoints, candidate: Candidate, units: list[Uni
 
 
 def tail_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> float:
-    """What follows the last backward of a stage."""
+    """Returns what follows the last backward of a stage."""
     return sum(_tail(estimator, candidate, units, s))
 
 

@@ -54,7 +54,7 @@ _DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-da
 
 
 def _instead(flag: str) -> str:
-    """What to do in place of giving a flag."""
+    """Returns what to do in place of giving a flag."""
     if flag in ("load", "finetune", "exit-on-missing-checkpoint"):
         return _WEIGHTS
     if flag in MODEL_FLAGS:
@@ -63,7 +63,7 @@ def _instead(flag: str) -> str:
 
 
 def to_fill_in(words: Sequence[str]) -> list[str]:
-    """What a job still needs that no file says: data and tokenizer."""
+    """Returns what a job still needs that no file says: data and tokenizer."""
     given = {word.split("=", 1)[0] for word in words}
     missing = [] if given & set(_DATA) else ["data (--data-path PREFIX, or --mock-data)"]
     missing += [] if "--tokenizer-type" in given else ["a tokenizer (--tokenizer-type and --tokenizer-model)"]

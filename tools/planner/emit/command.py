@@ -47,7 +47,7 @@ from .scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, to
 
 @dataclass(slots=True)
 class Emitted:
-    """What was written.
+    """Holds what was written.
 
     Attributes:
         files: Paths, by what they are for.
@@ -345,7 +345,7 @@ def elastic_options(options: argparse.Namespace, has_profile: bool) -> ElasticOp
 
 
 def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
-    """What the model file says beyond the plan.
+    """Returns what the model file says beyond the plan.
 
     Args:
         model: A ``tools.planner.inputs.model.Model``.

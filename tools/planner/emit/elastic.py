@@ -28,7 +28,7 @@ NOTICE_S = 120
 
 @dataclass(frozen=True, slots=True)
 class ElasticOptions:
-    """What an elastic job is told beyond :class:`LaunchOptions`.
+    """Holds what an elastic job is told beyond :class:`LaunchOptions`.
 
     Attributes:
         iterations: Of the training; a job that was stopped before the last one is submitted again.
@@ -245,7 +245,7 @@ def _sbatch(
 
 
 def notes(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> list[str]:
-    """What a failing node costs more than usual."""
+    """Returns what a failing node costs more than usual."""
     if not plain_obstacle(nodes, kinds) or len(_leader_first(components(nodes, kinds))[0].nodes) > 1:
         return []
     return [

@@ -19,7 +19,7 @@ from ..inputs.names import comment, default_of
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What a plan does not say about the model.
+    """Holds what a plan does not say about the model.
 
     Attributes:
         normalization: ``RMSNorm`` or ``LayerNorm``.

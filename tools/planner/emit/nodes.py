@@ -12,7 +12,7 @@ from ..inputs.packing import Room, seat_replicas
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """What the launcher has to know about nodes of one kind.
+    """Holds what the launcher has to know about nodes of one kind.
 
     Attributes:
         devices: GPUs (or ranks, on CPU nodes) that one node offers.

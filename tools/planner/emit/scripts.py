@@ -91,7 +91,7 @@ _FIRST_DOCTOR = "\n# The nodes are checked first.  HET_DOCTOR=0 goes without; HE
 
 
 def _functions(options: LaunchOptions) -> str:
-    """What a rank does: train, and before that the doctor's checks where they were asked for."""
+    """Returns what a rank does: train, and before that the doctor's checks where they were asked for."""
     return _TRAIN + (_DIAGNOSE if options.doctor else "")
 
 

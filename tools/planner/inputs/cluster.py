@@ -35,7 +35,7 @@ def _name(value: str | None) -> str | None:
 
 
 class SlurmSettings(BaseModel):
-    """What Slurm needs to find nodes of this kind."""
+    """Holds what Slurm needs to find nodes of this kind."""
 
     model_config = _STRICT
 

@@ -23,7 +23,7 @@ MOST_LENGTHS, LONGEST = 100_000, 1 << 40
 
 
 def read_lengths(given: str) -> Lengths:
-    """What ``--document-lengths`` says: a number, or a file of numbers between spaces, lines or commas.
+    """Returns what ``--document-lengths`` says: a number, or a file of numbers between spaces, lines or commas.
 
     Raises:
         PlannerError: It is neither.
@@ -42,7 +42,7 @@ def read_lengths(given: str) -> Lengths:
 
 
 def lengths_problem(lengths: Lengths) -> str:
-    """What is wrong with lengths; "" if nothing is."""
+    """Returns what is wrong with lengths; "" if nothing is."""
     sample = (lengths,) if isinstance(lengths, int) else lengths
     if not 1 <= len(sample) <= MOST_LENGTHS:
         return f"{len(sample)} lengths of documents, where there must be 1 to {MOST_LENGTHS}"

@@ -143,7 +143,7 @@ class Model(BaseModel):
 
     @property
     def notes(self) -> list[str]:
-        """What people should know of the file that the model was read from, one line each."""
+        """Returns what people should know of the file that the model was read from, one line each."""
         found = []
         if self.flags:
             found.append(f"flags of the model: {' '.join(flag_words(self.flags))}")
@@ -189,7 +189,7 @@ class Model(BaseModel):
 
     @property
     def linear_precision(self) -> Format:
-        """What linear layers compute in."""
+        """Returns what linear layers compute in."""
         return "fp4" if self.fp4 else "fp8" if self.fp8 else self.precision
 
     @property
@@ -299,7 +299,7 @@ class Model(BaseModel):
 
     @cached_property
     def attention_share(self) -> float:
-        """What documents leave of the attention of whole sequences."""
+        """Returns what documents leave of the attention of whole sequences."""
         if self.document_lengths is None:
             return 1.0
         return share_left(self.document_lengths, self.seq_length, self.attention_window, self.windowed_layers)
@@ -336,7 +336,7 @@ class Model(BaseModel):
 
     @property
     def profiled(self) -> ProfiledModel:
-        """What ``profile`` measures of it."""
+        """Returns what ``profile`` measures of it."""
         x, latent = self.experts, self.latent
         experts, attention = None, None
         if x is not None:

@@ -291,7 +291,7 @@ class Reading:
 
     @property
     def family(self) -> Family:
-        """What all models of this kind have."""
+        """Returns what all models of this kind have."""
         return FAMILIES[self.kind]
 
     def key(self, name: str) -> str:

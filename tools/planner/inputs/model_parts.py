@@ -175,7 +175,7 @@ class Latent(BaseModel):
 
     @property
     def compressed(self) -> int:
-        """What a token's keys and values of all heads are made from, the keys' rotary part with it."""
+        """Returns what a token's keys and values of all heads are made from, the keys' rotary part with it."""
         return self.key_value_rank + self.rope_size
 
     def query_products(self, hidden_size: int, heads: float) -> tuple[tuple[float, float], ...]:

@@ -52,7 +52,7 @@ class ZoneOnMap(TypedDict):
 
 
 class LinkOnMap(TypedDict):
-    """What flows between nodes of two pools in one iteration, both directions together."""
+    """Holds what flows between nodes of two pools in one iteration, both directions together."""
 
     first: int
     second: int
@@ -127,7 +127,7 @@ class Row(TypedDict):
 
 
 class NodeGain(TypedDict):
-    """What one more node of a kind would bring."""
+    """Holds what one more node of a kind would bring."""
 
     gpu: str
     zone: str

@@ -67,7 +67,7 @@ def page_of_search(
 
 
 def written(page: dict[str, str]) -> list[str]:
-    """What to say about it."""
+    """Returns what to say about it."""
     return [f"wrote {page['html']}"] if page else []
 
 

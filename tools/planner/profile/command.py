@@ -105,7 +105,7 @@ def settings_of(options: argparse.Namespace, model: ProfiledModel) -> ProfileSet
 
 
 def device_kind() -> str:
-    """What the driver calls this node's device, ``CPU`` without a GPU."""
+    """Returns what the driver calls this node's device, ``CPU`` without a GPU."""
     import torch
 
     return torch.cuda.get_device_name(0).replace(" ", "-") if torch.cuda.is_available() else "CPU"

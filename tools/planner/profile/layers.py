@@ -147,7 +147,7 @@ def _pass_s(part: Part, window_s: float, group: Any) -> tuple[float, float]:
 
 
 def _fixed_s(differences: list[float], whole_s: float) -> float:
-    """What two passes of one layer take more than a pass of two layers; at most half of a pass."""
+    """Returns what two passes of one layer take more than a pass of two layers; at most half of a pass."""
     return min(max(0.0, statistics.median(differences)), whole_s / 2) if differences else 0.0
 
 

@@ -76,7 +76,7 @@ def transformer_config(settings: ProfileSettings, point: Point, layers: int) -> 
 
 
 def _special(settings: ProfileSettings, point: Point) -> tuple[type[TransformerConfig], dict[str, Any]]:
-    """What a layer with experts, latent attention or a sliding window has besides."""
+    """Returns what a layer with experts, latent attention or a sliding window has besides."""
     model, extra = settings.model, dict[str, Any]()
     kind: type[TransformerConfig] = TransformerConfig
     if model.head_size:

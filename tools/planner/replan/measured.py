@@ -92,7 +92,7 @@ class Watched(BaseModel):
 
     @property
     def active(self) -> list[Found]:
-        """What lasts."""
+        """Returns what lasts."""
         return [finding for finding in self.findings if finding.ended is None]
 
     def name_of(self, device: int) -> str:

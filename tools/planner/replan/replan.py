@@ -29,7 +29,7 @@ Search = Callable[[Estimator, Goal], Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Replanned:
-    """What a better plan would be, and gain.
+    """Holds what a better plan would be, and gain.
 
     Attributes:
         corrected: The planner's inputs as the run has found them.

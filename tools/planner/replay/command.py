@@ -144,7 +144,7 @@ def _between(trace: Trace, costs: Costs) -> list[Pool]:
 
 
 def body_of(trace: Trace, courses: list[Course], plans: list[PoolPlan], ideal_s: float) -> dict[str, Any]:
-    """What is printed, as JSON values.
+    """Returns what is printed, as JSON values.
 
     Args:
         trace: The trace.

@@ -21,7 +21,7 @@ POLICIES = ("elastic", "restart", "full pool")
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What changes cost, in seconds.
+    """Holds what changes cost, in seconds.
 
     The defaults of joining, leaving, death and restart are what ``benchmarks.elastic`` measured on 2026-11-24 with four
     processes of a small model on two cores (``benchmarks/results/elastic.json``; for a join the sum of its phases, less

@@ -18,7 +18,7 @@ from .trace import Pool
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """What was found for a pool.
+    """Holds what was found for a pool.
 
     Attributes:
         pool: Its nodes.

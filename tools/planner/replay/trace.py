@@ -37,7 +37,7 @@ _NOTICE = {"yes": True, "no": False, "": False}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What there is from a time on.
+    """Holds what there is from a time on.
 
     Attributes:
         time_s: Since the start.

@@ -12,7 +12,7 @@ from .tables import describe
 
 
 def kind_of(c: Candidate) -> tuple[object, ...]:
-    """What makes two plans differ in kind; layers, batches and the order of stages do not."""
+    """Returns what makes two plans differ in kind; layers, batches and the order of stages do not."""
     sizes = {(g.pool, g.tp) for s in c.stages for g in s.groups}
     return c.schedule, len(c.stages), tuple(sorted(c.gpus().items())), tuple(sorted(sizes))
 

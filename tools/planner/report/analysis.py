@@ -18,7 +18,7 @@ from .tables import describe
 
 
 def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
-    """What keeps the plan from being better, in sentences."""
+    """Returns what keeps the plan from being better, in sentences."""
     e, c = best.estimate, best.candidate
     nodes = estimator.cluster.nodes
     out = []

@@ -254,7 +254,7 @@ def _idle(estimator: Estimator, candidate: Candidate) -> dict[str, int]:
 
 
 def price_lines(body: dict[str, Any]) -> list[str]:
-    """What an iteration costs, and where prices are from."""
+    """Returns what an iteration costs, and where prices are from."""
     known, unpriced = body["catalog_prices"], ", ".join(body["gpus_without_price"])
     lines = []
     if body["usd_per_iteration"]:
@@ -359,7 +359,7 @@ def describe(estimator: Estimator, c: Candidate) -> str:
 
 
 def extras_in_words(c: Candidate) -> list[str]:
-    """What a plan has besides its schedule."""
+    """Returns what a plan has besides its schedule."""
     out = [f"cp{c.cp}"] if c.cp > 1 else []
     out += [f"ep{c.ep}"] if c.ep > 1 else []
     out += ["split vocabulary"] if c.rows else []

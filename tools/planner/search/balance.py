@@ -38,7 +38,7 @@ class Load:
 
 
 class _Room(NamedTuple):
-    """What decides how many layers fit into the memory of a group's replicas, whatever comes after the stage.
+    """Holds what decides how many layers fit into the memory of a group's replicas, whatever comes after the stage.
 
     Attributes:
         place: Of one replica; what comes later is filled in when it is known.

@@ -89,7 +89,7 @@ class _Chain:
 
 
 class Bounds:
-    """What no plan on some GPUs can beat, for one goal; see the module's text.
+    """Holds what no plan on some GPUs can beat, for one goal; see the module's text.
 
     Args:
         scope: Which plans; None for all that the model file allows.

@@ -99,7 +99,7 @@ def _hiding(passes: list[float], transfers: list[float]) -> tuple[int, ...]:
 
 
 def _fitting(estimator: Estimator, goal: Goal, candidate: Candidate, depths: tuple[int, ...]) -> Estimate | None:
-    """What the closed form says with these depths; None where that does not fit."""
+    """Returns what the closed form says with these depths; None where that does not fit."""
     other = candidate.with_(depths=depths)
     estimate = estimator.estimate(other)
     fits = estimate is not None and estimator.fits(estimate) and goal.violation(other, estimate) == 0

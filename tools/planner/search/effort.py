@@ -73,5 +73,5 @@ LARGE = replace(MEDIUM, sketches=800, seeds=80, steps=200, parts=2, simulated_op
 
 
 def effort_for(gpus: int) -> Effort:
-    """What suits a cluster of this size."""
+    """Returns what suits a cluster of this size."""
     return LARGE if gpus > 160 else MEDIUM if gpus > 64 else NORMAL

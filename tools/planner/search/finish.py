@@ -194,7 +194,7 @@ def _improve_best(
 
 
 class _Ratios:
-    """What simulations have shown of the closed form, by class.
+    """Holds what simulations have shown of the closed form, by class.
 
     Args:
         first: So many finalists of a schedule are judged as if their closed form said much too much.

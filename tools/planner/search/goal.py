@@ -46,7 +46,7 @@ class Goal:
         return miss
 
     def value(self, estimate: Estimate) -> float:
-        """What is minimised."""
+        """Returns what is minimised."""
         return estimate.usd_per_iteration if self.objective == "cost" else estimate.iteration_s
 
     def score(self, estimator: Estimator, candidate: Candidate, estimate: Estimate | None) -> float:

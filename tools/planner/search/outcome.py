@@ -44,7 +44,7 @@ class Found:
         return e.gpu_usd_per_iteration * self.iteration_s / e.iteration_s + extra
 
     def value(self, goal: Goal) -> float:
-        """What the goal minimises."""
+        """Returns what the goal minimises."""
         return self.usd_per_iteration if goal.objective == "cost" else self.iteration_s
 
 

@@ -58,7 +58,7 @@ def prefer_plain(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
 
 
 def _in_words(estimator: Estimator, candidate: Candidate) -> str:
-    """What is irregular about a plan."""
+    """Returns what is irregular about a plan."""
     _, shared, short = irregularity(estimator, candidate)
     words = f"{len(candidate.stages)} stages, {len({s.groups for s in candidate.stages})} different ones"
     words += f", {short} of one layer" if short else ""
@@ -156,7 +156,7 @@ def _on_network(node: NodeGroup, factor: float) -> NodeGroup:
 
 
 def _worlds(estimator: Estimator) -> Iterator[tuple[str, Estimator]]:
-    """What may be otherwise than the figures say, in words, and the estimator of a cluster where it is."""
+    """Yields what may be otherwise than the figures say, in words, and the estimator of a cluster where it is."""
     yield f"the network is {100 * NETWORK_OFF:.0f} % slower", _OtherWorld(estimator, network=1 - NETWORK_OFF)
     yield f"the network is {100 * NETWORK_OFF:.0f} % faster", _OtherWorld(estimator, network=1 + NETWORK_OFF)
     kinds = list(dict.fromkeys(node.gpu for node in estimator.cluster.nodes))

@@ -18,7 +18,7 @@ class Merged:
 
 
 def _key(node: NodeGroup) -> tuple[object, ...]:
-    """What has to be equal; only the zone may differ."""
+    """Returns what has to be equal; only the zone may differ."""
     skipped = {"count", "max_gpus", "zone", "region", "hosts", "slurm"}
     return (node.where, *(getattr(node, name) for name in NodeGroup.model_fields if name not in skipped))
 

@@ -23,7 +23,7 @@ MOST_CELLS = 20_000_000
 
 
 class _Table(NamedTuple):
-    """What GPUs can do in a time.
+    """Holds what GPUs can do in a time.
 
     Attributes:
         capacity: ``[pool, place]``: sequences of a layer that a GPU can compute.
@@ -87,7 +87,7 @@ class Relaxation:
         return fixed + state * self.counts + kept * np.minimum(self.counts, most_kept) <= free
 
     def _own_share(self, found: dict[Row, set[int]]) -> float:
-        """What a layer counts without its attention, when both together count one and anybody may attend.
+        """Returns what a layer counts without its attention, when both together count one and anybody may attend.
 
         Any share is true.  This one gives the highest bound where all GPUs compute all the time.
         """
@@ -316,7 +316,7 @@ class Relaxation:
 
 
 def _of_most(worth: Floats, gpus: Floats, most_gpus: int | None) -> float:
-    """What these GPUs are worth together, or so many of them at most."""
+    """Returns what these GPUs are worth together, or so many of them at most."""
     if most_gpus is None:
         return float(worth @ gpus)
     found, left = 0.0, float(most_gpus)

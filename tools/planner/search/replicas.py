@@ -141,7 +141,7 @@ class _Kind(NamedTuple):
 
 
 class Point(NamedTuple):
-    """What the plans of a relaxation have in common.
+    """Holds what the plans of a relaxation have in common.
 
     Attributes:
         batch: The largest microbatch; None for plans of one stage whose replicas choose the sizes of their passes.
@@ -313,7 +313,7 @@ class Replicas:
         return unit.layer_parameters * each, fixed, kept, most_kept
 
     def _find_merge_s(self, pool: int, own_tp: int) -> tuple[float, float]:
-        """What a rank waits for the attention of a layer and sequence at least when others do it.
+        """Returns what a rank waits for the attention of a layer and sequence at least when others do it.
 
         Queries go and outputs come, forwards and backwards, for every slice whose attention is given away, and the
         last slices have no more than twice their share of the attention.  By GPUs anywhere, and of other pools.

@@ -153,7 +153,7 @@ Offer = tuple[float, float, tuple[tuple[int, int], ...], tuple[tuple[int, int], 
 
 
 class _Offers:
-    """What the stages of a pipeline with one data-parallel degree may be given, the most promising first.
+    """Holds what the stages of a pipeline with one data-parallel degree may be given, the most promising first.
 
     Args:
         tps: Per stage: TP by pool.
@@ -190,7 +190,7 @@ class _Offers:
         self._known: dict[int, list[Offer]] = {}
 
     def of(self, s: int) -> list[Offer]:
-        """What stage ``s`` may be given if all GPUs were free, the least value first.
+        """Returns what stage ``s`` may be given if all GPUs were free, the least value first.
 
         The least value is that of stages ``s`` to the last if nobody else needed a GPU.
         """

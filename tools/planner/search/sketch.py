@@ -33,7 +33,7 @@ DOUBTFUL = 0.125
 
 
 class _Stage(NamedTuple):
-    """What a stage is taken for.
+    """Holds what a stage is taken for.
 
     Attributes:
         layer_s: All microbatches through one layer, on the replica that takes longest.
@@ -160,7 +160,7 @@ class Sketch:
         return self.points[key]
 
     def _stages(self, point: _Point, groups: Groups) -> tuple[list[_Known], float]:
-        """What is known of the stages, and layers per second of all; 0 where one cannot run."""
+        """Returns what is known of the stages, and layers per second of all; 0 where one cannot run."""
         count, rate, like = len(groups), 0.0, point.like
         found: list[_Known] = []
         middle = point.known.setdefault(_NO_ENDS, {})
@@ -200,7 +200,7 @@ class Sketch:
         return max(busy_s * (1 + loss), link_s) + fill_s + tail
 
     def _stages_s(self, found: list[_Known], caps: list[int], drain: float) -> tuple[float, float, float]:
-        """What ``stages_s`` says, by the compiled loops where they are there."""
+        """Returns what ``stages_s`` says, by the compiled loops where they are there."""
         count, wanted = len(found), self.estimator.model.num_layers
         if self._compiled is not None:
             figures, out = b"".join([k.figures for k in found]), self._out
@@ -253,7 +253,7 @@ class Sketch:
 def stages_s(
     found: list[tuple[_Stage, float]], caps: list[int], wanted: int, drain: float
 ) -> tuple[float, float, float]:
-    """What stages take with the layers that suit them best.
+    """Returns what stages take with the layers that suit them best.
 
     Args:
         found: Each with the seconds that summing a layer's gradients takes.

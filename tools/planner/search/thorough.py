@@ -40,7 +40,7 @@ POLISHED = 1.1
 
 @dataclass(slots=True)
 class Ground:
-    """What searches of the parts of one cluster have in common.
+    """Holds what searches of the parts of one cluster have in common.
 
     Attributes:
         estimator: Of the real cluster.
@@ -173,7 +173,7 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
         if value < inf:
             sketched.append((value, i, groups, like))
             hope[0] = min(hope[0], value)
-        if book.progress.out_of_time:
+        if book.progress.spent:
             break
     sketched.sort(key=lambda item: item[:2])
     scored: list[tuple[float, int, Candidate]] = []
@@ -187,7 +187,7 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
             score, candidate = book.try_groups(groups, like)
             if candidate is not None:
                 scored.append((score, i, candidate))
-        if book.progress.out_of_time:
+        if book.progress.spent:
             break
     scored.sort(key=lambda item: item[:2])
     return _starts(scored, effort)

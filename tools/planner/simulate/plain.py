@@ -210,7 +210,7 @@ class _Layout:
         backward_s: Sequence[float],
         order: str,
     ) -> Ways:
-        """What ``fast_merge`` says."""
+        """Returns what ``fast_merge`` says."""
         out, done = (c_uint8 * (2 * self.at[-1]))(), (c_int32 * len(limits))()
         # Nobody has more in flight than there are microbatches.
         most = [min(n, self.shape.microbatches) for n in limits]

@@ -70,7 +70,7 @@ def _passes(
 
 
 def _without_attention(rows: Rows, attention: Rows) -> Rows:
-    """What is left of passes when attention, whose time depends on the slice, is told apart."""
+    """Returns what is left of passes when attention, whose time depends on the slice, is told apart."""
     return [tuple(x - a for x, a in zip(row, mine)) for row, mine in zip(rows, attention)]
 
 

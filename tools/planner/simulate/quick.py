@@ -19,7 +19,7 @@ _NOT_YET = -1.0
 
 
 def compute_orders(plan: Plan, inputs: Inputs) -> tuple[Shape, tuple[tuple[Op, ...], ...]] | None:
-    """What every replica computes, in order; None where the plan's program has further operations.
+    """Returns what every replica computes, in order; None where the plan's program has further operations.
 
     Args:
         inputs: Of the plan's generator (``generator_inputs``).

@@ -105,6 +105,9 @@ class WaitingKernel:
     def __init__(self, ends: Sequence[Ends]) -> None:
         self.ends = ends
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(KERNEL, name)
+
     def forward(self, *tensors: Any) -> Any:
         self._wait()
         return KERNEL.forward(*tensors)

@@ -58,7 +58,7 @@ def _left_out(nodes: Sequence[str]) -> list[str]:
 
 
 def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
-    """What there is, who says so, and which nodes cannot be used now."""
+    """Returns what there is, who says so, and which nodes cannot be used now."""
     hosts = host_names(options.hosts) if options.hosts else ()
     if options.gpu:
         find_gpu(options.gpu, {}, "command line", "--gpu")

@@ -30,7 +30,7 @@ _OTHER = _Other()
 
 
 def schedule_of(candidate: Candidate) -> Schedule:
-    """What the planner knows of a candidate's schedule."""
+    """Returns what the planner knows of a candidate's schedule."""
     return _PRICED.get(candidate.schedule, _OTHER)
 
 

@@ -22,7 +22,7 @@ State = tuple[float, float, float, float]
 
 
 class Place:
-    """What is known of a replica before layers are: what it computes, and what comes after its stage.
+    """Holds what is known of a replica before layers are: what it computes, and what comes after its stage.
 
     Args:
         share: Its part of the microbatches.
@@ -205,7 +205,7 @@ class Schedule:
         return ends
 
     def exposed(self, candidate: Candidate, sync_s: float, update_s: float) -> tuple[float, float]:
-        """What of a stage's gradient reduction and update comes after its last backward."""
+        """Returns what of a stage's gradient reduction and update comes after its last backward."""
         del candidate
         return sync_s, update_s
 
@@ -225,7 +225,7 @@ class Schedule:
         return min(place.microbatches, 1 + ceil((1 + like.slack) * place.share * place.later - 1e-9))
 
     def layer_share(self, unit: Unit) -> float:
-        """What the activations of a layer take, as a share of those of whole sequences."""
+        """Returns what the activations of a layer take, as a share of those of whole sequences."""
         del unit
         return 1.0
 
@@ -298,7 +298,7 @@ class Schedule:
         return [_evenly(row, total) for row in counts]
 
     def parameters(self, candidate: Candidate, estimate: Estimate, alike: bool) -> dict[str, object]:
-        """What a plan says of the schedule.
+        """Returns what a plan says of the schedule.
 
         Args:
             alike: Whether all stages route the microbatches in the same way.
@@ -307,7 +307,7 @@ class Schedule:
         return {"zero_stage": candidate.zero_stage} if candidate.zero_stage >= 2 else {}
 
     def cut(self, estimator: OperatingPoints, candidate: Candidate) -> dict[str, object]:
-        """What a plan says of how sequences are cut, beside the number of slices."""
+        """Returns what a plan says of how sequences are cut, beside the number of slices."""
         del estimator, candidate
         return {}
 

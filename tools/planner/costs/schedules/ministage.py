@@ -103,7 +103,7 @@ class Ministage(Schedule):
         return float(estimator.model.element_bytes) * min(1.0, 2 / like.chunks) + 4.0 / like.chunks
 
     def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: int) -> float:
-        """What is whole, and an equal part of the rest."""
+        """Returns what is whole, and an equal part of the rest."""
         mixed = float(estimator.model.element_bytes)
         return (
             self.whole_per_parameter(estimator, like)
@@ -219,7 +219,7 @@ def _shards(candidate: Candidate, found: Sequence[GroupMemory], mine: GroupMemor
 def at_peak(
     estimator: OperatingPoints, candidate: Candidate, mine: GroupMemory, count: float, share: float
 ) -> GroupMemory:
-    """What a rank holds in the backward pass that needs the most; ministages come in reverse order.
+    """Returns what a rank holds in the backward pass that needs the most; ministages come in reverse order.
 
     When the backward of ministage ``c`` begins, the activations of those after it are gone, its own parameters and the
     next one's are whole, its gradients are whole, those of ``c + 1`` are being reduced, and of the rest the rank keeps

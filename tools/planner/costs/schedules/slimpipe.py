@@ -159,7 +159,7 @@ def _keys_per_token(estimator: OperatingPoints, candidate: Candidate) -> float:
 
 
 def _arguments(model: Model) -> SimpleNamespace:
-    """What of Megatron's arguments decides what slices see, and how long those of equal work are."""
+    """Returns what of Megatron's arguments decides what slices see, and how long those of equal work are."""
     x, window, period = model.experts, model.attention_window, model.window_period
     return SimpleNamespace(
         hidden_size=model.hidden_size,
