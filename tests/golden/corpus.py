@@ -142,7 +142,10 @@ PLANS: dict[str, tuple[str, str, str]] = {
 def in_folder() -> Iterator[Path]:
     """An empty working folder, and a terminal of 100 columns."""
     here = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"COLUMNS": "100"}):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {"COLUMNS": "100", "HET_PLAN_VERIFY": "0"}),
+    ):
         os.chdir(folder)
         try:
             yield Path(folder)
@@ -154,7 +157,7 @@ def plan_json(name: str) -> str:
     """The plan.json of ``het-plan plan``, or the error."""
     cluster, model, words = PLANS[name]
     said = io.StringIO()
-    with in_folder() as folder, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with in_folder() as folder, contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
         (folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTERS[cluster]), encoding="utf-8")
         (folder / "model.yaml").write_text(yaml.safe_dump(MODELS[model]), encoding="utf-8")
         code = het_plan(
@@ -223,7 +226,7 @@ def refusals() -> Corpus:
     """What is said about malformed input: all that was once wrong, and one of every kind that is listed."""
     cases = {case.kind: case for case in [*listed(random.Random(0)), *reported()]}
     wanted = [case for case in cases.values() if case.wrong and case.tool in ("planner", "schedule", "start")]
-    with mock.patch.dict(os.environ, {"COLUMNS": "100"}):
+    with mock.patch.dict(os.environ, {"COLUMNS": "100", "HET_PLAN_VERIFY": "0"}):
         return {_of_every_run(answer.case.kind): _message(answer.text) for answer in bad_input.run(wanted)}
 
 

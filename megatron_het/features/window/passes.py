@@ -213,7 +213,10 @@ def post_together(program: Program, *, speeds: Sequence[float] | None = None) ->
     found = _in_order(graph, teams)
     if found is None:
         kept = (tuple(op for op in ops if op.kind not in _PLACED) for ops in program.ops)
-        graph = Graph(add_transfers(replace(program, ops=tuple(kept)), speeds=speeds))
+        try:
+            graph = Graph(add_transfers(replace(program, ops=tuple(kept)), speeds=speeds))
+        except ScheduleError:
+            return program
         found = _in_order(graph, graph.teams())
     return found or program  # the validator says what waits for what
 

@@ -48,7 +48,7 @@ torch.cuda.device_count = lambda: 1
 owners = [torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor, torch.nn.Module]
 before = [dict(vars(owner)) for owner in owners]
 import sys
-from megatron_het import platform
+from megatron_het import device as platform
 from megatron_het.device import share_devices
 active = platform.activate()
 assert active.is_cuda and active.default_backend == "nccl"

@@ -84,7 +84,7 @@ def test_few_patches():
 
 def test_listing_patches_imports_neither_torch_nor_megatron():
     code = (
-        "import sys; from megatron_het import upstream; upstream.all_patches(); "
+        "import sys; from megatron_het import megatron_patches; megatron_patches.all_patches(); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'megatron.core')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -3,12 +3,7 @@
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _without_a_start(request, monkeypatch):
-    if "asks_megatron" not in request.fixturenames:
-        monkeypatch.setattr("tools.planner.emit.command.check_start", lambda words, world_size: [])
-
-
 @pytest.fixture
-def asks_megatron():
+def asks_megatron(monkeypatch):
     """The test wants Megatron's own answer."""
+    monkeypatch.setenv("HET_PLAN_VERIFY", "1")

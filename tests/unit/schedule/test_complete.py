@@ -18,13 +18,12 @@ from megatron_het.features.context_exchange.passes import add_exchange
 from megatron_het.features.vocab_parallel.embedding_passes import add_embedding
 from megatron_het.features.vocab_parallel.passes import add_vocabulary
 from megatron_het.features.window.passes import add_parameters, post_together
-from megatron_het.schedule import Memory, Program, ScheduleError, Shape, dumps, generate, loads
+from megatron_het.schedule import Memory, Program, ScheduleError, Shape, dumps, generate, loads, transports
 from megatron_het.schedule.generators import GENERATORS
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.joint import stuck_events
 from megatron_het.schedule.memory import CATEGORIES
 from megatron_het.schedule.passes import add_transfers
-from megatron_het.schedule.transports import deadlock_of_collectives
 from megatron_het.schedule.validate import validate
 
 SLICED = ("slimpipe", "seq1f1b", "terapipe")
@@ -138,7 +137,7 @@ def accepted(program: Program, deadlock: bool = False) -> None:
         # The simulator has a queue per directed pair, and no host that waits while a collective is under way.
         graph = Graph(program)
         apart = [*stuck_events(graph)] if program.attention_units else []
-        if apart or deadlock_of_collectives(graph) or deadlock(graph, "edge"):
+        if apart or transports.deadlock_of_collectives(graph) or transports.deadlock(graph, "edge"):
             with pytest.raises(ScheduleError, match="wait for each other"):
                 run(program)
         else:
