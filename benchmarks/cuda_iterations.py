@@ -47,7 +47,11 @@ _MORE = {
     "data-parallel": ("00-sizes-1-1-1-1-2-zero-0", "12-sizes-1-1-1-2-1-zero-2", "16-sizes-1-1-1-3-zero-3"),
 }
 DISPATCHER = "megatron/core/transformer/moe/"
-LEFT_OUT = ("megatron_het/runtime/channels.py", "megatron_het/window", "megatron_het/activation_offload")
+LEFT_OUT = (
+    "megatron_het/runtime/channels.py",
+    "megatron_het/features/window",
+    "megatron_het/features/activation_offload",
+)
 """Where the lines are whose waits are left out."""
 
 

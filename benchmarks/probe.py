@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def observe(
     gradients: bool = False,
     meter: bool = False,
     kill: tuple[int, int, int] | None = None,
+    hold: tuple[int, str] | None = None,
 ) -> None:
     """Wrap every call of the forward-backward function of this process.
 
@@ -40,8 +42,9 @@ def observe(
         meter: Let the report meter memory, which takes a third of the time of a small run.
         kill: (rank, iteration, operation): that rank kills itself with SIGKILL before that
             forward step of that training iteration (both counted from 0).
+        hold: (iteration, file): every rank waits before that training iteration until the file is there.
     """
-    observer = Observer(rank, Path(out) if out else None, gradients)
+    observer = Observer(rank, Path(out) if out else None, gradients, hold)
     if kill is not None and kill[0] == rank:
         _kill_in_forward(*kill[1:], observer)
     _wrap_stock(observer)
@@ -51,8 +54,9 @@ def observe(
 class Observer:
     """Sees every call of the forward-backward function."""
 
-    def __init__(self, rank: int, out: Path | None, gradients: bool) -> None:
+    def __init__(self, rank: int, out: Path | None, gradients: bool, hold: tuple[int, str] | None = None) -> None:
         self._rank = rank
+        self._hold = hold
         self._out = out
         self._gradients = gradients
         self._kept: dict[str, list[float]] = {"losses": [], "validation": []}
@@ -66,6 +70,8 @@ class Observer:
         def observed(*positional: Any, **keywords: Any) -> Any:
             training = not keywords.get("forward_only", False)
             self.iteration += training
+            if training and self._hold is not None and self._hold[0] == self.iteration:
+                _wait_for(Path(self._hold[1]))
             first = training and self.iteration == 0 and self._gradients
             result = step(*positional, **keywords)
             if self._out is not None:
@@ -208,6 +214,14 @@ def _of_layer(config: Any, match: re.Match[str]) -> str:
 
     mine = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     return f"{match[1]}{parallel_state.get_expert_model_parallel_rank() * mine + int(match[2])}"
+
+
+def _wait_for(file: Path, limit_s: float = 120.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not file.exists():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{file} has not come in {limit_s:g} s")
+        time.sleep(0.05)
 
 
 def _kill_in_forward(iteration: int, operation: int, observer: Observer) -> None:

@@ -184,15 +184,15 @@ def _reduces_early(model: list[torch.nn.Module]) -> bool:
     return any(found is not None and found.overlap_grad_reduce for found in settings)
 
 
-def _held(model: list[torch.nn.Module]) -> dict[int, tuple[int, int]]:
+def _held(model: list[torch.nn.Module]) -> dict[tuple[int, int], tuple[int, int]]:
     """Which elements of each gradient this rank has the class's sum of, where the distributed optimizer divides them.
 
     Returns:
-        ``(start, stop)`` of the flat gradient, by its address; nothing where all ranks have all.
+        ``(start, stop)`` of the flat gradient, by where it begins; nothing where all ranks have all.
     """
     wrapped: list[Any] = list(model)
     divided = [chunk for chunk in wrapped if chunk.ddp_config.use_distributed_optimizer]
-    found: dict[int, tuple[int, int]] = {}
+    found: dict[tuple[int, int], tuple[int, int]] = {}
     for buffer in (buffer for chunk in divided for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
@@ -201,22 +201,27 @@ def _held(model: list[torch.nn.Module]) -> dict[int, tuple[int, int]]:
             for parameter in bucket.params_list:
                 start, stop, _ = buffer.param_index_map[parameter]
                 mine = min(max(first, start), stop) - start, max(min(first + length, stop), start) - start
-                found[parameter.main_grad.data_ptr()] = mine
+                found[_beginning(parameter.main_grad)] = mine
     return found
 
 
-def _compare_copies(model: list[torch.nn.Module], held: dict[int, tuple[int, int]]) -> None:
+def _beginning(tensor: torch.Tensor) -> tuple[int, int]:
+    """The storage of a tensor and its place there: fake tensors have no address."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def _compare_copies(model: list[torch.nn.Module], held: dict[tuple[int, int], tuple[int, int]]) -> None:
     """Refuse different gradients of the copies of tied weights on this rank."""
     copies: list[Any] = [p for chunk in model for p in chunk.parameters() if is_tied_copy(p)]
     check = CopiesCheck(len(copies))
     for copy in copies:
-        start, stop = held.get(copy.main_grad.data_ptr(), (0, copy.numel()))
+        start, stop = held.get(_beginning(copy.main_grad), (0, copy.numel()))
         check.see(start, copy.main_grad.view(-1)[start:stop])
 
 
-def _span(held: dict[int, tuple[int, int]], gradient: torch.Tensor) -> tuple[int, int]:
-    """Of one gradient; an expert of other ranks has no elements here."""
-    return held[gradient.data_ptr()] if gradient.numel() else (0, 0)
+def _span(held: dict[tuple[int, int], tuple[int, int]], gradient: torch.Tensor) -> tuple[int, int]:
+    """Returns the elements of one gradient; an expert of other ranks has none here."""
+    return held[_beginning(gradient)] if gradient.numel() else (0, 0)
 
 
 def class_exchange(groups: PlanGroups) -> ShardExchange | None:

@@ -46,6 +46,7 @@ class Running:
         folder: An empty folder.
         workers: Node of every worker, and the file for which it waits before it comes.
         kill: Worker, iteration and forward step at which it kills itself.
+        hold: Iteration before which workers wait, and the file for which they do.
         planner: Of the controller; by default the plans above.
         flags: Of the training; by default those of the lab's small model.
         setup: What workers do before they come, and its arguments.
@@ -59,6 +60,7 @@ class Running:
         folder: Path,
         workers: list[tuple[str, str]],
         kill: tuple[int, int, int] | None = None,
+        hold: tuple[int, str] | None = None,
         *,
         planner: Planner | None = None,
         flags: Sequence[str] | None = None,
@@ -81,7 +83,7 @@ class Running:
         self.controller = Controller(board, plans, folder / "state.json", first, bounds, self.lines.append)
         self.error: JobError | None = None
         self.finished: Finished | None = None
-        options = {"out": None, "kill": kill}
+        options = {"out": None, "kill": kill, "hold": hold}
         own = (*common_flags(Weights(), steps=STEPS), *lab.start_flags(Weights()))
         job = Job(
             "elastic job",
@@ -157,9 +159,12 @@ def test_join_death_and_leave(
     lab: Lab, tmp_path: Path, undisturbed: dict[int, float], capsys: pytest.CaptureFixture[str]
 ):
     nodes = [("a", ""), ("b", ""), ("c", ""), ("d", "come")]
-    job = Running(lab, tmp_path, nodes, kill=(1, 8, 0))
+    job = Running(lab, tmp_path, nodes, kill=(1, 8, 0), hold=(4, str(tmp_path / "go")))
     job.until(lambda: job.iteration() >= 2, "start")
     (tmp_path / "come").touch()
+    # The newcomer checks the flags against the next plan first, for seconds in which all iterations would pass.
+    job.until(lambda: any(line.startswith("a node joins: ") for line in job.lines), "join")
+    (tmp_path / "go").touch()
     job.until(lambda: len(job.controller.history) >= 3, "join and death")
     start = job.iteration()
     job.until(lambda: job.iteration() > start, "after the death")

@@ -17,7 +17,7 @@ import pytest
 
 from tests.functional.launch import REPOSITORY, launch
 
-_SOURCES = ("megatron_het", "tools", "patches", "setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
+_SOURCES = ("megatron_het", "tools", "patches", "docs", "setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 
 _CLUSTER = """\
 name: two
