@@ -156,7 +156,7 @@ def check_bound(estimator: Estimator, candidate: Candidate, seconds: float) -> N
         assert bounds_of(estimator, schedules, "cost").value(limits) <= usd * (1 + 1e-9), candidate
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 14))])
 def test_no_plan_is_below_the_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "LONG", 0)  # everything that a plan may have, for short sequences too
     estimator, rng = small_case(seed), random.Random(seed)

@@ -75,6 +75,7 @@ def test_a_node_more_of_a_large_cluster_is_never_worse(seed):
     assert 100 < found["cases"][0]["gpus"] <= 200
 
 
+@pytest.mark.full
 def test_ministages_do_not_hide_what_is_faster_at_long_sequences():
     """Their closed form was so hopeful that nothing else was simulated, and the plan 16 % slower than without them."""
     nodes_of = (("H100-SXM", 8), ("H200", 4))
