@@ -8,7 +8,7 @@ how often the host waits for the device inside operations of the program, but fo
 ``staged_waits``, at most ``staged_transfers``, because gloo sends what is in host memory already;
 ``waits_by_iteration``, the most outside of operations; ``missing_waits_noticed`` of ``missing_waits``: lines that order
 streams, left out one at a time.  ``--part`` and ``--only`` run some of it; ``--add`` goes on with the results of
-such runs.
+such runs.  With ``--keep-waits`` no line is left out.
 """
 
 from __future__ import annotations
@@ -273,6 +273,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ranks", metavar="RANK", nargs="+", type=int, default=[], help="of every plan (default all)")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="run the I-th of N parts of the plans")
+    parser.add_argument("--keep-waits", action="store_true", help="leave out no line that orders streams")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="JSON", help="results to go on with")
     options = parser.parse_args()
     index, parts = map(int, options.part.split("/"))
@@ -318,7 +319,8 @@ def main() -> int:
 
     try:
         carry_out([iteration for iteration in options.chosen if iteration.name not in runs], folder, runs)
-        carry_out(left_to_do(runs, without), folder / "without", without)
+        if not options.keep_waits:
+            carry_out(left_to_do(runs, without), folder / "without", without)
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -38,6 +38,16 @@ _POLL_S = 0.01
 # Ports below the range from which the kernel takes the local ends of connections.
 _FIRST_PORT, _PORTS = 20000, 12000
 _SPREAD = 7417  # servers with neighbouring process numbers begin far from each other
+# What a training imports when it first needs it.
+_LATE_IMPORTS = (
+    "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
+    "megatron.core.tokenizers.text.models",
+    "megatron_het.plan.from_flags",
+    "megatron_het.plan.validate",
+    "megatron_het.runtime.leaving",
+    "megatron_het.runtime.recompute",
+    "torch.utils.serialization",
+)
 
 
 @dataclass
@@ -242,16 +252,21 @@ def import_everything(device: Device = "cpu") -> None:
 
     from megatron_het import device as platform
     from megatron_het import megatron_patches as upstream
-    from megatron_het.elastic.warm import MODULES
+    from megatron_het.elastic.worker import MODULES
+    from megatron_het.features import FEATURES
 
     if device == "cuda":
         platform.pretend(platform.Platform("cuda"))  # asking for devices is for the ranks
     platform.activate()
     upstream.install("stock")
-    for name in (*MODULES, "benchmarks.probe"):
+    runtimes = (feature.runtime for feature in FEATURES if feature.runtime)
+    for name in (*MODULES, *runtimes, *_LATE_IMPORTS, "benchmarks.probe"):
         importlib.import_module(name)
-    for patch in upstream.all_patches().values():  # their sources, which every start compares, are remembered
+    # Sources of upstream, which every start compares, are read once.
+    for patch in upstream.all_patches().values():
         upstream.changed_sources(patch)
+    for feature in FEATURES:
+        upstream.moved(feature.upstream_names)
     if device == "cuda" and torch.cuda.is_initialized():
         raise SystemExit("an import has started CUDA; forking is not safe")
 

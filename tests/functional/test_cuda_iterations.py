@@ -63,12 +63,15 @@ def test_tensors_of_transfers_need_their_wait(faults: dict[str, Any], name: str)
 PLANS = ("1f1b, mixed TP in a stage", "ministage, all offloaded", "slimpipe exchange, vocabulary, offload")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("cuda") / "found.json"
-    done = start("benchmarks.cuda_iterations", "--ranks", "0", "--only", *PLANS, "--json", str(out))
+def iterations(out: Path, *words: str) -> dict[str, Any]:
+    done = start("benchmarks.cuda_iterations", *words, "--json", str(out))
     assert out.exists(), done.stderr[-3000:]
     return json.loads(out.read_text("utf-8")) | {"exit_code": done.returncode}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return iterations(tmp_path_factory.mktemp("cuda") / "found.json", "--ranks", "0", "--keep-waits", "--only", *PLANS)
 
 
 def test_iterations_mix_no_devices_and_keep_the_order_of_streams(found: dict[str, Any]) -> None:
@@ -81,18 +84,17 @@ def test_the_host_waits_for_nothing_inside_operations(found: dict[str, Any]) -> 
     assert 0 < found["staged_waits"] <= found["staged_transfers"]
 
 
-def test_every_wait_between_streams_is_needed(found: dict[str, Any]) -> None:
+@pytest.mark.full
+def test_every_wait_between_streams_is_needed(tmp_path: Path) -> None:
     """A line of ours that waits is left out: the run must notice, wherever it is."""
+    found = iterations(tmp_path / "found.json", "--ranks", "0", "--only", *PLANS)
     assert found["missing_waits"] > 8
     assert found["missing_waits_unnoticed"] == []
     assert found["exit_code"] == 0
 
 
+@pytest.mark.full
 def test_experts_of_a_rank_with_tensor_parallelism(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    words = ("--ranks", "1", "--only", "1f1b, experts, mixed TP in a stage", "--json", str(out))
-    done = start("benchmarks.cuda_iterations", *words)
-    assert out.exists(), done.stderr[-3000:]
-    found = json.loads(out.read_text("utf-8"))
+    found = iterations(tmp_path / "found.json", "--ranks", "1", "--only", "1f1b, experts, mixed TP in a stage")
     assert found["failed"] == [], [case for case in found["cases"] if case.get("error")]
     assert found["waits_in_operations"] == 0 < found["waits_for_experts"]

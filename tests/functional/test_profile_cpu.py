@@ -116,6 +116,7 @@ def test_another_model_is_refused_before_anything_starts(measured: tuple[Path, P
     assert out.read_bytes() == before
 
 
+@pytest.mark.full
 def test_experts_latent_attention_and_windows(tmp_path: Path) -> None:
     """Whole and divided experts of a TP group, layers without experts, and attention of both kinds."""
     model = dataclasses.replace(
