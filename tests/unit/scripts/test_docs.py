@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted(
     path.relative_to(ROOT)
-    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "patches/*.md", "benchmarks/**/*.md")
+    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "patches/*.md", "benchmarks/**/*.md", "test*/*.md")
     for path in ROOT.glob(pattern)
 )
 SOURCES = [
