@@ -156,5 +156,5 @@ def test_commands_of_the_planner_have_the_options_that_are_told(page: Path) -> N
             known = {option for action in parser_of(name)._actions for option in action.option_strings}
             assert options_of(words) <= known, f"het-plan {name}{words}"
     for block in re.findall(r"^```(?:bash)?\n(.*?)^```$", prose(page), re.MULTILINE | re.DOTALL):
-        unknown = [name for name in re.findall(r"^(?:het-plan|python -m tools\.planner) +(\w+)", block, re.MULTILINE)]
+        unknown = re.findall(r"^(?:het-plan|python -m tools\.planner) +(\w+)", block, re.MULTILINE)
         assert set(unknown) <= {name.split("-")[0] for name in COMMANDS} | set(COMMANDS), block
