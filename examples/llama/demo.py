@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from examples.llama import job as jobs
-from examples.llama import page, published, report
+from examples.llama import page, report
 from examples.llama.data import VOCAB_SIZE, DataFiles
 from examples.llama.devices import (
     CpuDevice,
@@ -123,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = Demo(options, size, screen).run()
         if options.readme:
-            published.renew(result, options.out.resolve(), screen)
-    except (jobs.JobError, published.BusyError, FileNotFoundError) as error:
+            report.publish(result, options.out.resolve(), screen)
+    except (jobs.JobError, report.BusyError, FileNotFoundError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except KeyboardInterrupt:

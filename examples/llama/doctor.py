@@ -26,7 +26,7 @@ from examples.llama.devices import (
     pinning,
 )
 from examples.llama.job import gpus_here
-from examples.llama.slowed import SLOWED_VARIABLE
+from examples.llama.pinned import SLOWED_VARIABLE
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
 from tools.planner.errors import PlannerError
@@ -101,7 +101,7 @@ def make_profile(devices: Sequence[CpuDevice], out: Path) -> Profile:
 def command_of(options: argparse.Namespace, out: Path, plan: Plan, has_profile: bool) -> list[str]:
     """torchrun, the pinning and the doctor."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(plan.world_size)]
-    words += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "examples.llama.slowed"]
+    words += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "examples.llama.pinned"]
     words += ["megatron_het.doctor", "--cluster", str(out / "cluster.yaml"), "--limit-s", str(options.limit_s)]
     words += ["--checkpoints", str(out / "checkpoints"), "--json", str(out / "doctor.json")]
     words += ["--log-dir", str(out / "logs"), "--slow-ratio", str(options.slow_ratio), "--link-ratio", "3"]

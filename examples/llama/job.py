@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice
-from examples.llama.slowed import SLOWED_VARIABLE
+from examples.llama.pinned import SLOWED_VARIABLE
 from tools.planner.profile.command import default_environment, free_port
 
 #: What Megatron needs on a machine without a GPU.
@@ -45,7 +45,7 @@ _INTERPRETER = """\
 # The interpreter of one of the demo's nodes: its ranks keep to a core, and are slowed where the node is a slow one.
 export PYTHONPATH={repository}${{PYTHONPATH:+:$PYTHONPATH}}
 [[ "$2" == torch.distributed.run ]] && exec {python} "$@"
-exec {python} -m examples.llama.slowed "${{@:2}}"
+exec {python} -m examples.llama.pinned "${{@:2}}"
 """
 
 
