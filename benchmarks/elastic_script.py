@@ -23,9 +23,8 @@ def run() -> None:
     import torch.distributed as dist
 
     from megatron_het import pretrain_gpt
-    from megatron_het.elastic.boundary import ElasticBoundary, open_links
+    from megatron_het.elastic.boundary import ElasticBoundary, Kept, open_links
     from megatron_het.elastic.copies import Copies
-    from megatron_het.elastic.datasets import Kept
     from megatron_het.elastic.generation import Generation
     from megatron_het.elastic.sessions import run_session
     from megatron_het.elastic.state import give

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_het.elastic import severing
+from megatron_het.elastic import links as severing
 
 _HANGS_S = 15.0
 _SAVE_S, _STALL_S = 0.4, 900.0

@@ -252,7 +252,7 @@ def import_everything(device: Device = "cpu") -> None:
 
     from megatron_het import device as platform
     from megatron_het import megatron_patches as upstream
-    from megatron_het.elastic.warm import MODULES
+    from megatron_het.elastic.worker import MODULES
     from megatron_het.features import FEATURES
 
     if device == "cuda":

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.doctor.check import Names, Seat, kind_of
-from megatron_het.doctor.coordinator import Coordinator, exit_code
+from megatron_het.doctor.coordinator import Coordinator, exit_code, table, to_json
 from megatron_het.doctor.expectations import from_json
-from megatron_het.doctor.meeting import Heart, Keys, MeetingError, connect, hear, is_ending, tell
 from megatron_het.doctor.options import Inputs, checks_of, parse, patience, read_inputs
-from megatron_het.doctor.participant import Participant
-from megatron_het.doctor.report import table, to_json
+from megatron_het.doctor.participant import Heart, Keys, MeetingError, Participant, connect, hear, is_ending, tell
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.validate import check_plan
 from megatron_het.safe_io import shown, write_json

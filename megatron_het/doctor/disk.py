@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat
-from megatron_het.doctor.words import amount, rate
+from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, amount, rate
 
 _BLOCK = 4 << 20
 _WINDOW_S, _MOST_BYTES = 2.0, 256 << 20

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat
+from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, duration, rate
 from megatron_het.doctor.expectations import Expectations
-from megatron_het.doctor.words import duration, rate
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.ranks import boundary_map, edges
 from megatron_het.lowering.transports import choose_transport

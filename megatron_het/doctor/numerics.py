@@ -8,21 +8,186 @@ computes differently, or a topology that does.  Besides, every device trains a f
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_het.doctor import stored
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat
-from megatron_het.doctor.meeting import hear, tell
-from megatron_het.doctor.tiny import ITERATIONS, flags_of, one_process, tiny_plan
-from megatron_het.plan import Plan, save_plan
+from megatron_het.doctor.participant import hear, tell
+from megatron_het.features.plan_checks import check_plan_alone
+from megatron_het.lowering.programs import build
+from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from megatron_het.plan.validate import check_plan
+
+# Three steps of a fixed tiny model on one device, whose losses are stored here.
+#
+# Nothing is drawn and nothing is asked of Megatron: a device, a driver or a library that computes wrongly shows on
+# whatever rank has it, also where all kinds of devices of the job are wrong in the same way.
+
+
+LOSSES = (2.988096077980702, 1.921796714504176, 1.542753363577767)
+"""In double precision."""
+_ROWS, _COLUMNS, _STEP = 48, 32, 0.1
+_SCALE = 2.5  # of the weights: large enough that what the model computes decides the loss
+
+
+def fixed_model_losses(device: Any, dtype: Any) -> list[float]:
+    """Losses of causal attention and an MLP, computed in ``dtype``, with plain gradient descent in at least fp32.
+
+    Args:
+        device: A torch device.
+        dtype: Of the matrix products.
+    """
+    import torch
+
+    kept = torch.promote_types(dtype, torch.float32)
+
+    def fixed(rows: int, columns: int, turn: float) -> torch.Tensor:
+        """Numbers that look random, the same on all devices: made on the host in double precision."""
+        return torch.sin(turn * torch.arange(1, rows * columns + 1, dtype=torch.float64) ** 1.3).reshape(rows, columns)
+
+    inputs, target = (fixed(_ROWS, _COLUMNS, turn).to(device, kept) for turn in (0.7, 1.9))
+    shapes = ((_COLUMNS, 3 * _COLUMNS), (_COLUMNS, 2 * _COLUMNS), (2 * _COLUMNS, _COLUMNS))
+    weights = [
+        (fixed(rows, columns, 0.3 + i) * _SCALE / math.sqrt(rows)).to(device, kept).requires_grad_()
+        for i, (rows, columns) in enumerate(shapes)
+    ]
+    future = torch.ones(_ROWS, _ROWS, dtype=torch.bool, device=device).triu(1)
+    found = []
+    for _ in LOSSES:
+        qkv, up, down = (weight.to(dtype) for weight in weights)
+        query, key, value = (inputs.to(dtype) @ qkv).chunk(3, dim=1)
+        scores = (query @ key.T / math.sqrt(_COLUMNS)).to(kept).masked_fill(future, -math.inf)
+        attended = scores.softmax(dim=1).to(dtype) @ value
+        out = torch.nn.functional.silu(attended @ up) @ down
+        loss = (out.to(kept) - target).square().mean()
+        gradients = torch.autograd.grad(loss, weights)
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.sub_(_STEP * gradient)
+        found.append(loss.item())
+    return found
+
+
+# A tiny model under the topology of a plan, and the same model in one process: what three iterations are run of.
+#
+# Stages, replicas, ranks, schedule and its parameters are the plan's; sizes are small.  Weights are drawn by name,
+# so that both start from the same ones whatever the plan is.
+
+
+ITERATIONS = 3
+_HEAD_DIM, _VOCABULARY = 8, 250
+_MOST_LAYERS = 2  # of a chunk
+_TOKENS = 8  # of a slice of a rank, at least
+
+
+def tiny_plan(plan: Plan) -> Plan:
+    """The plan with a tiny dense model, and with as few microbatches as its schedule and its routes allow."""
+    sizes = math.lcm(*(r.tp for s in plan.stages for r in s.replicas))
+    slices = build(plan)[False].shape.slices
+    parts = math.lcm(*(r.cp for s in plan.stages for r in s.replicas))
+    stages = tuple(
+        replace(
+            s,
+            layers=tuple(min(n, _MOST_LAYERS) for n in s.layers),
+            replicas=tuple(replace(r, ep=1) for r in s.replicas),
+        )
+        for s in plan.stages
+    )
+    heads = sizes * parts * (2 if sizes * parts < 4 else 1)
+    length = slices * parts * sizes * _TOKENS
+    model = ModelShape(
+        num_layers=sum(n for s in stages for n in s.layers),
+        hidden_size=heads * _HEAD_DIM,
+        num_attention_heads=heads,
+        num_query_groups=heads,
+        seq_length=length,
+        ffn_hidden_size=heads * _HEAD_DIM * 2,
+        tied_embeddings=plan.model.tied_embeddings,
+        mtp_num_layers=min(plan.model.mtp_num_layers, 1),
+    )
+    whole = replace(plan, model=model, stages=stages, predicted=None, notes="")
+    if plan.training.micro_batch_sizes:
+        return whole
+    whole = _with_microbatches(whole, range(plan.num_microbatches))
+    most, kept = plan.num_microbatches, _least(plan)
+    while kept < most:
+        try:
+            found = _with_microbatches(whole, range(kept))
+            check_plan(found)
+            check_plan_alone(found)
+            build(found)
+            return found
+        except PlanError:
+            kept *= 2
+    return whole
+
+
+def _least(plan: Plan) -> int:
+    """The shortest prefix of the microbatches in which every replica has one."""
+    return max(max(min(r.microbatches, default=0) for r in s.replicas) for s in plan.stages) + 1
+
+
+def _with_microbatches(plan: Plan, kept: Sequence[int]) -> Plan:
+    """The plan with the first microbatches only, of one sequence each."""
+    stages = tuple(
+        replace(
+            s,
+            replicas=tuple(replace(r, microbatches=tuple(m for m in r.microbatches if m in kept)) for r in s.replicas),
+        )
+        for s in plan.stages
+    )
+    training = replace(plan.training, micro_batch_size=1, global_batch_size=len(kept))
+    return replace(plan, stages=stages, training=training)
+
+
+def one_process(plan: Plan) -> Plan:
+    """The tiny model of a tiny plan on one rank, without anything that a plan may do."""
+    training = plan.training
+    alone = TrainingShape(
+        1 if not training.micro_batch_sizes else training.micro_batch_size,
+        training.global_batch_size,
+        precision=training.precision,
+        micro_batch_sizes=training.micro_batch_sizes,
+    )
+    replica = Replica((0,), tuple(range(plan.num_microbatches)))
+    return Plan(plan.model, alone, (Stage((plan.model.num_layers,), (replica,)),), ScheduleSpec("1f1b"))
+
+
+def flags_of(plan: Plan, machine: Sequence[str]) -> list[str]:
+    """Megatron's flags for a tiny plan on synthetic data.
+
+    Args:
+        plan: Tiny.
+        machine: The flags that the machines of the job ask for.
+    """
+    model = plan.model
+    text = f"""
+        --num-layers {model.num_layers} --hidden-size {model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}
+        --num-attention-heads {model.num_attention_heads} --seq-length {model.seq_length}
+        --max-position-embeddings {model.seq_length} --position-embedding-type rope --normalization RMSNorm --swiglu
+        --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
+        --tokenizer-type NullTokenizer --vocab-size {_VOCABULARY} --make-vocab-size-divisible-by 32 --mock-data
+        --split 90,10,0 --calculate-per-token-loss --lr 1e-3 --lr-decay-style constant --clip-grad 1.0
+        --train-iters {ITERATIONS} --eval-iters 0 --eval-interval 1000 --log-interval 1 --seed 1234
+        --distributed-timeout-minutes 1 --dist-ckpt-optim-fully-reshardable
+        """
+    words = text.split()
+    if not model.tied_embeddings:
+        words.append("--untie-embeddings-and-output-weights")
+    if model.mtp_num_layers:
+        words += ["--mtp-num-layers", str(model.mtp_num_layers)]
+    if plan.training.precision in ("bf16", "fp16"):
+        words.append(f"--{plan.training.precision}")
+    return [*words, *machine]
+
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 """Relative difference of a loss that is still taken for rounding, by precision."""
@@ -94,13 +259,13 @@ class Numerics(Check):
 
     def _judge_stored(self, answers: Answers, names: Names, bound: float) -> tuple[float, list[Finding]]:
         """The largest difference from the stored losses, and the ranks that are beyond the bound."""
-        errors = {rank: difference(answer["stored"], stored.LOSSES) for rank, answer in answers.items()}
+        errors = {rank: difference(answer["stored"], LOSSES) for rank, answer in answers.items()}
         found = []
         for rank, error in errors.items():
             if not error <= bound:  # NaN as well
                 text = f"a fixed model's losses are {_in_words(answers[rank]['stored'])}, and should be "
                 hint = "This device, its driver or its libraries compute wrongly"
-                found.append(self.fault(names.of([rank]), f"{text}{_in_words(stored.LOSSES)}: {error:.1e} apart", hint))
+                found.append(self.fault(names.of([rank]), f"{text}{_in_words(LOSSES)}: {error:.1e} apart", hint))
         return max(errors.values()), found
 
 
@@ -111,7 +276,7 @@ def _of_stored_model(platform: Any, seat: Seat, precision: str) -> list[float]:
     if platform.is_cuda:
         torch.cuda.set_device(seat.local_rank % torch.cuda.device_count())
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    return stored.losses(platform.device, dtype)
+    return fixed_model_losses(platform.device, dtype)
 
 
 def difference(values: Sequence[float], reference: Sequence[float]) -> float:

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, grouped
-from megatron_het.doctor.nvidia import query
+from megatron_het.doctor.devices import query
 from megatron_het.launch.megatron_args import environment_of
 
 _PACKAGES = {

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat
+from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, amount, rate
 from megatron_het.doctor.links import chosen_transport
-from megatron_het.doctor.meeting import hear, tell
-from megatron_het.doctor.words import amount, rate
+from megatron_het.doctor.participant import hear, tell
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.ranks import RankOp, RankProgram, boundary_map, edges, lower
 from megatron_het.lowering.transports import posted_for

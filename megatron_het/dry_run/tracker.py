@@ -4,23 +4,173 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatron_het.device.memory import Storages, StorageWatch, resizes_seen, uncounted, watched
+from megatron_het.dry_run.device_streams import HostWaits
 from megatron_het.dry_run.experts import SELECT, selected
-from megatron_het.dry_run.gloo_threads import let_go
-from megatron_het.dry_run.host_waits import HostWaits
 from megatron_het.dry_run.ledger import Ledger, Moment
 from megatron_het.dry_run.remembered import Remembered
-from megatron_het.dry_run.traffic import Traffic, answer
+
+# When the threads of gloo have let go of the tensors of work that is done.
+#
+# A thread of gloo first says that its work is done and then drops the tensors.  A thread that the machine holds up
+# in between keeps them alive into whatever this rank does next, as nothing on a GPU or in a dry run would.
+
+
+_NAME = "pt_gloo_runloop"
+_TASKS = Path("/proc/self/task")
+_SLEEP_S = 0.0001
+_LOOKS = 3
+_BOUND_S = 1.0
+
+
+def let_go() -> None:
+    """Wait until no thread of gloo computes: such a thread has dropped what it held, or its work is not done.
+
+    A thread that waits for Python's lock does not compute either.  It gets the lock while this one sleeps, hence
+    several looks.  Waits for a second at most; does nothing where the system does not show its threads.
+    """
+    deadline_s = time.monotonic() + _BOUND_S
+    quiet = 0
+    while quiet < _LOOKS and time.monotonic() < deadline_s:
+        time.sleep(_SLEEP_S)
+        quiet = 0 if _computes() else quiet + 1
+
+
+def _computes() -> bool:
+    if not _TASKS.is_dir():
+        return False
+    for task in _TASKS.iterdir():
+        try:
+            name, stat = (task / "comm").read_text("utf-8"), (task / "stat").read_text("utf-8")
+        except OSError:  # it has ended
+            continue
+        # The name stands in brackets and may itself hold one.
+        if name.startswith(_NAME) and stat.rsplit(")", 1)[1].split()[0] == "R":
+            return True
+    return False
+
+
+# What a rank sends and receives: every operation of ``torch.distributed``, by peer or by collective.
+
+
+_POINT_TO_POINT = {"send": "sent", "recv_": "received"}
+# The larger side of a collective, by the position of its argument; it is what all members hold in the end or bring.
+_PAYLOAD = {
+    "allreduce_": 0,
+    "allreduce_coalesced_": 0,
+    "broadcast_": 0,
+    "reduce_": 0,
+    "allgather_": 0,
+    "_allgather_base_": 0,
+    "allgather_into_tensor_coalesced_": 0,
+    "reduce_scatter_": 1,
+    "_reduce_scatter_base_": 1,
+    "reduce_scatter_tensor_coalesced_": 1,
+    "gather_": 0,
+    "scatter_": 1,
+    "alltoall_": 1,
+    "alltoall_base_": 1,
+}
+_NAMES = {
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all-to-all",
+    "alltoall_base_": "all-to-all",
+}
+
+
+@dataclass(slots=True)
+class Count:
+    """Operations of one sort.
+
+    Attributes:
+        calls: How many.
+        payload_bytes: Of a transfer, the tensor; of a collective, the larger of what goes in and what comes out.
+    """
+
+    calls: int = 0
+    payload_bytes: int = 0
+
+
+class Traffic:
+    """Counts since the last :meth:`restart`."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, tuple[int, ...]], Count] = defaultdict(Count)
+
+    def restart(self) -> None:
+        """Count from zero."""
+        self._counts.clear()
+
+    def see(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Count one operation.
+
+        Args:
+            func: An overload of ``torch.ops.c10d``.
+            args: Its arguments.
+        """
+        name = func._schema.name.removeprefix("c10d::")
+        if name in _POINT_TO_POINT:
+            group = _group(func, args)
+            members = dist.get_process_group_ranks(group)
+            peer = members[int(args[2])]
+            self._add(_POINT_TO_POINT[name], (peer,), _size_bytes(args[0]))
+        elif name in _PAYLOAD:
+            members = dist.get_process_group_ranks(_group(func, args))
+            if len(members) > 1:
+                self._add(_NAMES[name], tuple(members), _size_bytes(args[_PAYLOAD[name]]))
+
+    def _add(self, what: str, ranks: tuple[int, ...], size_bytes: int) -> None:
+        count = self._counts[what, ranks]
+        count.calls += 1
+        count.payload_bytes += size_bytes
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """One entry per sort and group, in a fixed order."""
+        return [{"what": what, "ranks": list(ranks), **asdict(c)} for (what, ranks), c in sorted(self._counts.items())]
+
+
+def answer(func: Any, args: tuple[Any, ...]) -> Any:
+    """What an operation of ``torch.ops.c10d`` returns when nobody is there: its tensors as they are, and work done."""
+    from torch._C._distributed_c10d import FakeWork
+
+    work = FakeWork().boxed()
+    returns = len(func._schema.returns)
+    return (args[0], work) if returns == 2 else work
+
+
+def _group(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup:
+    position = next(i for i, a in enumerate(func._schema.arguments) if a.name == "process_group")
+    return dist.ProcessGroup.unbox(args[position])
+
+
+def _size_bytes(argument: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor))
+
 
 _ATEN = torch.ops.aten
 _VALUE = _ATEN._local_scalar_dense.default

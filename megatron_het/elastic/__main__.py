@@ -19,7 +19,7 @@ from megatron_het.elastic.alike import signature_of
 from megatron_het.elastic.board import Board, address
 from megatron_het.elastic.pool import GivenFirst, GivenPlans, Planner
 from megatron_het.elastic.searched import Search, SearchedPlans
-from megatron_het.elastic.standing import describe
+from megatron_het.elastic.worth import describe
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.plan import Plan, PlanError, load_plan
 from megatron_het.safe_io import FileError, check_target, count, forget_reader, read_text, shown, write_text

@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megatron_het.checkpoint import asynchronous
 from megatron_het.checkpoint.choice import tracked
 from megatron_het.elastic.copies import Copies
-from megatron_het.elastic.datasets import Kept, remembered
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.links import Links
 from megatron_het.elastic.meeting import MeetingStore
 from megatron_het.elastic.state import Restored, Snapshot, Trainee, restore, take
 from megatron_het.features.watch.runtime import RankWatch
 from megatron_het.runtime.boundary import Boundary
+
+# Datasets outlive sessions: their indexes are not built again when a plan changes.
+
+
+Kept = dict[tuple[tuple[int | None, ...], bool], Any]
+"""What a provider returned, by the numbers of samples and whether this rank read them."""
+
+
+def remembered(provider: Callable[..., Any], kept: Kept) -> Callable[..., Any]:
+    """A datasets provider that builds nothing where every rank has its datasets from an earlier session.
+
+    Building is collective, so either all ranks build or none does.
+
+    Args:
+        provider: The script's.
+        kept: Of this process; filled.
+    """
+
+    @functools.wraps(provider)
+    def provide(num_samples: Sequence[int | None], **keywords: Any) -> Any:
+        from megatron.core import mpu
+        from megatron.training.utils import is_first_or_last_pipeline_stage
+
+        reads = mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(keywords.get("vp_stage"))
+        key = tuple(num_samples), bool(reads)
+        everybody_has = torch.tensor([int(key in kept)], device="cuda")
+        dist.all_reduce(everybody_has, op=dist.ReduceOp.MIN)
+        if not everybody_has.item():
+            kept[key] = provider(num_samples, **keywords)
+        return kept[key]
+
+    return provide
+
 
 LeavesAt = Callable[[int], bool]
 

@@ -15,14 +15,21 @@ from typing import Any
 
 from megatron_het.elastic.alike import CHECK_S, refusal
 from megatron_het.elastic.board import ServedBoard
-from megatron_het.elastic.failures import Failures, JobError, Progress, ReplacedError, Saves
 from megatron_het.elastic.generation import Generation
-from megatron_het.elastic.lessons import Lessons
-from megatron_het.elastic.members import Bounds, Member, Moment
+from megatron_het.elastic.members import (
+    Bounds,
+    Failures,
+    JobError,
+    Lessons,
+    Member,
+    Moment,
+    Progress,
+    ReplacedError,
+    Saves,
+)
 from megatron_het.elastic.pool import NoPlanError, Planner, Process, assign
 from megatron_het.elastic.recalled import StateFile, recalled
-from megatron_het.elastic.standing import last_iteration, standing
-from megatron_het.elastic.worth import against
+from megatron_het.elastic.worth import against, last_iteration, standing
 from megatron_het.plan import Plan, plan_hash
 from megatron_het.safe_io import one_line, shown
 from megatron_het.store import StoreError

@@ -6,14 +6,132 @@ processes that meet at a store; it is no part of the world that a session builds
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
-from collections.abc import Sequence
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+# Waits that nothing else ends: the connections of a session are cut once one of its processes is lost.
+#
+# A process that dies closes its connections, and whoever waits for it gets an error at once.  A host that vanishes
+# closes nothing: its peers would wait in gloo until the timeout, and gloo has no call that wakes them.  But a
+# connection that its own process shuts down ends every wait on it, at both ends that are left.
+
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+class Severing:
+    """Cuts what this process has connected since a session began.
+
+    Left alone are: connections that are older than the session, those to the controller, and sockets of Python's own,
+    such as those of a data source or of a logger.  Without ``/proc`` nothing is cut, and waits end at their timeout.
+
+    Args:
+        host: Of the controller.
+        port: Of the controller.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._lock = threading.Lock()
+        self._key: str | None = None
+        self._older: set[int] = set()
+
+    @property
+    def key(self) -> str | None:
+        """Of what is under way; None in between."""
+        return self._key
+
+    @contextlib.contextmanager
+    def during(self, key: str) -> Iterator[None]:
+        """What connects in here belongs to one session.
+
+        Args:
+            key: Its key, for :meth:`cut`.
+        """
+        with self._lock:
+            self._key, self._older = key, {_inode(one) for one in sockets()}
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._key = None
+
+    def cut(self, key: str) -> int:
+        """Shut down what a session has connected so far, if it is still under way; any thread may call, repeatedly.
+
+        Returns:
+            How many connections were cut.
+        """
+        number = 0
+        with self._lock:  # the next session's connections are not this one's
+            if self._key != key:
+                return 0
+            spared = self._older | {_inode_of(number) for number in _of_python()}
+            controller = {(address, self._port) for address in _addresses(self._host)}
+            for one in sockets():
+                if _inode(one) in spared or _peer(one) in controller:
+                    continue
+                with contextlib.suppress(OSError):  # it is not connected, or not any more
+                    one.shutdown(socket.SHUT_RDWR)
+                    number += 1
+        return number
+
+
+def sockets() -> Iterator[socket.socket]:
+    """Every TCP socket of this process that does not listen, by a descriptor of its own while it is looked at."""
+    numbers = [int(entry) for entry in os.listdir(_DESCRIPTORS)] if _DESCRIPTORS.is_dir() else []
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            if not os.readlink(_DESCRIPTORS / str(number)).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(number)) as one:  # nobody can close and reuse this one
+                is_stream = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+                if is_stream and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    yield one
+
+
+def _of_python() -> list[int]:
+    """Descriptors of Python's sockets."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), socket.socket)]
+    return [number for number in (one.fileno() for one in found) if number >= 0]
+
+
+def _inode(one: socket.socket) -> int:
+    return _inode_of(one.fileno())
+
+
+def _inode_of(descriptor: int) -> int:
+    with contextlib.suppress(OSError):
+        return os.fstat(descriptor).st_ino
+    return -1
+
+
+def _peer(one: socket.socket) -> tuple[str, int] | None:
+    """The other end; None while it is being connected."""
+    try:
+        name = one.getpeername()
+    except OSError:
+        return None
+    return str(name[0]).removeprefix("::ffff:"), int(name[1])
+
+
+def _addresses(host: str) -> set[str]:
+    """Of the controller."""
+    with contextlib.suppress(OSError):
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    return {host}
 
 
 class Links:

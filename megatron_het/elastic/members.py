@@ -1,12 +1,160 @@
-"""What the controller knows of its workers, and how long it waits for them."""
+"""What the controller knows of a running job: its workers, its troubles, and what it measured for a better plan."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_het.elastic.pool import Process
+from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.pool import Planner, Process
+from megatron_het.elastic.worth import change_s
+
+# What the controller counts of trouble: generations that fail in a row, and iterations that do not end.
+
+
+_MOST = 3
+
+
+class JobError(RuntimeError):
+    """The job cannot go on; the message says why and what to do."""
+
+
+class ReplacedError(RuntimeError):
+    """Another controller has taken the job over."""
+
+
+class Failures:
+    """Generations that failed in a row, and sessions that failed again at one place."""
+
+    def __init__(self) -> None:
+        self._in_a_row = self._repeated = 0
+        self._at = -1
+
+    def over(self) -> None:
+        """A generation has done an iteration."""
+        self._in_a_row = 0
+
+    def note(self, reached: int, dead: int, errors: Collection[str]) -> None:
+        """A generation has failed.
+
+        Args:
+            reached: Iterations that are done.
+            dead: How many of its ranks were lost.
+            errors: What the others say.
+
+        Raises:
+            JobError: It was one too many.
+        """
+        # What fails again at the same place, without a death, does so whatever was done in between.
+        self._repeated = self._repeated + 1 if not dead and reached <= self._at else 0
+        self._in_a_row, self._at = self._in_a_row + 1, max(reached, self._at)
+        most = max(self._in_a_row, self._repeated)
+        if most > _MOST:
+            raise JobError(
+                f"{most} generations failed in a row, at iteration {reached}: "
+                f"{'; '.join(sorted(errors)) or 'workers died'}. The workers' logs say more"
+            )
+
+
+class Saves:
+    """Checkpoints that could not be written.
+
+    A checkpoint is tried once more in the folder for that, if there is one, and else left out.  The last one of a
+    training is tried once more in any case.
+
+    Args:
+        fallback: Folder; empty for none.
+    """
+
+    def __init__(self, fallback: str) -> None:
+        self._fallback = fallback
+        self._failed: dict[int, set[int]] = {}
+        self._unsaved: set[int] = set()
+        self._elsewhere: set[int] = set()
+
+    def note(self, generation: int, iteration: int, last: int | None) -> str:
+        """A rank has not written its part; what to say of it, nothing where another rank has said so.
+
+        Args:
+            generation: In which it failed.
+            iteration: Of the checkpoint.
+            last: Of the training; None where that is not known.
+        """
+        generations = self._failed.setdefault(iteration, set())
+        if generation in generations:
+            return ""
+        generations.add(generation)
+        if self._fallback and iteration not in self._elsewhere:
+            self._elsewhere.add(iteration)
+            then = f"it is tried in {self._fallback}"
+        elif iteration == last and len(generations) == 1:
+            then = "it is the last one and tried again"
+        else:
+            self._unsaved.add(iteration)
+            then = "it is left out"
+        failed = sum(map(len, self._failed.values()))
+        return (
+            f"the checkpoint of iteration {iteration} is not written ({failed} failed save{'s' * (failed > 1)} so far)"
+            f"; {then}"
+        )
+
+    def recall(self, generation: Generation) -> None:
+        """What the generation that runs knows of it."""
+        self._unsaved |= set(generation.unsaved)
+        self._elsewhere |= set(generation.elsewhere)
+
+    def for_generation(self) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+        """Returns what the next generation is told: left out, tried in the other folder, and that folder."""
+        return tuple(sorted(self._unsaved)), tuple(sorted(self._elsewhere - self._unsaved)), self._fallback
+
+    def unsaved_end(self, last: int | None) -> str:
+        """Why a training that is over has not kept its last state; empty where it has, or was not to."""
+        if last is None or last not in self._unsaved:
+            return ""
+        return (
+            f"the training is over, and its last state, of iteration {last}, is not written. Make room and start it "
+            "again: it goes on from the newest checkpoint"
+        )
+
+
+class Progress:
+    """Whether iterations still end: a rank that is stuck may give signs of life all the same.
+
+    Time counts from the first iteration of a generation, because what comes before it has bounds of its own.
+
+    Args:
+        bound_s: Longest time between two iterations.
+    """
+
+    def __init__(self, bound_s: float) -> None:
+        self._bound_s = bound_s
+        self._reached, self._moved_s = -1, float("inf")
+
+    def begin(self) -> None:
+        """A generation begins."""
+        self._reached, self._moved_s = -1, float("inf")
+
+    def opened(self) -> None:
+        """It has done its first iteration."""
+        self._moved_s = min(self._moved_s, time.monotonic())
+
+    def is_stuck(self, reached: int, last: int | None) -> bool:
+        """Whether the bound is over; never after the last iteration, when a run saves and evaluates.
+
+        Args:
+            reached: Iterations that are done.
+            last: Of the training, None where that is not known yet.
+        """
+        now_s = time.monotonic()
+        if reached != self._reached:
+            self._reached = reached
+            self._moved_s = self._moved_s if self._moved_s == float("inf") else now_s
+        return now_s - self._moved_s > self._bound_s and (last is None or reached < last)
+
+
+# What the controller knows of its workers, and how long it waits for them.
 
 
 @dataclass(frozen=True)
@@ -75,3 +223,66 @@ class Member:
             "iteration": self.iteration,
             "identity": self.identity,
         }
+
+
+class Lessons:
+    """Hears of drift, and says when there is a plan that is worth a change.
+
+    Args:
+        planner: Searches.
+        say: Writes one line of progress.
+
+    Attributes:
+        corrected: What the planner was taught, as JSON values; None before that.
+    """
+
+    def __init__(self, planner: Planner, say: Callable[[str], None]) -> None:
+        self._planner, self._say = planner, say
+        self._generation, self._last = -1, 0
+        self.corrected: dict[str, Any] | None = None
+
+    def note(
+        self,
+        message: Mapping[str, Any],
+        generation: Generation,
+        pool: Sequence[Process],
+        history: Sequence[dict[str, Any]],
+    ) -> None:
+        """The run is not as planned: begin to search a better plan, while it goes on.
+
+        Args:
+            message: Of the rank that compares: what was measured, and the last iteration of the training.
+            generation: What runs.
+            pool: The processes that there are.
+            history: Of changes.
+        """
+        self._generation, self._last = generation.number, int(message["last"])
+        self._planner.learn(pool, generation.plan, dict(message["measured"]), change_s(history))
+
+    def reason(self, generation: Generation, members: Mapping[int, Member]) -> str:
+        """Why to change now; empty if there is no reason.  The slow devices among the members get their own kinds.
+
+        Args:
+            generation: What runs.
+            members: All workers.
+        """
+        learned = self._planner.learned()
+        if learned is None or self._generation != generation.number:
+            return ""
+        left = self._last - max((member.iteration for member in members.values()), default=0)
+        gain = f"a plan with iterations {100 * learned.gain:.1f} % shorter for what was measured"
+        if learned.pays_after >= left:
+            self._say(f"{gain} pays after {learned.pays_after} iterations; {left} are left, so nothing changes")
+            return ""
+        for process, kind in zip(generation.ranks, learned.kinds, strict=True):
+            if process in members:
+                members[process].process = replace(members[process].process, device=kind)
+        self._planner.accept(learned, [member.process for member in members.values()])
+        self.corrected = learned.to_json()
+        return gain
+
+    def recall(self, document: dict[str, Any] | None) -> None:
+        """What :attr:`corrected` was before the controller was started again."""
+        self.corrected = document
+        if document is not None:
+            self._planner.recall(document)

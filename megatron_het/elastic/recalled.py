@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.elastic.generation import Generation
-from megatron_het.elastic.learned import read_learned
-from megatron_het.elastic.pool import Process
-from megatron_het.elastic.standing import describe, standing
+from megatron_het.elastic.pool import Process, read_learned
+from megatron_het.elastic.worth import describe, standing
 from megatron_het.safe_io import FileError, parse_json, read_json, write_text
 
 _RESERVE_BYTES = 4 * 2**20

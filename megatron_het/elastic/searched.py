@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_het.elastic.learned import Learned, read_better, read_learned, write_run
-from megatron_het.elastic.pool import NoPlanError, Process, assign
+from megatron_het.elastic.pool import Learned, NoPlanError, Process, assign, read_better, read_learned, write_run
 from megatron_het.plan import Plan, load_plan
 from megatron_het.planner_package import planner, planner_package
 from megatron_het.safe_io import read_yaml, write_text

@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megatron_het.elastic.boundary import ElasticBoundary, Leave
+from megatron_het.elastic.boundary import ElasticBoundary, Kept, Leave
 from megatron_het.elastic.copies import Copies
-from megatron_het.elastic.datasets import Kept
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.sessions import end_session, with_own_folders
 from megatron_het.launch.megatron_args import environment_of

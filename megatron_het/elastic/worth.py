@@ -3,10 +3,174 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_het.elastic.standing import last_iteration, measured_s
-from megatron_het.plan import Plan
+from megatron_het.plan import Plan, plan_hash
+
+# How a job stands: progress, goodput, nodes, plan and changes; what ``het-run status`` shows.
+
+
+_FEW = 3
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Holds what one generation did.
+
+    Attributes:
+        first: Iterations that were done when it began.
+        reached: Iterations that were done when it ended.
+        seconds: That it trained.
+    """
+
+    first: int
+    reached: int
+    seconds: float
+
+
+def goodput(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> float | None:
+    """Share of the time since the job's start in which iterations were done that count.
+
+    The rest went into the start, into changes, and into iterations that were done again.
+
+    Args:
+        history: One entry per generation, as in ``FOLDER/state.json``.
+        reached: Iterations that are done now.
+        now_s: Wall clock, in seconds.
+
+    Returns:
+        0 to 1; None before the first iteration.
+    """
+    parts = _parts(history, reached, now_s)
+    if not parts:
+        return None
+    useful_s, least = 0.0, parts[-1].reached
+    for part in reversed(parts):
+        counted = min(part.reached, least) - part.first
+        if part.reached > part.first:
+            useful_s += part.seconds * max(0, counted) / (part.reached - part.first)
+        least = min(least, part.first)
+    whole_s = now_s - history[0]["seen"]
+    return min(1.0, useful_s / whole_s) if whole_s > 0 else None
+
+
+def standing(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> dict[str, Any]:
+    """Returns what the controller's document says of progress; see :func:`goodput`."""
+    return {"reached": reached, "now": now_s, "goodput": goodput(history, reached, now_s)}
+
+
+def _parts(history: Sequence[Mapping[str, Any]], reached: int, now_s: float) -> list[_Part]:
+    """Of the generations that have trained."""
+    ends = [(entry["reached"], entry["stopped"]) for entry in history[1:]]
+    found = []
+    for entry, (last, stopped_s) in zip(history, [*ends, (reached, now_s)], strict=False):
+        opened = [told for told in entry.get("opened", {}).values() if "loaded" in told["times"]]
+        if opened:
+            first = max(told["iteration"] for told in opened)
+            began_s = max(told["times"]["loaded"] for told in opened)
+            found.append(_Part(first, max(first, last), max(0.0, stopped_s - began_s)))
+    return found
+
+
+def measured_s(entry: Mapping[str, Any], reached: int, now_s: float) -> float | None:
+    """Seconds of an iteration of the generation that runs.
+
+    Args:
+        entry: The generation's, of the history.
+        reached: Iterations that are done.
+        now_s: Wall clock, in seconds.
+
+    Returns:
+        None after few iterations.
+    """
+    opened = entry.get("opened", {}).values()
+    if not opened:
+        return None
+    done = reached - max(told["iteration"] for told in opened) - 1
+    first_s = max(float(told["times"]["first_step"]) for told in opened)
+    return (now_s - first_s) / done if done >= _FEW and now_s > first_s else None
+
+
+def duration(seconds: float) -> str:
+    """A time for a reader: ``45 s``, ``12 min``, ``3 h 20 min``."""
+    minutes = round(seconds / 60)
+    if minutes < 3:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def last_iteration(history: Sequence[Mapping[str, Any]]) -> int | None:
+    """Of the training, as its ranks have said; None before the first iteration."""
+    found = [told["last"] for entry in history for told in entry.get("opened", {}).values() if "last" in told]
+    return max(found, default=None)
+
+
+def describe(status: Mapping[str, Any] | None) -> str:
+    """The lines of ``het-run status``.
+
+    Args:
+        status: What the controller wrote last; None before it wrote anything.
+    """
+    if status is None:
+        return "the controller has just started; ask again in a second\n"
+    lines = [_progress(status), *_generation(status)]
+    ranks = None if status["generation"] is None else set(status["generation"]["ranks"])
+    nodes: dict[str, list[Mapping[str, Any]]] = {}
+    for member in status["members"]:
+        nodes.setdefault(member["node"], []).append(member)
+    for name, members in sorted(nodes.items()):
+        kinds = ", ".join(sorted({member["device"] for member in members if member["device"]}))
+        idle = 0 if ranks is None else sum(member["process"] not in ranks for member in members)
+        words = [f"{len(members)} worker{'s' * (len(members) > 1)}" + (f" ({kinds})" if kinds else "")]
+        words += [f"{idle} without a rank"] if idle else []
+        words += ["is to leave"] if name in status["leaving"] else []
+        lines.append(f"  node {name}: {', '.join(words)}")
+    for entry in status["history"][1:]:
+        lines.append(f"  change {entry['generation']} at iteration {entry['reached']}: {entry['why']}{_pause(entry)}")
+    if status.get("under_way") and not status.get("over"):
+        lines.append(f"  a change begins: {status['under_way']}; all ranks leave their session")
+    strangers = status.get("strangers", {})
+    if number := strangers.get("refused"):
+        lines.append(f"  {number} connection{'s' * (number > 1)} without the token, the last from {strangers['last']}")
+    if status.get("unwritten"):
+        lines.append(f"  {status['unwritten']}")
+    return "\n".join(lines) + "\n"
+
+
+def _progress(status: Mapping[str, Any]) -> str:
+    history, reached = status["history"], status["reached"]
+    last = last_iteration(history)
+    text = f"iteration {reached}" + (f" of {last}" if last is not None else "")
+    each_s = measured_s(history[-1], reached, status["now"]) if history else None
+    if each_s is not None and last is not None and not status.get("over"):
+        text += f", {each_s:.3g} s each, {duration(each_s * (last - reached))} left"
+    if status["goodput"] is not None:
+        whole_s = status["now"] - history[0]["seen"]
+        text += f"; goodput {100 * status['goodput']:.1f} % of {duration(whole_s)}"
+    if status.get("over"):
+        text += f"; the job ended: {status['error']}" if status["error"] else "; the training is over"
+    return text
+
+
+def _generation(status: Mapping[str, Any]) -> list[str]:
+    if status["generation"] is None:
+        return ["no generation yet: the job waits for its nodes"]
+    plan = Plan.from_json(status["generation"]["plan"])
+    stages = " + ".join(str(sum(len(replica.ranks) for replica in stage.replicas)) for stage in plan.stages)
+    why = status["history"][-1]["why"] if status["history"] else "start"
+    number = status["generation"]["number"]
+    return [
+        f"generation {number} ({why}): plan {plan_hash(plan)}, {plan.schedule.name}, "
+        f"{len(plan.stages)} stages of {stages} ranks"
+    ]
+
+
+def _pause(entry: Mapping[str, Any]) -> str:
+    """From the end of the generation before to the first iteration that is done."""
+    steps = [told["times"]["first_step"] for told in entry.get("opened", {}).values() if told["times"]]
+    return f", {max(steps) - entry['stopped']:.1f} s to the end of the first iteration" if steps else ", under way"
+
 
 CHANGE_S = 10.0
 """What a change is taken to cost before one was seen."""

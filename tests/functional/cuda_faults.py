@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_het.dry_run import fake_cuda
+from megatron_het.dry_run import device_streams as fake_cuda
 from megatron_het.dry_run.alone import join_alone, without_values
 from megatron_het.dry_run.device_streams import device_streams
 from megatron_het.dry_run.tracker import Tracker

@@ -24,10 +24,9 @@ from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFe
 from megatron_het.schedule.durations import durations
 from megatron_het.schedule.graph import Graph
 from megatron_het.schedule.ir import Program
-from megatron_het.watch.board import PLACES, Board
 from megatron_het.watch.monitor import Settings
 from megatron_het.watch.reader import Reader
-from megatron_het.watch.samples import Hello, events_of, sample_of
+from megatron_het.watch.samples import PLACES, Board, Hello, events_of, sample_of
 
 TIMELINE_EVERY = 10
 """Iterations between two whole timelines, for the trace."""

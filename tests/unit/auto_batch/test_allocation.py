@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from megatron_het.auto_batch.allocation import accumulated, allocate, synchronised
-from megatron_het.auto_batch.curve import Curve
+from megatron_het.auto_batch.allocation import Curve, accumulated, allocate, synchronised
 
 
 def linear(start_s: float, each_s: float, largest: int) -> Curve:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_het.doctor import devices as checked_devices
 from megatron_het.doctor.check import Names, Status
-from megatron_het.doctor.devices import Devices, operating_point
+from megatron_het.doctor.devices import Devices, operating_point, parse, reasons_in
 from megatron_het.doctor.disk import Disk
 from megatron_het.doctor.expectations import (
     Expectations,
@@ -21,9 +21,7 @@ from megatron_het.doctor.expectations import (
 )
 from megatron_het.doctor.flags import Flags
 from megatron_het.doctor.links import Links, pairs_of, rounds_of
-from megatron_het.doctor.nvidia import parse
 from megatron_het.doctor.software import Software, _has_kernels
-from megatron_het.doctor.throttling import reasons_in
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, Stage, TrainingShape
 from megatron_het.planner_package import planner
 

@@ -13,10 +13,8 @@ import torch.distributed as dist
 from megatron_het.doctor import coordinator as coordinating
 from megatron_het.doctor.__main__ import _Rank
 from megatron_het.doctor.check import Check, Names, Status
-from megatron_het.doctor.coordinator import Coordinator, exit_code
-from megatron_het.doctor.meeting import Heart, Keys, MeetingError, hear, tell
-from megatron_het.doctor.participant import Participant
-from megatron_het.doctor.report import table, verdict
+from megatron_het.doctor.coordinator import Coordinator, exit_code, table, verdict
+from megatron_het.doctor.participant import Heart, Keys, MeetingError, Participant, hear, tell
 
 WORLD = 3
 NAMES = Names(("a", "a", "b"))

@@ -8,10 +8,17 @@ import pytest
 import torch
 
 from megatron_het.doctor.check import Names, Status
-from megatron_het.doctor.numerics import TOLERANCE, Numerics, _failure, difference
-from megatron_het.doctor.stored import LOSSES
-from megatron_het.doctor.stored import losses as of_stored_model
-from megatron_het.doctor.tiny import flags_of, one_process, tiny_plan
+from megatron_het.doctor.numerics import (
+    LOSSES,
+    TOLERANCE,
+    Numerics,
+    _failure,
+    difference,
+    fixed_model_losses,
+    flags_of,
+    one_process,
+    tiny_plan,
+)
 from megatron_het.features.experts.spec import check_expert_parallel
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.lowering.programs import build
@@ -96,12 +103,12 @@ def test_a_device_that_computes_wrongly_like_all_others():
 
 
 def test_stored_losses_are_those_of_this_machine_in_every_precision(monkeypatch):
-    assert difference(of_stored_model("cpu", torch.float64), LOSSES) < 1e-9
+    assert difference(fixed_model_losses("cpu", torch.float64), LOSSES) < 1e-9
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        assert 0 < difference(of_stored_model("cpu", dtype), LOSSES) < TOLERANCE[precision] / 3
+        assert 0 < difference(fixed_model_losses("cpu", dtype), LOSSES) < TOLERANCE[precision] / 3
     real = torch.Tensor.softmax
     monkeypatch.setattr(torch.Tensor, "softmax", lambda scores, dim: 1.05 * real(scores, dim))
-    assert difference(of_stored_model("cpu", torch.float32), LOSSES) > TOLERANCE["bf16"]
+    assert difference(fixed_model_losses("cpu", torch.float32), LOSSES) > TOLERANCE["bf16"]
 
 
 def test_difference():

@@ -15,7 +15,7 @@ from megatron_het.elastic.__main__ import main
 from megatron_het.elastic.board import ServedBoard
 from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.pool import GivenPlans
-from megatron_het.elastic.standing import standing
+from megatron_het.elastic.worth import standing
 from megatron_het.plan import Plan, save_plan
 from megatron_het.store import client as clients
 from tests.unit.elastic.test_pool import plan

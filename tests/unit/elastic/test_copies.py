@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_het.elastic.copies import Copies
+from megatron_het.elastic.copies import Copies, Cost
 from megatron_het.elastic.links import Links
-from megatron_het.elastic.pace import Cost
 from megatron_het.elastic.state import Snapshot
 
 TIMEOUT_S, SOON_S = 600.0, 100.0

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_het.elastic import failures
+from megatron_het.elastic import members as failures
 from megatron_het.elastic.controller import Bounds, Controller
-from megatron_het.elastic.failures import Progress
+from megatron_het.elastic.members import Progress
 from megatron_het.elastic.pool import GivenPlans
 from tests.unit.elastic.notes import Notes
 from tests.unit.elastic.test_controller import come

@@ -16,8 +16,8 @@ from megatron_het.elastic import agent as agents
 from megatron_het.elastic import recalled, sessions
 from megatron_het.elastic.agent import Log
 from megatron_het.elastic.controller import Bounds, Controller, JobError
-from megatron_het.elastic.failures import ReplacedError, Saves
 from megatron_het.elastic.generation import Generation
+from megatron_het.elastic.members import ReplacedError, Saves
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.recalled import FolderLock, StateFile
 from megatron_het.safe_io import FileError
@@ -174,7 +174,7 @@ STAMPS = {
     "elastic/worker.py": 1,
     "pretrain_gpt.py": 2,  # Megatron's own
     "dry_run/run.py": 1,
-    "auto_batch/alone.py": 1,
+    "auto_batch/measure.py": 1,
 }
 
 

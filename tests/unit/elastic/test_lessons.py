@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_het.elastic.controller import Bounds, Controller
-from megatron_het.elastic.learned import Learned, read_better, write_run
-from megatron_het.elastic.pool import GivenFirst, NoPlanError, Process
+from megatron_het.elastic.pool import GivenFirst, Learned, NoPlanError, Process, read_better, write_run
 from megatron_het.elastic.searched import SearchedPlans
 from megatron_het.plan import Plan, save_plan
 from tests.unit.elastic.notes import Notes

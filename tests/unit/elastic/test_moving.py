@@ -14,10 +14,8 @@ import torch.distributed as dist
 from megatron_het.elastic.copies import Copies, keepers_of
 from megatron_het.elastic.generation import Generation
 from megatron_het.elastic.links import Links
-from megatron_het.elastic.moving import Holdings, move
-from megatron_het.elastic.pieces import StateError
-from megatron_het.elastic.ranges import Piece
-from megatron_het.elastic.state import Snapshot
+from megatron_het.elastic.pieces import Piece, StateError
+from megatron_het.elastic.state import Holdings, Snapshot, move
 
 WHOLE = {"w": torch.arange(6 * 8, dtype=torch.float32).view(6, 8), "b": torch.arange(100.0, 110.0)}
 Held = list[tuple[Piece, torch.Tensor]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_het.elastic.pace import SHARE, Cost, Pace
+from megatron_het.elastic.copies import SHARE, Cost, Pace
 
 
 def run(pace: Pace, iteration_s: float, cost: Cost, count: int = 4) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_het.elastic.ranges import Piece, common
+from megatron_het.elastic.pieces import Piece, common
 
 
 @st.composite

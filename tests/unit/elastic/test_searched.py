@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_het.elastic.controller import Bounds, Controller
-from megatron_het.elastic.learned import Learned
-from megatron_het.elastic.pool import NoPlanError, Process
+from megatron_het.elastic.pool import Learned, NoPlanError, Process
 from megatron_het.elastic.searched import SearchedPlans
 from megatron_het.plan import Plan
 from tests.unit.elastic.notes import Notes

@@ -16,8 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_het.elastic.links import Links
-from megatron_het.elastic.severing import Severing
+from megatron_het.elastic.links import Links, Severing
 
 LONG_S, SOON_S = 600.0, 100.0
 """A wait that nothing ends, and one that was ended; on a busy machine importing torch alone takes a minute."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_het.elastic.generation import Generation
-from megatron_het.elastic.standing import describe, duration, goodput, last_iteration, standing
+from megatron_het.elastic.worth import describe, duration, goodput, last_iteration, standing
 from tests.unit.elastic.test_pool import plan
 
 

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from megatron_het.elastic import warm
+from megatron_het.elastic import worker as warm
 
 
 class Thing:

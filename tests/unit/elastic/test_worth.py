@@ -11,8 +11,7 @@ import pytest
 
 from megatron_het.elastic.controller import Bounds, Controller
 from megatron_het.elastic.pool import GivenPlans
-from megatron_het.elastic.standing import measured_s
-from megatron_het.elastic.worth import CHANGE_S, against, change_s
+from megatron_het.elastic.worth import CHANGE_S, against, change_s, measured_s
 from megatron_het.plan import Plan, Prediction
 from tests.unit.elastic.notes import Notes
 from tests.unit.elastic.test_controller import come

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from megatron_het.watch.drift import DriftWatch, Subject, lower_median
-from megatron_het.watch.findings import Finding
+from megatron_het.watch.drift import DriftWatch, Finding, Subject, lower_median
 
 _OPERATIONS = {"FORWARD": 0.10, "BACKWARD": 0.20}
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_het.watch.board import PLACES, Board
-from megatron_het.watch.links import moved
-from megatron_het.watch.samples import MOST_TRANSFERS, Hello, Sample, spread
+from megatron_het.watch.monitor import moved
+from megatron_het.watch.samples import MOST_TRANSFERS, PLACES, Board, Hello, Sample, spread
 
 _LINK_S, _BACK_S = 0.004, 0.004
 

@@ -17,10 +17,9 @@ from megatron_het.plan import Plan, PlanError, load_plan, save_plan
 from megatron_het.report.timeline import Timeline
 from megatron_het.report.transfers import TransferLog
 from megatron_het.schedule.kinds import Kind
-from megatron_het.watch.board import PLACES, Board
 from megatron_het.watch.monitor import Settings
 from megatron_het.watch.reader import Reader
-from megatron_het.watch.samples import Sample
+from megatron_het.watch.samples import PLACES, Board, Sample
 from tests.unit.planner import watched_runs as runs
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_het.auto_batch.allocation import accumulated
-from megatron_het.auto_batch.curve import Curve
+from megatron_het.auto_batch.allocation import Curve, accumulated
 
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimator
