@@ -166,14 +166,12 @@ class Demo:
     """
 
     def __init__(self, options: argparse.Namespace, size: Size, screen: Screen) -> None:
-        import torch
-
         os.environ.setdefault("HET_PLAN_VERIFY", "0")  # 'emit' need not send the demo's own flags through Megatron
         self.size, self.screen = size, screen
         self.out: Path = options.out.resolve()
         self.source: Path | None = options.source
         self.devices = paced_devices(available_cores(), options.max_cores)
-        self.gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        self.gpus = jobs.gpus_here()
         self.inputs = ["--cluster", str(self.out / "cluster.yaml"), "--model", str(self.out / "model.yaml")]
 
     def run(self) -> dict[str, Any]:
