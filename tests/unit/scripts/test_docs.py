@@ -158,3 +158,28 @@ def test_commands_of_the_planner_have_the_options_that_are_told(page: Path) -> N
     for block in re.findall(r"^```(?:bash)?\n(.*?)^```$", prose(page), re.MULTILINE | re.DOTALL):
         unknown = re.findall(r"^(?:het-plan|python -m tools\.planner) +(\w+)", block, re.MULTILINE)
         assert set(unknown) <= {name.split("-")[0] for name in COMMANDS} | set(COMMANDS), block
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", prose(Path(page)), re.MULTILINE | re.DOTALL)
+
+
+def test_the_plan_in_the_readme_is_a_plan(tmp_path: Path) -> None:
+    from megatron_het.features.plan_checks import check_plan_alone
+    from megatron_het.plan import load_plan
+
+    (plan,) = blocks("README.md", "json")
+    (tmp_path / "plan.json").write_text(plan)
+    check_plan_alone(load_plan(tmp_path / "plan.json"))
+
+
+@pytest.mark.parametrize("page", ["docs/planner.md", "docs/old_gpus.md"])
+def test_cluster_files_in_the_documentation_are_cluster_files(page: str) -> None:
+    from megatron_het.safe_io import parse_yaml
+    from tools.planner.inputs.cluster import cluster_from_document
+
+    found = blocks(page, "yaml")
+    assert found
+    for text in found:
+        document = {"name": "lab", **parse_yaml(text, page)}
+        assert cluster_from_document(document, page).nodes
