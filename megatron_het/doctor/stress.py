@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, amount, rate
 from megatron_het.doctor.links import chosen_transport
-from megatron_het.doctor.participant import hear, tell
+from megatron_het.doctor.participant import hear
 from megatron_het.lowering.programs import build
 from megatron_het.lowering.ranks import RankOp, RankProgram, boundary_map, edges, lower
 from megatron_het.lowering.transports import posted_for
@@ -67,7 +67,7 @@ class Stress(Check):
             if seat.rank == 0:
                 took_s, total_s = time.perf_counter() - began_s, time.perf_counter() - start_s
                 wider = min(_WIDTHS) if took_s * width < _LONG_S else width
-                tell(seat.store, f"next/{count}", 0 if total_s > self.seconds else wider)
+                seat.store.put(f"next/{count}", 0 if total_s > self.seconds else wider)
             width = int(hear(seat.store, f"next/{count}", 2 * _TIMEOUT_S))
             if not width:
                 return {"iterations": count, "bytes": sent, "seconds": time.perf_counter() - start_s}
@@ -93,12 +93,14 @@ def _world(seat: Seat, platform: Any) -> Iterator[None]:
     import torch.distributed as dist
 
     import megatron_het.runtime.channels  # noqa: F401  # takes seconds: before anybody waits for this rank
+    from megatron_het.store.torch_store import TorchStore
 
     if platform.is_cuda:
         torch.cuda.set_device(seat.local_rank % torch.cuda.device_count())
+    store = TorchStore(seat.store, _TIMEOUT_S, name="world")
     dist.init_process_group(
         platform.default_backend,
-        store=dist.PrefixStore("world", seat.store),
+        store=store,
         rank=seat.rank,
         world_size=len(seat.hosts),
         timeout=timedelta(seconds=_TIMEOUT_S),
