@@ -72,6 +72,10 @@ class TorchStore(dist.Store):
         """See :class:`torch.distributed.Store`."""
         return self._store.swap(self._name + key, _text(expected), _text(desired)).encode("latin-1")
 
+    def clone(self) -> TorchStore:
+        """This store: every thread has a connection of its own already."""
+        return self
+
     def set_timeout(self, timeout: timedelta) -> None:
         """See :class:`torch.distributed.Store`."""
         self._timeout = timeout

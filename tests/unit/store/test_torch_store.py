@@ -63,7 +63,7 @@ def test_connections_are_not_waited_for_when_a_member_has_died(shared: StoreServ
 def test_a_store_over_the_jobs_own_does_what_torchs_own_does(shared: StoreServer) -> None:
     own = TorchStore(Store(lambda: [("127.0.0.1", shared.port)], TOKEN, LONG_S), LONG_S)
     over = dist.PrefixStore("x", own)
-    for store in (over, dist.HashStore()):
+    for store in (over.clone(), dist.HashStore()):
         store.set("a", b"\x00\xff")
         assert store.get("a") == b"\x00\xff" and store.check(["a"]) and not store.check(["a", "b"])
         assert store.add("n", 2) == 2 and store.get("n") == b"2"
