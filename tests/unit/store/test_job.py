@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import stat
 import subprocess
@@ -13,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from megatron_het.store import Store, StoreError, StoreServer, TokenError, job
-from tests.functional.launch import free_port
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -26,7 +27,20 @@ def _launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("MASTER_PORT", str(_port_before_free_ones()))
+
+
+def _port_before_free_ones() -> int:
+    """Below the ports that the kernel gives to connections of other programs."""
+    for port in random.sample(range(20000, 30000, 10), 100):
+        with contextlib.ExitStack() as probes:
+            try:
+                for i in range(9):
+                    probes.enter_context(socket.create_server(("", port + i)))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no nine ports in a row are free")
 
 
 def test_ranks_find_the_store_of_rank_0_and_strangers_do_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
