@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 DOCTOR_ARGS ?=
 GPU_CHECK_ARGS ?=
 
-.PHONY: help venv demo demo-elastic test test-full test-upstream lint slurm chromium clean
+.PHONY: help venv demo demo-elastic demo-docs docs test test-full test-upstream lint slurm chromium clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,6 +60,12 @@ test test-full: $(STAMP)
 
 test-upstream: $(STAMP) ## Run Megatron-core's own unit tests that need no GPU, of the checkout MEGATRON_LM_PATH
 	$(RUN_ENVIRONMENT) $(VENV_PYTHON) tests/upstream/run.py
+
+docs: $(STAMP) ## Renew the pages that are made from the code, and the tutorial's outputs
+	$(VENV_PYTHON) scripts/make_docs.py
+
+demo-docs: $(STAMP) ## Run the demo on an idle machine, and renew its figures and picture in README.md
+	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m examples.llama.demo --readme
 
 lint: $(STAMP) ## Check format, style and types
 	$(VENV)/bin/ruff format --check .

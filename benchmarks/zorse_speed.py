@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks.cases import machine_flags
 from benchmarks.machine import machine
 from benchmarks.runner import Job, Runner, words
-from examples.llama.contention import simulate_shared
+from benchmarks.shared_cores import simulate_shared
 from megatron_het.lowering.programs import assemble, schedule_shape
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.routing import route

@@ -1,7 +1,7 @@
-"""One rank made slow on purpose, so that it can be seen that the doctor finds it.
+"""One rank made slow on purpose, so that the machine has devices of two speeds.
 
-``HET_DEMO_SLOWED=2`` stops the process of local rank 2 for five sixths of the time, whatever it does.  Then
-``examples.llama.pinned`` goes on as without it.
+``HET_DEMO_SLOWED=2`` stops the process of local rank 2 for five sixths of the time, whatever it does, and
+``HET_DEMO_SLOWED=2:0.5`` for half of it.  Then ``examples.llama.pinned`` goes on as without it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from examples.llama import pinned
 SLOWED_VARIABLE = "HET_DEMO_SLOWED"
 # Others that share its core get what it leaves: the rank has to be far slower than that makes them faster.
 _STOPPED_S, _RUNNING_S = 0.1, 0.02
+# A device of another speed is stopped often and briefly, so that all its operations take longer alike.
+_PERIOD_S = 0.02
 
 
 def slow_down(stopped_s: float = _STOPPED_S, running_s: float = _RUNNING_S) -> None:
@@ -38,8 +40,12 @@ def slow_down(stopped_s: float = _STOPPED_S, running_s: float = _RUNNING_S) -> N
 
 def main() -> None:
     """Slow this rank down if it is the one, then pin it and run the module."""
-    if os.environ.get(SLOWED_VARIABLE) == os.environ.get("LOCAL_RANK", "0"):
-        slow_down()
+    rank, _, running = os.environ.get(SLOWED_VARIABLE, "").partition(":")
+    if rank == os.environ.get("LOCAL_RANK", "0"):
+        if running:
+            slow_down(_PERIOD_S * (1 - float(running)), _PERIOD_S * float(running))
+        else:
+            slow_down()
     pinned.main()
 
 

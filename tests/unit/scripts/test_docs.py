@@ -88,7 +88,46 @@ def test_every_flag_of_the_documentation_exists() -> None:
     unknown = {(str(p), f) for p, f in named if f not in flags and f not in _OTHER_FLAGS and not _is_prefix(f, flags)}
     assert not unknown
     readme = {flag for page, flag in named if page == Path("README.md")}
-    assert len(readme) > 8, "the table of flags is in the README"
+    assert 0 < len(readme) <= 8, "the README has the most important flags only; docs/flags.md has all"
+
+
+def test_the_readme_is_short_and_says_how_to_contribute() -> None:
+    text = prose(Path("README.md"))
+    assert len(text.splitlines()) <= 150
+    assert {"CONTRIBUTING.md", "docs/index.md", "docs/tutorial.md"} <= set(_LINK.findall(text))
+
+
+def test_what_is_new_is_told_in_few_lines() -> None:
+    """One or two lines for a change; the page that it links says the rest."""
+    unreleased = prose(Path("CHANGELOG.md")).split("## [Unreleased]")[1].split("\n## [")[0]
+    assert len(unreleased.splitlines()) <= 90
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == Path("docs")], ids=str)
+def test_a_page_says_for_whom_it_is_and_the_index_has_it(page: Path) -> None:
+    title, empty, first = prose(page).splitlines()[:3]
+    assert title.startswith("# ") and not empty and first.startswith("For "), "the first line says for whom the page is"
+    index = {target.split("#")[0] for target in _LINK.findall(prose(Path("docs/index.md")))}
+    assert page.name in index | {"index.md"}, "docs/index.md says when to read it"
+
+
+def test_the_page_of_flags_is_up_to_date() -> None:
+    from scripts.make_docs import PAGE, flags_page
+
+    assert PAGE.read_text(encoding="utf-8") == flags_page(), "run 'make docs'"
+
+
+def test_refused_combinations_are_told_with_their_reason() -> None:
+    from benchmarks.combination_cases import features
+    from benchmarks.combinations import markdown
+
+    page = prose(Path("docs/combinations.md"))
+    reason = "--het-x = True: they cannot. Leave one out"
+    made = markdown({(("tp", "by stage"), ("tied", True)): reason, (("cp", 2), ("tied", True)): reason})
+    assert "| tied | tp: by stage, cp: 2 | they cannot. |" in made
+    tables = made.split("## Features of some schedules only")[1]
+    assert page.endswith(tables), "python -m benchmarks.combinations --check --json OUT --markdown docs/combinations.md"
+    assert max(line.count("|") for line in page.splitlines()) <= 4 and str(len(features())) in page
 
 
 _OTHER_FLAGS = {"--het-group"}  # srun's
