@@ -37,12 +37,13 @@ def as_hybrid(case: Case, family: str, rng: random.Random) -> Case:
     stages = tuple(replace(s, layers=tuple(row)) for s, row in zip(plan.stages, counts, strict=True))
     layers = sum(map(sum, counts))
     pattern = hybrid_pattern(family, layers)
+    groups = plan.model.num_attention_heads if has_latent_attention(family) else plan.model.num_query_groups
     model = replace(
         plan.model,
         num_layers=layers,
         pattern=pattern,
         mtp_num_layers=len(later_layers(pattern)),
-        num_query_groups=plan.model.num_attention_heads if has_latent_attention(family) else plan.model.num_query_groups,
+        num_query_groups=groups,
     )
     training = plan.training
     if "experts" in family and max(r.tp for s in plan.stages for r in s.replicas) > 1:

@@ -79,8 +79,14 @@ class ModelFamily(abc.ABC):
         """Megatron's configuration of the model, from validated arguments."""
 
     @abc.abstractmethod
-    def know_positions(self, model_config: Any, positions: tuple[int, ...]) -> None:
-        """Let a configuration know at which position of the pipeline each chunk of this rank is."""
+    def prepare_building(self, model_config: Any, chunks: int, positions: tuple[int, ...]) -> None:
+        """Let Megatron's configuration of the model build this rank's chunks.
+
+        Args:
+            model_config: Changed in place.
+            chunks: Of the rank that has most.
+            positions: Of each chunk of this rank along the pipeline.
+        """
 
     # -- model chunks -------------------------------------------------------------------------------
 

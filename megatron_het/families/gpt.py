@@ -50,11 +50,13 @@ class GPTFamily(ModelFamily):
 
         return gpt_config_from_args(args)
 
-    def know_positions(self, model_config: Any, positions: tuple[int, ...]) -> None:
-        """Megatron's layout knows one position of a rank."""
-        from megatron_het.runtime.building import know_positions
+    def prepare_building(self, model_config: Any, chunks: int, positions: tuple[int, ...]) -> None:
+        """Megatron builds one chunk as it is; its layout knows one position of a rank."""
+        if chunks > 1:
+            from megatron_het.runtime.building import know_positions
 
-        know_positions(model_config.transformer, positions)
+            model_config.builder = self.builder
+            know_positions(model_config.transformer, positions)
 
     def _inner(self, later: Any) -> Sequence[Any]:
         return [later]

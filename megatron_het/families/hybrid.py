@@ -45,6 +45,9 @@ class HybridFamily(ModelFamily):
         f"{_MODELS}.hybrid_block.HybridStack.__init__": (
             "02b6574bc59d5b37a1b5e02102b6ca8245eda2e497d90cc91e5ab2b2fe206cde"
         ),
+        f"{_MODELS}.hybrid_layer_allocation.select_pipeline_segment": (
+            "ad4ba1fba1b8a5b64380deec2dd66e94c444613b2cc2cd992192efd6c982bfcf"
+        ),
         f"{_MODELS}.hybrid_layer_allocation.parse_hybrid_pattern": (
             "2a9bbee6b1914910c52dc56c5f50455b2e157e09cbe25f63ef2643fcbeffe96f"
         ),
@@ -96,8 +99,9 @@ class HybridFamily(ModelFamily):
 
         return hybrid_config_from_args(args)
 
-    def know_positions(self, model_config: Any, positions: tuple[int, ...]) -> None:
-        """Nothing to do: a chunk finds its layers in the pattern by the position that it is built at."""
+    def prepare_building(self, model_config: Any, chunks: int, positions: tuple[int, ...]) -> None:
+        """A chunk finds its layers in the pattern by the position that it is built at."""
+        model_config.builder = self.builder
 
     def _inner(self, later: Any) -> Sequence[Any]:
         layers: Sequence[Any] = later.layers

@@ -51,6 +51,15 @@ class LocalSelfAttention(SelfAttention):
         super().__init__(config, submodules, *positional, **keywords)
 
 
+class LocalLatentAttention(LatentAttention):
+    """Latent attention, whose norms are local ones where the configuration asks for them."""
+
+    def __init__(self, config: Any, submodules: MLASelfAttentionSubmodules, *positional: Any, **keywords: Any) -> None:
+        if config.qk_layernorm:
+            submodules = replace(submodules, q_layernorm=norm, kv_layernorm=norm)
+        super().__init__(config, submodules, *positional, **keywords)
+
+
 class LocalHybridStack(HybridStack):
     """Megatron's stack with a local norm at its end, which its specification cannot say."""
 
@@ -94,7 +103,7 @@ local_stack_spec = ModuleSpec(
         ),
         mla_layer=_attention(
             ModuleSpec(
-                module=LatentAttention,
+                module=LocalLatentAttention,
                 params=_causal,
                 submodules=MLASelfAttentionSubmodules(
                     linear_q_proj=_column,

@@ -1,51 +1,16 @@
 """The functions of ``megatron.training`` that a plan replaces or wraps.
 
-Builders that belong to one run are handed to ``install`` by ``megatron_het.launch.start``.
+Their builders belong to one run, so they are handed to ``install`` by ``megatron_het.launch.start``.
 """
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from typing import Any
 
 from megatron_het.megatron_patches.registry import Patch
 
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 
-_SEGMENTS = "megatron.core.models.hybrid.hybrid_layer_allocation.select_pipeline_segment"
-
-
-def _build_segments(original: Callable[..., tuple[list[str], int]]) -> Callable[..., tuple[list[str], int]]:
-    @functools.wraps(original)
-    def select_pipeline_segment(
-        main_pattern: str, pp_group: Any, vp_stage: int | None, *rest: Any, **more: Any
-    ) -> tuple[list[str], int]:
-        """Kinds of a chunk's layers, and how many layers come before them."""
-        from megatron_het.distributed import Axis
-
-        if not isinstance(pp_group, Axis):
-            return original(main_pattern, pp_group, vp_stage, *rest, **more)
-        chunks = main_pattern.split("|")
-        number = (vp_stage or 0) * pp_group.size() + pp_group.rank()
-        return list(chunks[number]), sum(map(len, chunks[:number]))
-
-    return select_pipeline_segment
-
-
 PATCHES = (
-    Patch(
-        name="plan_segments",
-        group="plan",
-        target=_SEGMENTS,
-        reason=(
-            "a hybrid model finds its part of the pattern by the rank of a process group, and the pipeline of a plan "
-            "is none: its stages have different numbers of ranks"
-        ),
-        sources={_SEGMENTS: "ad4ba1fba1b8a5b64380deec2dd66e94c444613b2cc2cd992192efd6c982bfcf"},
-        build=_build_segments,
-    ),
     Patch(
         name="plan_arguments",
         group="plan",

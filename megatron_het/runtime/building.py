@@ -184,5 +184,15 @@ class ChunkedGPTModelBuilder(ChunkedBuilder, GPTModelBuilder):
     """The same of a GPTModel."""
 
 
-class ChunkedHybridModelBuilder(ChunkedBuilder, HybridModelBuilder):
+class PlacedHybridModelBuilder(HybridModelBuilder):
+    """Builds hybrid models, which look up their part of the pattern by the rank that torch says."""
+
+    def build_model(self, pg_collection: ProcessGroupCollection, *positional: Any, **keywords: Any) -> Any:
+        """See Megatron."""
+        axis: Axis = pg_collection.pp
+        with axis.known_to_torch():
+            return super().build_model(pg_collection, *positional, **keywords)
+
+
+class ChunkedHybridModelBuilder(ChunkedBuilder, PlacedHybridModelBuilder):
     """The same of a HybridModel."""

@@ -259,9 +259,7 @@ class HetSession:
         # Before wrapping, weights without a device of their own in Megatron are still on the CPU.
         model_config.post_wrap_hooks.append(self._finalizer.copy_initial_weights)
         model_config.post_wrap_hooks.append(self._remember)
-        if self.plan.most_chunks > 1:
-            model_config.builder = family.builder
-            family.know_positions(model_config, positions)
+        family.prepare_building(model_config, self.plan.most_chunks, positions)
         for feature in self._features:
             feature.prepare_config(model_config)
 

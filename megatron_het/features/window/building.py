@@ -8,11 +8,10 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.gpt import GPTModelBuilder
-from megatron.training.models.hybrid import HybridModelBuilder
 
 from megatron_het.distributed import Axis
 from megatron_het.features.window.layout import wrap_layered
-from megatron_het.runtime.building import ChunkedBuilder
+from megatron_het.runtime.building import ChunkedBuilder, PlacedHybridModelBuilder
 
 
 class WindowBuilder(ChunkedBuilder):
@@ -40,5 +39,5 @@ class WindowGPTModelBuilder(WindowBuilder, GPTModelBuilder):
     """The same of a GPTModel."""
 
 
-class WindowHybridModelBuilder(WindowBuilder, HybridModelBuilder):
+class WindowHybridModelBuilder(WindowBuilder, PlacedHybridModelBuilder):
     """The same of a HybridModel."""
