@@ -28,12 +28,22 @@ from ..inputs.files import check_target, write_text
 from ..inputs.kept import CLUSTER, MODEL, PROFILE, keep_inputs
 from ..inputs.profile_schema import load_profile
 from ..search.setup import check_planned_precision
-from .checks import check_experts, check_launch, check_start, check_told_apart, check_training, extra_flags, to_fill_in
+from .checks import (
+    check_experts,
+    check_launch,
+    check_start,
+    check_told_apart,
+    check_training,
+    check_turns,
+    extra_flags,
+    to_fill_in,
+)
 from .elastic import SCRIPT, ElasticOptions, checked_sbatch, load_more
 from .elastic import notes as elastic_notes
 from .expect import expectations
 from .flags import (
     ModelOptions,
+    Turns,
     args_sh,
     extension_reasons,
     layout_string,
@@ -69,6 +79,7 @@ def emit(
     header: Sequence[str] = (),
     expected: Expectations | None = None,
     elastic: ElasticOptions | None = None,
+    turns: Turns | None = None,
 ) -> Emitted:
     """Write all files; nothing is written when the plan cannot run or does not fit the nodes.
 
@@ -81,6 +92,7 @@ def emit(
         header: Comment lines for args.sh.
         expected: What the doctor compares with, where it goes first (``launch.doctor``).
         elastic: Of an elastic job, which is written besides.
+        turns: Of a training whose batch size changes.
 
     Raises:
         PlannerError: No run can have the plan, or it does not fit the nodes.
@@ -92,10 +104,14 @@ def emit(
     check_launch(launch, kinds)
     nodes = place(plan, kinds)
     alike = check_told_apart({node.kind: kinds[node.kind] for node in nodes})
+    if turns is not None:
+        check_turns(plan, turns, nodes, kinds)
     script = None if elastic is None else checked_sbatch(plan, nodes, kinds, launch, elastic)
     launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
     texts = {
-        "args.sh": args_sh(plan, f"{launch.run_dir}/plan.json", groups, header, elastic=elastic is not None),
+        "args.sh": args_sh(
+            plan, f"{launch.run_dir}/plan.json", groups, header, elastic=elastic is not None, turns=turns
+        ),
         "train.sbatch": het_sbatch(nodes, kinds, launch),
     }
     if script is not None:
@@ -109,7 +125,7 @@ def emit(
         texts["train-plain.sbatch"] = plain_sbatch(nodes, kinds, launch)
     for i in range(len(nodes)):
         texts[f"torchrun-node-{i}.sh"] = torchrun_script(nodes, i, launch, kinds[nodes[i].kind].python)
-    reasons = extension_reasons(plan)
+    reasons = extension_reasons(plan, turns)
     if reasons:
         result.notes.append("stock Megatron cannot run this plan: " + "; ".join(reasons))
     else:
@@ -118,7 +134,7 @@ def emit(
     if launch.doctor:
         promised = expected or Expectations(plan_hash(plan))
         texts["expectations.json"] = json.dumps(promised.to_json(), indent=1) + "\n"
-    plans = {"plan.json": plan, **(elastic.named if elastic is not None else {})}
+    plans = {"plan.json": plan} | (elastic.named if elastic else {}) | (turns.named if turns else {})
     result.files = _write(out, plans, texts)
     return result
 
@@ -178,6 +194,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--train-samples", type=int, metavar="N", help="sequences to train on, instead of --train-iters"
     )
+    parser.add_argument(
+        "--step-batch-size-schedule",
+        default="",
+        metavar="TEXT",
+        help="Megatron's schedule of global batch sizes, like '0:256 50B:512'; with --train-samples, and a plan for "
+        "each other size in --plans",
+    )
     parser.add_argument("--lr", default="3e-4", help="learning rate (default %(default)s); a tenth of it at the end")
     parser.add_argument(
         "--save-interval",
@@ -215,7 +238,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="with --elastic: further plans, the best one first; for nodes that none of them fits, one is searched",
+        help="with --elastic: further plans, the best one first; for nodes that none of them fits, one is searched. "
+        "With --step-batch-size-schedule: the plans of the other sizes",
     )
     parser.add_argument(
         "--profile",
@@ -267,12 +291,17 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
         "TRAINING": training_group(options),
         "EXTRA": extra,
     }
-    line = [word for words in groups.values() for word in words] + plan_arguments(plan)
-    notes = check_start([*line, "--het-plan", str(options.plan)], plan.world_size) + to_fill_in(extra)
+    turns = turns_of(options, model)
+    line = [word for words in groups.values() for word in words]
+    line += plan_arguments(plan, turns.batch_sizes if turns else "")
+    notes = check_start([*line, "--het-plan", *map(str, (options.plan, *options.plans))], plan.world_size)
+    notes += to_fill_in(extra)
     profile = load_profile(options.profile) if options.profile else None
     expected = expectations(plan, cluster, profile) if options.doctor else None
-    elastic = elastic_options(options, profile is not None)
-    written = emit(plan, options.out, node_kinds(cluster), groups, launch, expected=expected, elastic=elastic)
+    elastic = elastic_options(options, plan, profile is not None)
+    written = emit(
+        plan, options.out, node_kinds(cluster), groups, launch, expected=expected, elastic=elastic, turns=turns
+    )
     if model.flags.get("rope-scaling-factor", 8) != 8:
         notes.append(
             "stock Megatron takes no notice of --rope-scaling-factor, which is 8 there: run this model with the plan"
@@ -330,18 +359,35 @@ def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[li
     return flags, notes
 
 
-def elastic_options(options: argparse.Namespace, has_profile: bool) -> ElasticOptions | None:
-    """Of ``--elastic``: plans are searched where no given one fits.
+def elastic_options(options: argparse.Namespace, plan: Plan, has_profile: bool) -> ElasticOptions | None:
+    """Returns what ``--elastic`` asks for: plans are searched where no given one fits.
 
     Raises:
-        PlannerError: ``--plans`` without ``--elastic``, or a bad plan.
+        PlannerError: A bad plan.
     """
-    if options.plans and not options.elastic:
-        raise PlannerError("emit", "--plans", str(options.plans[0]), "is for --elastic, which is not given")
     if not options.elastic:
         return None
     inputs = (CLUSTER, MODEL, PROFILE) if has_profile else (CLUSTER, MODEL)
-    return ElasticOptions(options.train_iters, load_more(options.plans), inputs)
+    iterations = options.train_iters
+    if options.train_samples is not None:
+        iterations = options.train_samples // plan.training.global_batch_size
+    return ElasticOptions(iterations, load_more(options.plans), inputs)
+
+
+def turns_of(options: argparse.Namespace, model: Any) -> Turns | None:
+    """Returns the plans of ``--step-batch-size-schedule``.
+
+    Raises:
+        PlannerError: A bad plan, or one of another model.
+    """
+    if not options.step_batch_size_schedule:
+        return None
+    more = load_more(options.plans)
+    for file, plan in more:
+        of_size = model.model_copy(update={"global_batch_size": plan.training.global_batch_size})
+        check_same_model(plan, of_size, file, str(options.model))
+        check_experts(plan, of_size, file)
+    return Turns(options.step_batch_size_schedule, more)
 
 
 def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:

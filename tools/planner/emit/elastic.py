@@ -18,6 +18,7 @@ from megatron_het.plan import Plan, PlanError, load_plan
 
 from ..errors import PlannerError, from_plan_error
 from ..inputs.names import quote
+from .flags import named_plans
 from .nodes import Component, Node, NodeKind, components
 from .scripts import LaunchOptions, feature_function, head, master, plain_obstacle, plain_resources, resources, settings
 
@@ -44,7 +45,7 @@ class ElasticOptions:
     @property
     def named(self) -> dict[str, Plan]:
         """The further plans, by their names in the run's folder."""
-        return {f"plan-{i}.json": plan for i, (_, plan) in enumerate(self.more, 2)}
+        return named_plans(self.more)
 
 
 def load_more(files: Sequence[Path]) -> tuple[tuple[str, Plan], ...]:
