@@ -51,7 +51,7 @@ from .flags import (
     plan_arguments,
     stock_arguments,
 )
-from .nodes import Node, NodeKind, place
+from .nodes import Node, NodeKind, place, whole_kind
 from .scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
 
 
@@ -103,9 +103,11 @@ def emit(
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     check_launch(launch, kinds)
     nodes = place(plan, kinds)
-    alike = check_told_apart({node.kind: kinds[node.kind] for node in nodes})
+    alike = check_told_apart({node.name: whole_kind(node, kinds) for node in nodes})
     if turns is not None:
         check_turns(plan, turns, nodes, kinds)
+    if any(node.kinds for node in nodes):  # devices have the numbers of the bus; CUDA's own begin with the fastest
+        launch = replace(launch, environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(launch.environment or {})})
     script = None if elastic is None else checked_sbatch(plan, nodes, kinds, launch, elastic)
     launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
     texts = {
@@ -431,5 +433,7 @@ def node_kinds(cluster: Any) -> dict[str, NodeKind]:
             quota=group.quota,
             zone=group.zone,
             python=group.python or "",
+            shared_node=group.shared_node,
+            numbers=group.devices,
         )
     return kinds

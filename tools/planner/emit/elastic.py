@@ -7,8 +7,10 @@ job that the node is in, and tells the agent.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from megatron_het.elastic.pool import Process, assign
@@ -19,7 +21,7 @@ from megatron_het.plan import Plan, PlanError, load_plan
 from ..errors import PlannerError, from_plan_error
 from ..inputs.names import quote
 from .flags import named_plans
-from .nodes import Component, Node, NodeKind, components
+from .nodes import Component, Node, NodeKind, chosen_devices, components
 from .scripts import LaunchOptions, feature_function, head, master, plain_obstacle, plain_resources, resources, settings
 
 SCRIPT = "elastic.sbatch"
@@ -102,9 +104,9 @@ def _check(
             "Leave one of --doctor and --elastic out; a job of its own can check the nodes",
         )
     pool = [
-        Process(i * 4096 + slot, f"node {i}", kinds[node.kind].gpu or node.kind)
+        Process(i * 4096 + slot, f"node {i}", device)
         for i, node in enumerate(nodes)
-        for slot in range(len(node.ranks))
+        for slot, device in enumerate(_devices(node, kinds))
     ]
     for file, other in elastic.more:
         for key, value, first in (
@@ -122,7 +124,9 @@ def _check(
                 "stages",
                 None,
                 f"its {other.world_size} ranks do not fit the job's nodes, which are those of the first plan: "
-                + ", ".join(f"{len(node.ranks)} x {kinds[node.kind].gpu or node.kind}" for node in nodes),
+                + ", ".join(
+                    f"{n} x {device}" for node in nodes for device, n in Counter(_devices(node, kinds)).items()
+                ),
                 "Give the plan that needs most nodes first",
             )
 
@@ -234,13 +238,13 @@ def _sbatch(
         blocks = [plain_resources(parts, kinds, options, tasks_per_node=1)]
     else:
         parts = _leader_first(parts)
-        blocks = [resources(part, kinds[part.kind], options, tasks_per_node=1) for part in parts]
+        blocks = [resources(part, kinds, options, tasks_per_node=1) for part in parts]
     text += "#SBATCH hetjob\n".join("#SBATCH " + " ".join([*words, "--no-kill"]) + "\n" for words in blocks)
     first = "SLURM_JOB_NODELIST" if plain else "SLURM_JOB_NODELIST_HET_GROUP_0"
     text += "set -euo pipefail\numask 077\n\n" + settings(options)
     text += master(f'$(scontrol show hostnames "${first}" | head -n1)')
     text += f"export ITERATIONS={elastic.iterations} NODES={len(nodes)}\n"
-    text += _START + _how(elastic) + _CONTROL
+    text += _START + _how(elastic) + _control(nodes, kinds)
     text += _plain_agents(parts, kinds) if plain else _het_agents(parts, kinds)
     return text + _END
 
@@ -268,7 +272,27 @@ def _agent(part: Component, kinds: Mapping[str, NodeKind], *words: str) -> str:
     kind = kinds[part.kind]
     if kind.python:
         words = *words, quote(f"--export=ALL,PYTHON={kind.python}")
-    return " ".join(['start_agent "$host"', quote(kind.gpu or part.kind), str(part.per_node), *words])
+    node = part.nodes[0]
+    device = kind.gpu or part.kind
+    if node.kinds:
+        runs = groupby(_devices(node, kinds))
+        device = ",".join(f"{name}*{len(list(members))}" for name, members in runs)
+    visible = chosen_devices(node, kinds)
+    start = f'HET_DEVICES={visible} start_agent "$host"' if visible else 'start_agent "$host"'
+    return " ".join([start, quote(device), str(part.per_node), *words])
+
+
+def _devices(node: Node, kinds: Mapping[str, NodeKind]) -> list[str]:
+    """Kind of the device of every local rank."""
+    return [kinds[name].gpu or name for name in node.kinds or [node.kind] * len(node.ranks)]
+
+
+def _control(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash: how agents are started; they choose devices where Slurm gives out more of a node than the plan uses."""
+    if not any(chosen_devices(node, kinds) for node in nodes):
+        return _CONTROL
+    choice = '    [[ -z "${HET_DEVICES:-}" ]] || export CUDA_VISIBLE_DEVICES=$HET_DEVICES\n'
+    return _CONTROL.replace("as_agent() {\n", "as_agent() {\n" + choice)
 
 
 def _plain_agents(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..inputs.names import comment, default_of, is_feature, quote
-from .nodes import Component, Node, NodeKind, components, task_ranks
+from .nodes import Component, Node, NodeKind, asked_gres, chosen_devices, components, task_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +114,18 @@ def _table(ranks: Sequence[int]) -> str:
     return " ".join(map(str, ranks))
 
 
-def resources(part: Component, kind: NodeKind, options: LaunchOptions, *, tasks_per_node: int = 0) -> list[str]:
+def resources(
+    part: Component, kinds: Mapping[str, NodeKind], options: LaunchOptions, *, tasks_per_node: int = 0
+) -> list[str]:
     """Words of an ``#SBATCH`` line.
 
     Args:
         part: A component of the job.
-        kind: Of its nodes.
+        kinds: Node kinds by name.
         options: Settings of the scripts.
         tasks_per_node: Tasks that share the cores of a node's ranks; 0 = one per rank.
     """
-    tasks = tasks_per_node or part.per_node
+    kind, tasks = kinds[part.kind], tasks_per_node or part.per_node
     words = [f"--nodes={len(part.nodes)}", f"--ntasks-per-node={tasks}"]
     if options.cpus_per_task:
         words.append(f"--cpus-per-task={options.cpus_per_task * part.per_node // tasks}")
@@ -131,8 +133,8 @@ def resources(part: Component, kind: NodeKind, options: LaunchOptions, *, tasks_
         value = getattr(kind, name)
         if value:
             words.append(f"--{name}={quote(value)}")
-    if kind.gres:
-        words.append(f"--gres={quote(f'{kind.gres}:{part.per_node}')}")
+    if gres := asked_gres(part.nodes[0], kinds):
+        words.append(f"--gres={quote(gres)}")
     return words
 
 
@@ -157,7 +159,7 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: La
     """
     parts = components(nodes, kinds)
     text = head(options, "Submit with: sbatch train.sbatch")
-    blocks = ["#SBATCH " + " ".join(resources(p, kinds[p.kind], options)) + "\n" for p in parts]
+    blocks = ["#SBATCH " + " ".join(resources(p, kinds, options)) + "\n" for p in parts]
     text += "#SBATCH hetjob\n".join(blocks)
     several = len(parts) > 1
     groups = ",".join(str(i) for i in range(len(parts)))
@@ -166,9 +168,9 @@ def het_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: La
     text += "set -euo pipefail\n\n" + settings(options)
     text += "\n# Task n of the step is rank HET_RANKS[n] of the plan.\n"
     text += f"export HET_RANKS={quote(_table(task_ranks(parts)))}\n"
-    text += f"export WORLD_SIZE={len(task_ranks(parts))}\n" + _interpreters(parts, kinds)
+    text += f"export WORLD_SIZE={len(task_ranks(parts))}\n" + _interpreters(parts, kinds) + _devices(parts, kinds)
     text += master(f'$(scontrol show hostnames "${nodelist}" | head -n1)')
-    text += "\n" + RESUME + "\n" + _functions(options) + _AS_TASK
+    text += "\n" + RESUME + "\n" + _functions(options) + _as_task(parts, kinds)
     text += _doctor_step(options, f"srun {step}--kill-on-bad-exit=0 --distribution=block")
     text += f"\nrc=0\nsrun {step}--kill-on-bad-exit=1 --distribution=block bash -c as_task || rc=$?\nexit $rc\n"
     return text
@@ -178,6 +180,23 @@ def _interpreters(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> 
     """Bash: the interpreter of every task, where kinds have their own."""
     words = [kinds[part.kind].python for part in parts for _ in part.ranks]
     return f'export HET_PYTHONS="{" ".join(word or "$PYTHON" for word in words)}"\n' if any(words) else ""
+
+
+def _devices(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash: the devices that every task may see, where Slurm gives out more of a node than the plan uses."""
+    words = [chosen_devices(node, kinds) for part in parts for node in part.nodes for _ in node.ranks]
+    return f"export HET_DEVICES={quote(' '.join(word or '-' for word in words))}\n" if any(words) else ""
+
+
+def _as_task(parts: Sequence[Component], kinds: Mapping[str, NodeKind]) -> str:
+    """Bash: what a task does."""
+    if not _devices(parts, kinds):
+        return _AS_TASK
+    more = """\
+    local devices=($HET_DEVICES)
+    [[ "${devices[$SLURM_PROCID]}" == - ]] || export CUDA_VISIBLE_DEVICES=${devices[$SLURM_PROCID]}
+"""
+    return _AS_TASK.replace('    "${1:-train}"\n', more + '    "${1:-train}"\n')
 
 
 def _doctor_step(options: LaunchOptions, step: str, function: str = "as_task") -> str:
@@ -224,6 +243,8 @@ def plain_obstacle(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
         return ""
     if len({p.per_node for p in parts}) > 1 and any(kinds[p.kind].gres for p in parts):
         return "nodes use different numbers of GPUs, and a plain job asks every node for the same"
+    if any(p.nodes[0].kinds and kinds[p.kind].gres for p in parts):
+        return "nodes with several kinds of GPUs are asked for so many of each, and a plain job asks every node alike"
     names = {kinds[p.kind].constraint for p in parts}
     if len({p.kind for p in parts}) > 1 and (len(names) < len(parts) or not all(map(is_feature, names))):
         return "every node kind needs its own 'constraint' (a Slurm feature) to be told apart in one allocation"
@@ -249,8 +270,8 @@ def plain_resources(
             words.append(f"--{name}={quote(getattr(first, name))}")
     if first.gres:
         # Types differ between the kinds; the features choose the nodes.
-        gres = first.gres if len(parts) == 1 else first.gres.split(":")[0]
-        words.append(f"--gres={quote(f'{gres}:{most}')}")
+        several = f"{first.gres.split(':')[0]}:{most}"
+        words.append(f"--gres={quote(asked_gres(parts[0].nodes[0], kinds) if len(parts) == 1 else several)}")
     if len(parts) > 1:
         wanted = "&".join(f"{kinds[p.kind].constraint}*{len(p.nodes)}" for p in parts)
         words.append(f"--constraint={quote(f'[{wanted}]')}")
@@ -277,9 +298,9 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeKind], options: 
     text += "#SBATCH " + " ".join(words) + "\n"
     text += "set -euo pipefail\n\n" + settings(options)
     text += f"export HET_RANKS={quote(_table(task_ranks(parts)))} WORLD_SIZE={len(task_ranks(parts))}\n"
-    text += _interpreters(parts, kinds) + _host_file(parts, kinds)
+    text += _interpreters(parts, kinds) + _devices(parts, kinds) + _host_file(parts, kinds)
     text += master('$(head -n1 "$SLURM_HOSTFILE")')
-    text += "\n" + RESUME + "\n" + _functions(options) + _AS_TASK
+    text += "\n" + RESUME + "\n" + _functions(options) + _as_task(parts, kinds)
     text += _doctor_step(options, "srun --ntasks=$WORLD_SIZE --kill-on-bad-exit=0 --distribution=arbitrary")
     text += (
         "\nrc=0\nsrun --ntasks=$WORLD_SIZE --kill-on-bad-exit=1 --distribution=arbitrary "
@@ -335,10 +356,12 @@ def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions, p
     ranks = [r for n in nodes for r in n.ranks]
     main_host = nodes[0].host
     text = "#!/bin/bash\n"
-    place = comment(node.kind + (f", {node.host}" if node.host else ""))
+    place = comment(node.name + (f", {node.host}" if node.host else ""))
     text += f"# Node {index} of {len(nodes)} ({place}): "
     text += f"ranks {_table(node.ranks)} of the plan.\n"
     text += "set -euo pipefail\n\n" + settings(options)
+    if node.devices != tuple(range(len(node.devices))):
+        text += f"export {default_of('CUDA_VISIBLE_DEVICES', ','.join(map(str, node.devices)))}\n"
     if main_host:
         text += f"export {default_of('MASTER_ADDR', main_host)}\n"
     elif len(nodes) > 1:
