@@ -11,9 +11,11 @@ from megatron_het.plan import Plan, PlanError
 from megatron_het.plan.patterns import (
     CHUNK,
     EXPERTS,
+    KINDS,
     LATENT_ATTENTION,
     MLP,
     SPARSE_ATTENTION,
+    WHOLE_SEQUENCES,
     WITH_ATTENTION,
     later_layers,
     layers_of,
@@ -62,6 +64,14 @@ class HybridFamily(ModelFamily):
         problem = problem_of(given)
         if problem:
             raise PlanError(_FLAG, given, problem)
+        for symbol in WHOLE_SEQUENCES:
+            if symbol in given and args.spec is None and args.transformer_impl == "local":
+                raise PlanError(
+                    _FLAG,
+                    given,
+                    f"Megatron has layers {symbol} ({KINDS[symbol]}) of Transformer Engine only",
+                    "Use --transformer-impl transformer_engine, or give layers of your own with --spec",
+                )
         args.hybrid_layer_pattern = without_chunks(given)  # where chunks begin, the plan says
         args.num_layers = len(layers_of(given))
         args.mtp_num_layers = len(later_layers(given)) or None

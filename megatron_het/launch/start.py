@@ -29,7 +29,8 @@ from megatron_het.launch.megatron_args import (
     check_skipping,
     environment_of,
 )
-from megatron_het.megatron_patches import found
+from megatron_het.megatron_patches import releases
+from megatron_het.megatron_patches.found import PatchError, find
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.turns import check_batch_schedule, errors_of
 from megatron_het.safe_io import FileError, check_target
@@ -73,8 +74,8 @@ def install(
             )
         if config.plan is not None:
             _refuse_yaml(rest)
-        found.check(found.find())
-    except (PlanError, found.PatchError) as error:
+        releases.check(find())
+    except (PlanError, PatchError) as error:
         _exit_with(error)
     if config.turns:
         from megatron_het.elastic.turns import take_turns

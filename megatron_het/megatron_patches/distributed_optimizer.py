@@ -12,13 +12,16 @@ import importlib
 from megatron_het.features import FEATURES
 from megatron_het.megatron_patches.bucket_padding import placed
 from megatron_het.megatron_patches.registry import Patch
+from megatron_het.megatron_patches.releases import installed_release
 from megatron_het.megatron_patches.torch_adam import repaired, uses_torch_adam
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 
 def _build(original: type) -> type:
-    found = placed(repaired(original) if uses_torch_adam() else original)
+    found = repaired(original) if uses_torch_adam() else original
+    if installed_release().name == "0.19":  # later ones count the padding themselves
+        found = placed(found)
     for layer in (layer for feature in FEATURES for layer in feature.optimizer_layers):
         module, _, name = layer.rpartition(".")
         found = getattr(importlib.import_module(module), name)(found)
