@@ -74,7 +74,7 @@ def argument_problems(cases: Sequence[Case], folder: Path) -> list[list[str]]:
 
 
 def start_problems(starts: Sequence[tuple[int, Sequence[str]]], folder: Path) -> list[list[str]]:
-    """Write what each start, of so many ranks with these flags, would be refused for; in one process that has Megatron."""
+    """Returns what the start of each, of so many ranks with these flags, would refuse; in one process with Megatron."""
     folder.mkdir(parents=True, exist_ok=True)
     asked, answer = folder / "starts.json", folder / "problems.json"
     asked.write_text(json.dumps(starts), encoding="utf-8")
