@@ -19,7 +19,8 @@ PYTEST_ARGS ?=
 DOCTOR_ARGS ?=
 GPU_CHECK_ARGS ?=
 
-.PHONY: help venv demo demo-elastic demo-docs docs test test-full test-upstream lint slurm chromium clean
+.PHONY: help venv demo demo-elastic demo-docs doctor docs gpu-check test test-full test-torch test-upstream lint slurm chromium \
+	clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,6 +59,9 @@ test test-full: $(STAMP)
 	@if [[ -n "$${INSTALL_CHROMIUM:-}" ]]; then scripts/install_chromium.sh || true; fi
 	$(RUN_ENVIRONMENT) scripts/run_tests.sh $(TIER) $(VENV_PYTHON) $(PYTEST_ARGS)
 
+test-torch: ## Unit tests and a training per schedule with another torch, in an environment of its own (TORCH=2.11.0)
+	scripts/test_torch.sh "$(TORCH)" $(PYTEST_ARGS)
+
 test-upstream: $(STAMP) ## Run Megatron-core's own unit tests that need no GPU, of the checkout MEGATRON_LM_PATH
 	$(RUN_ENVIRONMENT) $(VENV_PYTHON) tests/upstream/run.py
 
@@ -73,5 +77,5 @@ lint: $(STAMP) ## Check format, style and types
 	$(VENV)/bin/mypy
 
 clean: ## Remove the environment, caches and build outputs; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -13,14 +13,11 @@ or are further from one process than ``benchmarks.compare.BOUNDS`` (fp32 on a CP
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import itertools
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +37,7 @@ from benchmarks.combination_cases import (
     title,
 )
 from benchmarks.compare import failures
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, scratch, write_report
 from benchmarks.parity import measure
 from benchmarks.runner import Job, Runner, add_device_argument
 from megatron_het.plan import PlanError, save_plan
@@ -77,7 +74,7 @@ def argument_problems(cases: Sequence[Case], folder: Path) -> list[list[str]]:
 
 
 def start_problems(starts: Sequence[tuple[int, Sequence[str]]], folder: Path) -> list[list[str]]:
-    """What each start, of so many ranks with these flags, would be refused for; in one process that has Megatron."""
+    """Returns what the start of each, of so many ranks with these flags, would refuse; in one process with Megatron."""
     folder.mkdir(parents=True, exist_ok=True)
     asked, answer = folder / "starts.json", folder / "problems.json"
     asked.write_text(json.dumps(starts), encoding="utf-8")
@@ -141,7 +138,7 @@ def _chosen(case: Case) -> list[tuple[str, Any]]:
 
 
 def added(files: Sequence[Path], seed: int, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
-    """What earlier runs found of the plans, by name; of a plan that is in several files, what the last one says.
+    """Read what earlier runs found of the plans, by name; of a plan that is in several files, what the last one says.
 
     Raises:
         SystemExit: A run with another seed, or of other plans.
@@ -253,8 +250,7 @@ def _reason(text: str) -> str:
 
 def main() -> int:
     """Command line; exit code 1 where a plan failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.combinations", description=__doc__)
-    parser.add_argument("--json", required=True, type=Path, help="where to write the figures")
+    parser = command_line("benchmarks.combinations", __doc__)
     parser.add_argument("--seed", type=int, default=0, help="of layers, routing and of which features a plan has")
     parser.add_argument("--check", action="store_true", help="look for refused pairs, and train nothing")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="train the I-th of N parts of the plans")
@@ -266,9 +262,9 @@ def main() -> int:
     add_device_argument(parser)
     parser.add_argument("--markdown", type=Path, help="where to write the page")
     options = parser.parse_args()
-    start_s, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="combinations-"))
+    start_s = time.monotonic()
     wanted = [pair for pair in pairs() if not are_of_two_schedules(pair)]
-    try:
+    with scratch("combinations-") as folder:
         refused = refusals(wanted, options.seed, folder / "pairs")
         earlier = read_entries(options.add, options.seed)
         before = from_before(earlier, options.seed)
@@ -279,8 +275,6 @@ def main() -> int:
         chosen = [case for case in new[index - 1 :: parts] if fnmatch.fnmatchcase(case.name, options.only)]
         chosen = [] if options.check else chosen
         entries = measure(chosen, folder / "runs", options.at_once, options.device) if chosen else []
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     entries = sorted((earlier | {entry["name"]: entry for entry in entries}).values(), key=lambda e: str(e["name"]))
     triples = {frozenset(t) for case in cases for t in itertools.combinations(_chosen(case), 3)}
     report = {
@@ -294,15 +288,11 @@ def main() -> int:
         "failed": failures(entries, options.device),
         "device": options.device,
         "seed": options.seed,
-        "elapsed_s": round(time.monotonic() - start_s, 1),
-        "machine": machine(),
         "cases": entries,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(options.json, report, start_s)
     if options.markdown is not None:
         options.markdown.write_text(markdown(refused), encoding="utf-8")
-    print(json.dumps({key: value for key, value in report.items() if key != "cases"}, indent=1))
     return 1 if report["failed"] else 0
 
 

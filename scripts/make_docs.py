@@ -36,7 +36,7 @@ small-4|gpu*|gpu:a10g:4|a10g|380000|down
 END""",
     "sbatch": 'bash -n "$1" && echo "Submitted batch job 1"',
 }
-"""What the tutorial's reader has on PATH, and this machine may not have."""
+"""Programs that the tutorial's reader has on PATH, and this machine may not have."""
 
 _HEAD = """\
 # All flags
@@ -50,6 +50,7 @@ For whoever looks for an option, of a training or of a command.
 | [het-plan](#het-plan) | plan, check and emit; in a checkout `python -m tools.planner` |
 | [het-run](#het-run) | elastic training; `python -m megatron_het.elastic` |
 | [het-doctor](#het-doctor) | check the nodes; `python -m megatron_het.doctor` |
+| [schedules](#schedules) | look at, check, simulate and compare schedules |
 """
 
 
@@ -135,6 +136,7 @@ def flags_page() -> str:
     from megatron_het.doctor.options import parser_of as doctor_parser
     from megatron_het.elastic.__main__ import _parser as run_parser
     from megatron_het.launch.flags import add_het_arguments
+    from megatron_het.schedule.view.cli import _parser as schedule_parser
     from tools.planner import __main__ as planner
 
     training = add_het_arguments(argparse.ArgumentParser(add_help=False))
@@ -142,7 +144,10 @@ def flags_page() -> str:
     for name, text in planner.COMMANDS.items():
         parts += [f"\n### het-plan {name}\n", f"\n{_sentence(text)}\n", *_groups(planner.parser_of(name), "")]
     parts += ["\n## het-run\n", *_groups(run_parser(), "")]
-    parts += ["\n## het-doctor\n", *_groups(doctor_parser(), "")]
+    parts += ["\n## het-doctor\n", *_groups(doctor_parser(), ""), "\n## Schedules\n"]
+    for action in schedule_parser()._actions:
+        for name, command in action.choices.items() if isinstance(action, argparse._SubParsersAction) else ():
+            parts += [f"\n### python -m megatron_het.schedule {name}\n", *_groups(command, "")]
     return "".join(parts)
 
 

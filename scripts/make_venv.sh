@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes or updates the virtual environment given as the only argument.
+# Makes or updates the virtual environment given as the only argument.  TORCH=VERSION takes another torch than the
+# pinned one, with the libraries that it asks for.
 #
 # A complete environment only gets what has changed.  One whose installation was interrupted may
 # hold half a package that pip takes for a whole one, so it is made anew, as is one whose Python
@@ -17,9 +18,17 @@ if [[ -e "${unfinished}" ]] || ! "${venv}/bin/python" -m pip --version >/dev/nul
     "${python}" -m venv "${venv}"
 fi
 
+constraints=requirements/constraints.txt
+if [[ -n "${TORCH:-}" ]]; then
+    constraints="${venv}/constraints.txt"
+    # What a build of torch pins itself: Triton, the libraries of CUDA, and the set-up tools that it can be built with.
+    grep -vE '^(torch|triton|sympy|setuptools|nvidia-.*|cuda-.*)==' requirements/constraints.txt >"${constraints}"
+    echo "torch==${TORCH}" >>"${constraints}"
+fi
+
 install() {
     "${venv}/bin/python" -m pip install --disable-pip-version-check --no-input --quiet \
-        --constraint requirements/constraints.txt "$@"
+        --constraint "${constraints}" "$@"
 }
 
 touch "${unfinished}"

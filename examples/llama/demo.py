@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from examples.llama import job as jobs
-from examples.llama import page, published, report
+from examples.llama import page, report
 from examples.llama.data import VOCAB_SIZE, DataFiles
 from examples.llama.devices import (
     CpuDevice,
@@ -123,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = Demo(options, size, screen).run()
         if options.readme:
-            published.renew(result, options.out.resolve(), screen)
-    except (jobs.JobError, published.BusyError, FileNotFoundError) as error:
+            report.publish(result, options.out.resolve(), screen)
+    except (jobs.JobError, report.BusyError, FileNotFoundError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -166,14 +166,12 @@ class Demo:
     """
 
     def __init__(self, options: argparse.Namespace, size: Size, screen: Screen) -> None:
-        import torch
-
         os.environ.setdefault("HET_PLAN_VERIFY", "0")  # 'emit' need not send the demo's own flags through Megatron
         self.size, self.screen = size, screen
         self.out: Path = options.out.resolve()
         self.source: Path | None = options.source
         self.devices = paced_devices(available_cores(), options.max_cores)
-        self.gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        self.gpus = jobs.gpus_here()
         self.inputs = ["--cluster", str(self.out / "cluster.yaml"), "--model", str(self.out / "model.yaml")]
 
     def run(self) -> dict[str, Any]:

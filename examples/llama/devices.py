@@ -7,6 +7,7 @@ half of it while both are busy.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import time
@@ -152,6 +153,7 @@ def cluster_document(
             "intra_node_bytes_per_s": bytes_per_s,
             "reserved_bytes": 0,
             "is_processor": is_cpu,
+            "transformer_engine": not is_cpu and importlib.util.find_spec("transformer_engine") is not None,
             "source": "this machine",
         }
         for kind in kinds

@@ -25,7 +25,8 @@ from examples.llama.devices import (
     mixed_devices,
     pinning,
 )
-from examples.llama.slowed import SLOWED_VARIABLE
+from examples.llama.job import gpus_here
+from examples.llama.pinned import SLOWED_VARIABLE
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from tools.planner.emit.flags import ModelOptions, model_arguments, plan_arguments
 from tools.planner.errors import PlannerError
@@ -58,7 +59,7 @@ def flags_for(plan: Plan, is_broken: bool) -> list[str]:
     """The flags of a training with the plan, as they would be in args.sh."""
     from megatron_het.device.flags import platform_flags
 
-    machine = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
+    machine = [word for flag in platform_flags(is_cuda=gpus_here() > 0) for word in flag.words]
     words = [*model_arguments(plan, ModelOptions()), *plan_arguments(plan), *machine]
     words += [
         "--tokenizer-type",
@@ -100,7 +101,7 @@ def make_profile(devices: Sequence[CpuDevice], out: Path) -> Profile:
 def command_of(options: argparse.Namespace, out: Path, plan: Plan, has_profile: bool) -> list[str]:
     """torchrun, the pinning and the doctor."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(plan.world_size)]
-    words += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "examples.llama.slowed"]
+    words += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "examples.llama.pinned"]
     words += ["megatron_het.doctor", "--cluster", str(out / "cluster.yaml"), "--limit-s", str(options.limit_s)]
     words += ["--checkpoints", str(out / "checkpoints"), "--json", str(out / "doctor.json")]
     words += ["--log-dir", str(out / "logs"), "--slow-ratio", str(options.slow_ratio), "--link-ratio", "3"]
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     save_plan(plan, out / "plan.json")
     rate, latency_s = measured_link(out / "profile.json") if profile else (_USUAL_RATE, _USUAL_LATENCY_S)
-    document = cluster_document(devices, _BROKEN_RATE if options.is_broken else rate, latency_s)
+    document = cluster_document(devices, _BROKEN_RATE if options.is_broken else rate, latency_s, is_cpu=not gpus_here())
     (out / "cluster.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
     environment = {**default_environment(), PINNING_VARIABLE: pinning(devices)}
     if options.is_broken:

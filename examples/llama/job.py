@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice
-from examples.llama.slowed import SLOWED_VARIABLE
+from examples.llama.pinned import SLOWED_VARIABLE
 from tools.planner.profile.command import default_environment, free_port
 
 #: What Megatron needs on a machine without a GPU.
@@ -45,7 +46,7 @@ _INTERPRETER = """\
 # The interpreter of one of the demo's nodes: its ranks keep to a core, and are slowed where the node is a slow one.
 export PYTHONPATH={repository}${{PYTHONPATH:+:$PYTHONPATH}}
 [[ "$2" == torch.distributed.run ]] && exec {python} "$@"
-exec {python} -m examples.llama.slowed "${{@:2}}"
+exec {python} -m examples.llama.pinned "${{@:2}}"
 """
 
 
@@ -104,10 +105,34 @@ def training_arguments(iterations: int, decay_iterations: int, evaluate: bool) -
 def write_interpreter(folder: Path) -> Path:
     """Write the program that stands for ``python`` on the nodes of the demo."""
     path = folder / "python"
-    repository = Path(__file__).resolve().parents[2]
-    path.write_text(_INTERPRETER.format(repository=repository, python=sys.executable), encoding="utf-8")
+    repository, python = shlex.quote(str(Path(__file__).resolve().parents[2])), shlex.quote(sys.executable)
+    path.write_text(_INTERPRETER.format(repository=repository, python=python), encoding="utf-8")
     path.chmod(0o755)
     return path
+
+
+def gpus_here() -> int:
+    """Returns how many GPUs this machine has."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_environment(node: int, nodes: int, gpus: int) -> dict[str, str]:
+    """The GPU of a node that this machine stands for; nothing without GPUs.
+
+    Args:
+        node: Its number.
+        nodes: How many there are.
+        gpus: Of this machine.  Nodes that share one need a host name of their own each, or NCCL refuses them.
+    """
+    if not gpus:
+        return {}
+    found = {"CUDA_VISIBLE_DEVICES": str(node % gpus)}
+    if gpus < nodes:
+        found |= {"NCCL_HOSTID": f"demo-{node}", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2"}
+        found |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return found
 
 
 def environments(devices: Sequence[CpuDevice], gpus: int = 0) -> list[dict[str, str]]:
@@ -115,18 +140,14 @@ def environments(devices: Sequence[CpuDevice], gpus: int = 0) -> list[dict[str, 
 
     Args:
         devices: In the order of their nodes.
-        gpus: Of this machine.  Devices that share one need a host name of their own each, or NCCL refuses them.
+        gpus: Of this machine.
     """
     found = []
     for node, device in enumerate(devices):
         own = {PINNING_VARIABLE: str(device.core)}
         if device.running < 1:
             own[SLOWED_VARIABLE] = f"0:{device.running:g}"
-        if gpus:
-            own["CUDA_VISIBLE_DEVICES"] = str(node % gpus)
-        if 0 < gpus < len(devices):
-            own |= {"NCCL_HOSTID": f"demo-{node}", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2"}
-            own |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        own |= gpu_environment(node, len(devices), gpus)
         found.append(own)
     return found
 

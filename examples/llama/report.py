@@ -1,4 +1,4 @@
-"""What the demo found: predicted against measured, as JSON, tables and pictures."""
+"""The report of the demo: predicted against measured, as JSON, tables, and in README.md."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import datetime
 import json
 import os
 import platform
+import re
+import shutil
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,10 @@ WARM_UP = 2
 
 #: A machine of which others take this share, or on which equal iterations differ by that share, is busy.
 _BUSY_SHARE, _BUSY_SPREAD = 0.1, 0.15
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+README, PICTURE = REPOSITORY / "README.md", REPOSITORY / "docs" / "images" / "demo-timeline.png"
+_BLOCK = re.compile(r"(<!-- demo: [^>]*-->\n).*?(\n<!-- end of demo -->)", re.DOTALL)
 
 _MEMORY = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
 
@@ -294,3 +300,45 @@ def show(report: dict[str, Any], screen: Screen) -> None:
         screen.line(end + " (nats per byte)")
     for doubt in report["doubts"]:
         screen.line(f"Note: {doubt}. Run the demo again on an idle machine.")
+
+
+class BusyError(RuntimeError):
+    """The figures of a run are not to be published."""
+
+
+def published(result: dict[str, Any]) -> str:
+    """Returns what README.md says of a run.
+
+    Args:
+        result: The contents of ``report.json``.
+    """
+    stages = len({r["stage"] for r in result["per_rank"]})
+    shape = "in one stage" if stages == 1 else f"in {stages} stages"
+    picture = "![One iteration, as the planner predicted it and as it ran](docs/images/demo-timeline.png)"
+    return (
+        f"{picture}\n\n"
+        f"`make demo` draws this picture on {result['cores']} processor cores; the slow ones run half of the time.\n"
+        f"{len(result['per_rank'])} processes train {result['num_layers']} layers {shape}. The planner predicted "
+        f"{result['predicted_iteration_s']:.2f} s per iteration, and the run\n"
+        f"took {result['measured_iteration_s']:.2f} s. The even split of the same job took "
+        f"{result['even_split_iteration_s']:.2f} s. By runs in turn the plan is\n"
+        f"{result['speedup_over_even_split']:.2f} times as fast. Measured on {result['date']}, {result['processor']}."
+    )
+
+
+def publish(result: dict[str, Any], out: Path, screen: Screen) -> None:
+    """Put a run's figures and its picture where README.md shows them.
+
+    Raises:
+        BusyError: The machine was busy, or there is no picture.
+    """
+    if result["doubts"]:
+        raise BusyError(f"README.md stays as it is: {'; '.join(result['doubts'])}")
+    if not (out / "timeline.png").is_file():
+        raise BusyError("README.md stays as it is: the run left no timeline.png (is matplotlib installed?)")
+    text, found = _BLOCK.subn(lambda m: m[1] + published(result) + m[2], README.read_text(encoding="utf-8"))
+    if found != 1:
+        raise BusyError("README.md stays as it is: it has no place for the demo's figures")
+    README.write_text(text, encoding="utf-8")
+    shutil.copyfile(out / "timeline.png", PICTURE)
+    screen.line(f"renewed: {README.name}, {PICTURE.relative_to(REPOSITORY)}")

@@ -24,6 +24,7 @@ from megatron_het.dry_run.device_streams import device_streams
 from megatron_het.dry_run.experts import balance_experts, check_experts
 from megatron_het.dry_run.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
 from megatron_het.dry_run.tracker import Tracker
+from megatron_het.families import family_of
 from megatron_het.features.base import flag_of
 from megatron_het.features.documents.spec import asked_by
 from megatron_het.launch import start as hooks
@@ -264,11 +265,11 @@ def _train(args: Any) -> None:
     """``pretrain``, which ends by the exit interval."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     now_s = time.time()
     set_startup_timestamps(program_start=now_s, main_entry=now_s)
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    container = pretrain_cfg_container_from_args(args, family_of(args).model_config(args))
     try:
         pretrain(
             container,

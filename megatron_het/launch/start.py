@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron_het.families import family_for
 from megatron_het.features import features_of
 from megatron_het.features.plan_checks import check_plan_alone
 from megatron_het.launch.flags import het_help, split_arguments
@@ -192,6 +193,8 @@ def _install_plan(
     assert config.plan is not None
     for feature, _ in features_of(config.plan):
         upstream.watch(f"the feature {feature.name}", feature.upstream_names)
+    family = family_for(config.plan)
+    upstream.watch(f"training a {family.model} under a plan", family.upstream_names)
     try:
         session = (make_session or HetSession)(config, device, int(os.environ.get("RANK", "0")))
     except PlanError as error:

@@ -191,6 +191,7 @@ def schedule_shape(plan: Plan) -> Shape:
         replicas=tuple(len(s.replicas) for s in plan.stages),
         placement=placement_of(plan.schedule.name),
         sizes=plan.training.micro_batch_sizes,
+        attention=plan.attention_layers if plan.model.pattern else (),
         **fields,
     )
 

@@ -7,6 +7,7 @@ import math
 
 from megatron_het.plan.errors import PlanError
 from megatron_het.plan.limits import LARGEST_SHARE, check_limits, check_sizes
+from megatron_het.plan.patterns import CHUNK, later_layers, layers_of, problem_of
 from megatron_het.plan.schema import Cut, ModelShape, Plan, Replica, Stage, TrainingShape
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -30,6 +31,7 @@ def check_plan(plan: Plan) -> None:
 def _check_numbers(plan: Plan) -> None:
     model, training = plan.model, plan.training
     check_sizes(model, "model")
+    _check_pattern(model)
     check_sizes(training, "training")
     if model.num_attention_heads % model.num_query_groups:
         raise PlanError(
@@ -50,6 +52,20 @@ def _check_numbers(plan: Plan) -> None:
         raise PlanError("training.precision", training.precision, f"must be one of {PRECISIONS}")
     if training.recompute not in RECOMPUTE:
         raise PlanError("training.recompute", training.recompute, f"must be one of {RECOMPUTE}")
+
+
+def _check_pattern(model: ModelShape) -> None:
+    """A hybrid model's layers are those of its pattern."""
+    pattern, where = model.pattern, "model.pattern"
+    if not pattern:
+        return
+    problem = "chunks are in stages[*].layers, so | has no place in it" if CHUNK in pattern else problem_of(pattern)
+    if problem:
+        raise PlanError(where, pattern, problem)
+    counts = (("num_layers", len(layers_of(pattern))), ("mtp_num_layers", len(later_layers(pattern))))
+    for name, count in counts:
+        if getattr(model, name) != count:
+            raise PlanError(where, pattern, f"has {count} layers where model.{name} is {getattr(model, name)}")
 
 
 def _check_sizes_of_microbatches(training: TrainingShape) -> None:

@@ -22,12 +22,13 @@ from megatron_het.distributed.gradient_sums import (
     mark_duplicates,
     mark_sharded,
 )
+from megatron_het.families import family_for, family_of_config
 from megatron_het.features import features_of, tied_copies
 from megatron_het.launch.megatron_args import HetConfig
 from megatron_het.lowering.programs import build, program_of
 from megatron_het.lowering.ranks import boundary_map, edges, lower
 from megatron_het.lowering.transports import Choice, choose_transport, posted_for
-from megatron_het.plan import Placement, Plan, plan_hash
+from megatron_het.plan import Placement, Plan, PlanError, plan_hash
 from megatron_het.report.run_report import Measurement, RunReport
 from megatron_het.report.timeline import Timeline
 from megatron_het.runtime.channels import Channels
@@ -238,20 +239,27 @@ class HetSession:
         """Hang this session into Megatron's model configuration (public hooks).
 
         Args:
-            model_config: ``GPTModelConfig`` with its transformer configuration.
+            model_config: ``GPTModelConfig`` or ``HybridModelConfig`` with its transformer configuration.
+
+        Raises:
+            PlanError: The script makes a model of another class than the plan is for.
         """
         assert self._finalizer is not None
+        family = family_of_config(model_config)
+        if family is not family_for(self.plan):
+            raise PlanError(
+                "model.pattern",
+                self.plan.model.pattern,
+                f"the script trains a {family.model}, and the plan is for a {family_for(self.plan).model}",
+                "Start the script that trains the plan's model: pretrain_gpt.py or pretrain_hybrid.py",
+            )
         model_config.transformer.finalize_model_grads_func = self._finalizer
         positions = self.placement.positions(self.placement.locate(self.groups.rank).stage)
         model_config.pre_wrap_hooks.append(self._prepare_model)
         # Before wrapping, weights without a device of their own in Megatron are still on the CPU.
         model_config.post_wrap_hooks.append(self._finalizer.copy_initial_weights)
         model_config.post_wrap_hooks.append(self._remember)
-        if self.plan.most_chunks > 1:
-            from megatron_het.runtime.building import BUILDER, know_positions
-
-            model_config.builder = BUILDER
-            know_positions(model_config.transformer, positions)
+        family.prepare_building(model_config, self.plan.most_chunks, positions)
         for feature in self._features:
             feature.prepare_config(model_config)
 

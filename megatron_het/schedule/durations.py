@@ -26,7 +26,7 @@ class _Prices:
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs, self.slices = program, costs, program.shape.slices
         self.units = max(program.attention_units, 1)
-        self.exchanged = exchanged_layers(program.shape.layers)
+        self.exchanged = exchanged_layers(program.shape.attention_layers)
         if costs.parts and program.attention_units:
             costs.check_units(self.units)
         self.of: dict[Price, Callable[[int, Op], float]] = complete(Price, self._all())
@@ -90,13 +90,13 @@ class _Prices:
         """Attention over the units ``[start, stop)`` that this device does not have to do itself."""
         table = self._attention_table(op)
         stage = self.program.shape.devices[device].stage
-        share = self.exchanged / max(1, self.program.shape.layers[stage][op.chunk])
+        share = self.exchanged / max(1, self.program.shape.attention_layers[stage][op.chunk])
         return self.costs.of_units(share * _at(table, device, op.chunk), op, self.slices, self.units)
 
     def _helped(self, device: int, op: Op) -> float:
         """Time a helper spends: its own speed for attention, times the layers that take part."""
         shape, table = self.program.shape, self._attention_table(op)
-        own_layers = sum(shape.layers[shape.devices[device].stage])
+        own_layers = sum(shape.attention_layers[shape.devices[device].stage])
         if not table or not own_layers:
             return 0.0
         whole = sum(table[device]) * self.exchanged / own_layers

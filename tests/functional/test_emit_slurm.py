@@ -13,7 +13,7 @@ import pytest
 from examples.llama.data import prepare
 from examples.llama.doctor import MISSING_FLAG
 from examples.llama.job import CPU_ARGUMENTS
-from examples.llama.slowed import SLOWED_VARIABLE
+from examples.llama.pinned import SLOWED_VARIABLE
 from megatron_het.doctor.expectations import Expectations, LinkExpectation
 from megatron_het.doctor.links import pairs_of
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
@@ -171,7 +171,7 @@ def test_a_failing_rank_fails_the_job(
 # The doctor's rank 2 is stopped again and again.
 SLOWING = f"""#!/bin/bash
 [[ "$RANK" == 2 ]] && export {SLOWED_VARIABLE}="$LOCAL_RANK"
-exec {sys.executable} -m examples.llama.slowed "${{@:2}}"
+exec {sys.executable} -m examples.llama.pinned "${{@:2}}"
 """
 
 

@@ -42,6 +42,7 @@ from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Kernel, Setting
 from megatron_het.attention.layer_exchange import NOTHING, Given, TokenGradient
 from megatron_het.attention.messages import pack, unpack
+from megatron_het.families import family_of_model
 from megatron_het.features.context_exchange.helped import attend_reached, attend_reached_backward
 from megatron_het.features.context_exchange.helper import (
     AttentionShape,
@@ -74,7 +75,7 @@ class ContextExchange:
         programs: This rank's programs, by whether they only run forwards.
         units: Which tokens of each rank exchange units are: context-parallel ranks hold parts of slices.
         rank: This rank.
-        layers: Layers of every chunk that exchange, from its first.
+        layers: Layers of every chunk that exchange attention, from its first with any.
         keys_channels: Carry keys and values.
         channels: Carry queries and results; not used by anything else, because inside a pass their order
             is by layer and not by the program.
@@ -125,7 +126,7 @@ class ContextExchange:
 
         Args:
             modules: Slice attention of every chunk, in layer order.
-            models: The chunks (GPTModel, not wrapped).
+            models: The chunks, not wrapped.
             sequences: Sequences of a microbatch.
             kernels: Names of the attention kernels to choose from; nothing for all.
         """
@@ -134,7 +135,7 @@ class ContextExchange:
         for chunk in self._modules:
             for layer, module in enumerate(chunk):
                 module.exchange = _Layer(self, layer)
-        attention = models[0].decoder.layers[0].self_attention  # type: ignore[union-attr,index]
+        attention = family_of_model(models[0]).attention_layers(models[0])[0].layer.self_attention
         self._sequences = sequences
         self._scale = score_scale(attention)
         self._shape = AttentionShape(

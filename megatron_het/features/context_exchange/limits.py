@@ -21,7 +21,7 @@ class Limits:
         placement: The plan's lookup tables.
         side: How the replica of a world rank divides a slice.
         units: Which tokens slices and their exchange units are.
-        windows: By layer of the model, how many earlier tokens a query sees; None for all.
+        windows: By layer of the model with attention, how many earlier tokens a query sees; None for all.
         starts: Where the documents of each sequence of a microbatch begin; None if documents do not matter.
     """
 
@@ -73,10 +73,10 @@ class Limits:
 
 
 def first_layers(placement: Placement) -> Mapping[tuple[int, int], int]:
-    """Index of the first layer of every (stage, chunk) in the model."""
+    """Index of the first layer of every (stage, chunk) among those of the model that have attention."""
     found: dict[tuple[int, int], int] = {}
     layers = 0
     for stage, chunk in placement.path:
         found[stage, chunk] = layers
-        layers += placement.plan.stages[stage].layers[chunk]
+        layers += placement.plan.attention_layers[stage][chunk]
     return found

@@ -172,13 +172,14 @@ class ContextExchange(Feature):
                 f"says nothing without {other}: the exchange weighs both against each other",
                 f"Give {other} as well",
             )
-        if exchanged_layers([stage.layers for stage in plan.stages]) == 0:
+        if exchanged_layers(plan.attention_layers) == 0:
+            lacks, layer = ("attention", "a layer of attention") if plan.model.pattern else ("layers", "a layer")
             raise PlanError(
                 _SWITCH,
                 True,
-                "a chunk has no layers: devices attend for each other layer by layer, in as many layers as the "
+                f"a chunk has no {lacks}: devices attend for each other layer by layer, in as many layers as the "
                 "smallest chunk has",
-                "Give every chunk a layer, or leave it out",
+                f"Give every chunk {layer}, or leave it out",
             )
 
     def before_transfers(self, program: Program, options: ExchangeOptions, speeds: Sequence[float] | None) -> Program:
@@ -190,8 +191,8 @@ class ContextExchange(Feature):
 
     def price(self, costs: Costs, options: ExchangeOptions, program: Program, figures: Figures) -> Costs:
         """Attention apart from the rest of a layer, and what travels for it."""
-        layers = [program.shape.layers[device.stage] for device in program.devices]
-        exchanged = exchanged_layers(program.shape.layers)
+        layers = [program.shape.attention_layers[device.stage] for device in program.devices]
+        exchanged = exchanged_layers(program.shape.attention_layers)
 
         def per_chunk(of_layer: Sequence[float]) -> PerChunk:
             return tuple(tuple(n * value for n in row) for row, value in zip(layers, of_layer, strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from examples.llama import job, published
+from examples.llama import job, report
 from examples.llama.demo import FULL, QUICK, even_splits
 from examples.llama.devices import CpuDevice, busy_cores, cluster_document, mixed_devices, paced_devices, pinning
 from examples.llama.page import with_measured
@@ -174,25 +174,25 @@ def test_what_was_measured_joins_the_planners_page(tmp_path: Path) -> None:
 
 def test_only_figures_of_an_idle_machine_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme, picture = tmp_path / "README.md", tmp_path / "picture.png"
-    monkeypatch.setattr(published, "README", readme)
-    monkeypatch.setattr(published, "PICTURE", picture)
-    monkeypatch.setattr(published, "REPOSITORY", tmp_path)
-    text = published.REPOSITORY / "README.md"
+    monkeypatch.setattr(report, "README", readme)
+    monkeypatch.setattr(report, "PICTURE", picture)
+    monkeypatch.setattr(report, "REPOSITORY", tmp_path)
+    text = report.REPOSITORY / "README.md"
     text.write_text("before\n<!-- demo: figures -->\nold\n<!-- end of demo -->\nafter\n")
     (tmp_path / "timeline.png").write_bytes(b"new")
-    with pytest.raises(published.BusyError, match="stays as it is: busy"):
-        published.renew(RESULT | {"doubts": ["busy"]}, tmp_path, Screen())
+    with pytest.raises(report.BusyError, match="stays as it is: busy"):
+        report.publish(RESULT | {"doubts": ["busy"]}, tmp_path, Screen())
     assert "old" in readme.read_text() and not picture.exists()
-    published.renew(RESULT, tmp_path, Screen())
+    report.publish(RESULT, tmp_path, Screen())
     assert "6 layers in 2 stages" in readme.read_text() and "2026-01-02" in readme.read_text()
     assert readme.read_text().startswith("before\n<!-- demo") and picture.read_bytes() == b"new"
     readme.write_text("no place")
-    with pytest.raises(published.BusyError, match="no place"):
-        published.renew(RESULT, tmp_path, Screen())
+    with pytest.raises(report.BusyError, match="no place"):
+        report.publish(RESULT, tmp_path, Screen())
 
 
 def test_the_readme_has_a_place_for_the_figures() -> None:
-    assert published._BLOCK.search(published.README.read_text())
+    assert report._BLOCK.search(report.README.read_text())
 
 
 def test_devices_that_share_are_described(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,3 +201,17 @@ def test_devices_that_share_are_described(capsys: pytest.CaptureFixture[str]) ->
     assert "run 50% of the time" in describe(PACED)
     assert "share core(s) 1" in describe(mixed_devices([0, 1]))
     assert "one core" in describe([CpuDevice("slow-0", "slow", 7), CpuDevice("slow-1", "slow", 7)])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("0:0.25", [pytest.approx((0.015, 0.005))]), ("1:0.5", []), ("", []), ("0", [()])]
+)
+def test_only_the_named_rank_is_slowed(value: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples.llama import pinned
+
+    slowed: list[tuple[float, ...]] = []
+    monkeypatch.setattr(pinned, "slow_down", lambda *times_s: slowed.append(times_s))
+    monkeypatch.setenv(pinned.SLOWED_VARIABLE, value)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    pinned.slow()
+    assert slowed == expected

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted(
     path.relative_to(ROOT)
-    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "patches/*.md", "benchmarks/**/*.md")
+    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "patches/*.md", "benchmarks/**/*.md", "test*/*.md")
     for path in ROOT.glob(pattern)
 )
 SOURCES = [
@@ -136,3 +136,50 @@ _OTHER_FLAGS = {"--het-group"}  # srun's
 def _is_prefix(flag: str, flags: set[str]) -> bool:
     """``--het-exchange-*`` names several."""
     return any(other.startswith(flag + "-") for other in flags)
+
+
+_COMMAND = re.compile(r"(?<![-\w])(?:het-plan|python -m tools\.planner) +([a-z][a-z-]*)([^`\n]*)")
+
+
+def options_of(words: str) -> set[str]:
+    """The options of a command line: without comments, quoted texts, and what another program gets."""
+    own = re.split(r" -- | \| | > | # ", re.sub(r"\"[^\"]*\"|'[^']*'", "TEXT", words))[0]
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", own))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "benchmarks" not in page.parts], ids=str)
+def test_commands_of_the_planner_have_the_options_that_are_told(page: Path) -> None:
+    from tools.planner.__main__ import COMMANDS, parser_of
+
+    for name, words in _COMMAND.findall(prose(page).replace("\\\n", " ")):
+        if name in COMMANDS:
+            known = {option for action in parser_of(name)._actions for option in action.option_strings}
+            assert options_of(words) <= known, f"het-plan {name}{words}"
+    for block in re.findall(r"^```(?:bash)?\n(.*?)^```$", prose(page), re.MULTILINE | re.DOTALL):
+        unknown = re.findall(r"^(?:het-plan|python -m tools\.planner) +(\w+)", block, re.MULTILINE)
+        assert set(unknown) <= {name.split("-")[0] for name in COMMANDS} | set(COMMANDS), block
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", prose(Path(page)), re.MULTILINE | re.DOTALL)
+
+
+def test_the_plan_in_the_readme_is_a_plan(tmp_path: Path) -> None:
+    from megatron_het.features.plan_checks import check_plan_alone
+    from megatron_het.plan import load_plan
+
+    (plan,) = blocks("README.md", "json")
+    (tmp_path / "plan.json").write_text(plan)
+    check_plan_alone(load_plan(tmp_path / "plan.json"))
+
+
+@pytest.mark.parametrize("page", ["docs/planner.md", "docs/old_gpus.md"])
+def test_cluster_files_in_the_documentation_are_cluster_files(page: str) -> None:
+    from megatron_het.safe_io import parse_yaml
+    from tools.planner.inputs.cluster import cluster_from_document
+
+    found = blocks(page, "yaml")
+    assert found
+    for text in found:
+        document = {"name": "lab", **parse_yaml(text, page)}
+        assert cluster_from_document(document, page).nodes

@@ -95,5 +95,6 @@ def test_a_slow_wire_is_a_slow_link(ends: list[Channels], monkeypatch: pytest.Mo
         lambda tensor, dst, group, tag: wire.send(lambda: isend(tensor, dst, group=group, tag=tag)),
     )
     link_s, waited_s = _one_message(ends)
-    assert link_s >= _WIRE_S
-    assert waited_s >= _LATE_S + _WIRE_S
+    # The wire counts from the call, the sample from what comes after it: a busy machine may be in between.
+    assert link_s >= 0.9 * _WIRE_S
+    assert waited_s >= _LATE_S + 0.9 * _WIRE_S
