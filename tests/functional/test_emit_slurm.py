@@ -107,7 +107,7 @@ def write_run(
         ],
         "PLATFORM": list(platform),
     }
-    settings = {"time_limit": "00:20:00", "save_interval": iterations, **launch}
+    settings = {"time_limit": "00:20:00", "save_interval": iterations, "iterations": iterations, **launch}
     options = LaunchOptions(
         run_dir=str(out),
         job_name="het-test",
@@ -271,7 +271,7 @@ def test_a_job_whose_time_is_over_saves_and_goes_on(
 ) -> None:
     """Slurm tells a job up to a minute early, and its shortest time is a minute."""
     out = tmp_path / "run"
-    launch = {"time_limit": "00:02:00", "notice_s": 45, "save_interval": 100_000, "iterations": 100_000}
+    launch = {"time_limit": "00:02:00", "notice_s": 45, "save_interval": 100_000}
     file = write_run(out, data_arguments, iterations=100_000, **launch).files[script]
     job = cluster.submit(file, {})
     log = out / "logs" / f"het-test-{job}.out"
