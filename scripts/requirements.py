@@ -85,8 +85,8 @@ def listed() -> str:
         [
             "# What `make venv` installs, and why",
             "",
-            "Written by `make requirements`. Versions are in `constraints.txt`, digests of their files in `hashes.txt`. In",
-            "bold is what this project asks for. The others are asked for by the packages that are named.",
+            "Written by `make requirements`. Versions are in `constraints.txt`, digests in `hashes.txt`. In bold is",
+            "what this project asks for. The others are asked for by the packages that are named.",
             "",
             "| package | version | asked for by | what it is |",
             "|---|---|---|---|",
