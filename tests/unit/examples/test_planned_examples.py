@@ -21,7 +21,7 @@ def commands_of(script: Path, out: Path) -> list[list[str]]:
     """The planner's command lines that a script gives, recorded instead of run."""
     recorder, log = out / "recorder.py", out / "commands"
     recorder.write_text(RECORDER)
-    environment = {**os.environ, "HET_PLAN": f"{sys.executable} {recorder} {log}"}
+    environment = {**os.environ, "PLANNER": f"{sys.executable} {recorder} {log}"}
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
     subprocess.run([str(script), str(out)], check=True, timeout=60, env=environment, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in log.read_text().splitlines()]
