@@ -211,8 +211,8 @@ def emitted() -> Corpus:
         plan = made()
         with in_folder() as folder:
             groups = {"MODEL": model_arguments(plan, ModelOptions()), "TRAINING": ["--train-iters", "10"]}
-            elastic = ElasticOptions(10, (("the rest", plan),)) if is_elastic else None
-            emit(plan, folder / "run", KINDS, groups, replace(LAUNCH, **options), elastic=elastic)
+            elastic = ElasticOptions((("the rest", plan),)) if is_elastic else None
+            emit(plan, folder / "run", KINDS, groups, replace(LAUNCH, iterations=10, **options), elastic=elastic)
             for file in sorted(path for path in folder.rglob("*") if path.is_file()):
                 text = file.read_text(encoding="utf-8").replace(str(folder), "FOLDER")
                 found[f"{name}/{file.relative_to(folder / 'run')}"] = text.rstrip()
