@@ -58,15 +58,20 @@ def test_every_dependency_is_pinned() -> None:
 
 
 def test_every_pinned_version_has_the_digests_of_its_files() -> None:
-    assert requirements.pinned(requirements.HASHES) == requirements.pinned(requirements.CONSTRAINTS)
+    assert requirements.pinned(requirements.HASHES) == requirements.pinned(requirements.CONSTRAINTS), (
+        "make requirements"
+    )
+    listed = re.findall(r"^\| ([a-z][^ ]*) \| (\S+) \|", requirements.LIST.read_text(encoding="utf-8"), re.MULTILINE)
+    assert dict(listed[1:]) == requirements.pinned(requirements.CONSTRAINTS), "make requirements"
     blocks = re.split(r"\n(?=[^ #])", requirements.HASHES.read_text(encoding="utf-8").split("\n\n")[-1].rstrip())
     assert all("==" not in block or re.search(r"--hash=sha256:[0-9a-f]{64}$", block) for block in blocks)
 
 
 def test_the_list_of_packages_is_that_of_this_environment() -> None:
-    installed = {name: metadata.version(name) for name in requirements.pinned(requirements.CONSTRAINTS)}
-    if installed != requirements.pinned(requirements.CONSTRAINTS):
-        pytest.skip("this environment has other versions than the pinned ones")
+    pinned = requirements.pinned(requirements.CONSTRAINTS)
+    installed = {requirements.normalised(found.name): found.version for found in metadata.distributions()}
+    if other := [name for name in pinned if installed.get(name) != pinned[name]]:
+        pytest.skip(f"this environment has not the pinned versions of {', '.join(other)}")
     subprocess.run([sys.executable, ROOT / "scripts/requirements.py", "list", "--check"], check=True)
 
 
