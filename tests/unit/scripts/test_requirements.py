@@ -62,7 +62,7 @@ def test_every_pinned_version_has_the_digests_of_its_files() -> None:
         "make requirements"
     )
     listed = re.findall(r"^\| ([a-z][^ ]*) \| (\S+) \|", requirements.LIST.read_text(encoding="utf-8"), re.MULTILINE)
-    assert dict(listed[1:]) == requirements.pinned(requirements.CONSTRAINTS), "make requirements"
+    assert dict(listed[1:]) == pinned, "make requirements"
     blocks = re.split(r"\n(?=[^ #])", requirements.HASHES.read_text(encoding="utf-8").split("\n\n")[-1].rstrip())
     assert all("==" not in block or re.search(r"--hash=sha256:[0-9a-f]{64}$", block) for block in blocks)
 
