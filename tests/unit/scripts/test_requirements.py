@@ -58,9 +58,8 @@ def test_every_dependency_is_pinned() -> None:
 
 
 def test_every_pinned_version_has_the_digests_of_its_files() -> None:
-    assert requirements.pinned(requirements.HASHES) == requirements.pinned(requirements.CONSTRAINTS), (
-        "make requirements"
-    )
+    pinned = requirements.pinned(requirements.CONSTRAINTS)
+    assert requirements.pinned(requirements.HASHES) == pinned, "make requirements"
     listed = re.findall(r"^\| ([a-z][^ ]*) \| (\S+) \|", requirements.LIST.read_text(encoding="utf-8"), re.MULTILINE)
     assert dict(listed[1:]) == pinned, "make requirements"
     blocks = re.split(r"\n(?=[^ #])", requirements.HASHES.read_text(encoding="utf-8").split("\n\n")[-1].rstrip())
