@@ -24,7 +24,7 @@ from megatron_het.plan.patterns import (
     without_chunks,
 )
 
-LOCAL_SPEC = ("megatron_het.families.hybrid_layers", "local_stack_spec")
+LOCAL_SPEC = ("megatron_het.hybrid_layers", "local_stack_spec")
 """``--spec`` of a hybrid model without Transformer Engine."""
 _MODELS = "megatron.core.models.hybrid"
 _FLAG = "--hybrid-layer-pattern"
@@ -109,9 +109,9 @@ class HybridFamily(ModelFamily):
 
         return hybrid_config_from_args(args)
 
-    def prepare_building(self, model_config: Any, chunks: int, positions: tuple[int, ...]) -> None:
-        """A chunk finds its layers in the pattern by the position that it is built at."""
-        model_config.builder = self.builder
+    def needs_builder(self, chunks: int) -> bool:
+        """A chunk finds its layers in the pattern by the rank that torch says."""
+        return True
 
     def _inner(self, later: Any) -> Sequence[Any]:
         layers: Sequence[Any] = later.layers

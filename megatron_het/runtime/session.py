@@ -259,7 +259,11 @@ class HetSession:
         # Before wrapping, weights without a device of their own in Megatron are still on the CPU.
         model_config.post_wrap_hooks.append(self._finalizer.copy_initial_weights)
         model_config.post_wrap_hooks.append(self._remember)
-        family.prepare_building(model_config, self.plan.most_chunks, positions)
+        if family.needs_builder(self.plan.most_chunks):
+            from megatron_het.runtime.building import know_positions
+
+            model_config.builder = family.builder
+            know_positions(model_config.transformer, positions)
         for feature in self._features:
             feature.prepare_config(model_config)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from dataclasses import replace
@@ -21,6 +22,7 @@ from benchmarks.slimpipe_cases import PLAIN, sliced_case
 from megatron_het.plan import save_plan
 from tests.functional.selected import compared, tiers
 
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 BAR = 1e-5
 TWIN_BAR = 1e-6
 _BALANCING = re.compile(r"seq_load_balancing_loss: (\S+)")
@@ -113,3 +115,13 @@ def test_a_gpt_model_and_its_hybrid_twin_train_alike(lab: Lab) -> None:
         last = done.job.log_dir / f"losses-{done.job.world_size - 1}.json"
         found = json.loads(last.read_text(encoding="utf-8"))["losses"]
         assert len(found) == lab.steps and found == pytest.approx(expected, rel=TWIN_BAR), done.job.name
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_PATH is not set: no Megatron-LM checkout")
+def test_a_checkouts_own_script_runs_under_a_plan(lab: Lab) -> None:
+    case = replace(BY_NAME["experts"], name="own-script")
+    job = lab.job(case)
+    script = replace(job, entry="megatron_het.run:main", argv=(f"{CHECKOUT}/pretrain_hybrid.py", *job.argv))
+    found = compared(case, lab.runner.run(script), lab)
+    assert max(found.loss, found.validation, found.gradient, found.norm) <= BAR, found

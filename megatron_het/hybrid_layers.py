@@ -1,4 +1,4 @@
-"""Layers of hybrid models without Transformer Engine: ``--spec megatron_het.families.hybrid_layers local_stack_spec``.
+"""Layers of hybrid models without Transformer Engine: ``--spec megatron_het.hybrid_layers local_stack_spec``.
 
 Megatron's own are of Transformer Engine.  These are the parts of Megatron's local GPT layers, one at a time.  Plans ask
 for them by themselves; the flag is for stock Megatron.
