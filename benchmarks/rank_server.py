@@ -45,7 +45,7 @@ _LATE_IMPORTS = (
     "megatron.core.tokenizers.text.models",
     "megatron_het.plan.from_flags",
     "megatron_het.plan.validate",
-    "megatron_het.runtime.leaving",
+    "megatron_het.runtime.session",
     "megatron_het.runtime.recompute",
     "torch.utils.serialization",
 )

@@ -412,7 +412,7 @@ def apply_after_validation(plan: Plan, args: Any) -> None:
     Validation refuses several chunks in a pipeline of one stage, because its own interleaved
     schedule needs a second stage; the rest of Megatron takes any layout.  It also switches the common start of
     parameter gathers off where there is one chunk, because its own schedule has none
-    (``runtime/late_gathers.py``).
+    (``runtime/executor.py``).
     """
     if getattr(args, "overlap_param_gather", False):
         args.align_param_gather = True
