@@ -74,7 +74,7 @@ def argument_problems(cases: Sequence[Case], folder: Path) -> list[list[str]]:
 
 
 def start_problems(starts: Sequence[tuple[int, Sequence[str]]], folder: Path) -> list[list[str]]:
-    """What each start, of so many ranks with these flags, would be refused for; in one process that has Megatron."""
+    """Returns what the start of each, of so many ranks with these flags, would refuse; in one process with Megatron."""
     folder.mkdir(parents=True, exist_ok=True)
     asked, answer = folder / "starts.json", folder / "problems.json"
     asked.write_text(json.dumps(starts), encoding="utf-8")
@@ -138,7 +138,7 @@ def _chosen(case: Case) -> list[tuple[str, Any]]:
 
 
 def added(files: Sequence[Path], seed: int, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
-    """What earlier runs found of the plans, by name; of a plan that is in several files, what the last one says.
+    """Read what earlier runs found of the plans, by name; of a plan that is in several files, what the last one says.
 
     Raises:
         SystemExit: A run with another seed, or of other plans.

@@ -1,4 +1,4 @@
-"""What a result must say about where it was measured."""
+"""Parts that all benchmarks share: the command line, a folder for the runs, the report and where it was measured."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ small-4|gpu*|gpu:a10g:4|a10g|380000|down
 END""",
     "sbatch": 'bash -n "$1" && echo "Submitted batch job 1"',
 }
-"""What the tutorial's reader has on PATH, and this machine may not have."""
+"""Programs that the tutorial's reader has on PATH, and this machine may not have."""
 
 _HEAD = """\
 # All flags

@@ -138,7 +138,7 @@ class Cluster:
         return [Step(when, number, loss) for when, number, loss in sorted(found)]
 
     def history(self) -> list[dict[str, Any]]:
-        """Of the controller."""
+        """Returns the history that the controller has written."""
         with contextlib.suppress(OSError, ValueError):
             return list(json.loads((self._out / "elastic" / "state.json").read_text())["history"])
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -104,8 +105,8 @@ def training_arguments(iterations: int, decay_iterations: int, evaluate: bool) -
 def write_interpreter(folder: Path) -> Path:
     """Write the program that stands for ``python`` on the nodes of the demo."""
     path = folder / "python"
-    repository = Path(__file__).resolve().parents[2]
-    path.write_text(_INTERPRETER.format(repository=repository, python=sys.executable), encoding="utf-8")
+    repository, python = shlex.quote(str(Path(__file__).resolve().parents[2])), shlex.quote(sys.executable)
+    path.write_text(_INTERPRETER.format(repository=repository, python=python), encoding="utf-8")
     path.chmod(0o755)
     return path
 

@@ -1,4 +1,4 @@
-"""What the demo found: predicted against measured, as JSON, tables and pictures."""
+"""The report of the demo: predicted against measured, as JSON, tables, and in README.md."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ class BusyError(RuntimeError):
 
 
 def published(result: dict[str, Any]) -> str:
-    """What README.md says of a run.
+    """Returns what README.md says of a run.
 
     Args:
         result: The contents of ``report.json``.
@@ -321,8 +321,8 @@ def published(result: dict[str, Any]) -> str:
         f"{len(result['per_rank'])} processes train {result['num_layers']} layers {shape}. The planner predicted "
         f"{result['predicted_iteration_s']:.2f} s per iteration, and the run\n"
         f"took {result['measured_iteration_s']:.2f} s. The even split of the same job took "
-        f"{result['even_split_iteration_s']:.2f} s, {result['speedup_over_even_split']:.2f} times as long.\n"
-        f"Measured on {result['date']}, {result['processor']}."
+        f"{result['even_split_iteration_s']:.2f} s. By runs in turn the plan is\n"
+        f"{result['speedup_over_even_split']:.2f} times as fast. Measured on {result['date']}, {result['processor']}."
     )
 
 

@@ -223,9 +223,9 @@ def emitted() -> Corpus:
         plan = made()
         with in_folder() as folder:
             groups = {"MODEL": model_arguments(plan, ModelOptions()), "TRAINING": ["--train-iters", "10"]}
-            elastic = ElasticOptions(10, (("the rest", plan),)) if is_elastic else None
+            elastic = ElasticOptions((("the rest", plan),)) if is_elastic else None
             kinds = IN_ONE_NODE if made is in_one_node else KINDS
-            emit(plan, folder / "run", kinds, groups, replace(LAUNCH, **options), elastic=elastic)
+            emit(plan, folder / "run", kinds, groups, replace(LAUNCH, iterations=10, **options), elastic=elastic)
             for file in sorted(path for path in folder.rglob("*") if path.is_file()):
                 text = file.read_text(encoding="utf-8").replace(str(folder), "FOLDER")
                 found[f"{name}/{file.relative_to(folder / 'run')}"] = text.rstrip()

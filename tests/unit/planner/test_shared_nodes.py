@@ -119,8 +119,8 @@ def test_slurm_is_asked_for_every_kind_by_name_or_for_the_whole_node() -> None:
     assert "--gres=gpu:a100:2,gpu:v100:1" in text and "HET_DEVICES" not in text
     kinds = node_kinds(cluster())
     text = het_sbatch(place(plan, kinds), kinds, LAUNCH)
-    assert "--gres=gpu:6\n" in text and "export HET_DEVICES='0,1,2 0,1,2 0,1,2'\n" in text
-    assert "CUDA_VISIBLE_DEVICES=${devices[$SLURM_PROCID]}" in text
+    assert "--gres=gpu:6" in text and "export HET_DEVICES='0,1,2 0,1,2 0,1,2'\n" in text
+    assert 'CUDA_VISIBLE_DEVICES="${devices[$SLURM_PROCID]}"' in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
@@ -140,11 +140,11 @@ def test_nodes_that_use_other_devices_are_another_component() -> None:
 
 def test_agents_of_an_elastic_job_know_the_kind_of_every_slot(tmp_path: Path) -> None:
     plan = plan_of((0, 1, 2), (3,))
-    emit(plan, tmp_path, node_kinds(cluster()), {}, LAUNCH, elastic=ElasticOptions(10, (("same", plan),)))
+    emit(plan, tmp_path, node_kinds(cluster()), {}, LAUNCH, elastic=ElasticOptions((("same", plan),)))
     text = (tmp_path / "elastic.sbatch").read_text()
     device = f"{A100}*2,{V100}*1,{A100}*1"
-    assert f"HET_DEVICES=0,1,2,4 start_agent \"$host\" '{device}' 4" in text
-    assert "export CUDA_VISIBLE_DEVICES=$HET_DEVICES" in text
+    assert f'HET_DEVICES="0,1,2,4" start_agent "$host" \'{device}\' 4' in text
+    assert 'export CUDA_VISIBLE_DEVICES="$HET_DEVICES"' in text
     assert "CUDA_DEVICE_ORDER" in text and "CUDA_DEVICE_ORDER" in (tmp_path / "train.sbatch").read_text()
     agent = AgentNode(replace(setting_of(1, tmp_path), device=device), 4, tmp_path, (), 3)
     assert [agent.device(slot) for slot in range(4)] == [A100, A100, V100, A100]

@@ -105,7 +105,7 @@ def test_plans_that_take_turns_fit_the_nodes_of_the_first(folder, turns, capsys)
 def test_samples_of_an_elastic_job(folder):
     words = ["emit", str(folder / "p.json"), *common(folder), "--out", str(folder / "run"), "--elastic"]
     assert main([*words, "--train-samples", "640"]) == 0
-    assert "ITERATIONS=80 " in (folder / "run" / "elastic.sbatch").read_text()
+    assert "(($(newest) >= 80))" in (folder / "run" / "elastic.sbatch").read_text()
 
 
 def test_a_job_that_cannot_start_is_not_emitted(folder, capsys, asks_megatron):

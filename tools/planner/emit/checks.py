@@ -20,7 +20,17 @@ from megatron_het.plan import Plan, PlanError
 from ..errors import PlannerError, from_plan_error
 from ..inputs.model import Model
 from ..inputs.model_parts import MODEL_FLAGS, TRAINING_FLAGS, FlagValue
-from ..inputs.names import SLURM_RULES, folder_problem, host_problem, job_problem, text_problem, time_problem
+from ..inputs.names import (
+    SLURM_RULES,
+    folder_problem,
+    host_problem,
+    image_problem,
+    job_problem,
+    module_problem,
+    mount_problem,
+    text_problem,
+    time_problem,
+)
 from .flags import Turns
 from .nodes import Node, NodeKind
 
@@ -134,8 +144,21 @@ def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeKind]) -> None:
     ):
         if problem:
             raise PlannerError("emit", option, value, problem)
+    image = launch.container.image if launch.container else ""
+    for option, values, rule in (
+        ("--modules", launch.modules, module_problem),
+        ("--container", [image] if image else [], image_problem),
+        ("--container-mounts", launch.container.mounts if launch.container else (), mount_problem),
+    ):
+        for value in values:
+            if problem := rule(value):
+                raise PlannerError("emit", option, value, problem)
+    if not 10 <= launch.notice_s <= 65535:
+        raise PlannerError("emit", "--notice-s", launch.notice_s, "must be 10 to 65535")
     if not 0 <= launch.cpus_per_task <= 4096:
-        raise PlannerError("emit", "--cpus-per-task", launch.cpus_per_task, "must be 0 (Slurm's default) to 4096")
+        raise PlannerError(
+            "emit", "--cpus-per-task", launch.cpus_per_task, "must be 0 (a node's ranks share its cores) to 4096"
+        )
     if not 1 <= launch.save_interval <= _MOST:
         raise PlannerError("emit", "--save-interval", launch.save_interval, "must be at least 1")
     for name, kind in kinds.items():

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatron_het.doctor.expectations import Expectations
 from megatron_het.features.documents.spec import DOCUMENT_FLAGS
@@ -52,7 +52,7 @@ from .flags import (
     stock_arguments,
 )
 from .nodes import Node, NodeKind, place, whole_kind
-from .scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
+from .scripts import AtTimeLimit, Container, LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
 
 
 @dataclass(slots=True)
@@ -110,7 +110,8 @@ def emit(
         launch = replace(launch, environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(launch.environment or {})})
     script = None if elastic is None else checked_sbatch(plan, nodes, kinds, launch, elastic)
     launch = replace(launch, environment={**environment_of(plan), **(launch.environment or {})})
-    texts = {
+    texts = {"prologue.sh": launch.prologue} if launch.prologue else {}
+    texts |= {
         "args.sh": args_sh(
             plan, f"{launch.run_dir}/plan.json", groups, header, elastic=elastic is not None, turns=turns
         ),
@@ -223,8 +224,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="cores of a rank (default %(default)s: Slurm's default)",
+        help="cores of a rank (default %(default)s: a node's ranks share its cores)",
     )
+    add_site_arguments(parser)
     parser.add_argument(
         "--doctor", action="store_true", help="the scripts check the nodes before they train; see docs/doctor.md"
     )
@@ -256,6 +258,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_site_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what an administrator asks of a job."""
+    for key, text in (
+        ("qos", "quality of service"),
+        ("reservation", "reservation"),
+        ("licenses", "licences, like name:4"),
+        ("mem", "memory of a node, like 64G (default: all of it, where all GPUs of a node are used)"),
+    ):
+        parser.add_argument(f"--{key}", default="", help=f"Slurm's {text}; where the cluster file does not say it")
+    parser.add_argument(
+        "--exclusive",
+        action=argparse.BooleanOptionalAction,
+        help="nodes for this job alone (default: where all GPUs of a node are used and its cores are not known)",
+    )
+    parser.add_argument(
+        "--notice-s",
+        type=int,
+        default=120,
+        metavar="S",
+        help="seconds before --time-limit at which a Slurm job saves and stops (default %(default)s)",
+    )
+    parser.add_argument(
+        "--at-time-limit",
+        choices=get_args(AtTimeLimit),
+        default="requeue",
+        help="what it does then: be queued again (default), submit another job that goes on, or end",
+    )
+    parser.add_argument("--modules", nargs="+", default=[], metavar="NAME", help="environment modules to load first")
+    parser.add_argument(
+        "--prologue", type=Path, metavar="FILE", help="bash that the scripts run first; a copy is written beside them"
+    )
+    parser.add_argument("--container", default="", metavar="IMAGE", help="image in which the ranks of a Slurm job run")
+    parser.add_argument(
+        "--container-runtime",
+        choices=("pyxis", "apptainer"),
+        default="pyxis",
+        help="who starts it: pyxis (Slurm's plugin for enroot; default) or apptainer",
+    )
+    parser.add_argument(
+        "--container-mounts",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="folders besides that of the run, as /FOLDER[:/INSIDE[:ro]]",
+    )
+
+
 def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     """Carry out the command.
 
@@ -277,15 +326,7 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     check_training(options)
     extra = extra_flags(options.extra, model.flags)
     check_target(options.out / "plan.json", "--out")
-    launch = LaunchOptions(
-        run_dir=options.run_dir or str(options.out.resolve()),
-        job_name=options.job_name,
-        time_limit=options.time_limit,
-        python=options.python,
-        save_interval=options.save_interval,
-        cpus_per_task=options.cpus_per_task,
-        doctor=options.doctor,
-    )
+    launch = launch_options(options, plan)
     local, device_notes = device_arguments(plan, cluster, extra)
     groups = {
         "MODEL": model_arguments(plan, model_options(model, extra)),
@@ -300,10 +341,9 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     notes += to_fill_in(extra)
     profile = load_profile(options.profile) if options.profile else None
     expected = expectations(plan, cluster, profile) if options.doctor else None
-    elastic = elastic_options(options, plan, profile is not None)
-    written = emit(
-        plan, options.out, node_kinds(cluster), groups, launch, expected=expected, elastic=elastic, turns=turns
-    )
+    elastic = elastic_options(options, profile is not None)
+    kinds = node_kinds(cluster, options)
+    written = emit(plan, options.out, kinds, groups, launch, expected=expected, elastic=elastic, turns=turns)
     if model.flags.get("rope-scaling-factor", 8) != 8:
         notes.append(
             "stock Megatron takes no notice of --rope-scaling-factor, which is 8 there: run this model with the plan"
@@ -311,6 +351,50 @@ def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
     written.notes += [*device_notes, *notes]
     written.files |= keep_inputs(options.out, cluster, model, profile)
     return written
+
+
+def launch_options(options: argparse.Namespace, plan: Plan) -> LaunchOptions:
+    """Returns the settings of the scripts.
+
+    Raises:
+        PlannerError: Options of a container without one.
+    """
+    iterations = options.train_iters
+    if options.train_samples is not None:
+        iterations = options.train_samples // plan.training.global_batch_size
+    container = None
+    if options.container:
+        container = Container(options.container, options.container_runtime, tuple(options.container_mounts))
+    elif options.container_mounts:
+        raise PlannerError("emit", "--container-mounts", options.container_mounts[0], "needs --container")
+    return LaunchOptions(
+        run_dir=options.run_dir or str(options.out.resolve()),
+        job_name=options.job_name,
+        time_limit=options.time_limit,
+        python=options.python,
+        save_interval=options.save_interval,
+        cpus_per_task=options.cpus_per_task,
+        doctor=options.doctor,
+        # How many they are when batches grow is Megatron's to say.
+        iterations=0 if options.step_batch_size_schedule else iterations,
+        notice_s=options.notice_s,
+        at_time_limit=options.at_time_limit,
+        modules=tuple(options.modules),
+        prologue=read_prologue(options.prologue),
+        container=container,
+    )
+
+
+def read_prologue(file: Path | None) -> str:
+    """Returns the text of ``--prologue``.
+
+    Raises:
+        PlannerError: It cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8") if file else ""
+    except (OSError, UnicodeError) as error:
+        raise PlannerError("emit", "--prologue", str(file), f"cannot be read: {error}") from None
 
 
 LOCAL_LAYERS = (
@@ -361,7 +445,7 @@ def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[li
     return flags, notes
 
 
-def elastic_options(options: argparse.Namespace, plan: Plan, has_profile: bool) -> ElasticOptions | None:
+def elastic_options(options: argparse.Namespace, has_profile: bool) -> ElasticOptions | None:
     """Returns what ``--elastic`` asks for: plans are searched where no given one fits.
 
     Raises:
@@ -370,10 +454,7 @@ def elastic_options(options: argparse.Namespace, plan: Plan, has_profile: bool) 
     if not options.elastic:
         return None
     inputs = (CLUSTER, MODEL, PROFILE) if has_profile else (CLUSTER, MODEL)
-    iterations = options.train_iters
-    if options.train_samples is not None:
-        iterations = options.train_samples // plan.training.global_batch_size
-    return ElasticOptions(iterations, load_more(options.plans), inputs)
+    return ElasticOptions(load_more(options.plans), inputs)
 
 
 def turns_of(options: argparse.Namespace, model: Any) -> Turns | None:
@@ -414,8 +495,17 @@ def model_options(model: Any, extra: Sequence[str] = ()) -> ModelOptions:
     )
 
 
-def node_kinds(cluster: Any) -> dict[str, NodeKind]:
-    """The cluster file's groups of nodes, named after their GPU, and after their place where that is not enough."""
+def node_kinds(cluster: Any, options: argparse.Namespace | None = None) -> dict[str, NodeKind]:
+    """The cluster file's groups of nodes, named after their GPU, and after their place where that is not enough.
+
+    Args:
+        cluster: A ``tools.planner.inputs.cluster.Cluster``.
+        options: Of the command line, which count where the file says nothing.
+    """
+
+    def asked(slurm: Any, key: str) -> str:
+        return getattr(slurm, key) or getattr(options, key, "")
+
     gpus = [group.gpu for group in cluster.nodes]
     kinds: dict[str, NodeKind] = {}
     for i, group in enumerate(cluster.nodes):
@@ -433,6 +523,12 @@ def node_kinds(cluster: Any) -> dict[str, NodeKind]:
             quota=group.quota,
             zone=group.zone,
             python=group.python or "",
+            qos=asked(slurm, "qos"),
+            reservation=asked(slurm, "reservation"),
+            licenses=asked(slurm, "licenses"),
+            mem=asked(slurm, "mem"),
+            exclusive=slurm.exclusive if slurm.exclusive is not None else getattr(options, "exclusive", None),
+            cpus=slurm.cpus or 0,
             shared_node=group.shared_node,
             numbers=group.devices,
         )

@@ -22,11 +22,22 @@ from ..errors import PlannerError, from_plan_error
 from ..inputs.names import quote
 from .flags import named_plans
 from .nodes import Component, Node, NodeKind, chosen_devices, components
-from .scripts import LaunchOptions, feature_function, head, master, plain_obstacle, plain_resources, resources, settings
+from .scripts import (
+    AWAIT,
+    NEWEST,
+    LaunchOptions,
+    feature_function,
+    go_on,
+    head,
+    in_container,
+    master,
+    plain_obstacle,
+    plain_resources,
+    resources,
+    settings,
+)
 
 SCRIPT = "elastic.sbatch"
-NOTICE_S = 120
-"""How long before the end of its time a job is told, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +45,11 @@ class ElasticOptions:
     """Holds what an elastic job is told beyond :class:`LaunchOptions`.
 
     Attributes:
-        iterations: Of the training; a job that was stopped before the last one is submitted again.
         more: Further plans with their files, the best one first; the job's own plan comes before them.
         inputs: Names of cluster file, model file and (where there is one) profile in the run's folder, from which plans
             are searched for pools that no given plan fits; empty: none are searched.
     """
 
-    iterations: int
     more: tuple[tuple[str, Plan], ...] = ()
     inputs: tuple[str, ...] = ()
 
@@ -103,6 +112,11 @@ def _check(
             "checks the ranks of one plan, and an elastic job starts one task per node, whose plan changes",
             "Leave one of --doctor and --elastic out; a job of its own can check the nodes",
         )
+    if launch.container and launch.container.runtime != "apptainer":
+        problem = (
+            f"{launch.container.runtime} starts containers for steps only, and the controller runs in the batch script"
+        )
+        raise PlannerError("emit", "--container-runtime", launch.container.runtime, problem, "Use apptainer")
     pool = [
         Process(i * 4096 + slot, f"node {i}", device)
         for i, node in enumerate(nodes)
@@ -139,22 +153,16 @@ chmod 700 "$ELASTIC"
 rm -f "$ELASTIC/token"
 # The processes of an earlier start of this job have gone, and their memory with them: the newest checkpoint counts.
 [[ ! -e "$ELASTIC/state.json" ]] || mv -f "$ELASTIC/state.json" "$ELASTIC/state-before-$SLURM_JOB_ID.json"
-newest() {
-    local iteration=
-    [[ ! -s "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]] ||
-        read -r iteration <"$CHECKPOINTS/latest_checkpointed_iteration.txt" || true
-    [[ "$iteration" =~ ^[0-9]+$ ]] && echo "$((10#$iteration))" || echo 0
-}
-before=$(newest)
 """
 
 _CONTROL = """\
 control() {
-    local rc=1 try
+    local rc
     trap '' TERM  # what Slurm sends when it takes the job away; the ranks need the controller while they save
-    for try in 1 2 3 4; do  # one that a signal has ended goes on from its file
+    for _ in 1 2 3 4; do  # one that a signal has ended goes on from its file
+        rc=0
         "$PYTHON" -m megatron_het.elastic --controller "$CONTROLLER" --token-file "$ELASTIC/token" \\
-            --folder "$ELASTIC" --controller-only --nodes "$NODES" --lost-s "$LOST_S" "${HOW[@]}" && rc=0 || rc=$?
+            --folder "$ELASTIC" --controller-only --nodes "$NODES" --lost-s "$LOST_S" "${HOW[@]}" || rc=$?
         ((rc > 128)) || break
     done
     return "$rc"
@@ -173,11 +181,12 @@ export -f as_agent
 control &
 controller=$!
 for ((i = 0; i < 600; i++)); do
-    [[ ! -s "$ELASTIC/token" ]] && kill -0 "$controller" 2>/dev/null || break
+    if [[ -s "$ELASTIC/token" ]] || ! kill -0 "$controller" 2>/dev/null; then break; fi
     sleep 0.1
 done
 if ! kill -0 "$controller" 2>/dev/null; then  # its error is in this log
-    wait "$controller" && exit 0 || exit "$?"
+    wait "$controller" || exit "$?"
+    exit 0
 fi
 
 # One step per node.  --kill-on-bad-exit=0: a node that fails ends its own step only.
@@ -196,29 +205,13 @@ start_agent() {
 """
 
 _END = """
-rc=143
-while ((rc > 128)) && kill -0 "$controller" 2>/dev/null; do  # a signal that is trapped ends the waiting
-    wait "$controller" && rc=0 || rc=$?
-done
-if ((rc > 128)); then  # it has ended between two looks; 127: it was waited for, and a signal has ended it
-    wait "$controller" 2>/dev/null && ended=0 || ended=$?
-    ((ended == 127)) || rc=$ended
-fi
+rc=0
+await "$controller" || rc=$?
 if [[ -n "$noticed" ]]; then
     for ((i = 0; i < 200; i++)); do  # agents end when their workers have; they were told how the job ended
         kill -0 "${steps[@]}" 2>/dev/null || break
         sleep 0.1
     done
-    state=$(scontrol show job "$SLURM_JOB_ID" -o | grep -o 'JobState=[A-Z_]*' | head -n1 || true)
-    if (($(newest) >= ITERATIONS)); then
-        rc=0
-    elif (($(newest) > before)) && [[ "$state" == JobState=RUNNING ]]; then
-        echo "stopped after iteration $(newest) of $ITERATIONS; the job is queued again"
-        scontrol requeue "$SLURM_JOB_ID"
-        sleep 60  # Slurm ends this script
-    fi
-fi
-exit "$rc"
 """
 
 
@@ -231,8 +224,7 @@ def _sbatch(
     (``--requeue``), and tells the batch script before its time is over (``--signal``).
     """
     parts = components(nodes, kinds)
-    text = head(options, f"Submit with: sbatch {SCRIPT}")
-    text += f"#SBATCH --signal=B:TERM@{NOTICE_S}\n"
+    text = head(options, f"Submit with: sbatch {SCRIPT}", "TERM")
     plain = not plain_obstacle(nodes, kinds)
     if plain:
         blocks = [plain_resources(parts, kinds, options, tasks_per_node=1)]
@@ -243,10 +235,10 @@ def _sbatch(
     first = "SLURM_JOB_NODELIST" if plain else "SLURM_JOB_NODELIST_HET_GROUP_0"
     text += "set -euo pipefail\numask 077\n\n" + settings(options)
     text += master(f'$(scontrol show hostnames "${first}" | head -n1)')
-    text += f"export ITERATIONS={elastic.iterations} NODES={len(nodes)}\n"
-    text += _START + _how(elastic) + _control(nodes, kinds)
+    text += f"export NODES={len(nodes)}\n"
+    text += _START + NEWEST + AWAIT + _how(elastic) + in_container(_control(nodes, kinds), options)
     text += _plain_agents(parts, kinds) if plain else _het_agents(parts, kinds)
-    return text + _END
+    return text + _END + go_on(options, SCRIPT) + 'fi\nexit "$rc"\n'
 
 
 def notes(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> list[str]:
@@ -278,7 +270,7 @@ def _agent(part: Component, kinds: Mapping[str, NodeKind], *words: str) -> str:
         runs = groupby(_devices(node, kinds))
         device = ",".join(f"{name}*{len(list(members))}" for name, members in runs)
     visible = chosen_devices(node, kinds)
-    start = f'HET_DEVICES={visible} start_agent "$host"' if visible else 'start_agent "$host"'
+    start = f'HET_DEVICES="{visible}" start_agent "$host"' if visible else 'start_agent "$host"'
     return " ".join([start, quote(device), str(part.per_node), *words])
 
 
@@ -291,7 +283,7 @@ def _control(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> str:
     """Bash: how agents are started; they choose devices where Slurm gives out more of a node than the plan uses."""
     if not any(chosen_devices(node, kinds) for node in nodes):
         return _CONTROL
-    choice = '    [[ -z "${HET_DEVICES:-}" ]] || export CUDA_VISIBLE_DEVICES=$HET_DEVICES\n'
+    choice = '    [[ -z "${HET_DEVICES:-}" ]] || export CUDA_VISIBLE_DEVICES="$HET_DEVICES"\n'
     return _CONTROL.replace("as_agent() {\n", "as_agent() {\n" + choice)
 
 

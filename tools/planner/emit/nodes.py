@@ -21,12 +21,15 @@ class NodeKind:
         quota: Devices that may be used in all; None = those that exist.
         gpu: Device kind, as in the plan; empty = the name of the node kind.
         hosts: Their host names, if known; used by the torchrun scripts.
-        partition, constraint, account: Slurm's names for them.
+        partition, constraint, account, qos, reservation, licenses, mem: What Slurm is asked for them.
         zone: Where they are; empty: unknown.
         python: Their interpreter; empty: that of the launch.
         gres: Slurm's generic resource without the number, e.g. ``gpu:a100``; empty on CPU nodes.
         shared_node: Name of the nodes, where other kinds have more devices of the same nodes; empty: none.
         numbers: Of these devices within such a node, in the order of the PCI bus.
+        exclusive: Whether the job has its nodes for itself; None: where it uses all GPUs of nodes
+            whose cores are not known.
+        cpus: Cores of a node; 0: unknown.
     """
 
     devices: int
@@ -42,6 +45,16 @@ class NodeKind:
     python: str = ""
     shared_node: str = ""
     numbers: tuple[int, ...] = ()
+    qos: str = ""
+    reservation: str = ""
+    licenses: str = ""
+    mem: str = ""
+    exclusive: bool | None = None
+    cpus: int = 0
+
+    def cores(self, ranks: int) -> int:
+        """Cores for so many ranks of a node, which share them; 0: unknown."""
+        return self.cpus * ranks // self.devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +87,19 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """Equal nodes in a row, named after the kind of the first: one component of a heterogeneous job."""
+    """Equal nodes in a row, named after the kind of the first: one component of a heterogeneous job.
+
+    Attributes:
+        kind: Name of the node kind.
+        per_node: Ranks of each node.
+        nodes: The nodes.
+        is_whole: Whether the ranks use all devices of every node.
+    """
 
     kind: str
     per_node: int
     nodes: tuple[Node, ...]
+    is_whole: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -157,7 +178,8 @@ def whole_kind(node: Node, kinds: Mapping[str, NodeKind]) -> NodeKind:
     if not node.kinds:
         return kind
     gpus = dict.fromkeys(kinds[name].gpu or name for name in node.kinds)
-    return replace(kind, gpu=" + ".join(gpus), gres=asked_gres(node, kinds))
+    devices = sum(k.devices for k in _in_same_nodes(kind, kinds))
+    return replace(kind, gpu=" + ".join(gpus), gres=asked_gres(node, kinds), devices=devices)
 
 
 def _host(hosts: Sequence[str], index: int) -> str:
@@ -168,12 +190,27 @@ def components(nodes: Sequence[Node], kinds: Mapping[str, NodeKind]) -> list[Com
     """Group nodes that the launcher sees as equal; the component with rank 0 comes first."""
     groups: dict[tuple[NodeKind, int, tuple[int, ...]], list[Node]] = {}
     for node in nodes:
-        kind = whole_kind(node, kinds)
-        seen = replace(kind, gpu=kind.gpu or node.kind, devices=0, count=None, quota=None, hosts=(), numbers=())
-        groups.setdefault((seen, len(node.ranks), node.devices), []).append(node)
+        kind, ranks = whole_kind(node, kinds), len(node.ranks)
+        seen = replace(
+            kind,
+            gpu=kind.gpu or node.kind,
+            # What is asked for the ranks of a node counts, not what else the node has.
+            devices=0,
+            cpus=kind.cores(ranks),
+            count=None,
+            quota=None,
+            hosts=(),
+            numbers=(),
+        )
+        groups.setdefault((seen, ranks, node.devices), []).append(node)
     first: dict[NodeKind, str] = {}
     return [
-        Component(first.setdefault(seen, members[0].kind), size, tuple(members))
+        Component(
+            first.setdefault(seen, members[0].kind),
+            size,
+            tuple(members),
+            all(whole_kind(node, kinds).devices == size for node in members),
+        )
         for (seen, size, _), members in groups.items()
     ]
 

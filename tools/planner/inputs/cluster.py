@@ -35,7 +35,15 @@ def _name(value: str | None) -> str | None:
 
 
 class SlurmSettings(BaseModel):
-    """Holds what Slurm needs to find nodes of this kind."""
+    """Holds what Slurm is asked for nodes of this kind.
+
+    Attributes:
+        partition, constraint, account, gres, qos, reservation, licenses, mem: Values of Slurm's options; ``gres``
+            without its number, ``mem`` per node.
+        exclusive: Whether the job has its nodes for itself; None: where it uses all GPUs of nodes whose cores are
+            not known.
+        cpus: Cores of a node; None: not known.
+    """
 
     model_config = _STRICT
 
@@ -43,8 +51,19 @@ class SlurmSettings(BaseModel):
     constraint: str | None = None
     account: str | None = None
     gres: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    licenses: str | None = None
+    mem: str | None = None
+    exclusive: bool | None = None
+    cpus: int | None = Field(default=None, ge=1, le=4096)
 
-    @field_validator("partition", "constraint", "account", "gres")
+    @field_validator("mem", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if type(value) is int else value
+
+    @field_validator(*SLURM_RULES)
     @classmethod
     def _as_slurm_allows(cls, value: str | None, info: ValidationInfo) -> str | None:
         problem = SLURM_RULES[str(info.field_name)](value) if value else ""
