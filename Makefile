@@ -11,7 +11,7 @@ VENV_PYTHON := $(VENV)/bin/python
 # Changes when what is installed has to change; written last, so that an interrupted
 # installation is taken up again by the next run.
 STAMP := $(VENV)/.installed
-INSTALL_INPUTS := requirements/constraints.txt setup.py pyproject.toml scripts/make_venv.sh \
+INSTALL_INPUTS := requirements/constraints.txt requirements/hashes.txt setup.py pyproject.toml scripts/make_venv.sh \
 	scripts/find_python.sh
 # Rank processes on one machine talk over the loopback interface and share its cores.
 RUN_ENVIRONMENT := OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=$(shell uname | grep -q Darwin && echo lo0 || echo lo)
@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 DOCTOR_ARGS ?=
 GPU_CHECK_ARGS ?=
 
-.PHONY: help venv demo demo-elastic demo-docs doctor docs gpu-check test test-full test-torch test-upstream lint slurm chromium \
+.PHONY: help venv requirements audit demo demo-elastic demo-docs doctor docs gpu-check test test-full test-torch test-upstream lint slurm chromium \
 	clean
 
 help: ## Show the targets
@@ -70,6 +70,13 @@ docs: $(STAMP) ## Renew the pages that are made from the code, and the tutorial'
 
 demo-docs: $(STAMP) ## Run the demo on an idle machine, and renew its figures and picture in README.md
 	$(RUN_ENVIRONMENT) $(VENV_PYTHON) -m examples.llama.demo --readme
+
+requirements: $(STAMP) ## Write digests and the list of packages anew, after a change of requirements/constraints.txt (needs uv)
+	$(VENV)/bin/python scripts/requirements.py lock
+	$(VENV)/bin/python scripts/requirements.py list
+
+audit: ## Look up known vulnerabilities of the pinned packages (needs pip-audit and the network)
+	pip-audit --disable-pip --require-hashes --requirement requirements/hashes.txt
 
 lint: $(STAMP) ## Check format, style and types
 	$(VENV)/bin/ruff format --check .
