@@ -151,8 +151,8 @@ def add_site_arguments(parser: argparse.ArgumentParser) -> None:
         "--target",
         choices=get_args(Target),
         default="slurm",
-        help="what starts the job (default %(default)s): slurm (torchrun scripts as well), jobset (Kubernetes) or skypilot (clouds; "
-        "its job groups are experimental); see docs/kubernetes.md",
+        help="what starts the job (default %(default)s): slurm (torchrun scripts as well), jobset (Kubernetes) "
+        "or skypilot (clouds; its job groups are experimental); see docs/kubernetes.md",
     )
     parser.add_argument(
         "--volume",
