@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from megatron_het.plan import Plan
 
@@ -160,6 +161,18 @@ def chosen_devices(node: Node, kinds: Mapping[str, NodeKind]) -> str:
     if len(node.devices) == sum(k.devices for k in _in_same_nodes(kind, kinds)):
         return ""
     return ",".join(map(str, node.devices))
+
+
+def devices_of(node: Node, kinds: Mapping[str, NodeKind]) -> list[str]:
+    """Kind of the device of every local rank, as plans call it."""
+    return [kinds[name].gpu or name for name in node.kinds or [node.kind] * len(node.ranks)]
+
+
+def device_words(node: Node, kinds: Mapping[str, NodeKind]) -> str:
+    """The devices of a node as ``het-run --device`` takes them."""
+    if not node.kinds:
+        return kinds[node.kind].gpu or node.kind
+    return ",".join(f"{name}*{len(list(members))}" for name, members in groupby(devices_of(node, kinds)))
 
 
 def _in_same_nodes(kind: NodeKind, kinds: Mapping[str, NodeKind]) -> list[NodeKind]:

@@ -72,6 +72,25 @@ class SlurmSettings(BaseModel):
         return value
 
 
+class KubernetesSettings(BaseModel):
+    """Holds where Kubernetes finds nodes of this kind: their labels, and what it calls their GPUs."""
+
+    model_config = _STRICT
+
+    node_selector: dict[str, str] = {}
+    resource: str = Field(default="nvidia.com/gpu", min_length=1, max_length=200)
+
+
+class SkypilotSettings(BaseModel):
+    """Holds where SkyPilot finds nodes of this kind: its name of the GPU, cloud and region, spot machines."""
+
+    model_config = _STRICT
+
+    accelerators: str = ""
+    infra: str = ""
+    use_spot: bool = False
+
+
 MeasuredRate = tuple[Annotated[int, Field(ge=1, le=1024)], Positive, Positive]
 
 
@@ -124,6 +143,8 @@ class NodeGroup(BaseModel):
     slurm: SlurmSettings = SlurmSettings()
     shared_node: str = ""
     devices: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = ()
+    kubernetes: KubernetesSettings = KubernetesSettings()
+    skypilot: SkypilotSettings = SkypilotSettings()
 
     @field_validator("gpu", "zone", "region")
     @classmethod
