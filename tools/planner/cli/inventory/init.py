@@ -133,7 +133,8 @@ def _group(nodes: Nodes) -> list[str]:
     if nodes.hosts:
         lines.append(f"    hosts: [{', '.join(_word(host) for host in nodes.hosts)}]")
     if nodes.slurm:
-        lines.append(f"    slurm: {{{', '.join(f'{key}: {_word(text)}' for key, text in nodes.slurm)}}}")
+        words = (f"{key}: {text if key == 'cpus' else _word(text)}" for key, text in nodes.slurm)
+        lines.append(f"    slurm: {{{', '.join(words)}}}")
     return lines
 
 

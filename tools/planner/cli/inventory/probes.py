@@ -33,7 +33,7 @@ class Nodes:
         count: How many nodes.
         memory_bytes: Main memory of a node.
         network: Bytes per second of a node, and how that is known.
-        slurm: Partition, constraint and gres, as far as known.
+        slurm: Partition, constraint, gres and cores, as far as known.
     """
 
     seen: str
@@ -100,32 +100,33 @@ def slurm_nodes() -> tuple[list[Nodes], list[str]] | None:
     A node counts in the first partition that lists it, the default one first.  Nodes that are down, drained or
     reserved are left out.
     """
-    said = ask(["sinfo", "--noheader", "--Node", "--format=%N|%P|%G|%f|%m|%T"])
+    said = ask(["sinfo", "--noheader", "--Node", "--format=%N|%P|%G|%f|%m|%T|%c"])
     if said is None:
         return None
     lines = said.splitlines()
     if len(lines) > _MOST_LINES:
         problem = f"{len(lines)} lines, more than the {_MOST_LINES} of any cluster file"
         raise PlannerError("sinfo", "(answer)", None, problem, "Write the cluster file by hand (docs/planner.md)")
-    rows = [line.split("|") for line in lines if line.count("|") in (4, 5)]
+    rows = [line.split("|") for line in lines if line.count("|") in (4, 5, 6)]
     rows.sort(key=lambda row: not row[1].strip().endswith("*"))
     groups: dict[tuple[str, ...], list[str]] = {}
     placed: set[str] = set()
     left_out = []
-    for host, partition, gres, features, memory, *state in ([cell.strip() for cell in row] for row in rows):
+    for host, partition, gres, features, memory, *more in ([cell.strip() for cell in row] for row in rows):
         if host in placed or host_problem(host):
             continue
         placed.add(host)
-        if state and _UNUSABLE.search(state[0].lower()):
-            left_out += [f"{host} ({state[0][:20]})"] if _gpus_of(gres) else []
+        state, cores = [*more, "", ""][:2]
+        if _UNUSABLE.search(state.lower()):
+            left_out += [f"{host} ({state[:20]})"] if _gpus_of(gres) else []
             continue
         for kind, count in _gpus_of(gres):
-            groups.setdefault((partition.rstrip("*"), kind, str(count), features, memory), []).append(host)
+            groups.setdefault((partition.rstrip("*"), kind, str(count), features, memory, cores), []).append(host)
     return [_slurm_group(key, hosts) for key, hosts in groups.items()], left_out
 
 
 def _slurm_group(key: tuple[str, ...], hosts: list[str]) -> Nodes:
-    partition, kind, count, features, memory = key
+    partition, kind, count, features, memory, cores = key
     words = [word for word in features.split(",") if word not in ("", "(null)")]
     named = catalog_name(kind) if kind else None
     by_feature = {word: found for word in words if (found := catalog_name(word))}
@@ -134,6 +135,7 @@ def _slurm_group(key: tuple[str, ...], hosts: list[str]) -> Nodes:
         named = by_feature[constraint] if named is None or not by_feature[constraint].doubt else named
     slurm = {"partition": partition, "constraint": constraint, "gres": f"gpu:{kind}" if kind else "gpu"}
     kept = tuple((name, text) for name, text in slurm.items() if text and not SLURM_RULES[name](text))
+    kept += (("cpus", cores),) if re.fullmatch(r"[1-9][0-9]{0,2}", cores) else ()
     return Nodes(
         seen=kind or ",".join(words) or "gpu",
         gpu=named,
