@@ -1,139 +1,160 @@
-"""In how many places each feature of the product is known; the definition is in ``benchmarks.structure``."""
+"""How many files a reader opens for each feature of the product; the definition is in ``benchmarks.structure``."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from enum import Enum
 
-from benchmarks.structure_sources import PRODUCT, Finding, Module, imports_of
+from benchmarks.structure_sources import PRODUCT, Finding, Module, dotted, imports_of
+from megatron_het.schedule.kinds import Columns, Kind
 
-MAX_PLACES = 8
+MAX_FILES, MAX_OUTSIDE = 12, 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
     """Where a feature lives and what only it is called.
 
     Attributes:
-        home: Modules and packages of its own, as dotted names; those that do not exist are passed over.
+        room: Its package, as a dotted name.
         words: A pattern of its identifiers in lower case with underscores, ``ExchangePlan`` as ``exchange_plan``.
-        parameters: Likewise of plan parameters that are a common noun, which variables have for something else: the
+        parameters: A pattern of plan parameters that are a common noun, which variables have for something else: the
             ``window`` of a model's attention or of a measurement, the number of words in a ``vocabulary``.  They
             count where parameters are written, in strings.
+        executor: Who executes its kinds in the table of kinds; the entries of the table's columns that only these
+            kinds have are identifiers too.
+        elsewhere: Modules and packages of its own that lie in other rooms.
     """
 
-    home: tuple[str, ...]
+    room: str
     words: str
     parameters: str = ""
+    executor: str = ""
+    elsewhere: tuple[str, ...] = ()
 
 
 FEATURES = {
     "context exchange": Feature(
-        (
-            "megatron_het.features.context_exchange.spec",
-            "megatron_het.features.context_exchange",
-            "megatron_het.features.context_exchange.helper",
-            "megatron_het.features.context_exchange.helper",
-            "megatron_het.schedule.exchange",
-            "megatron_het.schedule.leveling",
-            "megatron_het.features.context_exchange.passes",
-        ),
-        r"(het_)?context_exchange|exchange_(units|keep|idle|plan|attention|rest)|add_exchange|kv_(send|recv)"
+        room="megatron_het.features.context_exchange",
+        words=r"(het_)?context_exchange|exchange_(units|keep|idle|plan|attention|rest)|add_exchange|kv_(send|recv)"
         r"|attend_(give|help|merge)(_backward)?",
+        executor="context_exchange",
+        elsewhere=("megatron_het.schedule.exchange", "megatron_het.schedule.leveling"),
     ),
     "split vocabulary": Feature(
-        (
-            "megatron_het.features.vocab_parallel.spec",
-            "megatron_het.features.vocab_parallel",
-            "megatron_het.features.vocab_parallel.passes",
-            "megatron_het.features.vocab_parallel.passes",
-        ),
-        r"(het_)?vocabulary_parallel|splits_vocabulary|vocab_(forward|backward)|embed_(forward|backward)",
-        r"vocabulary",
+        room="megatron_het.features.vocab_parallel",
+        words=r"(het_)?vocabulary_parallel|splits_vocabulary|vocab_(forward|backward)|embed_(forward|backward)",
+        parameters=r"vocabulary",
+        executor="vocabulary",
     ),
     "parameter window": Feature(
-        (
-            "megatron_het.features.window.spec",
-            "megatron_het.features.window",
-            "megatron_het.features.window.passes",
-            "megatron_het.features.window.passes",
-        ),
-        r"(het_|parameter_|het_parameter_)window|(het_)?offload_(parameters|optimizer)|het_update|window_options"
+        room="megatron_het.features.window",
+        words=r"(het_|parameter_|het_parameter_)window|(het_)?offload_(parameters|optimizer)|het_update|window_options"
         r"|param_(prefetch|gather|release|offload)|grad_reduce|optimizer_step",
-        r"window",
+        parameters=r"window",
+        executor="window",
     ),
     "activation offload": Feature(
-        (
-            "megatron_het.features.activation_offload.spec",
-            "megatron_het.features.activation_offload",
-            "megatron_het.features.activation_offload.passes",
-        ),
-        r"(het_)?offload_activations|activation_offload|act_(offload|fetch)",
+        room="megatron_het.features.activation_offload",
+        words=r"(het_)?offload_activations|activation_offload|act_(offload|fetch)",
+        executor="activation_offload",
     ),
     "slices": Feature(
-        (
-            "megatron_het.features.slices.spec",
-            "megatron_het.features.slices",
-            "megatron_het.plan.slices",
-            "megatron_het.schedule.generators.slimpipe",
-        ),
-        r"het_slices|slimpipe|is_sliced|slices_of",
+        room="megatron_het.features.slices",
+        words=r"het_slices|slimpipe|is_sliced|slices_of|slice_keys_per_token",
+        elsewhere=("megatron_het.schedule.generators.slimpipe",),
     ),
     "packed documents": Feature(
-        (
-            "megatron_het.features.documents.spec",
-            "megatron_het.features.documents.runtime",
-            "megatron_het.features.documents.runtime",
-        ),
-        r"document_starts|asked_by|(dataloader_)?inter_document_masking|reset_attention_mask",
+        room="megatron_het.features.documents",
+        words=r"document_starts|asked_by|(dataloader_)?inter_document_masking|reset_attention_mask",
     ),
     "context parallelism": Feature(
-        ("megatron_het.features.context_parallel.spec", "megatron_het.features.context_parallel"),
-        r"context_parallel(_size|_ranks)?|cp_size",
+        room="megatron_het.features.context_parallel", words=r"context_parallel(_size|_ranks)?|cp_size"
     ),
-    "Lion in shards": Feature(
-        ("megatron_het.features.optimizers.spec", "megatron_het.features.optimizers"),
-        r"(het_)?sharded_lion|lion_(steps|beside_adam)",
+    "optimizers": Feature(
+        room="megatron_het.features.optimizers", words=r"(het_)?sharded_lion|lion_(steps|beside_adam)"
     ),
     "zero bubble": Feature(
-        (
-            "megatron_het.features.zero_bubble.spec",
-            "megatron_het.features.zero_bubble",
-            "megatron_het.schedule.generators.zero_bubble",
-        ),
-        r"zero_bubble|zb_(h1|v)|v_half|backward_(input|weight)",
+        room="megatron_het.features.zero_bubble",
+        words=r"zero_bubble|zb_(h1|v)|v_half|backward_(input|weight)",
+        executor="zero_bubble",
+        elsewhere=("megatron_het.schedule.generators.zero_bubble",),
     ),
+    "experts": Feature(room="megatron_het.features.experts", words=r"experts_options|global_aux_loss"),
+    "multi-token prediction": Feature(room="megatron_het.features.mtp", words=r"mtp_(num_layers|loss_scaling_factor)"),
+    "initial weights": Feature(room="megatron_het.features.initial_weights", words=r"initial_weights|het_init"),
+    "thrifty layers": Feature(room="megatron_het.features.thrifty_layers", words=r"(het_)?thrifty_(layers|options)"),
+    "watch": Feature(room="megatron_het.features.watch", words=r"het_watch|watch_(options|threshold)"),
 }
 
 
-def modules_per_feature(modules: Sequence[Module], features: Mapping[str, Feature] = FEATURES) -> Finding:
-    """For every feature its home (one) and the modules of the product outside of it that know it."""
+def files_for_a_feature(
+    modules: Sequence[Module], features: Mapping[str, Feature] = FEATURES
+) -> tuple[Finding, Finding]:
+    """Files that a reader opens for every feature: those of its room and those outside, and the latter alone."""
     product = [m for m in modules if m.name.split(".")[0] in PRODUCT]
+    known = {m.name for m in product}
     words = {m.name: list(_words(m)) for m in product}
-    counts, offenders = {}, []
+    entries = _entries_of_executors()
+    everything, outside, offenders = {}, {}, []
     for name, feature in features.items():
-        pattern, in_strings = re.compile(feature.words), re.compile(feature.parameters or r"(?!)")
-        home = {m.name for m in product if any(m.name == h or m.name.startswith(h + ".") for h in feature.home)}
-        known = {m.name for m in product}
+        room = [m for m in product if _is_in(m, feature.room) and not m.package]
         places = []
         for m in product:
-            if m.name in home:
+            if _is_in(m, feature.room):
                 continue
-            imported = [(node, other) for other, node in imports_of(m, known).items() if other in home]
-            named = [
-                (node, word)
-                for node, word in words[m.name]
-                if pattern.fullmatch(word) or (isinstance(node, ast.Constant) and in_strings.fullmatch(word))
-            ]
-            hits = imported or named
-            if hits:
-                places.append(f"  {m.at(hits[0][0])} {'imports' if imported else 'names'} {hits[0][1]}")
-        counts[name] = len(places) + bool(home)
-        if counts[name] > MAX_PLACES:
-            offenders += [f"{name}: {counts[name]} places, its home ({len(home)} modules) and", *places]
-    return Finding(counts, offenders)
+            own = any(_is_in(m, other) for other in feature.elsewhere)
+            hit = (m.nodes[0], "its own module") if own else _hit(m, known, words[m.name], feature, entries)
+            if hit:
+                places.append(f"  {m.at(hit[0])} {hit[1]}")
+        everything[name], outside[name] = len(room) + len(places), len(places)
+        if everything[name] > MAX_FILES or outside[name] > MAX_OUTSIDE:
+            offenders += [f"{name}: {len(room)} files in its room, and", *places]
+    return Finding(everything, offenders), Finding(outside, offenders)
+
+
+def _is_in(module: Module, home: str) -> bool:
+    return module.name == home or module.name.startswith(home + ".")
+
+
+def _hit(
+    module: Module,
+    known: Set[str],
+    words: Sequence[tuple[ast.AST, str]],
+    feature: Feature,
+    entries: Mapping[str, Set[str]],
+) -> tuple[ast.AST, str] | None:
+    """The first place of a module that imports a feature or names one of its identifiers, and what it does there."""
+    for other, node in imports_of(module, known).items():
+        if any(other == home or other.startswith(home + ".") for home in (feature.room, *feature.elsewhere)):
+            return node, f"imports {other}"
+    pattern, in_strings = re.compile(feature.words), re.compile(feature.parameters or r"(?!)")
+    columns = entries.get(feature.executor, frozenset())
+    for node, word in words:
+        if pattern.fullmatch(word) or (isinstance(node, ast.Constant) and in_strings.fullmatch(word)):
+            return node, f"names {word}"
+        if isinstance(node, ast.Attribute) and dotted(node) in columns:
+            return node, f"names {dotted(node)}"
+    return None
+
+
+def _entries_of_executors() -> dict[str, set[str]]:
+    """What only the kinds of one executor are called or have in a column: ``Kind.KV_SEND``, ``Price.PREFETCH``."""
+    owners: dict[str, set[str]] = {}
+    for kind in Kind:
+        for column in Columns.__annotations__:
+            entry = getattr(kind, column)
+            if isinstance(entry, Enum) and not isinstance(entry, Kind):
+                owners.setdefault(f"{type(entry).__name__}.{entry.name}", set()).add(kind.executor)
+        owners[f"Kind.{kind.name}"] = {kind.executor}
+    entries: dict[str, set[str]] = {}
+    for entry, executors in owners.items():
+        if len(executors) == 1:
+            entries.setdefault(executors.pop(), set()).add(entry)
+    return entries
 
 
 def _words(module: Module) -> Iterator[tuple[ast.AST, str]]:
